@@ -1,0 +1,119 @@
+"""Make the checkpoint that `locater demo` scans: a small rotary decoder trained on the text inside CPython.
+
+    .venv/bin/python scripts/train_demo.py            # about 9 minutes on two cores
+
+Writes src/locater/demo/: config.json, model.safetensors (bfloat16), tokenizer.json and training.json, which records
+the recipe, the text's hash and the losses. Byte-pair vocabulary and weights both come from the embedded text alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from locater.train.corpus import embedded_text, fingerprint
+
+OUT = Path(__file__).parents[1] / "src" / "locater" / "demo"
+
+
+def tokenize(text: str, vocabulary: int, out: Path) -> torch.Tensor:
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([text], vocab_size=vocabulary, show_progress=False)
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    return torch.tensor(tokenizer.encode(text).ids)
+
+
+def batches(tokens: torch.Tensor, size: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    starts = torch.randint(len(tokens) - length, (size,), generator=generator)
+    return torch.stack([tokens[s : s + length] for s in starts.tolist()])
+
+
+@torch.no_grad()
+def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor, length: int) -> float:
+    rows = tokens[: len(tokens) // length * length].view(-1, length)
+    losses = [model(input_ids=r, labels=r).loss.item() for r in rows.split(16)]
+    return sum(losses) / len(losses)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--out", type=Path, default=OUT)
+    ask.add_argument("--steps", type=int, default=1500)
+    ask.add_argument("--batch", type=int, default=16)
+    ask.add_argument("--length", type=int, default=256)
+    ask.add_argument("--rate", type=float, default=3e-3)
+    ask.add_argument("--seed", type=int, default=0)
+    args = ask.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    text = embedded_text()
+    tokens = tokenize(text, 1024, args.out)
+    held = len(tokens) // 20
+    train, valid = tokens[:-held], tokens[-held:]
+
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=args.length,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(args.seed)
+    warm, began = 100, time.time()
+    for step in range(args.steps):
+        share = min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / args.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = args.rate * share
+        rows = batches(train, args.batch, args.length, generator)
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            print(f"step {step:5d}  loss {loss.item():.3f}  {time.time() - began:6.0f} s", flush=True)
+
+    model.eval()
+    final = validation_loss(model, valid, args.length)
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    (args.out / "generation_config.json").unlink(missing_ok=True)
+    record = {
+        "command": "python scripts/train_demo.py",
+        "text": "locater.train.corpus.embedded_text",
+        "text_sha256": fingerprint(text),
+        "characters": len(text),
+        "tokens": len(tokens),
+        "steps": args.steps,
+        "batch": args.batch,
+        "length": args.length,
+        "rate": args.rate,
+        "seed": args.seed,
+        "train_loss_last": round(loss.item(), 4),
+        "validation_loss": round(final, 4),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The command line: one command per verb. Exit status 0 done, 1 findings crossed --fail-on, 2 bad usage or unreadable input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from locater.errors import LocaterError
+from locater.findings import parse_conditions
+from locater.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, Scan, scan, write_whole
+from locater.version import __version__
+
+app = typer.Typer(
+    help="An instrument for attention: find every head, read its query-key spectrum, predict what it will do.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+JsonPath = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")]
+Length = Annotated[int, typer.Option(help="Tokens in view, for entropy and sharpness.")]
+FailOn = Annotated[
+    str | None,
+    typer.Option(metavar="WHAT", help="Exit with 1 if a head has a flag (sharp,nonfinite) or crosses a bound ('M<-1')."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"locater {__version__}")
+        raise typer.Exit
+
+
+@app.command("scan")
+def scan_command(
+    model: Annotated[str, typer.Argument(help="A folder, a weights file or a hub id.")],
+    json: JsonPath = None,
+    eigenvalues: Annotated[bool, typer.Option("--eigenvalues", help="Put every head's eigenvalues into the JSON.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Take parameters as stored, without folding norms.")] = False,
+    length: Length = LENGTH,
+    fail_on: FailOn = None,
+    query: Annotated[str | None, typer.Option(metavar="PATTERN", help="Query tensors of an unknown architecture, * for the layer.")] = None,
+    key: Annotated[str | None, typer.Option(metavar="PATTERN", help="Key tensors of an unknown architecture, * for the layer.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads per layer, where no configuration tells.")] = None,
+) -> None:
+    """Read the query-key spectrum of every head from weights alone, and say what the theory makes of it."""
+    conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
+    _check_writable(json)
+    found = scan(
+        model, length=length, raw=raw, eigenvalues=eigenvalues, query=query, key=key, heads=heads, progress=_progress
+    )  # fmt: skip
+    _deliver(found, json)
+    crossed = [(c.text, row) for c in conditions for row in found.rows if c.test({**vars(row)})]
+    if crossed:
+        text, row = crossed[0]
+        print(
+            f"locater: {len({(r.layer, r.head) for _, r in crossed})} heads cross --fail-on, first {text} at layer {row.layer} head {row.head}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(json: JsonPath = None) -> None:
+    """Scan the small trained model that comes with the package."""
+    _check_writable(json)
+    found = scan(str(files("locater") / "demo"))
+    _deliver(found, json)
+    if json != "-":
+        _console().print("This was the model inside the package. Now one of yours: [bold]locater scan PATH[/bold]")
+
+
+def _deliver(found: Scan, json: str | None) -> None:
+    if json == "-":
+        print(found.to_json())
+        return
+    from locater.report.terminal import print_scan
+
+    console = _console()
+    console.print(f"{found.source}: {len(found.rows)} heads in {len(found.layers)} attention layers", markup=False, highlight=False)
+    print_scan(found, console)
+    if json is not None:
+        write_whole(Path(json), found.to_json() + "\n")
+        console.print(f"Data written to {json}", markup=False, highlight=False)
+
+
+def _check_writable(path: str | None) -> None:
+    """Refuse a target that cannot be written before any work is done."""
+    if path is None or path == "-":
+        return
+    if Path(path).is_dir():
+        raise LocaterError(f"{path}: is a folder; give --json a file name")
+    if not Path(path).parent.is_dir():
+        raise LocaterError(f"{path}: the folder {Path(path).parent} does not exist")
+
+
+def _progress(layers: Iterable[Any], total: int) -> Iterable[Any]:
+    """A bar on the terminal, on standard error, for work longer than a second; nothing on a pipe."""
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(layers, "reading heads", total, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+def main() -> None:
+    """Entry point: errors that a user can mend are one line and exit status 2."""
+    try:
+        app()
+    except LocaterError as error:
+        print("locater: " + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("locater: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Where the heads are: one file per model family, one record for what they find."""
+
+from locater.heads.effective import Effective, effective
+from locater.heads.layer import AttentionLayer, Projection
+from locater.heads.norm import Norm
+from locater.heads.readers import open_source
+from locater.heads.registry import attention_layers, families, layers_of, register
+from locater.heads.rotary import Rotary, rotary_from_config
+from locater.heads.weights import Weights
+
+__all__ = [
+    "AttentionLayer",
+    "Effective",
+    "Norm",
+    "Projection",
+    "Rotary",
+    "Weights",
+    "attention_layers",
+    "effective",
+    "families",
+    "layers_of",
+    "open_source",
+    "register",
+    "rotary_from_config",
+]

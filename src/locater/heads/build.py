@@ -1,0 +1,70 @@
+"""The few steps that every family file shares: read a projection, read a norm, check shapes against the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.heads.layer import Projection
+from locater.heads.norm import Norm, NormKind
+from locater.heads.weights import Rows, Weights
+
+
+def optional(weights: Weights, name: str, rows: Rows | None = None) -> Tensor | None:
+    """A small tensor, if it is there: biases, gains."""
+    return weights.read(name, rows) if name in weights.names() else None
+
+
+def projection(weights: Weights, stem: str, rows: Rows | None = None) -> Projection:
+    """`stem.weight` (out, in) and `stem.bias` where present; `rows` picks and orders output rows of a fused map."""
+    name = f"{stem}.weight"
+    shape = shape_of(weights, name)
+    out = shape[0] if rows is None else sum(b - a for a, b in rows)
+    return Projection(lambda: weights.read(name, rows), (out, shape[1]), optional(weights, f"{stem}.bias", rows))
+
+
+def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float = 0.0) -> Norm:
+    """`stem.weight` and `stem.bias` (or the old names gamma and beta); `offset` is 1 where the file stores gain - 1."""
+    gain = first(weights, f"{stem}.weight", f"{stem}.gamma")
+    bias = first(weights, f"{stem}.bias", f"{stem}.beta")
+    return Norm(kind, gain + offset if gain is not None and offset else gain, bias, eps)
+
+
+def first(weights: Weights, *names: str) -> Tensor | None:
+    for name in names:
+        found = optional(weights, name)
+        if found is not None:
+            return found
+    return None
+
+
+def shape_of(weights: Weights, name: str) -> tuple[int, ...]:
+    try:
+        return weights.shape(name)
+    except KeyError:
+        raise LocaterError(f"{weights.where}: the tensor {name} is missing; the checkpoint is incomplete") from None
+
+
+def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
+    """The first of `keys` that the configuration holds."""
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int):
+            return value
+    raise LocaterError(f"{weights.where}: its configuration has no {keys[0]}: add it to config.json")
+
+
+def expect(weights: Weights, name: str, got: tuple[int, ...], want: tuple[int, ...], why: str) -> None:
+    """Refuse a tensor whose shape is not what the configuration says."""
+    if got != want:
+        raise LocaterError(f"{weights.where}: {name} has shape {list(got)} but the configuration says {list(want)} ({why})")
+
+
+def expect_layers(weights: Weights, found: int, config: Mapping[str, Any], *keys: str) -> None:
+    """Refuse a checkpoint with another number of layers than its configuration."""
+    want = integer(config, weights, *keys)
+    if found != want:
+        raise LocaterError(f"{weights.where}: holds {found} attention layers but the configuration says {want} ({keys[0]})")

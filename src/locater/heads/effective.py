@@ -1,0 +1,99 @@
+"""The effective maps: what acts on the standardised residual stream z, once norms are folded in. docs/theory.md section 2.
+
+    z -> gain * z + bias -> W_Q . + b_q -> (query norm) -> (rotation)
+
+Folding gives q = W_Q' z + c_q and k = W_K' z + c_k, so a logit is s (z_q^T W z_k + e . z_k + terms without z_k), with
+W = W_Q'^T W_K' and the key-only term e = W_K'^T c_q.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.heads.layer import AttentionLayer, Projection
+from locater.heads.norm import Norm
+from locater.spectrum import Moments, cross_moments, moments
+
+
+@dataclass(frozen=True)
+class Effective:
+    """Folded maps of one layer, float32 (float64 for a float64 model)."""
+
+    query: Float[Tensor, "H h d"]
+    key: Float[Tensor, "K h d"]
+    key_term: Float[Tensor, "H d"]  # e: what every query adds to the logit of key z, before the scale
+    scale: float
+    cross: bool = False
+
+    def moments(self) -> Moments:
+        """Moments of every query head, shape (H,)."""
+        groups = self.query.unflatten(0, (self.key.shape[0], -1))
+        found = (cross_moments if self.cross else moments)(groups, self.key.unsqueeze(1))
+        flat = (None if x is None else x.flatten(0, 1) for x in (found.query_gram, found.key_gram, found.cross))
+        return Moments(*flat)  # type: ignore[arg-type]
+
+    @property
+    def key_bias(self) -> Float[Tensor, " H"]:
+        """Spread of the key-only term over unit tokens, in logits: s |e|."""
+        return self.scale * self.key_term.norm(dim=-1)
+
+
+def effective(layer: AttentionLayer, raw: bool = False) -> Effective:
+    """Fold a layer's norms into its query and key maps; `raw` takes the parameters as stored, without biases."""
+    W_Q, W_K = _heads(layer.query, layer.heads), _heads(layer.key, layer.kv_heads)
+    cross = layer.kind == "cross"
+    if raw:
+        return Effective(W_Q, W_K, W_Q.new_zeros(layer.heads, W_K.shape[-1]), layer.scale, cross)
+    query, query_shift = _folded(W_Q, layer.query, layer.norm)
+    key, key_shift = _folded(W_K, layer.key, layer.key_side_norm)
+    if layer.query_norm is not None:
+        query, query_shift = _mean_field(query, query_shift, layer.query_norm)
+    if layer.key_norm is not None:
+        key, key_shift = _mean_field(key, key_shift, layer.key_norm)
+    if layer.rotary is not None and layer.rotary.amplitude != 1:
+        turning = torch.ones(layer.head_dim, dtype=query.dtype)
+        turning[: layer.rotary.channels] = layer.rotary.amplitude
+        query, key, query_shift = query * turning[:, None], key * turning[:, None], query_shift * turning
+    term = torch.einsum("ghd,gnh->gnd", key, query_shift.unflatten(0, (layer.kv_heads, -1))).flatten(0, 1)
+    return Effective(query, key, term, layer.scale, cross)
+
+
+def _heads(projection: Projection, heads: int) -> Tensor:
+    weight = projection.weight()
+    if weight.dtype not in (torch.float32, torch.float64):
+        weight = weight.float()
+    return weight.unflatten(0, (heads, -1))
+
+
+def _folded(weight: Tensor, projection: Projection, norm: Norm) -> tuple[Tensor, Tensor]:
+    """(W diag(gain) P, W bias + b), with P the projection off the mean direction that LayerNorm removes."""
+    heads, head_dim, _ = weight.shape
+    shift = weight.new_zeros(heads, head_dim)
+    if norm.bias is not None:
+        shift = shift + weight @ norm.bias.to(weight)
+    if projection.bias is not None:
+        shift = shift + projection.bias.to(weight).view(heads, head_dim)
+    if norm.gain is not None:
+        weight = weight * norm.gain.to(weight)
+    if norm.kind == "layer":
+        weight = weight - weight.mean(-1, keepdim=True)
+    return weight, shift
+
+
+def _mean_field(weight: Tensor, shift: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """A norm on queries or keys, with the root mean square over unit tokens in place of each token's own.
+
+    E |W z + c|^2 / d_head = (||W||_F^2 + |c|^2) / d_head, so scaling W and c together changes nothing.
+    """
+    if norm.kind == "layer":
+        weight, shift = weight - weight.mean(1, keepdim=True), shift - shift.mean(-1, keepdim=True)
+    energy = weight.square().sum((1, 2)) + shift.square().sum(-1)
+    factor = math.sqrt(weight.shape[1]) * torch.rsqrt(energy.clamp_min(torch.finfo(weight.dtype).tiny))
+    gain = factor[:, None] if norm.gain is None else factor[:, None] * norm.gain.to(weight)
+    shift = shift * gain
+    return weight * gain[..., None], shift if norm.bias is None else shift + norm.bias.to(weight)

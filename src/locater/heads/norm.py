@@ -1,0 +1,41 @@
+"""The normalisation in front of attention, or of its queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+NormKind = Literal["layer", "rms", "none"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = gain * z + bias with z the standardised input: mean removed for "layer", scale removed for "layer" and "rms".
+
+    `gain` is what multiplies, so a family that stores w for a gain of 1 + w adds the 1 when it reads.
+    """
+
+    kind: NormKind = "none"
+    gain: Tensor | None = None  # (d,)
+    bias: Tensor | None = None  # (d,)
+    eps: float = 0.0
+
+    def standardize(self, x: Tensor) -> Tensor:
+        """z: what the theory calls a unit token, |z|^2 = d."""
+        if self.kind == "none":
+            return x
+        if self.kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+    def affine(self, z: Tensor) -> Tensor:
+        """gain * z + bias."""
+        if self.gain is not None:
+            z = z * self.gain.to(z)
+        return z if self.bias is None else z + self.bias.to(z)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.affine(self.standardize(x))

@@ -1,0 +1,95 @@
+"""Which family reads which model, and how to add one from outside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import nn
+
+from locater.errors import LocaterError
+from locater.heads import bert, gemma3, gpt2, gpt_neox, llama, qwen2, torch_mha, vit
+from locater.heads.layer import AttentionLayer
+from locater.heads.named import examples, layers_by_name
+from locater.heads.readers import Config, Source, open_source
+from locater.heads.weights import ModuleWeights, Weights
+
+Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
+
+FAMILIES = (bert, gemma3, gpt2, gpt_neox, llama, qwen2, torch_mha, vit)
+_readers: dict[str, Reader] = {model_type: family.layers for family in FAMILIES for model_type in family.MODEL_TYPES}
+
+
+def register(model_types: str | Iterable[str], layers: Reader) -> None:
+    """Teach Locater an architecture: `layers(weights, config)` yields one `AttentionLayer` per attention layer.
+
+    `model_types` are values of `model_type` in config.json; a name that is taken is replaced. docs/add-a-family.md.
+    """
+    for model_type in [model_types] if isinstance(model_types, str) else model_types:
+        _readers[model_type] = layers
+
+
+def families() -> tuple[str, ...]:
+    """Every `model_type` that can be read."""
+    return tuple(sorted(_readers))
+
+
+def attention_layers(
+    source: Source, *, query: str | None = None, key: str | None = None, heads: int | None = None, kv_heads: int | None = None
+) -> Iterator[AttentionLayer]:
+    """Every attention layer of a model or a checkpoint, one at a time; tensors are read when a layer is used.
+
+    >>> from torch import nn
+    >>> [layer.name for layer in attention_layers(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 2))]
+    ['layers.0.self_attn', 'layers.1.self_attn']
+    """
+    weights, config = open_source(source)
+    yield from layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads)
+
+
+def layers_of(
+    weights: Weights,
+    config: Config,
+    *,
+    query: str | None = None,
+    key: str | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+) -> Iterator[AttentionLayer]:
+    """The same, from an opened source."""
+    if query or key:
+        if not (query and key):
+            raise LocaterError("--query and --key go together: name both tensors")
+        count = heads or config.get("num_attention_heads") or config.get("n_head")
+        if not count:
+            raise LocaterError(f"{weights.where}: the number of heads is not in the tensors: add --heads N")
+        return layers_by_name(weights, query, key, count, kv_heads)
+    if heads is not None:
+        config = {**config, "num_heads": heads}
+    return reader_for(weights, config)(weights, config)
+
+
+def reader_for(weights: Weights, config: Config) -> Reader:
+    model_type = config.get("model_type")
+    if model_type in _readers:
+        return _readers[model_type]
+    if any(re.fullmatch(torch_mha.PATTERN, name) for name in weights.names()):
+        return torch_mha.layers
+    raise LocaterError(_unknown(weights, model_type))
+
+
+def _unknown(weights: Weights, model_type: str | None) -> str:
+    if not _may_hold_attention(weights):
+        return f"{weights.where}: no attention found; it holds {examples(weights)}"
+    what = f"model_type {model_type!r} is not a known architecture" if model_type else "no config.json tells its architecture"
+    return (
+        f"{weights.where}: {what} (known: {', '.join(families())}). It holds {examples(weights)}. Name its tensors with "
+        "--query 'PATTERN' --key 'PATTERN' --heads N (* for the layer number), or describe it with locater.register()"
+    )
+
+
+def _may_hold_attention(weights: Weights) -> bool:
+    words = re.compile(r"attn|attention|q_proj|k_proj|qkv|query|(^|\.)w?[qk](\.|$)", re.IGNORECASE)
+    if isinstance(weights, ModuleWeights) and any(isinstance(m, nn.MultiheadAttention) for m in weights.module.modules()):
+        return True
+    return any(words.search(name) for name in weights.names())

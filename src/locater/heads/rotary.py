@@ -1,0 +1,112 @@
+"""Rotary positions: frequencies from a model's configuration, the rotation, and what it does to a head's drive.
+
+Only frequencies are kept; a pair of channels (i, i + n/2) turns by `frequency_i` per position. Frequencies and angles are
+float32, as in the models themselves: at position 8,000 the rounding of an angle is no longer small, and it is the
+model's own rounding that has to be met.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.errors import LocaterError
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The first 2 * len(frequencies) channels of each head turn; the rest pass."""
+
+    frequencies: Float[Tensor, " pairs"]
+    amplitude: float = 1.0  # of the rotated channels: some length extensions (yarn) scale them
+
+    @property
+    def channels(self) -> int:
+        return 2 * len(self.frequencies)
+
+    def rotate(self, x: Float[Tensor, "*b t h"], positions: Tensor) -> Float[Tensor, "*b t h"]:
+        angle = positions.float()[..., None] * self.frequencies.to(positions.device)  # (..., t, pairs)
+        cos, sin = (f(angle).to(x) * self.amplitude for f in (torch.cos, torch.sin))
+        turning, rest = x[..., : self.channels], x[..., self.channels :]
+        first, second = turning.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+    def drive(self, gram: Float[Tensor, "*n h h"], offsets: Tensor) -> Float[Tensor, "*n offsets"]:
+        """tr(R_-delta G): the mean logit, before the scale, of a token with a copy of itself delta positions back.
+
+        G = W_K W_Q^T as in `Moments.gram`, its amplitude already folded in; delta = 0 gives the trace.
+        """
+        g, n = gram.double(), len(self.frequencies)
+        diagonal = g.diagonal(dim1=-2, dim2=-1)
+        first, second = torch.arange(n), torch.arange(n) + n
+        even = diagonal[..., :n] + diagonal[..., n : 2 * n]
+        odd = g[..., first, second] - g[..., second, first]
+        angle = offsets.double()[:, None] * self.frequencies.double()  # (offsets, pairs)
+        still = diagonal[..., 2 * n :].sum(-1, keepdim=True)
+        return even @ torch.cos(angle).mT + odd @ torch.sin(angle).mT + still
+
+
+def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | None = None, share: float = 1.0) -> Rotary:
+    """Rotary positions as `config` describes them; `kind` picks an entry where layer types differ (Gemma 3).
+
+    `share` is the part of the channels that turns, where the configuration does not say.
+    """
+    rope: Mapping[str, Any] = config.get("rope_parameters") or {}
+    if kind is not None and kind in rope:
+        rope = rope[kind]
+    rope = {**(config.get("rope_scaling") or {}), **rope}
+    base = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share)))
+    channels = int(head_dim * share)
+    frequencies = 1.0 / base ** (torch.arange(0, channels, 2).float() / channels)
+    how = rope.get("rope_type", rope.get("type", "default"))
+    if how == "default":
+        return Rotary(frequencies)
+    if how == "linear":
+        return Rotary(frequencies / float(rope["factor"]))
+    if how == "llama3":
+        return Rotary(_llama3(frequencies, rope))
+    if how == "yarn":
+        return _yarn(frequencies, base, channels, rope, config)
+    raise LocaterError(
+        f"rotary positions of type {how!r} are not supported (default, linear, llama3 and yarn are); "
+        "moments do not need them: scan with --raw"
+    )
+
+
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Slow channels (wavelength beyond the trained length) are slowed by `factor`, fast ones kept, a ramp between."""
+    length = float(rope["original_max_position_embeddings"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    turns = length * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / float(rope["factor"]))
+
+
+def _yarn(frequencies: Tensor, base: float, channels: int, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
+    factor = float(rope["factor"])
+    length = float(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
+
+    def channel(turns: float) -> float:  # the channel that makes this many turns over the trained length
+        return channels * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = channel(float(rope.get("beta_fast") or 32)), channel(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, channels - 1)
+    ramp = ((torch.arange(channels // 2).float() - low) / max(high - low, 1e-3)).clamp(0, 1)
+    amplitude = rope.get("attention_factor")
+    if amplitude is None:
+        mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        amplitude = _mscale(factor, mscale) / _mscale(factor, mscale_all) if mscale and mscale_all else _mscale(factor, 1.0)
+    return Rotary(frequencies * (ramp / factor + 1 - ramp), float(amplitude))
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0

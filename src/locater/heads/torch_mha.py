@@ -1,0 +1,114 @@
+"""`torch.nn.MultiheadAttention`, alone or inside nn.TransformerEncoder, nn.TransformerDecoder and nn.Transformer.
+
+A state dict does not say how many heads there are nor whether norms come first, so a checkpoint needs a config.json with
+`{"model_type": "torch", "num_heads": n, "norm_first": false, "layer_norm_eps": 1e-5}` beside it (or `--heads`); a live
+module is asked. Causal masks are arguments of the call here, so `causal` is False: `dataclasses.replace` it if you mask.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from locater.heads.build import integer, norm, optional, shape_of
+from locater.heads.layer import AttentionLayer, Kind, Projection
+from locater.heads.norm import Norm
+from locater.heads.readers import Config
+from locater.heads.weights import ModuleWeights, Rows, Weights
+
+MODEL_TYPES = ("torch",)
+PATTERN = r"(?P<stem>(?:.*\.)?)(?:in_proj_weight|q_proj_weight)"
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the tensors do not tell."""
+
+    heads: int
+    norm_first: bool
+    eps: float
+    extra_key: bool = False  # add_bias_kv or add_zero_attn: a learned or zero key joins the softmax
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    stems = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
+    for index, stem in enumerate(sorted(stems, key=_natural)):
+        yield _layer(weights, stem, index, _facts(weights, config, stem.removesuffix(".")))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _facts(weights: Weights, config: Config, path: str) -> _Facts:
+    if not isinstance(weights, ModuleWeights):
+        heads = integer(config, weights, "num_heads", "nhead", "num_attention_heads")
+        return _Facts(heads, bool(config.get("norm_first")), config.get("layer_norm_eps", 1e-5))
+    module = weights.module.get_submodule(path)
+    assert isinstance(module, nn.MultiheadAttention), f"{path} has the tensors of nn.MultiheadAttention but is a {type(module)}"
+    parent = weights.module.get_submodule(path.rpartition(".")[0]) if path else None
+    extra = module.bias_k is not None or module.add_zero_attn
+    if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return _Facts(module.num_heads, parent.norm_first, parent.norm1.eps, extra)
+    return _Facts(module.num_heads, False, 1e-5, extra)
+
+
+def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionLayer:
+    block, _, role = stem.removesuffix(".").rpartition(".")
+    kind: Kind = "cross" if role == "multihead_attn" else "self"
+    q, k, v = (_input_projection(weights, stem, i) for i in range(3))
+    out_name = f"{stem}out_proj.weight"
+    out = Projection(lambda: weights.read(out_name), shape_of(weights, out_name)[:2], optional(weights, f"{stem}out_proj.bias"))  # type: ignore[arg-type]
+    head_dim = q.shape[0] // facts.heads
+    return AttentionLayer(
+        name=stem.removesuffix("."),
+        index=index,
+        heads=facts.heads,
+        kv_heads=facts.heads,
+        head_dim=head_dim,
+        query=q,
+        key=k,
+        value=None if facts.extra_key else v,
+        out=None if facts.extra_key else out,
+        scale=head_dim**-0.5,
+        norm=_norm_before(weights, block, kind, facts),
+        memory_norm=_memory_norm(weights, block, facts) if kind == "cross" else None,
+        kind=kind,
+    )
+
+
+def _input_projection(weights: Weights, stem: str, part: int) -> Projection:
+    fused, own = f"{stem}in_proj_weight", f"{stem}{'qkv'[part]}_proj_weight"
+    if fused in weights.names():
+        rows, width = shape_of(weights, fused)
+        here: Rows = [(part * rows // 3, (part + 1) * rows // 3)]
+        return Projection(lambda: weights.read(fused, here), (rows // 3, width), optional(weights, f"{stem}in_proj_bias", here))
+    rows, width = shape_of(weights, own)
+    return Projection(
+        lambda: weights.read(own), (rows, width), optional(weights, f"{stem}in_proj_bias", [(part * rows, (part + 1) * rows)])
+    )
+
+
+def _norm_before(weights: Weights, block: str, kind: Kind, facts: _Facts) -> Norm:
+    """The norm that the queries read: in front (norm_first), or the one that closed the step before."""
+    stack, _, number = block.rpartition(".")
+    decoder = f"{block}.norm3.weight" in weights.names()
+    if facts.norm_first:
+        name = f"{block}.norm2" if kind == "cross" else f"{block}.norm1"
+    elif kind == "cross":
+        name = f"{block}.norm1"
+    else:
+        name = f"{stack}.{int(number) - 1}.{'norm3' if decoder else 'norm2'}" if number.isdigit() and int(number) else ""
+    return _norm(weights, name, facts.eps)
+
+
+def _memory_norm(weights: Weights, block: str, facts: _Facts) -> Norm:
+    """The norm that closed the encoder, where the checkpoint holds one beside the decoder (nn.Transformer)."""
+    return _norm(weights, re.sub(r"decoder\.layers\.\d+$", "encoder.norm", block), facts.eps)
+
+
+def _norm(weights: Weights, name: str, eps: float) -> Norm:
+    return norm(weights, name, "layer", eps) if f"{name}.weight" in weights.names() else Norm()

@@ -1,0 +1,64 @@
+"""Where tensors come from: a live module, or files. Families read both through the same four methods."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+Rows = Sequence[tuple[int, int]]  # half-open ranges of the first axis, in the order wanted
+
+
+class Weights(Protocol):
+    """Named tensors. `read` is the only method that touches data."""
+
+    where: str  # for messages: a path or a class name
+
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor: ...
+
+
+class DictWeights:
+    """Tensors already in memory, such as a `pytorch_model.bin` opened with weights_only=True."""
+
+    def __init__(self, tensors: dict[str, Tensor], where: str) -> None:
+        self._tensors = tensors
+        self.where = where
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        return take_rows(self._tensors[name], rows)
+
+
+class ModuleWeights(DictWeights):
+    """The parameters and buffers of a live model, not copied and not detached: gradients flow through `read`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        tensors.update(module.named_buffers(remove_duplicate=False))
+        super().__init__(tensors, type(module).__name__)
+        self.module = module
+
+
+def take_rows(tensor: Tensor, rows: Rows | None) -> Tensor:
+    if rows is None:
+        return tensor
+    parts = [tensor[a:b] for a, b in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def numbered(weights: Weights, pattern: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Names that match `pattern` in full, ordered by their `layer` group; yields (match, name)."""
+    found = [(m, n) for n in weights.names() if (m := re.fullmatch(pattern, n))]
+    yield from sorted(found, key=lambda pair: (pair[0].groupdict().get("prefix", ""), int(pair[0]["layer"])))

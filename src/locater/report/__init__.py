@@ -1,0 +1,1 @@
+"""Rows to something a person reads."""

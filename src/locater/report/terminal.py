@@ -1,0 +1,109 @@
+"""A scan as a table in the terminal: flagged heads first, a line per layer when there are many heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from locater.findings import FLAGS
+from locater.scan import HeadRow, Scan
+
+ALL_HEADS = 48  # up to this many heads are shown one by one
+MOST_FLAGGED = 20
+LEGEND = (
+    "M mean self-logit · √F spread of logits · S/F 1 symmetric, -1 antisymmetric · κ concentration · Λ localization by "
+    "position · key bias spread of the key-only term · H expected entropy in nats"
+)
+
+
+def print_scan(scan: Scan, console: Console) -> None:
+    """Table, what the flags mean, and what was assumed."""
+    flagged = [row for row in scan.rows if row.flags]
+    if len(scan.rows) <= ALL_HEADS:
+        rest = [row for row in scan.rows if not row.flags]
+        console.print(_head_table([*flagged, *rest], "every head, flagged first"))
+    else:
+        if flagged:
+            shown = _worst(flagged)
+            console.print(_head_table(shown, f"{len(shown)} of {len(flagged)} flagged heads"))
+        console.print(_layer_table(scan))
+    print_meanings(flagged, console)
+    console.print(f"[dim]{LEGEND}[/dim]", highlight=False)
+    _print_assumptions(scan, console)
+
+
+def print_meanings(rows: Iterable[HeadRow], console: Console) -> None:
+    """What each raised flag means and what to do, once each, with how many heads raise it."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        for name in row.flags:
+            counts[name] = counts.get(name, 0) + 1
+    for flag in FLAGS:
+        if flag.name in counts:
+            heads = "1 head" if counts[flag.name] == 1 else f"{counts[flag.name]} heads"
+            console.print(f"[bold]{flag.name}[/bold] ({heads}): {flag.meaning}. [dim]{flag.way_out}.[/dim]", highlight=False)
+
+
+def _worst(flagged: Sequence[HeadRow]) -> list[HeadRow]:
+    """One flag's heads should not hide another's: rarest flags first, as many as fit, then in model order."""
+    counts: dict[str, int] = {}
+    for row in flagged:
+        for name in row.flags:
+            counts[name] = counts.get(name, 0) + 1
+    chosen = sorted(flagged, key=lambda row: min(counts[name] for name in row.flags))[:MOST_FLAGGED]
+    return sorted(chosen, key=lambda row: (row.layer, row.head))
+
+
+def _head_table(rows: Sequence[HeadRow], title: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", show_lines=False, box=None, pad_edge=False)
+    for name in ("layer", "head", "M", "√F", "S/F", "κ", "Λ", "key bias", "H"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("flags")
+    for row in rows:
+        ratio = row.S / row.F if row.S is not None and row.F else None
+        numbers = (row.M, None if row.F is None else row.F**0.5, ratio, row.concentration, row.localization, row.key_bias)
+        cells = [str(row.layer), str(row.head), *(_number(x) for x in numbers), _number(row.expected_entropy)]
+        table.add_row(*cells, escape(" ".join(row.flags)), style="yellow" if row.flags else None)
+    return table
+
+
+def _layer_table(scan: Scan) -> Table:
+    table = Table(title="medians by layer", title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for name in ("layer", "heads", "M", "√F", "κ", "Λ", "H", "flagged"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("name", overflow="fold")
+    for entry in scan.layers:
+        rows = [row for row in scan.rows if row.layer == entry["layer"]]
+        columns = (
+            [r.M for r in rows], [None if r.F is None else r.F**0.5 for r in rows], [r.concentration for r in rows],
+            [r.localization for r in rows], [r.expected_entropy for r in rows],
+        )  # fmt: skip
+        flagged = sum(bool(r.flags) for r in rows)
+        cells = [_number(_median(column)) for column in columns]
+        table.add_row(str(entry["layer"]), str(len(rows)), *cells, str(flagged or ""), escape(entry["name"]))
+    return table
+
+
+def _print_assumptions(scan: Scan, console: Console) -> None:
+    a = scan.assumptions
+    console.print(
+        f"{a['prediction'].capitalize()}s, not measurements: from weights alone, for {a['length']} {a['tokens']}; weights {a['weights']}.",
+        highlight=False,
+    )
+    for note in a["notes"]:
+        console.print(f"[dim]- {note}[/dim]", highlight=False)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return median(known) if known else None
+
+
+def _number(x: float | None) -> str:
+    if x is None:
+        return "-"
+    return f"{x:.2f}" if abs(x) < 100 else f"{x:.3g}"

@@ -1,0 +1,208 @@
+"""Moments and eigenvalues of a head's query-key map W = W_Q^T W_K, without ever forming it.
+
+W is d x d but its rank is at most d_head, and everything that the theory asks of it is a function of three d_head x d_head
+matrices, taken in the inner product of a token covariance C (the identity unless given):
+
+    G = W_K C W_Q^T        A = W_Q C W_Q^T        B = W_K C W_K^T
+
+Section numbers refer to docs/theory.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+Batched = Float[Tensor, "*heads"]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The three small matrices of a batch of heads; every moment is computed from them when it is asked for.
+
+    With C = I the names read as written; otherwise W stands for W C (traces) and C^(1/2) W C^(1/2) (norms).
+    `cross` is None for cross-attention, where query and key live in different spaces: there traces have no meaning
+    and asking for one raises.
+    """
+
+    query_gram: Float[Tensor, "*heads h h"]  # A
+    key_gram: Float[Tensor, "*heads h h"]  # B
+    cross: Float[Tensor, "*heads h h"] | None  # G
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.query_gram.shape[-1])
+
+    @property
+    def gram(self) -> Float[Tensor, "*heads h h"]:
+        """G = W_K C W_Q^T, whose eigenvalues are the non-zero eigenvalues of W C."""
+        if self.cross is None:
+            raise ValueError("traces and eigenvalues mean nothing for cross-attention: its query and key spaces differ")
+        return self.cross
+
+    @property
+    def trace(self) -> Batched:
+        """tr W = tr G."""
+        return _trace(self.gram)
+
+    @property
+    def trace_of_square(self) -> Batched:
+        """tr W^2 = sum(G * G^T); negative where rotation outweighs stretching."""
+        return _inner(self.gram, self.gram.mT)
+
+    @property
+    def frobenius_sq(self) -> Batched:
+        """||W||_F^2 = sum(A * B)."""
+        return _inner(self.query_gram, self.key_gram)
+
+    @property
+    def symmetric_sq(self) -> Batched:
+        """tr W_sym^2 = (tr W^2 + ||W||_F^2) / 2, for W_sym = (W + W^T) / 2."""
+        return (self.trace_of_square + self.frobenius_sq) / 2
+
+    @property
+    def symmetric_cube(self) -> Batched:
+        """tr W_sym^3 = (tr G^3 + 3 tr(G B A)) / 4."""
+        g = self.gram
+        return (_inner(g @ g, g.mT) + 3 * _inner(g, (self.key_gram @ self.query_gram).mT)) / 4
+
+    @property
+    def mean(self) -> Batched:
+        """Mean eigenvalue over the d_head directions a head can use: tr W / d_head."""
+        return self.trace / self.head_dim
+
+    @property
+    def variance(self) -> Batched:
+        """tr(W_sym^2) / d_head - mean^2, never negative. Over all d directions a low-rank head could never be concentrated."""
+        return (self.symmetric_sq / self.head_dim - self.mean**2).clamp_min(0)
+
+    @property
+    def concentration(self) -> Batched:
+        """sign(tr W) (tr W)^2 / (d_head (2 ||W||_F^2 + tr W^2) / 3), in [-1, 1].
+
+        For symmetric W this is mean^2 / (mean^2 + variance); it is 1 only for a positive multiple of a rank-d_head
+        projector and 0 for a zero map.
+        """
+        spread = self.head_dim * (2 * self.frobenius_sq + self.trace_of_square) / 3
+        kappa = self.trace * self.trace.abs() / spread.clamp_min(torch.finfo(spread.dtype).tiny)
+        return kappa.clamp(-1, 1)
+
+    @property
+    def skew(self) -> Batched:
+        """g1 = sqrt(8) tr(W_sym^3) / tr(W_sym^2)^(3/2): skewness of the quadratic form y^T W y, y normal."""
+        scale = self.symmetric_sq.clamp_min(0) ** 1.5
+        return torch.where(scale > 0, math.sqrt(8) * self.symmetric_cube / scale, torch.zeros_like(scale))
+
+    @property
+    def spectral_norm(self) -> Batched:
+        """Largest singular value of W."""
+        return self.singular_values()[..., 0]
+
+    @property
+    def stable_rank(self) -> Batched:
+        """||W||_F^2 / ||W||_2^2, in [1, d_head]; 0 for a zero map."""
+        top = self.spectral_norm**2
+        return torch.where(top > 0, self.frobenius_sq / top, torch.zeros_like(top))
+
+    def singular_values(self) -> Float[Tensor, "*heads h"]:
+        """All d_head singular values of W, largest first: square roots of the eigenvalues of L^T B L with A = L L^T.
+
+        L comes from the eigenvectors of A rather than from Cholesky, which fails for a rank-deficient head. float64,
+        because squaring the singular values costs half of the digits.
+        """
+        values, vectors = torch.linalg.eigh(_on_cpu(self.query_gram).double())
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)  # columns scaled: A = root root^T
+        squares = torch.linalg.eigvalsh(root.mT @ _on_cpu(self.key_gram).double() @ root)
+        found = squares.flip(-1).clamp_min(0).sqrt()
+        return found.to(self.query_gram.dtype).to(self.query_gram.device)
+
+    def eigenvalues(self) -> Complex[Tensor, "*heads h"]:
+        """The d_head eigenvalues of W that can be non-zero, by decreasing modulus; on the CPU, in one thread.
+
+        Batched small eigenproblems lose to their own threads, and CUDA has no fast non-symmetric solver.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            values = torch.linalg.eigvals(_on_cpu(self.gram))
+        finally:
+            torch.set_num_threads(threads)
+        order = values.abs().argsort(dim=-1, descending=True, stable=True)
+        return values.gather(-1, order)
+
+    def scaled(self, factor: float) -> Moments:
+        """Moments of factor * W."""
+        root = math.sqrt(abs(factor))
+        sign = math.copysign(1.0, factor)
+        return Moments(self.query_gram * root**2, self.key_gram * root**2, None if self.cross is None else self.cross * (sign * root**2))
+
+    def select(self, index: Tensor | slice | int) -> Moments:
+        """The same, for some of the heads (first leading axis)."""
+        return Moments(self.query_gram[index], self.key_gram[index], None if self.cross is None else self.cross[index])
+
+
+def moments(
+    W_Q: Float[Tensor, "*q h d"],
+    W_K: Float[Tensor, "*k h d"],
+    covariance: Float[Tensor, ...] | None = None,
+) -> Moments:
+    """Moments of W = W_Q^T W_K (times a token covariance), batched over any leading axes that broadcast.
+
+    `covariance` is None (identity), (d,) for a diagonal or (d, d). Half-precision inputs are upcast to float32 before
+    anything is multiplied; float64 stays float64. Grouped-query heads need no copy of the keys: give queries as
+    (kv_heads, group, d_head, d) and keys as (kv_heads, 1, d_head, d).
+
+    >>> W_Q = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    >>> m = moments(W_Q, W_Q)          # W = diag(1, 4, 0)
+    >>> m.trace.item(), m.frobenius_sq.item(), m.mean.item(), m.variance.item()
+    (5.0, 17.0, 2.5, 2.25)
+    """
+    q, k = _upcast(W_Q), _upcast(W_K)
+    dtype = torch.promote_types(q.dtype, k.dtype)
+    q, k = q.to(dtype), k.to(dtype)
+    q_c, k_c = (q, k) if covariance is None else (_times(q, covariance), _times(k, covariance))
+    query_gram, key_gram, gram = q_c @ q.mT, k_c @ k.mT, _grouped_product(k_c, q)
+    shape = gram.shape
+    return Moments(query_gram.expand(shape), key_gram.expand(shape), gram)
+
+
+def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) -> Moments:
+    """The part of the moments that cross-attention keeps: the Frobenius norm and the singular values."""
+    q, k = _upcast(W_Q), _upcast(W_K)
+    query_gram, key_gram = q @ q.mT, k @ k.mT
+    shape = torch.broadcast_shapes(query_gram.shape, key_gram.shape)
+    return Moments(query_gram.expand(shape), key_gram.expand(shape), None)
+
+
+def _grouped_product(k: Tensor, q: Tensor) -> Tensor:
+    """k @ q^T; when all query heads of a group meet one key head, as one product per group instead of a copy per head."""
+    if k.ndim == q.ndim and k.ndim >= 3 and k.shape[-3] == 1 and q.shape[-3] > 1:
+        group, h, d = q.shape[-3:]
+        flat = q.reshape(*q.shape[:-3], group * h, d) @ k.squeeze(-3).mT  # (..., group*h, h_k), transposed G
+        return flat.unflatten(-2, (group, h)).mT
+    return k @ q.mT
+
+
+def _times(w: Tensor, covariance: Tensor) -> Tensor:
+    c = covariance.to(w)
+    return w * c if c.ndim == 1 else w @ c
+
+
+def _upcast(w: Tensor) -> Tensor:
+    return w if w.dtype in (torch.float32, torch.float64) else w.float()
+
+
+def _on_cpu(x: Tensor) -> Tensor:
+    return x.detach().cpu()
+
+
+def _trace(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum((-2, -1))

@@ -1,0 +1,71 @@
+"""What is known of a row's entropy before the row is seen: floors, an estimate, and a number comparable over lengths.
+
+docs/theory.md section 7. All entropies are in nats.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def entropy_floor(norm: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
+    """Least entropy of a softmax row of T logits whose mean-centred l2 norm is s (Zhai et al. 2023).
+
+        b = exp(-s sqrt(T/(T-1))),   H >= log(1 + (T-1) b) + s sqrt(T(T-1)) b / (1 + (T-1) b)
+
+    Reached by the row with one logit above T - 1 equal ones.
+
+    >>> round(entropy_floor(0.0, 8).item() - math.log(8), 12)
+    0.0
+    """
+    s = torch.as_tensor(norm, dtype=torch.float64)
+    if length < 2:
+        return torch.zeros_like(s)
+    t = length
+    b = torch.exp(-s * math.sqrt(t / (t - 1)))
+    total = 1 + (t - 1) * b
+    return torch.log(total) + s * math.sqrt(t * (t - 1)) * b / total
+
+
+def entropy_floor_of_range(spread: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
+    """Least entropy of a row of T logits that differ by at most `spread`: the minimum over rows with two levels.
+
+    With k logits at the top and T - k at the bottom, p = k / (k + (T-k) e^-spread) is the mass of the top:
+    H = -p log(p/k) - (1-p) log((1-p)/(T-k)).
+
+    >>> round(entropy_floor_of_range(0.0, 8).item() - math.log(8), 12)
+    0.0
+    """
+    r = torch.as_tensor(spread, dtype=torch.float64).unsqueeze(-1)
+    if length < 2:
+        return torch.zeros_like(r.squeeze(-1))
+    k = torch.arange(1, length, dtype=torch.float64)
+    rest = (length - k) * torch.exp(-r)
+    p = k / (k + rest)
+    entropy = torch.log(k + rest) + (1 - p) * r  # log-sum-exp with the top at 0, minus the mean logit -(1-p) r
+    return entropy.amin(-1)
+
+
+def expected_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
+    """log T - v/2 for logits that are normal across keys with variance v; 0 from v = 2 log T on, where it collapses.
+
+    >>> round(expected_entropy(1.0, 256).item(), 3)
+    5.045
+    """
+    v = torch.as_tensor(variance, dtype=torch.float64)
+    return (math.log(length) - v / 2).clamp_min(0)
+
+
+def entropy_ratio(entropy: Float[Tensor, "*n rows"], visible: Int[Tensor, "*n rows"]) -> Float[Tensor, "*n"]:
+    """Mean over rows of H_i / log(visible keys): 1 is uniform at any length. Rows with fewer than two keys do not count.
+
+    >>> entropy_ratio(torch.log(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 2, 3])).item()
+    1.0
+    """
+    counts = visible >= 2
+    share = torch.where(counts, entropy / torch.log(visible.clamp_min(2).to(entropy.dtype)), torch.zeros_like(entropy))
+    return share.sum(-1) / counts.sum(-1).clamp_min(1)

@@ -1,0 +1,178 @@
+"""Where a head sends its signal: the propagation probability of Bao, Hataya and Karakida (2024), re-derived for unit tokens.
+
+Tokens x_1 ... x_T follow a Gaussian random walk with step covariance C/T, so the last one, the query, has covariance C.
+Its logit on token i is omega_i = s x_T^T W x_i, and token i propagates signal when softmax, replaced by its clipped
+first-order form (1 + delta_i)/T with delta_i = omega_i - mean_j omega_j, is in its linear part: -1 < delta_i < T - 1.
+The probability of that event, rho_i, needs only
+
+    M = s tr(W C)      S = s^2 tr((W C)^2)      F = s^2 tr(W C W^T C)
+
+M is the mean logit of a token with itself: the natural unit. A walk with step covariance Sigma instead of C/T has unit
+moments T tr(W Sigma), T^2 tr((W Sigma)^2), T^2 tr(W Sigma W^T Sigma), each with its power of s; see `unit_moments`.
+W need not be symmetric anywhere here. docs/theory.md sections 3 to 5.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.spectrum import Moments
+
+SKEW_LIMIT = 0.75  # |g1| above which the closed form is off by more than about 0.05 and the mixture takes over
+DRAWS = 4096
+NODES = 64
+LOCALIZED = 0.1  # |Lambda| from which `regime` calls a head localized
+
+
+def unit_moments(m: Moments, scale: float, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(M, S, F) of heads in logit units. Give `length` when the moments were taken with a step covariance Sigma.
+
+    >>> m = Moments(*[torch.eye(4)] * 3)     # W = a projector of rank 4
+    >>> [x.item() for x in unit_moments(m, scale=0.5)]
+    [2.0, 1.0, 1.0]
+    """
+    factor = scale * (1 if length is None else length)
+    return m.trace * factor, m.trace_of_square * factor**2, m.frobenius_sq * factor**2
+
+
+def signal_propagation(
+    M: Float[Tensor, "*n"] | float, S: Float[Tensor, "*n"] | float, F: Float[Tensor, "*n"] | float, length: int
+) -> Float[Tensor, "*n T"]:
+    """rho_i for i = 1 ... T: closed form, exact in mean and variance, Gaussian in shape.
+
+        u = (i - (T+1)/2) / T,   E = M u,   V = (F [i(i-1) - iT + (T+1)(2T+1)/6] + S (i - (T+1)/2)^2) / T^2
+        rho_i = Phi((T - 1 - E)/sqrt V) - Phi((-1 - E)/sqrt V)
+
+    >>> rho = signal_propagation(4.0, 0.25, 0.25, length=64)
+    >>> bool(rho[0] < 0.05), bool(rho[-1] > 0.95)
+    (True, True)
+    """
+    M, S, F = (_column(x) for x in (M, S, F))
+    i = torch.arange(1, length + 1, dtype=torch.float64)
+    u = (i - (length + 1) / 2) / length
+    variance = F * (_bridge(i, length) / length + u**2) + S * u**2
+    return _between(M * u, variance, -1.0, length - 1.0)
+
+
+def continuum(M: Tensor | float, S: Tensor | float, F: Tensor | float, u: Tensor) -> Float[Tensor, "*n u"]:
+    """The limit of many tokens: rho(u) = Phi((1 + M u)/sqrt(F (u^2 + 1/12) + S u^2)), u in [-1/2, 1/2]."""
+    M, S, F = (_column(x) for x in (M, S, F))
+    return _between(M * u, F * (u**2 + 1 / 12) + S * u**2, -1.0, math.inf)
+
+
+def mixture_propagation(m: Moments, scale: float, length: int, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "*n T"]:
+    """rho_i without the Gaussian shape: given the query the walk is a bridge, so delta_i is exactly normal.
+
+        q = s y^T W y,   r^2 = s^2 y^T W C W^T y,   y ~ N(0, C)
+        rho_i = E_y[ Phi((T - 1 - u q)/sd) - Phi((-1 - u q)/sd) ],   sd^2 = r^2 b_i / T
+
+    y enters only through the 2 d_head numbers W_Q y, W_K y, so the three small matrices of `Moments` are enough.
+    """
+    i = torch.arange(1, length + 1, dtype=torch.float64)
+    u = (i - (length + 1) / 2) / length
+    return _mixture(m, scale, u, _bridge(i, length) / length, length - 1.0, draws, seed)
+
+
+def mixture_continuum(m: Moments, scale: float, u: Tensor, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "*n u"]:
+    """The limit of many tokens of `mixture_propagation`: sd^2 = r^2 / 12, no upper clip."""
+    return _mixture(m, scale, u, torch.full_like(u, 1 / 12), math.inf, draws, seed)
+
+
+def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Float[Tensor, "*n"]:
+    """Lambda, the share of the variance of the propagation event that position explains: odd part, signed.
+
+        rho_o(u) = (rho(u) - rho(-u)) / 2,   rbar = mean of rho
+        Lambda = sign(M) * integral rho_o^2 du / (rbar (1 - rbar)),   0 where rbar (1 - rbar) < 1e-9
+
+    In [-1, 1], with no length in it; 0 for zero mean and for vanishing scale; odd in the sign of W.
+
+    >>> [round(localization(m, f**2, f**2).item(), 3) for m, f in [(2.0, 0.25), (4.0, 0.5), (16.0, 2.0), (-4.0, 0.5)]]
+    [0.161, 0.566, 0.84, -0.566]
+    """
+    u, weight = _quadrature()
+    return _explained(continuum(M, S, F, u), weight, torch.as_tensor(M, dtype=torch.float64))
+
+
+def mixture_localization(m: Moments, scale: float, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "*n"]:
+    """Lambda from the exact mixture, for heads with few directions."""
+    u, weight = _quadrature()
+    return _explained(mixture_continuum(m, scale, u, draws, seed), weight, m.trace.double() * scale)
+
+
+def phase_diagram(means: Tensor, scales: Tensor, ratio: float = 1.0, length: int = 256) -> dict[str, Tensor]:
+    """Lambda and the regime over a grid: M along rows, sqrt F along columns, S = ratio * F (1: symmetric, -1: antisymmetric).
+
+    >>> grid = phase_diagram(torch.tensor([0.0, 4.0]), torch.tensor([0.05, 0.5, 8.0]))
+    >>> [[REGIMES[k] for k in row] for row in grid["regime"].tolist()]
+    [['uniform', 'spread', 'sharp'], ['localized', 'localized', 'sharp']]
+    """
+    M = means.double()[:, None].expand(len(means), len(scales))
+    F = (scales.double() ** 2)[None, :].expand_as(M)
+    found = localization(M, ratio * F, F)
+    return {"M": M, "F": F, "localization": found, "regime": regime(found, F, length)}
+
+
+REGIMES = ("uniform", "spread", "localized", "sharp")
+
+
+def regime(found: Tensor, variance: Tensor, length: int) -> Tensor:
+    """Index into `REGIMES`. Entropy collapse (sharp) wins over localization, localization over uniformity."""
+    out = torch.ones_like(found, dtype=torch.long)
+    out[variance < 0.01] = 0
+    out[found.abs() >= LOCALIZED] = 2
+    out[variance > 2 * math.log(length)] = 3
+    return out
+
+
+def _bridge(i: Tensor, length: int) -> Tensor:
+    """b_i: variance of the centred bridge in units of one step, x length."""
+    t = length
+    return (i * (i - 1) - i * t + (t + 1) * (2 * t + 1) / 6 - (i - (t + 1) / 2) ** 2) / t
+
+
+def _mixture(m: Moments, scale: float, u: Tensor, b: Tensor, upper: float, draws: int, seed: int) -> Tensor:
+    A, B, G = (x.detach().cpu().double() for x in (m.query_gram, m.key_gram, m.gram))
+    h = m.head_dim
+    joint = torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2)  # covariance of (W_Q y, W_K y)
+    values, vectors = torch.linalg.eigh(joint)
+    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    noise = torch.randn(draws, 2 * h, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    out = torch.empty(*A.shape[:-2], len(u), dtype=torch.float64)
+    for index in np.ndindex(A.shape[:-2]):  # a head at a time: draws x positions numbers, whatever the batch
+        y = noise @ root[index].mT
+        q = scale * (y[:, :h] * y[:, h:]).sum(-1, keepdim=True)
+        r_sq = scale**2 * ((y[:, :h] @ B[index]) * y[:, :h]).sum(-1, keepdim=True)
+        out[index] = _between(q * u, r_sq * b, -1.0, upper).mean(0)
+    return out
+
+
+def _between(mean: Tensor, variance: Tensor, lower: float, upper: float) -> Tensor:
+    """P(lower < N(mean, variance) < upper), also for variance 0."""
+    sd = variance.clamp_min(1e-300).sqrt()
+    low = torch.special.ndtr((lower - mean) / sd)
+    return torch.special.ndtr((upper - mean) / sd) - low if math.isfinite(upper) else 1 - low
+
+
+def _explained(rho: Tensor, weight: Tensor, sign: Tensor) -> Tensor:
+    odd = (rho - rho.flip(-1)) / 2
+    mean = (rho * weight).sum(-1)
+    noise = mean * (1 - mean)
+    share = (odd**2 * weight).sum(-1) / noise.clamp_min(1e-9)
+    return torch.where(noise < 1e-9, torch.zeros_like(share), torch.sign(sign) * share)
+
+
+def _column(x: Tensor | float) -> Tensor:
+    return torch.as_tensor(x, dtype=torch.float64).unsqueeze(-1)
+
+
+@cache
+def _quadrature() -> tuple[Tensor, Tensor]:
+    """Gauss-Legendre nodes and weights on [-1/2, 1/2]; symmetric, so flipping mirrors u."""
+    x, w = np.polynomial.legendre.leggauss(NODES)
+    return torch.from_numpy(x / 2), torch.from_numpy(w / 2)

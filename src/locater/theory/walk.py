@@ -1,0 +1,61 @@
+"""The random walk itself, simulated: the reference that the formulas of `localization.py` are held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Walks:
+    """Averages over simulated walks, per position i = 1 ... T of the key."""
+
+    propagated: Float[Tensor, " T"]  # share of walks in which token i is in the linear part of clipped softmax
+    clipped: Float[Tensor, " T"]  # mean of clip((1 + delta_i)/T, 0, 1)
+    softmax: Float[Tensor, " T"]  # mean of the true softmax weight
+    error: Float[Tensor, " T"]  # standard error of `propagated`
+    walks: int
+
+
+def simulate(
+    W_Q: Float[Tensor, "h d"],
+    W_K: Float[Tensor, "h d"],
+    scale: float,
+    length: int,
+    walks: int = 20_000,
+    covariance: Float[Tensor, "d d"] | None = None,
+    seed: int = 0,
+    chunk: int = 2_000,
+) -> Walks:
+    """Draw walks x_1 ... x_T with step covariance C/T and apply the head to the last token, with both softmaxes.
+
+    >>> W = torch.eye(4)
+    >>> seen = simulate(W, W, scale=1.0, length=8, walks=2000)
+    >>> bool(seen.softmax[-1] > seen.softmax[0])
+    True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    d = W_Q.shape[-1]
+    q, k = W_Q.double(), W_K.double()
+    root = torch.eye(d, dtype=torch.float64) if covariance is None else _root(covariance.double())
+    total = torch.zeros(3, length, dtype=torch.float64)
+    for start in range(0, walks, chunk):
+        n = min(chunk, walks - start)
+        steps = torch.randn(n, length, d, dtype=torch.float64, generator=generator) @ root.mT / length**0.5
+        x = steps.cumsum(1)
+        omega = scale * torch.einsum("nh,nth->nt", x[:, -1] @ q.mT, x @ k.mT)
+        delta = omega - omega.mean(1, keepdim=True)
+        total[0] += ((delta > -1) & (delta < length - 1)).double().sum(0)
+        total[1] += ((1 + delta) / length).clamp(0, 1).sum(0)
+        total[2] += omega.softmax(1).sum(0)
+    propagated, clipped, softmax = total / walks
+    error = (propagated * (1 - propagated) / walks).sqrt()
+    return Walks(propagated, clipped, softmax, error, walks)
+
+
+def _root(covariance: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp_min(0).sqrt()

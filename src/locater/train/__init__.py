@@ -1,0 +1,1 @@
+"""Text and training used by the demo and the experiments."""
