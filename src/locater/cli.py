@@ -58,10 +58,9 @@ def scan_command(
     crossed = [(c.text, row) for c in conditions for row in found.rows if c.test({**vars(row)})]
     if crossed:
         text, row = crossed[0]
-        print(
-            f"locater: {len({(r.layer, r.head) for _, r in crossed})} heads cross --fail-on, first {text} at layer {row.layer} head {row.head}",
-            file=sys.stderr,
-        )
+        count = len({(r.layer, r.head) for _, r in crossed})
+        where = f"layer {row.layer} head {row.head}"
+        print(f"locater: {count} heads cross --fail-on, first {text} at {where}", file=sys.stderr)
         raise typer.Exit(1)
 
 

@@ -14,7 +14,10 @@ STEMS = {  # names of q, k, v and o under a block
     "attention.attention.query": ("attention.attention.key", "attention.attention.value", "attention.output.dense"),
     "attention.q_proj": ("attention.k_proj", "attention.v_proj", "attention.o_proj"),
 }
-PATTERN = r"(?P<block>(?P<prefix>(.*\.)?)(encoder\.layer|layers)\.(?P<layer>\d+))\.(?P<query>attention\.attention\.query|attention\.q_proj)\.weight"
+PATTERN = (
+    r"(?P<block>(?P<prefix>(.*\.)?)(encoder\.layer|layers)\.(?P<layer>\d+))\."
+    r"(?P<query>attention\.attention\.query|attention\.q_proj)\.weight"
+)
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

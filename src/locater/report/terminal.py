@@ -106,4 +106,4 @@ def _median(values: Sequence[float | None]) -> float | None:
 def _number(x: float | None) -> str:
     if x is None:
         return "-"
-    return f"{x:.2f}" if abs(x) < 100 else f"{x:.3g}"
+    return f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.3g}"  # + 0.0: no minus sign on zero

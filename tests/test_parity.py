@@ -1,0 +1,137 @@
+"""The spine: every family's `AttentionLayer` computes the logits and the output that the real model computes, and the test can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from locater.heads import AttentionLayer, Norm, Projection, Rotary, attention_layers, families
+from tests.families import CASES
+from tests.parity import TOLERANCE, Case, Record, disagreement, model_of, record
+
+RUNS = [pytest.param(case, how, id=f"{case.label}-{how}") for case in CASES for how in case.implementations]
+
+
+@cache
+def live(label: str) -> tuple[nn.Module, dict[str, list[Record]]]:
+    case = next(c for c in CASES if c.label == label)
+    model = model_of(case)
+    return model, {how: record(case, model, how) for how in case.implementations}
+
+
+@pytest.mark.parametrize(("case", "how"), RUNS)
+def test_live_model(case: Case, how: str) -> None:
+    model, seen = live(case.label)
+    agree(case, list(attention_layers(model)), seen[how])
+    assert [layer.name for layer in attention_layers(model)] == [site.attention for site in case.sites]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CASES])
+def test_checkpoint(case: Case, tmp_path: Path) -> None:
+    model, seen = live(case.label)
+    case.save(model, tmp_path) if case.save else model.save_pretrained(tmp_path)
+    layers = list(attention_layers(tmp_path, **case.options))
+    for how in case.implementations:
+        agree(case, layers, seen[how])
+
+
+def agree(case: Case, layers: list[AttentionLayer], seen: list[Record]) -> None:
+    assert len(layers) == len(case.sites)
+    for layer, here in zip(layers, seen, strict=True):
+        assert here.calls == 1, f"{layer.name}: its attention function was reached {here.calls} times"
+        if here.logits is not None:
+            assert 1 < here.logits.std() < 3, f"{layer.name}: redrawn logits have a spread of {here.logits.std():.2f}"
+        apart = disagreement(layer, here, case)
+        assert {"output"} < set(apart), f"{layer.name}: nothing of its logits was recorded"
+        assert all(value <= TOLERANCE for value in apart.values()), f"{layer.name}: {apart}"
+
+
+# The mutation check: a field set to its neutral value must break parity somewhere, or nothing tests it.
+
+PART = {"query": Projection, "key": Projection, "value": Projection, "out": Projection, "norm": Norm, "memory_norm": Norm,
+        "query_norm": Norm, "key_norm": Norm, "rotary": Rotary}  # fmt: skip
+NEUTRAL = {
+    Projection: {"weight": lambda p: torch.zeros(p.shape, dtype=torch.float64), "bias": None},
+    Norm: {"kind": "none", "gain": None, "bias": None, "eps": 0.0},
+    Rotary: {"frequencies": lambda r: torch.zeros_like(r.frequencies), "amplitude": 1.0},
+}
+WHOLE = {
+    "heads": lambda x: replace(x, heads=1, kv_heads=1, head_dim=x.heads * x.head_dim),
+    "kv_heads": lambda x: replace(x, kv_heads=x.heads),
+    "head_dim": lambda x: replace(x, heads=x.heads * 2, kv_heads=x.kv_heads * 2, head_dim=x.head_dim // 2),
+    "scale": lambda x: replace(x, scale=1.0),
+    "causal": lambda x: replace(x, causal=False),
+    "window": lambda x: replace(x, window=None),
+    "kind": lambda x: replace(x, kind="self"),
+    "norm": lambda x: replace(x, norm=Norm()),
+    "memory_norm": lambda x: replace(x, memory_norm=None),
+    "query_norm": lambda x: replace(x, query_norm=None),
+    "key_norm": lambda x: replace(x, key_norm=None),
+    "rotary": lambda x: replace(x, rotary=None),
+}  # fmt: skip
+NAMES_ONLY = {"name", "index"}
+UNUSED_PARTS = {  # a part of a part that no architecture has
+    "query_norm.bias", "key_norm.bias",
+}  # fmt: skip
+
+
+def mutations() -> dict[str, Callable[[AttentionLayer], AttentionLayer]]:
+    made = dict(WHOLE)
+    for part, kind in PART.items():
+        for name, neutral in NEUTRAL[kind].items():
+
+            def mutate(layer: AttentionLayer, part: str = part, name: str = name, neutral: object = neutral) -> AttentionLayer:
+                held = getattr(layer, part)
+                if held is None or getattr(held, name) is None:
+                    return layer
+                value = neutral(held) if callable(neutral) else neutral
+                if part in ("query", "key", "value", "out") and name == "weight":
+                    return replace(layer, **{part: replace(held, weight=lambda: value)})
+                return replace(layer, **{part: replace(held, **{name: value})})
+
+            made[f"{part}.{name}"] = mutate
+    return made
+
+
+def test_every_field_has_a_mutation() -> None:
+    made = mutations()
+    for f in fields(AttentionLayer):
+        covered = f.name in made or f.name in NAMES_ONLY or (f.name in PART and f"{f.name}.weight" in made)
+        assert covered, f"AttentionLayer.{f.name} has no mutation"
+    for kind, neutral in NEUTRAL.items():
+        missing = {f.name for f in fields(kind)} - set(neutral) - {"shape"}
+        assert not missing, f"{kind.__name__}.{missing} has no mutation"
+
+
+@pytest.mark.parametrize("name", sorted(set(mutations()) - UNUSED_PARTS))
+def test_a_neutral_field_breaks_parity(name: str) -> None:
+    mutate = mutations()[name]
+    for case in CASES:
+        model, seen = live(case.label)
+        for layer, here in zip(attention_layers(model), seen[case.implementations[0]], strict=True):
+            if broken(mutate, layer, here, case):
+                return
+    pytest.fail(f"no family notices {name}: parity would pass without it")
+
+
+def broken(mutate: Callable[[AttentionLayer], AttentionLayer], layer: AttentionLayer, here: Record, case: Case) -> bool:
+    changed = mutate(layer)
+    if changed is layer:
+        return False
+    try:
+        apart = disagreement(changed, here, case)
+    except RuntimeError:  # shapes no longer fit
+        return True
+    return any(value > TOLERANCE for value in apart.values())
+
+
+def test_every_registered_family_has_a_case() -> None:
+    tested = {model.config.model_type if hasattr(model, "config") else "torch" for model in (c.build() for c in CASES)}
+    aliases = {"gemma3"}  # the composite that holds gemma3_text
+    assert set(families()) - tested <= aliases
