@@ -63,6 +63,7 @@ class Case:
     spread: float = 1.0  # of redrawn matrices, so that logits have a standard deviation of 1 to 3
     redraw_more: Callable[[nn.Module], None] | None = None
     memory_padding: str | None = None  # key of the batch that masks the memory; None: the memory is not padded
+    shift_free: bool = False  # the model adds a number to whole rows of logits, which softmax does not see: compare centred rows
     options: dict[str, Any] = field(default_factory=dict)  # for attention_layers on the checkpoint
 
 
@@ -200,12 +201,19 @@ def disagreement(layer: AttentionLayer, seen: Record, case: Case) -> dict[str, f
     if seen.mask is not None:
         found["mask"] = float((visible != (seen.mask & rows[:, None, :, None])).sum())
     if seen.logits is not None:
-        found["logits"] = _apart(layer.logits(x, memory), seen.logits, visible)
+        ours, theirs = layer.logits(x, memory), seen.logits
+        if case.shift_free:
+            ours, theirs = (_centred(z, visible) for z in (ours, theirs))
+        found["logits"] = _apart(ours, theirs, visible)
     if seen.maps is not None:
         found["maps"] = _apart(layer.attention(x, memory, padding=padding), seen.maps, visible)
     assert seen.output is not None
     found["output"] = _apart(layer.output(x, memory, padding=padding), seen.output, rows[..., None])
     return found
+
+
+def _centred(logits: Tensor, visible: Tensor) -> Tensor:
+    return logits - (logits * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
 
 
 def _apart(ours: Tensor, theirs: Tensor, where: Tensor) -> float:

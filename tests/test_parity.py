@@ -74,6 +74,9 @@ WHOLE = {
     "query_norm": lambda x: replace(x, query_norm=None),
     "key_norm": lambda x: replace(x, key_norm=None),
     "rotary": lambda x: replace(x, rotary=None),
+    "bias": lambda x: replace(x, bias=None),
+    "softcap": lambda x: replace(x, softcap=None),
+    "sinks": lambda x: replace(x, sinks=None),
 }  # fmt: skip
 NAMES_ONLY = {"name", "index"}
 UNUSED_PARTS = {  # a part of a part that no architecture has

@@ -155,6 +155,8 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool) -> dict[s
         notes.append("query and key norms in mean field: each token's own norm is replaced by its root mean square")
     if any(x.rotary for x in layers):
         notes.append("rotary positions: moments are those at offset 0")
+    if any(x.bias or x.softcap or x.sinks is not None for x in layers):
+        notes.append("position biases, soft-caps and sinks are in the layer but not in the prior: it speaks of the query-key map alone")
     if any(x.kind == "cross" for x in layers):
         notes.append("cross-attention: traces, M, S and localization have no meaning and are left out")
     return {
@@ -166,12 +168,18 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool) -> dict[s
     }
 
 
+def _positions(layer: AttentionLayer) -> str | None:
+    if layer.rotary:
+        return "rotary"
+    return type(layer.bias).__name__.lower() if layer.bias else None
+
+
 def _entry(layer: AttentionLayer, number: int) -> dict[str, Any]:
     return {
         "layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads, "kv_heads": layer.kv_heads,
         "head_dim": layer.head_dim, "width": layer.width, "norm": layer.norm.kind, "causal": layer.causal,
-        "window": layer.window, "positions": "rotary" if layer.rotary else None,
-        "query_key_norm": layer.query_norm is not None,
+        "window": layer.window, "positions": _positions(layer),
+        "softcap": layer.softcap, "sinks": layer.sinks is not None, "query_key_norm": layer.query_norm is not None,
     }  # fmt: skip
 
 

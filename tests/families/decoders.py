@@ -16,16 +16,22 @@ def make(name: str, **kw: Any) -> nn.Module:
     import transformers
 
     config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-    return getattr(transformers, f"{name}ForCausalLM")(config(**kw))
+    settings = config(**kw)
+    settings._experts_implementation = "eager"  # the fused product over experts has no float64
+    return getattr(transformers, f"{name}ForCausalLM")(settings)
 
 
-def case(label: str, name: str, spread: float = 1.0, **kw: Any) -> Case:
-    return Case(label, lambda: make(name, **{**GROUPED, **kw}), tokens, decoder_sites(2), spread=spread)
+def case(label: str, name: str, spread: float = 1.0, how: tuple[str, ...] = ("eager", "sdpa"), **kw: Any) -> Case:
+    return Case(label, lambda: make(name, **{**GROUPED, **kw}), tokens, decoder_sites(2), spread=spread, implementations=how)
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+WINDOWS = ["sliding_attention", "full_attention"]
+GEMMA = dict(head_dim=8, query_pre_attn_scalar=24)
+EXPERTS = dict(num_experts_per_tok=1)
 
 CASES = [
     case("llama", "Llama"),
@@ -34,29 +40,30 @@ CASES = [
     case("llama-rope-llama3", "Llama", rope_parameters=LLAMA3),
     case("llama-rope-yarn", "Llama", spread=0.9, rope_parameters=YARN),
     case("mistral-window", "Mistral", sliding_window=4),
+    case("mixtral", "Mixtral", spread=1.2, **EXPERTS, num_local_experts=2, sliding_window=4),
     case("qwen2", "Qwen2"),
     case("qwen2-window", "Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
-    case("gemma3", "Gemma3", head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=24),
-    case("gemma3-both-ways", "Gemma3", head_dim=8, sliding_window=6, use_bidirectional_attention=True,
-         layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=24),  # fmt: skip
-    Case(
-        "gpt2",
-        lambda: make_gpt2(scale_attn_by_inverse_layer_idx=True),
-        tokens,
-        decoder_sites(2, "transformer.h", "attn", "ln_1", "c_proj"),
-        spread=1.25,
+    case("qwen3", "Qwen3", head_dim=8),
+    case("qwen3_moe", "Qwen3Moe", **EXPERTS, head_dim=8, num_experts=2, moe_intermediate_size=16),
+    case("gemma3", "Gemma3", **GEMMA, sliding_window=4, layer_types=WINDOWS),
+    case("gemma3-both-ways", "Gemma3", **GEMMA, sliding_window=6, layer_types=WINDOWS, use_bidirectional_attention=True),
+    # transformers refuses fused attention for these two: it can neither cap logits nor add sinks
+    case("gemma2", "Gemma2", how=("eager",), **GEMMA, sliding_window=4, attn_logit_softcapping=3.0, spread=1.2),
+    case(
+        "gpt_oss", "GptOss", how=("eager",), spread=0.85, **EXPERTS, head_dim=8, sliding_window=4, num_local_experts=2, rope_parameters=YARN
     ),
-    Case(
-        "gpt_neox",
-        lambda: make("GPTNeoX", **SHAPE, layer_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}),
-        tokens,
-        decoder_sites(2, "gpt_neox.layers", "attention", "input_layernorm", "dense"),
-    ),
-]  # fmt: skip
+    Case("gpt2", lambda: make_gpt2(), tokens, decoder_sites(2, "transformer.h", "attn", "ln_1", "c_proj"), spread=1.25),
+    Case("gpt_neox", lambda: make_neox(), tokens, decoder_sites(2, "gpt_neox.layers", "attention", "input_layernorm", "dense")),
+]
 
 
-def make_gpt2(**kw: Any) -> nn.Module:
+def make_neox() -> nn.Module:
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    return make("GPTNeoX", **SHAPE, layer_norm_eps=EPS, rope_parameters=rope)
+
+
+def make_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64, layer_norm_epsilon=EPS, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(GPT2Config(**shape, **kw))
+    shape = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(GPT2Config(**shape, layer_norm_epsilon=EPS, scale_attn_by_inverse_layer_idx=True))

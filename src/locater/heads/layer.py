@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.heads.bias import PositionBias
 from locater.heads.norm import Norm
 from locater.heads.rotary import Rotary
 
@@ -57,6 +58,9 @@ class AttentionLayer:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: Rotary | None = None
+    bias: PositionBias | None = None  # added to the scaled logits
+    softcap: float | None = None  # logits become cap * tanh(logits / cap)
+    sinks: Float[Tensor, " H"] | None = None  # logits of a key that takes weight and gives no value
     causal: bool = False
     window: int | None = None  # keys at distance < window are visible
     kind: Kind = "self"
@@ -90,9 +94,14 @@ class AttentionLayer:
         normalized: bool = False,
     ) -> Float[Tensor, "B H T S"]:
         """Pre-softmax logits, before any mask. Positions are 0, 1, 2, ... unless given."""
-        q = self.queries(x_q, query_positions, normalized)
-        k = self.keys(x_q if x_k is None else x_k, key_positions, normalized)
-        return self.scale * (q @ k.repeat_interleave(self.group, 1).mT)
+        x_k = x_q if x_k is None else x_k
+        q_at = torch.arange(x_q.shape[1]) if query_positions is None else query_positions
+        k_at = torch.arange(x_k.shape[1]) if key_positions is None else key_positions
+        q, k = self.queries(x_q, q_at, normalized), self.keys(x_k, k_at, normalized)
+        logits = self.scale * (q @ k.repeat_interleave(self.group, 1).mT)
+        if self.bias is not None:
+            logits = logits + self.bias(q_at, k_at).to(logits)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def visible(self, queries: int, keys: int, padding: Bool[Tensor, "B S"] | None = None) -> Bool[Tensor, "b 1 T S"]:
         """True where a query may look: causal and window masks, and `padding` (True = a real token)."""
@@ -114,10 +123,14 @@ class AttentionLayer:
         padding: Bool[Tensor, "B S"] | None = None,
         normalized: bool = False,
     ) -> Float[Tensor, "B H T S"]:
-        """Attention weights. A row that sees no key is zero."""
+        """Attention weights. A row that sees no key is zero; with sinks a row sums to less than 1."""
         logits = self.logits(x, x_k, normalized=normalized)
         seen = self.visible(logits.shape[-2], logits.shape[-1], padding).to(logits.device)
-        return logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
+        keys = logits.shape[-1]
+        if self.sinks is not None:
+            logits = torch.cat([logits, self.sinks.to(logits).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+            seen = torch.nn.functional.pad(seen, (0, 1), value=True)
+        return logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)[..., :keys]
 
     def output(
         self,

@@ -1,4 +1,4 @@
-"""Llama, SmolLM and Mistral: the plain decoder; Mistral may slide a window over every layer."""
+"""Llama, SmolLM, Mistral and Mixtral: the plain decoder; the last two may slide a window over every layer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from locater.heads.layer import AttentionLayer
 from locater.heads.readers import Config
 from locater.heads.weights import Weights
 
-MODEL_TYPES = ("llama", "mistral")
+MODEL_TYPES = ("llama", "mistral", "mixtral")
+WINDOWS = {"llama": None, "mistral": 4096, "mixtral": None}  # where the configuration does not say
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    window = config.get("sliding_window", 4096) if config["model_type"] == "mistral" else None
+    kind = config["model_type"]
+    window = None if kind == "llama" else config.get("sliding_window", WINDOWS[kind])
     for layer in decoder_layers(weights, config):
         yield replace(layer, window=window)

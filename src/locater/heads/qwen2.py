@@ -15,10 +15,11 @@ MODEL_TYPES = ("qwen2",)
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for layer in decoder_layers(weights, config):
-        yield replace(layer, window=_window(config, layer.index))
+        yield replace(layer, window=window(config, layer.index))
 
 
-def _window(config: Config, index: int) -> int | None:
+def window(config: Config, index: int) -> int | None:
+    """Sliding window of a layer, in this family's way of saying it."""
     if not config.get("use_sliding_window"):
         return None
     if config.get("layer_types"):

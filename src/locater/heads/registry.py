@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.heads import bert, gemma3, gpt2, gpt_neox, llama, qwen2, torch_mha, vit
+from locater.heads import bert, gemma2, gemma3, gpt2, gpt_neox, gpt_oss, llama, qwen2, qwen3, torch_mha, vit
 from locater.heads.layer import AttentionLayer
 from locater.heads.named import examples, layers_by_name
 from locater.heads.readers import Config, Source, open_source
@@ -16,7 +16,19 @@ from locater.heads.weights import ModuleWeights, Weights
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
 
-FAMILIES = (bert, gemma3, gpt2, gpt_neox, llama, qwen2, torch_mha, vit)
+FAMILIES = (
+    bert,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    llama,
+    qwen2,
+    qwen3,
+    torch_mha,
+    vit,
+)
 _readers: dict[str, Reader] = {model_type: family.layers for family in FAMILIES for model_type in family.MODEL_TYPES}
 
 
