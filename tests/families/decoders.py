@@ -40,7 +40,7 @@ CASES = [
     case("llama-rope-llama3", "Llama", rope_parameters=LLAMA3),
     case("llama-rope-yarn", "Llama", spread=0.9, rope_parameters=YARN),
     case("mistral-window", "Mistral", sliding_window=4),
-    case("mixtral", "Mixtral", spread=1.2, **EXPERTS, num_local_experts=2, sliding_window=4),
+    case("mixtral", "Mixtral", spread=1.05, **EXPERTS, num_local_experts=2, sliding_window=4),
     case("qwen2", "Qwen2"),
     case("qwen2-window", "Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
     case("qwen3", "Qwen3", head_dim=8),
