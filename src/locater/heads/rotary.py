@@ -38,7 +38,7 @@ class Rotary:
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
     def drive(self, gram: Float[Tensor, "*n h h"], offsets: Tensor) -> Float[Tensor, "*n offsets"]:
-        """tr(R_-delta G): the mean logit, before the scale, of a token with a copy of itself delta positions back.
+        """tr(R_delta^T G): the mean logit, before the scale, of a token with a copy of itself delta positions back.
 
         G = W_K W_Q^T as in `Moments.gram`, its amplitude already folded in; delta = 0 gives the trace.
         """
@@ -46,7 +46,7 @@ class Rotary:
         diagonal = g.diagonal(dim1=-2, dim2=-1)
         first, second = torch.arange(n), torch.arange(n) + n
         even = diagonal[..., :n] + diagonal[..., n : 2 * n]
-        odd = g[..., first, second] - g[..., second, first]
+        odd = g[..., second, first] - g[..., first, second]
         angle = offsets.double()[:, None] * self.frequencies.double()  # (offsets, pairs)
         still = diagonal[..., 2 * n :].sum(-1, keepdim=True)
         return even @ torch.cos(angle).mT + odd @ torch.sin(angle).mT + still

@@ -1,0 +1,48 @@
+"""Shared fixtures: a small saved model to break, and the command line run in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@dataclass
+class Result:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`run("scan", path)`: the command as the shell would start it, with its exit status and what it printed."""
+    from locater.cli import main
+
+    def command(*args: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["locater", *map(str, args)])
+        status = 0
+        try:
+            main()
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        printed = capsys.readouterr()
+        return Result(status, printed.out, printed.err)
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny grouped-query model on disk; tests copy it before they break it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=64, initializer_range=0.2)).save_pretrained(folder)
+    return folder

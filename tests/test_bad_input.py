@@ -1,0 +1,212 @@
+"""Bad input ends in one line that names the culprit and the way out, exit status 2, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from locater import LocaterError, scan
+from tests.conftest import Result
+from tests.test_readers import shard
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def broken(saved_llama: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(saved_llama, tmp_path / "model"))
+
+
+def refused(run: Run, tmp_path: Path, *args: object) -> str:
+    """The one line of a refusal; also checks that the promised JSON was not left behind."""
+    target = tmp_path / "out.json"
+    result = run("scan", *args, "--json", target)
+    assert result.status == 2, result
+    assert not target.exists()
+    assert result.out == ""
+    lines = result.err.splitlines()
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("locater: ")
+    return lines[0]
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_no_such_path(run: Run, tmp_path: Path) -> None:
+    assert "no/such/folder/here: no such file or folder" in refused(run, tmp_path, "no/such/folder/here")
+
+
+def test_not_on_the_hub_either(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "nobody/nothing: no such file or folder, and the hub did not give it" in refused(run, tmp_path, "nobody/nothing")
+
+
+def test_folder_without_weights(run: Run, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "notes.txt").write_text("hello")
+    line = refused(run, tmp_path, empty)
+    assert "no weights here" in line
+    assert "notes.txt" in line
+
+
+@pytest.mark.parametrize("kept", [4, 100, 3000, -1])
+def test_truncated_file(run: Run, broken: Path, tmp_path: Path, kept: int) -> None:
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert "truncated" in refused(run, tmp_path, broken)
+
+
+def test_header_that_is_not_a_header(run: Run, broken: Path, tmp_path: Path) -> None:
+    (broken / "model.safetensors").write_bytes((16).to_bytes(8, "little") + b"not json at all!")
+    assert "header is not readable" in refused(run, tmp_path, broken)
+
+
+def test_index_names_a_missing_shard(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    places = shard(load_file(saved_llama / "model.safetensors"), tmp_path, saved_llama)
+    gone = sorted(set(places.values()))[1]
+    (tmp_path / gone).unlink()
+    assert f"names the shard {gone}, which is not there" in refused(run, tmp_path, tmp_path)
+
+
+def test_index_names_a_missing_key(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    places = shard(load_file(saved_llama / "model.safetensors"), tmp_path, saved_llama)
+    places["model.layers.9.self_attn.q_proj.weight"] = sorted(set(places.values()))[0]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert "names the tensor model.layers.9.self_attn.q_proj.weight" in refused(run, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_attention_heads": 8}, r"q_proj.weight has shape [32, 32] but the configuration says [64, 32]"),
+        ({"num_key_value_heads": 4}, r"k_proj.weight has shape [16, 32] but the configuration says [32, 32]"),
+        ({"hidden_size": 64}, r"q_proj.weight has shape [32, 32] but the configuration says [32, 64]"),
+        ({"num_hidden_layers": 5}, "holds 3 attention layers but the configuration says 5"),
+        ({"num_attention_heads": None}, "its configuration has no num_attention_heads"),
+    ],
+)
+def test_config_that_disagrees(run: Run, broken: Path, tmp_path: Path, change: dict[str, object], says: str) -> None:
+    edit_config(broken, head_dim=8, **change)
+    assert says in refused(run, tmp_path, broken)
+
+
+def test_config_that_is_not_json(run: Run, broken: Path, tmp_path: Path) -> None:
+    (broken / "config.json").write_text("{")
+    assert "config.json: not readable as JSON" in refused(run, tmp_path, broken)
+
+
+class Trap:
+    """Runs code when unpickled; the reader must never get there."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (Path("sprung"),)
+
+
+def test_pickle_that_is_not_weights_only(run: Run, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (broken / "model.safetensors").unlink()
+    with open(broken / "pytorch_model.bin", "wb") as file:
+        torch.save({"a": Trap()}, file, pickle_module=pickle)
+    assert "refused" in refused(run, tmp_path, broken)
+    assert not Path("sprung").exists()
+
+
+def test_pickle_that_is_rubbish(run: Run, broken: Path, tmp_path: Path) -> None:
+    (broken / "model.safetensors").unlink()
+    (broken / "pytorch_model.bin").write_bytes(b"rubbish")
+    assert "pytorch_model.bin" in refused(run, tmp_path, broken)
+
+
+def test_model_without_attention(run: Run, tmp_path: Path) -> None:
+    save_file({"0.weight": torch.zeros(4, 3), "0.bias": torch.zeros(4)}, tmp_path / "model.safetensors")
+    assert "no attention found; it holds 0.weight [4, 3]" in refused(run, tmp_path, tmp_path)
+    with pytest.raises(LocaterError, match="no attention found"):
+        scan(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
+
+
+def test_unknown_architecture(run: Run, broken: Path, tmp_path: Path) -> None:
+    edit_config(broken, model_type="zebra")
+    line = refused(run, tmp_path, broken)
+    for part in ("model_type 'zebra'", "model.layers.*.self_attn.q_proj.weight [32, 32]", "--query", "--heads", "locater.register()"):
+        assert part in line
+
+
+def test_tensors_can_be_named(run: Run, broken: Path, tmp_path: Path, saved_llama: Path) -> None:
+    edit_config(broken, model_type="zebra")
+    query, key = "model.layers.*.self_attn.q_proj.weight", "model.layers.*.self_attn.k_proj.weight"
+    named = run("scan", broken, "--query", query, "--key", key, "--heads", 4, "--json", "-")
+    assert named.status == 0, named.err
+    found = json.loads(named.out)["heads"]
+    stored = scan(saved_llama, raw=True).rows
+    assert [h["trace"] for h in found] == [r.trace for r in stored]
+    assert [h["kv_head"] for h in found] == [r.kv_head for r in stored]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--query", "model.*"), "--query and --key go together"),
+        (("--query", "q.*", "--key", "k.*", "--heads", 4), "no tensor matches --query 'q.*'"),
+        (("--query", "*.q_proj.weight", "--key", "*.k_proj.weight", "--heads", 5), "which 5 heads do not divide"),
+        (("--query", "*.q_proj.weight", "--key", "*.input_layernorm.weight", "--heads", 4), "has no partner"),
+        (("--query", "*.self_attn.q_proj.weight", "--key", "*.mlp.up_proj.weight", "--heads", 4), "does not fit 4 query heads"),
+        (("--query", "*.input_layernorm.weight", "--key", "*.input_layernorm.weight", "--heads", 4), "a query or key map has two axes"),
+        (("--fail-on", "shap"), "'shap': neither a flag"),
+        (("--fail-on", "sink"), "needs observation"),
+        (("--fail-on", "max_logit>100"), "no column 'max_logit'"),
+        (("--fail-on", "M<low"), "'low' is not a number"),
+        (("--fail-on", " , "), "names nothing"),
+        (("--length", 1), "length 1 is too short"),
+    ],
+)
+def test_bad_options(run: Run, saved_llama: Path, tmp_path: Path, args: tuple[object, ...], says: str) -> None:
+    assert says in refused(run, tmp_path, saved_llama, *args)
+
+
+def test_target_that_cannot_be_written(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    for target, says in ((tmp_path / "no" / "out.json", "does not exist"), (tmp_path, "is a folder")):
+        result = run("scan", saved_llama, "--json", target)
+        assert (result.status, says in result.err, result.out) == (2, True, "")
+
+
+def test_heads_are_asked_for_where_nothing_tells(run: Run, tmp_path: Path) -> None:
+    save_file({k: v.contiguous() for k, v in nn.MultiheadAttention(16, 2).state_dict().items()}, tmp_path / "m.safetensors")
+    assert "num_heads" in refused(run, tmp_path, tmp_path / "m.safetensors")
+    assert run("scan", tmp_path / "m.safetensors", "--heads", 2).status == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nonfinite_head_is_flagged_and_the_rest_scanned(run: Run, broken: Path, saved_llama: Path, value: float) -> None:
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"][9, 3] = value  # query head 1 of 4
+    save_file(tensors, broken / "model.safetensors")
+    result = run("scan", broken, "--json", "-", "--eigenvalues")
+    assert result.status == 0, result.err
+    heads = json.loads(result.out)["heads"]
+    bad = [(h["layer"], h["head"]) for h in heads if "nonfinite" in h["flags"]]
+    assert bad == [(1, 1)]
+    assert next(h for h in heads if h["flags"] == ["nonfinite"])["trace"] is None
+    healthy = [r.trace for r in scan(saved_llama).rows if (r.layer, r.head) != (1, 1)]
+    assert [h["trace"] for h in heads if (h["layer"], h["head"]) != (1, 1)] == healthy
+
+
+def test_nonfinite_key_flags_its_whole_group(broken: Path) -> None:
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.2.self_attn.k_proj.weight"][15, 0] = float("nan")  # key head 1, used by query heads 2 and 3
+    save_file(tensors, broken / "model.safetensors")
+    assert [(r.layer, r.head) for r in scan(broken).rows if r.flags == ("nonfinite",)] == [(2, 2), (2, 3)]

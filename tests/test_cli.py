@@ -1,0 +1,124 @@
+"""The commands as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from locater.findings import FLAGS, flags_of
+from tests.conftest import Result
+
+Run = Callable[..., Result]
+
+
+def test_demo(run: Run) -> None:
+    result = run("demo")
+    assert result.status == 0, result.err
+    assert "24 heads in 6 attention layers" in result.out
+    assert "Priors, not measurements" in result.out
+
+
+def test_scan_writes_what_it_prints(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    result = run("scan", saved_llama, "--json", tmp_path / "a.json")
+    assert result.status == 0
+    assert f"Data written to {tmp_path / 'a.json'}" in result.out
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document == json.loads(run("scan", saved_llama, "--json", "-").out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json"]
+
+
+def test_flagged_heads_come_first(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(saved_llama / "model.safetensors")
+    tensors["model.layers.2.self_attn.q_proj.weight"][8:16] *= 100  # head 1 of the last layer
+    (tmp_path / "config.json").write_text((saved_llama / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    result = run("scan", tmp_path, "--fail-on", "sharp")
+    assert result.status == 1
+    assert "1 heads cross --fail-on, first sharp at layer 2 head 1" in result.err
+    first = result.out.splitlines()[3].split()
+    assert first[:2] == ["2", "1"]
+    assert "sharp" in first
+
+
+def test_fail_on_a_bound(run: Run, saved_llama: Path) -> None:
+    assert run("scan", saved_llama, "--fail-on", "stable_rank<0").status == 0
+    assert run("scan", saved_llama, "--fail-on", "stable_rank>=1, nonfinite").status == 1
+
+
+def test_a_line_per_layer_when_wide(run: Run, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 16, 64, batch_first=True), 4)
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    out = run("scan", tmp_path, "--heads", 16).out
+    assert "medians by layer" in out
+    assert "layers.3.self_attn" in out
+    assert "every head" not in out
+
+
+def test_help_names_every_option(run: Run) -> None:
+    text = run("scan", "--help").out
+    for option in ("--json", "--eigenvalues", "--raw", "--length", "--fail-on", "--query", "--key", "--heads"):
+        assert option in text
+
+
+def test_version_and_usage(run: Run) -> None:
+    from locater import __version__
+
+    assert run("--version").out == f"locater {__version__}\n"
+    assert run("scan").status == 2
+    assert run("fly").status == 2
+
+
+def test_installed_command_and_broken_pipe_of_json(saved_llama: Path) -> None:
+    """The real entry point in its own process: clean JSON on standard output, nothing on standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "locater.cli", "scan", str(saved_llama), "--json", "-"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(json.loads(done.stdout)["heads"]) == 12
+
+
+def test_importing_needs_no_extra() -> None:
+    """`import locater` must not pull the libraries of the extras, nor the command line's."""
+    code = "import sys, locater; print([m for m in ('transformers', 'rich', 'typer', 'pandas', 'scipy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+ROWS = {
+    "nonfinite": {"finite": False},
+    "uniform": {"F": 0.004, "key_bias": 0.05},
+    "sharp": {"F": 4.0, "key_bias": 3.0},
+    "repels-itself": {"M": -1.01},
+    "antisymmetric": {"S": -0.6, "F": 1.0},
+    "few-directions": {"skew": -0.8},
+    "exploding": {"max_logit": 101.0},
+    "locked": {"entropy_ratio": 0.09},
+    "sink": {"first_key": 0.91},
+}
+JUST_NOT = {
+    "nonfinite": {"finite": True},
+    "uniform": {"F": 0.006, "key_bias": 0.07},
+    "sharp": {"F": 4.0, "key_bias": 2.6},
+    "repels-itself": {"M": -0.99},
+    "antisymmetric": {"S": -0.49, "F": 1.0},
+    "few-directions": {"skew": 0.74},
+    "exploding": {"max_logit": 99.0},
+    "locked": {"entropy_ratio": 0.11},
+    "sink": {"first_key": 0.89},
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda f: f.name)
+def test_flags_are_raised_on_their_side_of_the_threshold(flag) -> None:  # type: ignore[no-untyped-def]
+    assert flag.name in flags_of(ROWS[flag.name], length=256)
+    assert flag.name not in flags_of(JUST_NOT[flag.name], length=256)
+    assert flags_of({}, length=256) == ()
