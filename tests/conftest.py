@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+torch.set_num_threads(1)  # tests run in parallel processes; threads inside tiny operations would only fight over the cores
+
 
 @dataclass
 class Result:

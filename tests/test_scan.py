@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from locater import scan
-from locater.scan import HeadRow
+from locater.result import HeadRow
 
 DEMO = Path(str(files("locater") / "demo"))
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"

@@ -11,9 +11,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from locater.compare import compare
 from locater.errors import LocaterError
 from locater.findings import parse_conditions
-from locater.scan import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, Scan, scan, write_whole
+from locater.result import NUMERIC_COLUMNS, SCAN_FLAGS, Scan, write_whole
+from locater.scan import LENGTH, scan
 from locater.version import __version__
 
 app = typer.Typer(
@@ -22,6 +24,8 @@ app = typer.Typer(
 )  # fmt: skip
 
 JsonPath = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")]
+ReportPath = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Write an HTML page that works offline.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Take parameters as stored, without folding norms.")]
 Length = Annotated[int, typer.Option(help="Tokens in view, for entropy and sharpness.")]
 FailOn = Annotated[
     str | None,
@@ -41,20 +45,23 @@ def scan_command(
     model: Annotated[str, typer.Argument(help="A folder, a weights file or a hub id.")],
     json: JsonPath = None,
     eigenvalues: Annotated[bool, typer.Option("--eigenvalues", help="Put every head's eigenvalues into the JSON.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Take parameters as stored, without folding norms.")] = False,
+    raw: Raw = False,
     length: Length = LENGTH,
     fail_on: FailOn = None,
     query: Annotated[str | None, typer.Option(metavar="PATTERN", help="Query tensors of an unknown architecture, * for the layer.")] = None,
     key: Annotated[str | None, typer.Option(metavar="PATTERN", help="Key tensors of an unknown architecture, * for the layer.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads per layer, where no configuration tells.")] = None,
+    report: ReportPath = None,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Read the I-th of N parts of the layers, for job arrays.")] = None,
 ) -> None:
     """Read the query-key spectrum of every head from weights alone, and say what the theory makes of it."""
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
-    _check_writable(json)
+    _check_writable(json, report)
     found = scan(
-        model, length=length, raw=raw, eigenvalues=eigenvalues, query=query, key=key, heads=heads, progress=_progress
+        model, length=length, raw=raw, eigenvalues=eigenvalues, details=report is not None, shard=_shard(shard), query=query, key=key,
+        heads=heads, progress=_progress,
     )  # fmt: skip
-    _deliver(found, json)
+    _deliver(found, json, report)
     crossed = [(c.text, row) for c in conditions for row in found.rows if c.test({**vars(row)})]
     if crossed:
         text, row = crossed[0]
@@ -65,16 +72,45 @@ def scan_command(
 
 
 @app.command()
-def demo(json: JsonPath = None) -> None:
+def demo(json: JsonPath = None, report: ReportPath = None) -> None:
     """Scan the small trained model that comes with the package."""
-    _check_writable(json)
-    found = scan(str(files("locater") / "demo"))
-    _deliver(found, json)
+    _check_writable(json, report)
+    found = scan(str(files("locater") / "demo"), details=report is not None)
+    _deliver(found, json, report)
     if json != "-":
         _console().print("This was the model inside the package. Now one of yours: [bold]locater scan PATH[/bold]")
 
 
-def _deliver(found: Scan, json: str | None) -> None:
+@app.command("compare")
+def compare_command(
+    a: Annotated[str, typer.Argument(help="A model, a checkpoint, or the JSON of a scan.")],
+    b: Annotated[str, typer.Argument(help="Another; differences are B minus A.")],
+    json: JsonPath = None,
+    report: ReportPath = None,
+    length: Length = LENGTH,
+    raw: Raw = False,
+) -> None:
+    """Set two models, or two checkpoints of one run, side by side."""
+    _check_writable(json, report)
+    found = compare(a, b, length=length, raw=raw, progress=_progress)
+    if report is not None:
+        found.report(report)
+    if json == "-":
+        print(found.to_json())
+        return
+    from locater.report.terminal import print_comparison
+
+    console = _console()
+    console.print(f"A: {a} ({len(found.a.rows)} heads)\nB: {b} ({len(found.b.rows)} heads)", markup=False, highlight=False)
+    print_comparison(found, console)
+    if json is not None:
+        write_whole(Path(json), found.to_json() + "\n")
+    _say_written(console, json, report)
+
+
+def _deliver(found: Scan, json: str | None, report: str | None) -> None:
+    if report is not None:
+        found.report(report)
     if json == "-":
         print(found.to_json())
         return
@@ -84,18 +120,34 @@ def _deliver(found: Scan, json: str | None) -> None:
     console.print(f"{found.source}: {len(found.rows)} heads in {len(found.layers)} attention layers", markup=False, highlight=False)
     print_scan(found, console)
     if json is not None:
-        write_whole(Path(json), found.to_json() + "\n")
-        console.print(f"Data written to {json}", markup=False, highlight=False)
+        found.save(json)
+    _say_written(console, json, report)
 
 
-def _check_writable(path: str | None) -> None:
+def _say_written(console: Console, json: str | None, report: str | None) -> None:
+    for what, path in (("Data", json), ("Page", report)):
+        if path is not None:
+            console.print(f"{what} written to {path}", markup=False, highlight=False)
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdigit() and count.isdigit()):
+        raise LocaterError(f"--shard {text!r}: give it as I/N, such as 2/8")
+    return int(number), int(count)
+
+
+def _check_writable(*paths: str | None) -> None:
     """Refuse a target that cannot be written before any work is done."""
-    if path is None or path == "-":
-        return
-    if Path(path).is_dir():
-        raise LocaterError(f"{path}: is a folder; give --json a file name")
-    if not Path(path).parent.is_dir():
-        raise LocaterError(f"{path}: the folder {Path(path).parent} does not exist")
+    for path in paths:
+        if path is None or path == "-":
+            continue
+        if Path(path).is_dir():
+            raise LocaterError(f"{path}: is a folder; give a file name")
+        if not Path(path).parent.is_dir():
+            raise LocaterError(f"{path}: the folder {Path(path).parent} does not exist")
 
 
 def _progress(layers: Iterable[Any], total: int) -> Iterable[Any]:

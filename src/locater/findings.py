@@ -37,47 +37,47 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "nonfinite", ("finite",), lambda finite, length: not finite,
         "its weights hold NaN or infinite values",
-        "restore an earlier checkpoint; nothing else of this head can be computed",
+        "Restore an earlier checkpoint; nothing else of this head can be computed",
     ),
     Flag(
         "uniform", ("F", "key_bias"), lambda F, key_bias, length: key_variance(F, key_bias) < 0.01,
         "logits hardly differ between keys: attention averages everything, which drives rank collapse",
-        "raise its query-key scale or give it a positive mean (M about 2) at initialisation",
+        "Raise its query-key scale or give it a positive mean (M about 2) at initialisation",
     ),
     Flag(
         "sharp", ("F", "key_bias"), lambda F, key_bias, length: key_variance(F, key_bias) > 2 * math.log(length),
         "logits spread so far that a row's entropy collapses: each token locks onto one other",
-        "shrink its query-key spectrum (penalty, normalised queries and keys, soft-cap) or lower the learning rate",
+        "Shrink its query-key spectrum (penalty, normalised queries and keys, soft-cap) or lower the learning rate",
     ),
     Flag(
         "repels-itself", ("M",), lambda M, length: M < -1,
         "the spectrum's mean is negative: a token looks away from tokens like itself",
-        "often a head that wants difference, such as previous-token or suppression; check it on data",
+        "Often a head that wants difference, such as previous-token or suppression; check it on data",
     ),
     Flag(
         "antisymmetric", ("S", "F"), lambda S, F, length: F > 0 and S / F < -0.5,
         "the query-key map mostly rotates: who looks at whom is one-way",
-        "no fault; eigenvalues are far from real, so read the complex plane and not the mean",
+        "No fault; eigenvalues are far from real, so read the complex plane and not the mean",
     ),
     Flag(
         "few-directions", ("skew",), lambda skew, length: abs(skew) > 0.75,
         "a few directions carry the spectrum, so the normal approximation fails (the exact mixture was used)",
-        "no fault; Lambda comes from 4,096 draws here",
+        "No fault; Lambda comes from 4,096 draws here",
     ),
     Flag(
         "exploding", ("max_logit",), lambda max_logit, length: max_logit > 100,
         "logits beyond 100 were observed: the softmax saturates and half precision is near its limits",
-        "clip or normalise queries and keys, or lower the learning rate",
+        "Clip or normalise queries and keys, or lower the learning rate",
     ),
     Flag(
         "locked", ("entropy_ratio",), lambda entropy_ratio, length: entropy_ratio < 0.1,
         "observed attention is nearly one-hot",
-        "if training has stalled, raise this head's entropy: shrink its spectrum or its temperature",
+        "If training has stalled, raise this head's entropy: shrink its spectrum or its temperature",
     ),
     Flag(
         "sink", ("first_key",), lambda first_key, length: first_key > 0.9,
         "observed attention rests on the first key: the head is idle on this text",
-        "common in trained decoders and not by itself a fault; prune, or give the softmax a sink of its own",
+        "Common in trained decoders and not by itself a fault; prune, or give the softmax a sink of its own",
     ),
 )  # fmt: skip
 

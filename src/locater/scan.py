@@ -2,116 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.findings import FLAGS, flags_of, key_variance
-from locater.heads import AttentionLayer, effective, layers_of, open_source
+from locater.findings import flags_of, key_variance
+from locater.heads import AttentionLayer, Rotary, effective, layers_of, open_source
+from locater.heads.normed import NormedProjection
 from locater.heads.readers import Source
+from locater.result import HeadRow, Scan
 from locater.spectrum import Moments
-from locater.theory import expected_entropy, localization, mixture_localization, unit_moments
+from locater.theory import expected_entropy, localization, mixture_continuum, mixture_localization, unit_moments
 from locater.theory.localization import SKEW_LIMIT
-from locater.version import __version__
 
-if TYPE_CHECKING:
-    import pandas
-    import polars
-
-SCHEMA = 1
 LENGTH = 256
+PROFILE = 65  # points of a profile that has no closed form
 Progress = Callable[[Iterable[AttentionLayer], int], Iterable[AttentionLayer]]
 
 
 @dataclass(frozen=True)
-class HeadRow:
-    """One head. `trace`, `trace_of_square`, `frobenius_sq` are of the effective W without the logit scale; M, S, F with it.
+class Wanted:
+    """What a scan is asked to compute."""
 
-    None stands for a number that has no meaning here: traces of cross-attention, everything of a head with NaN weights.
-    """
-
-    layer: int
-    head: int
-    kv_head: int
-    kind: str
-    width: int
-    head_dim: int
-    scale: float
-    trace: float | None = None
-    trace_of_square: float | None = None
-    frobenius_sq: float | None = None
-    symmetric_sq: float | None = None
-    mean: float | None = None
-    variance: float | None = None
-    concentration: float | None = None
-    spectral_norm: float | None = None
-    stable_rank: float | None = None
-    M: float | None = None
-    S: float | None = None
-    F: float | None = None
-    skew: float | None = None
-    key_bias: float | None = None
-    localization: float | None = None
-    approximation: str | None = None
-    expected_entropy: float | None = None
-    flags: tuple[str, ...] = ()
-    eigenvalues: tuple[tuple[float, float], ...] | None = None
-
-    def __getitem__(self, column: str) -> Any:
-        return getattr(self, column)
-
-
-NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name != "eigenvalues")
-SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
-
-
-@dataclass(frozen=True)
-class Scan:
-    """What `scan()` found: a row per head, an entry per layer, and the assumptions behind the numbers."""
-
-    source: str
-    assumptions: dict[str, Any]
-    layers: list[dict[str, Any]]
-    rows: list[HeadRow]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON document: schema, locater, source, assumptions, layers, heads."""
-        heads = [asdict(row) for row in self.rows]
-        for head in heads:
-            if head["eigenvalues"] is None:
-                del head["eigenvalues"]
-        return {
-            "schema": SCHEMA, "locater": __version__, "source": self.source, "assumptions": self.assumptions,
-            "layers": self.layers, "heads": heads,
-        }  # fmt: skip
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON document; the file appears whole or not at all."""
-        write_whole(Path(path), self.to_json() + "\n")
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """One row per head, as a pandas frame."""
-        import pandas
-
-        return pandas.DataFrame([asdict(row) for row in self.rows])
-
-    def to_polars(self) -> polars.DataFrame:
-        """One row per head, as a polars frame."""
-        import polars
-
-        return polars.DataFrame([asdict(row) for row in self.rows])
+    length: int = LENGTH
+    raw: bool = False
+    eigenvalues: bool = False
+    details: bool = False  # what a page draws: eigenvalues, drives, profiles without a closed form
 
 
 def scan(
@@ -120,6 +42,8 @@ def scan(
     length: int = LENGTH,
     raw: bool = False,
     eigenvalues: bool = False,
+    details: bool = False,
+    shard: tuple[int, int] | None = None,
     query: str | None = None,
     key: str | None = None,
     heads: int | None = None,
@@ -129,7 +53,8 @@ def scan(
     """Read every head of `source`: an nn.Module, a folder, a weights file or a hub id.
 
     `length` is the number of tokens in view for entropy and sharpness; `raw` takes stored parameters without folding
-    norms; `query`, `key` and `heads` name the tensors of an architecture that is not known.
+    norms; `shard=(i, n)` reads the i-th of n parts of the layers (`Scan.join` puts them together); `query`, `key` and
+    `heads` name the tensors of an architecture that is not known.
 
     >>> from torch import nn
     >>> found = scan(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -139,12 +64,28 @@ def scan(
     if length < 2:
         raise LocaterError(f"length {length} is too short: attention over fewer than two tokens has no spread")
     weights, config = open_source(source)
-    found = list(layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads))  # tensors are still on disk
+    found = list(enumerate(layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads)))  # tensors still on disk
+    if not found:
+        raise LocaterError(f"{weights.where}: no attention layer found")
+    assumptions = _assumptions([layer for _, layer in found], length, raw or bool(query))
+    if shard is not None:
+        found = _part(found, *shard)
+    wanted = Wanted(length, raw, eigenvalues, details)
+    numbers = {id(layer): number for number, layer in found}
     rows: list[HeadRow] = []
-    for number, layer in enumerate(progress(found, len(found)) if progress else found):
-        rows.extend(_rows(layer, number, length, raw, eigenvalues))
+    layers = [layer for _, layer in found]
+    for layer in progress(layers, len(layers)) if progress else layers:
+        rows.extend(_rows(layer, numbers[id(layer)], wanted))
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
-    return Scan(name, _assumptions(found, length, raw or bool(query)), [_entry(x, n) for n, x in enumerate(found)], rows)
+    again = partial(scan, source, length=length, raw=raw, details=True, shard=shard, query=query, key=key, heads=heads, kv_heads=kv_heads)
+    return Scan(name, assumptions, [_entry(layer, number, details) for number, layer in found], rows, again)
+
+
+def _part(found: list[tuple[int, AttentionLayer]], number: int, count: int) -> list[tuple[int, AttentionLayer]]:
+    if not 1 <= number <= count:
+        raise LocaterError(f"shard {number}/{count}: the first number counts from 1 to the second")
+    size = len(found)
+    return found[size * (number - 1) // count : size * number // count]
 
 
 def _assumptions(layers: list[AttentionLayer], length: int, raw: bool) -> dict[str, Any]:
@@ -153,6 +94,8 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool) -> dict[s
         notes.append("layers without a known norm in front: their input is taken as unit tokens too")
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
         notes.append("query and key norms in mean field: each token's own norm is replaced by its root mean square")
+    if any(isinstance(part, NormedProjection) for x in layers for part in (x.query, x.key)):
+        notes.append("norms inside query and key maps (latents, norms over all heads) in mean field, as stored weights too")
     if any(x.rotary for x in layers):
         notes.append("rotary positions: moments are those at offset 0")
     if any(x.bias or x.softcap or x.sinks is not None for x in layers):
@@ -161,11 +104,28 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool) -> dict[s
         notes.append("cross-attention: traces, M, S and localization have no meaning and are left out")
     return {
         "prediction": "prior",
-        "tokens": "unit tokens: mean 0, |z|^2 = width, covariance I (I - 11^T/d after LayerNorm)",
+        "tokens": "unit tokens: mean 0, |z|² = width, covariance I (I - 11ᵀ/d after LayerNorm)",
         "weights": "as stored" if raw else "effective: norm gains and biases folded into queries and keys",
         "length": length,
         "notes": notes,
     }
+
+
+def _entry(layer: AttentionLayer, number: int, details: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads, "kv_heads": layer.kv_heads,
+        "head_dim": layer.head_dim, "width": layer.width, "norm": layer.norm.kind, "causal": layer.causal,
+        "window": layer.window, "positions": _positions(layer), "softcap": layer.softcap,
+        "sinks": layer.sinks is not None, "query_key_norm": _query_key_norm(layer),
+    }  # fmt: skip
+    if details and layer.rotary is not None:
+        entry["frequencies"] = layer.rotary.frequencies.tolist()
+    return entry
+
+
+def _query_key_norm(layer: AttentionLayer) -> bool:
+    """Whether queries leave a norm as they are; a norm on a latent has a map behind it."""
+    return layer.query_norm is not None or (isinstance(layer.query, NormedProjection) and layer.query.up is None)
 
 
 def _positions(layer: AttentionLayer) -> str | None:
@@ -174,73 +134,67 @@ def _positions(layer: AttentionLayer) -> str | None:
     return type(layer.bias).__name__.lower() if layer.bias else None
 
 
-def _entry(layer: AttentionLayer, number: int) -> dict[str, Any]:
-    return {
-        "layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads, "kv_heads": layer.kv_heads,
-        "head_dim": layer.head_dim, "width": layer.width, "norm": layer.norm.kind, "causal": layer.causal,
-        "window": layer.window, "positions": _positions(layer),
-        "softcap": layer.softcap, "sinks": layer.sinks is not None, "query_key_norm": layer.query_norm is not None,
-    }  # fmt: skip
-
-
 @torch.no_grad()
-def _rows(layer: AttentionLayer, number: int, length: int, raw: bool, eigenvalues: bool) -> Iterator[HeadRow]:
-    folded = effective(layer, raw)
+def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRow]:
+    folded = effective(layer, wanted.raw)
     query_ok = folded.query.isfinite().flatten(1).all(1)
     key_ok = folded.key.isfinite().flatten(1).all(1).repeat_interleave(layer.group)
     finite = query_ok & key_ok & folded.key_term.isfinite().all(1)
     held = folded.moments().select(finite)
-    numbers = _numbers(held, folded.scale, folded.key_bias[finite], length, eigenvalues)
+    columns = _columns(held, folded.scale, folded.key_bias[finite], wanted.length)
+    if held.cross is not None:
+        columns |= _spectra(held, folded.scale, columns["approximation"], wanted, layer.rotary)
+    ready = iter(range(len(held.query_gram)))
     for head in range(layer.heads):
+        row: dict[str, Any] = {}
+        if finite[head]:
+            at = next(ready)
+            row = {name: column[at] for name, column in columns.items()}
         fixed: dict[str, Any] = {
             "layer": number, "head": head, "kv_head": head // layer.group, "kind": layer.kind,
             "width": layer.width, "head_dim": layer.head_dim, "scale": layer.scale,
         }  # fmt: skip
-        row = next(numbers) if finite[head] else {}
-        flags = flags_of({**row, "finite": bool(finite[head])}, length)
+        flags = flags_of({**row, "finite": bool(finite[head])}, wanted.length)
         yield HeadRow(**fixed, **row, flags=flags)
 
 
-def _numbers(m: Moments, scale: float, key_bias: Tensor, length: int, eigenvalues: bool) -> Iterator[dict[str, Any]]:
-    """The computed columns, head by head."""
-    columns = ["frobenius_sq", "spectral_norm", "stable_rank"]
-    table = {name: getattr(m, name) for name in columns}
+def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, list[Any]]:
+    """The computed columns of the heads of one layer."""
+    table: dict[str, Tensor] = {name: getattr(m, name) for name in ("frobenius_sq", "spectral_norm")}
+    table["stable_rank"] = torch.where(m.frobenius_sq > 0, m.frobenius_sq / table["spectral_norm"] ** 2, torch.zeros(()))
     table["F"], table["key_bias"] = m.frobenius_sq * scale**2, key_bias
     variance = torch.tensor([key_variance(f, b) for f, b in zip(table["F"].tolist(), key_bias.tolist(), strict=True)])
     table["expected_entropy"] = expected_entropy(variance, length)
-    if m.cross is not None:
-        for name in ("trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew"):
-            table[name] = getattr(m, name)
-        table["M"], table["S"], table["F"] = unit_moments(m, scale)
-        few = table["skew"].abs() > SKEW_LIMIT
-        table["localization"] = localization(table["M"], table["S"], table["F"])
-        table["localization"][few] = mixture_localization(m.select(few), scale)
-    lists = {name: [_finite(x) for x in column.tolist()] for name, column in table.items()}
-    spectra = torch.view_as_real(m.eigenvalues()).tolist() if eigenvalues and m.cross is not None else None
-    for head in range(len(key_bias)):
-        row: dict[str, Any] = {name: column[head] for name, column in lists.items()}
-        if m.cross is not None:
-            row["approximation"] = "mixture" if few[head] else "gaussian"
-        if spectra is not None:
-            row["eigenvalues"] = tuple((re, im) for re, im in spectra[head])
-        yield row
+    if m.cross is None:
+        return {name: [_finite(x) for x in column.tolist()] for name, column in table.items()}
+    for name in ("trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew"):
+        table[name] = getattr(m, name)
+    table["M"], table["S"], table["F"] = unit_moments(m, scale)
+    few = table["skew"].abs() > SKEW_LIMIT
+    table["localization"] = localization(table["M"], table["S"], table["F"])
+    table["localization"][few] = mixture_localization(m.select(few), scale)
+    columns: dict[str, list[Any]] = {name: [_finite(x) for x in column.tolist()] for name, column in table.items()}
+    columns["approximation"] = ["mixture" if x else "gaussian" for x in few.tolist()]
+    return columns
+
+
+def _spectra(m: Moments, scale: float, approximation: list[str], wanted: Wanted, rotary: Rotary | None) -> dict[str, list[Any]]:
+    """The columns on request: eigenvalues, drives, profiles."""
+    columns: dict[str, list[Any]] = {}
+    if wanted.eigenvalues or wanted.details:
+        pairs = torch.view_as_real(m.eigenvalues()).tolist()
+        columns["eigenvalues"] = [tuple((re, im) for re, im in spectrum) for spectrum in pairs]
+    if not wanted.details:
+        return columns
+    if rotary is not None:
+        terms = [(scale * x).tolist() for x in rotary.drive_terms(m.gram)]
+        columns["drive"] = [{"even": even, "odd": odd, "still": still} for even, odd, still in zip(*terms, strict=True)]
+    u = torch.linspace(-0.5, 0.5, PROFILE, dtype=torch.float64)
+    columns["profile"] = [
+        tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None for head, how in enumerate(approximation)
+    ]
+    return columns
 
 
 def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it appears whole or not at all."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(text)
-                file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as error:
-        raise LocaterError(f"{path}: cannot be written ({error.strerror})") from None

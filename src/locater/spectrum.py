@@ -11,6 +11,9 @@ Section numbers refer to docs/theory.md.
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -111,26 +114,14 @@ class Moments:
     def singular_values(self) -> Float[Tensor, "*heads h"]:
         """All d_head singular values of W, largest first: square roots of the eigenvalues of L^T B L with A = L L^T.
 
-        L comes from the eigenvectors of A rather than from Cholesky, which fails for a rank-deficient head. float64,
-        because squaring the singular values costs half of the digits.
+        float64, because squaring the singular values costs half of the digits.
         """
-        values, vectors = torch.linalg.eigh(_on_cpu(self.query_gram).double())
-        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)  # columns scaled: A = root root^T
-        squares = torch.linalg.eigvalsh(root.mT @ _on_cpu(self.key_gram).double() @ root)
-        found = squares.flip(-1).clamp_min(0).sqrt()
+        found = _head_by_head(_singular_values, _on_cpu(self.query_gram).double(), _on_cpu(self.key_gram).double())
         return found.to(self.query_gram.dtype).to(self.query_gram.device)
 
     def eigenvalues(self) -> Complex[Tensor, "*heads h"]:
-        """The d_head eigenvalues of W that can be non-zero, by decreasing modulus; on the CPU, in one thread.
-
-        Batched small eigenproblems lose to their own threads, and CUDA has no fast non-symmetric solver.
-        """
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            values = torch.linalg.eigvals(_on_cpu(self.gram))
-        finally:
-            torch.set_num_threads(threads)
+        """The d_head eigenvalues of W that can be non-zero, by decreasing modulus; on the CPU."""
+        values = _head_by_head(torch.linalg.eigvals, _on_cpu(self.gram))
         order = values.abs().argsort(dim=-1, descending=True, stable=True)
         return values.gather(-1, order)
 
@@ -176,6 +167,32 @@ def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) ->
     query_gram, key_gram = q @ q.mT, k @ k.mT
     shape = torch.broadcast_shapes(query_gram.shape, key_gram.shape)
     return Moments(query_gram.expand(shape), key_gram.expand(shape), None)
+
+
+def _singular_values(A: Tensor, B: Tensor) -> Tensor:
+    root, failed = torch.linalg.cholesky_ex(A)  # A = root root^T
+    if failed.any():  # a rank-deficient head: the eigenvectors give a root too, at ten times the cost
+        values, vectors = torch.linalg.eigh(A)
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    return torch.linalg.eigvalsh(root.mT @ B @ root).flip(-1).clamp_min(0).sqrt()
+
+
+def _head_by_head(function: Callable[..., Tensor], *matrices: Float[Tensor, "*heads h h"]) -> Tensor:
+    """Apply a batched decomposition with one thread per worker.
+
+    Threads inside a decomposition of a 64 x 64 matrix cost more than they bring, and with other work on the machine they
+    cost two hundred times more; and CUDA has no fast non-symmetric solver. So heads are dealt out to workers instead.
+    """
+    heads = matrices[0].shape[:-2]
+    flat = [m.reshape(-1, *m.shape[-2:]) for m in matrices]
+    workers = min(os.cpu_count() or 1, max(1, len(flat[0]) // 4))
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            parts = list(pool.map(function, *(m.tensor_split(workers) for m in flat)))
+        finally:
+            torch.set_num_threads(before)
+    return torch.cat(parts).unflatten(0, heads) if heads else parts[0][0]
 
 
 def _grouped_product(k: Tensor, q: Tensor) -> Tensor:

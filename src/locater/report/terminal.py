@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from locater.compare import Comparison
 from locater.findings import FLAGS
-from locater.scan import HeadRow, Scan
+from locater.result import HeadRow, Scan
 
 ALL_HEADS = 48  # up to this many heads are shown one by one
 MOST_FLAGGED = 20
@@ -34,6 +35,32 @@ def print_scan(scan: Scan, console: Console) -> None:
     print_meanings(flagged, console)
     console.print(f"[dim]{LEGEND}[/dim]", highlight=False)
     _print_assumptions(scan, console)
+
+
+def print_comparison(found: Comparison, console: Console) -> None:
+    """Medians of both, then the heads that changed most."""
+    table = Table(title="medians over heads", title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for name in ("", "A", "B"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, (a, b) in found.medians().items():
+        table.add_row(name, _number(a), _number(b))
+    console.print(table)
+    if not found.aligned:
+        console.print("Their shapes differ, so heads are not subtracted.", highlight=False)
+        return
+    changes = Table(title="heads that changed most (B - A)", title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for name in ("layer", "head", "M", "√F", "κ", "Λ", "H"):
+        changes.add_column(name, justify="right", no_wrap=True)
+    changes.add_column("flags")
+    spread = {(r.layer, r.head): _root(y.F) - _root(x.F) for r, x, y in zip(found.rows, found.a.rows, found.b.rows, strict=True)}
+    for row in sorted(found.rows, key=lambda r: -abs(r.difference["localization"] or 0) - abs(spread[r.layer, r.head]))[:MOST_FLAGGED]:
+        d = row.difference
+        numbers = (d["M"], spread[row.layer, row.head], d["concentration"], d["localization"], d["expected_entropy"])
+        flags = " ".join([*(f"+{f}" for f in row.gained), *(f"-{f}" for f in row.lost)])
+        changes.add_row(str(row.layer), str(row.head), *(_signed(x) for x in numbers), flags)
+    console.print(changes)
+    gained, lost = (sum(bool(getattr(r, which)) for r in found.rows) for which in ("gained", "lost"))
+    console.print(f"{gained} heads gained a flag, {lost} lost one.", highlight=False)
 
 
 def print_meanings(rows: Iterable[HeadRow], console: Console) -> None:
@@ -101,6 +128,14 @@ def _print_assumptions(scan: Scan, console: Console) -> None:
 def _median(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return median(known) if known else None
+
+
+def _root(x: float | None) -> float:
+    return 0.0 if x is None else x**0.5
+
+
+def _signed(x: float | None) -> str:
+    return _number(x) if x is None or round(x, 2) <= 0 else "+" + _number(x)
 
 
 def _number(x: float | None) -> str:

@@ -1,0 +1,101 @@
+"""`compare()`: two scans side by side, head by head where their shapes agree."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from locater.heads.readers import Source
+from locater.result import NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
+from locater.scan import LENGTH, Progress, scan
+from locater.version import __version__
+
+SHOWN = ("M", "F", "concentration", "localization", "expected_entropy", "stable_rank", "key_bias")
+DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One head in both scans: `difference[column]` is b minus a, None where either has no number."""
+
+    layer: int
+    head: int
+    difference: dict[str, float | None]
+    gained: tuple[str, ...]  # flags that only b raises
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two scans. `rows` is empty unless they are `aligned`: the same layers with the same heads."""
+
+    a: Scan
+    b: Scan
+    aligned: bool
+    rows: list[Change]
+
+    def medians(self) -> dict[str, tuple[float | None, float | None]]:
+        """Median over heads of the main columns, in a and in b."""
+        return {name: (_median(self.a.rows, name), _median(self.b.rows, name)) for name in SHOWN}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA, "locater": __version__, "source": [self.a.source, self.b.source], "assumptions": self.a.assumptions,
+            "aligned": self.aligned, "medians": {name: list(pair) for name, pair in self.medians().items()},
+            "layers": [self.a.layers, self.b.layers],
+            "heads": [
+                {"layer": r.layer, "head": r.head, "difference": r.difference, "gained": list(r.gained), "lost": list(r.lost)}
+                for r in self.rows
+            ],
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of both, with differences where shapes agree."""
+        from locater.report.html import compare_page
+
+        write_whole(Path(path), compare_page(self.a.with_details(), self.b.with_details(), self.aligned))
+
+
+def compare(a: Source | Scan, b: Source | Scan, *, length: int = LENGTH, raw: bool = False, progress: Progress | None = None) -> Comparison:
+    """Compare two models, two checkpoints of one run, or two scans (also as the JSON files that `scan` wrote).
+
+    >>> from torch import nn
+    >>> found = compare(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2))
+    >>> found.aligned, len(found.rows)
+    (True, 2)
+    """
+    first, second = (_scan(x, length, raw, progress) for x in (a, b))
+    aligned = _shape(first) == _shape(second)
+    rows = [_change(x, y) for x, y in zip(first.rows, second.rows, strict=True)] if aligned else []
+    return Comparison(first, second, aligned, rows)
+
+
+def _scan(source: Source | Scan, length: int, raw: bool, progress: Progress | None) -> Scan:
+    if isinstance(source, Scan):
+        return source
+    if isinstance(source, str | os.PathLike) and Path(source).suffix == ".json" and Path(source).is_file():
+        return Scan.load(source)
+    return scan(source, length=length, raw=raw, progress=progress)
+
+
+def _shape(found: Scan) -> list[tuple[int, int, str]]:
+    return [(row.layer, row.head, row.kind) for row in found.rows]
+
+
+def _change(a: HeadRow, b: HeadRow) -> Change:
+    pairs = {name: (a[name], b[name]) for name in DIFFERENCES}
+    difference = {name: None if x is None or y is None else y - x for name, (x, y) in pairs.items()}
+    gained, lost = (tuple(f for f in x.flags if f not in y.flags) for x, y in ((b, a), (a, b)))
+    return Change(a.layer, a.head, difference, gained, lost)
+
+
+def _median(rows: list[HeadRow], name: str) -> float | None:
+    known = [row[name] for row in rows if row[name] is not None]
+    return median(known) if known else None

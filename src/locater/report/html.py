@@ -1,0 +1,120 @@
+"""A scan, or two of them, as one self-contained page: data as JSON, drawn by page/page.js, no library and nothing to fetch."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from locater.findings import FLAGS
+from locater.result import HeadRow, Scan
+from locater.version import __version__
+
+NUMBERS = ("M", "S", "F", "mean", "concentration", "localization", "expected_entropy", "key_bias", "stable_rank", "spectral_norm", "skew")
+
+
+def scan_page(scan: Scan) -> str:
+    """The page of one scan."""
+    heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layers"
+    flagged = sum(bool(row.flags) for row in scan.rows)
+    counts = f"{heads}, head size {_sizes(scan)}. " + (f"{flagged} heads are flagged." if flagged else "No head is flagged.")
+    return _page(_name(scan.source), counts, [scan], aligned=True)
+
+
+def compare_page(a: Scan, b: Scan, aligned: bool) -> str:
+    """The page of two scans; `aligned` when they have the same heads, so that differences mean something."""
+    counts = f"A: {len(a.rows)} heads in {len(a.layers)} layers. B: {len(b.rows)} heads in {len(b.layers)} layers."
+    if not aligned:
+        counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
+    return _page(f"{_name(a.source)} against {_name(b.source)}", counts, [a, b], aligned)
+
+
+def _page(title: str, counts: str, scans: Sequence[Scan], aligned: bool) -> str:
+    assumed = scans[0].assumptions
+    notes = "; ".join(assumed["notes"])
+    data = {
+        "length": assumed["length"],
+        "aligned": aligned,
+        "flags": {flag.name: {"meaning": flag.meaning, "way_out": flag.way_out} for flag in FLAGS},
+        "scans": [_data(scan, letter) for scan, letter in zip(scans, "AB", strict=False)],
+    }
+    parts = {
+        "@TITLE@": html.escape(f"{title} · Locater"),
+        "@HEADING@": html.escape(title),
+        "@COUNTS@": html.escape(counts),
+        "@ASSUMED@": html.escape(
+            f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}." + (f" {notes}." if notes else "")
+        ),
+        "@FOOTER@": f"Made by Locater {__version__} from weights alone.",
+        "@STYLE@": _part("page.css"),
+        "@SCRIPT@": _part("page.js"),
+        "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
+    }
+    page = _part("page.html")
+    for mark, text in parts.items():
+        page = page.replace(mark, text)
+    return page
+
+
+def _part(name: str) -> str:
+    return (files("locater.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def _data(scan: Scan, letter: str) -> dict[str, Any]:
+    rotary = any("frequencies" in entry for entry in scan.layers)
+    places = {entry["layer"]: place for place, entry in enumerate(scan.layers)}  # a shard's layers do not start at 0
+    return {
+        "name": _name(scan.source),
+        "letter": letter,
+        "layers": [_layer(entry) for entry in scan.layers],
+        "heads": [_head(row, places[row.layer], rotary) for row in scan.rows],
+    }
+
+
+def _layer(entry: dict[str, Any]) -> dict[str, Any]:
+    notes = [entry["kind"] + "-attention", f"{entry['heads']} heads of {entry['head_dim']}"]
+    if entry["kv_heads"] != entry["heads"]:
+        notes.append(f"{entry['kv_heads']} key heads")
+    if entry["window"]:
+        notes.append(f"window {entry['window']}")
+    if entry["positions"]:
+        notes.append(entry["positions"])
+    kept: dict[str, Any] = {"name": entry["name"], "short": str(entry["layer"]), "heads": entry["heads"], "note": ", ".join(notes)}
+    if "frequencies" in entry:
+        kept["frequencies"] = [_round(f, 7) for f in entry["frequencies"]]
+    return kept
+
+
+def _head(row: HeadRow, place: int, rotary: bool) -> dict[str, Any]:
+    kept: dict[str, Any] = {"layer": place, "head": row.head, "flags": list(row.flags), "approximation": row.approximation}
+    kept.update({name: _round(row[name]) for name in NUMBERS})
+    if row.eigenvalues is not None:
+        kept["eigenvalues"] = [[_round(re, 3), _round(im, 3)] for re, im in row.eigenvalues]
+    if row.profile is not None:
+        kept["profile"] = [_round(x, 3) for x in row.profile]
+    if row.drive is not None and rotary:
+        kept["even"], kept["odd"] = ([_round(x, 3) for x in row.drive[part]] for part in ("even", "odd"))
+        kept["still"] = _round(row.drive["still"])
+    return kept
+
+
+def _round(x: float | None, digits: int = 4) -> float | None:
+    """Significant digits: a page is looked at, not computed from."""
+    if x is None or x == 0:
+        return x
+    return round(x, digits - 1 - math.floor(math.log10(abs(x))))
+
+
+def _name(source: str) -> str:
+    """The last part of a path, with the one before it where the last says nothing."""
+    parts = [part for part in source.split("/") if part and part != "."]
+    telling = re.sub(r"^(model|final|last|checkpoint.*|step.*|[0-9a-f]{40})$", "", parts[-1]) if parts else source
+    return telling or "/".join(parts[-2:])
+
+
+def _sizes(scan: Scan) -> str:
+    return ", ".join(str(size) for size in sorted({entry["head_dim"] for entry in scan.layers}))

@@ -1,0 +1,153 @@
+"""What a scan gives back: a row per head, an entry per layer, the assumptions behind the numbers; and how it is written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locater.errors import LocaterError
+from locater.findings import FLAGS
+from locater.version import __version__
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """One head. `trace`, `trace_of_square`, `frobenius_sq` are of the effective W without the logit scale; M, S, F with it.
+
+    None stands for a number that has no meaning here: traces of cross-attention, everything of a head with NaN weights.
+    """
+
+    layer: int
+    head: int
+    kv_head: int
+    kind: str
+    width: int
+    head_dim: int
+    scale: float
+    trace: float | None = None
+    trace_of_square: float | None = None
+    frobenius_sq: float | None = None
+    symmetric_sq: float | None = None
+    mean: float | None = None
+    variance: float | None = None
+    concentration: float | None = None
+    spectral_norm: float | None = None
+    stable_rank: float | None = None
+    M: float | None = None
+    S: float | None = None
+    F: float | None = None
+    skew: float | None = None
+    key_bias: float | None = None
+    localization: float | None = None
+    approximation: str | None = None
+    expected_entropy: float | None = None
+    flags: tuple[str, ...] = ()
+    # on request
+    eigenvalues: tuple[tuple[float, float], ...] | None = None
+    drive: dict[str, Any] | None = None  # rotary: even and odd coefficients per frequency, and the still part, in logit units
+    profile: tuple[float, ...] | None = None  # rho over 65 positions, where it is not the closed form's
+
+    def __getitem__(self, column: str) -> Any:
+        return getattr(self, column)
+
+
+OPTIONAL = ("eigenvalues", "drive", "profile")
+NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
+SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What `scan()` found."""
+
+    source: str
+    assumptions: dict[str, Any]
+    layers: list[dict[str, Any]]
+    rows: list[HeadRow]
+    detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)  # the same scan with what a page draws
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document: schema, locater, source, assumptions, layers, heads."""
+        heads = [{k: v for k, v in asdict(row).items() if v is not None or k not in OPTIONAL} for row in self.rows]
+        return {
+            "schema": SCHEMA, "locater": __version__, "source": self.source, "assumptions": self.assumptions,
+            "layers": self.layers, "heads": heads,
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document; the file appears whole or not at all."""
+        write_whole(Path(path), self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Scan:
+        """Read a document that `save` or `--json` wrote."""
+        try:
+            held = json.loads(Path(path).read_text())
+            rows = [HeadRow(**{**head, "flags": tuple(head["flags"])}) for head in held["heads"]]
+            return cls(held["source"], held["assumptions"], held["layers"], rows)
+        except (ValueError, KeyError, TypeError) as error:
+            raise LocaterError(f"{path}: not a scan that this version reads ({error!r}): scan the model again") from None
+
+    @classmethod
+    def join(cls, parts: Iterable[Scan]) -> Scan:
+        """The scans of all shards of one model (`--shard i/n`), as one."""
+        held = list(parts)
+        layers = sorted((entry for part in held for entry in part.layers), key=lambda entry: entry["layer"])
+        numbers = [entry["layer"] for entry in layers]
+        if len({part.source for part in held}) != 1 or numbers != list(range(len(numbers))):
+            raise LocaterError(f"these shards do not make one model: sources {sorted({p.source for p in held})}, layers {numbers}")
+        rows = sorted((row for part in held for row in part.rows), key=lambda row: (row.layer, row.head))
+        return cls(held[0].source, held[0].assumptions, layers, rows)
+
+    def with_details(self) -> Scan:
+        """This scan with what a page draws (eigenvalues, drives, profiles), reading the source again if it lacks them."""
+        drawn = all(row.eigenvalues is not None for row in self.rows if row.trace is not None)
+        return self if drawn or self.detailed is None else self.detailed()
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the HTML page: self-contained, works offline."""
+        from locater.report.html import scan_page
+
+        write_whole(Path(path), scan_page(self.with_details()))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per head, as a pandas frame."""
+        import pandas
+
+        return pandas.DataFrame([asdict(row) for row in self.rows])
+
+    def to_polars(self) -> polars.DataFrame:
+        """One row per head, as a polars frame."""
+        import polars
+
+        return polars.DataFrame([asdict(row) for row in self.rows])
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it appears whole or not at all."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
+            try:
+                file.write(text)
+                file.close()
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be written ({error.strerror})") from None
