@@ -3,18 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint census clean
+# Tests run in parallel processes: threads inside each would only fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+.PHONY: demo test test-slow test-gpu lint bench census browser clean
 
 demo: $(VENV)/.core
-	$(BIN)/locater demo
-	@$(BIN)/locater demo --json demo.json > /dev/null
-	@echo "The same numbers, for every head, are in demo.json"
+	$(BIN)/locater demo --json demo.json --report demo.html
 
 test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest -q -n 2
+	$(PYTEST) -n 2
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m slow
+	$(PYTEST) -m slow
+
+test-gpu: $(VENV)/.dev
+	$(PYTEST) -m gpu
+
+# The page tests skip where there is no Chromium; on Debian and its relatives this installs one.
+browser:
+	command -v chromium || (apt-get update -qq && apt-get install -y -qq chromium)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -23,6 +31,9 @@ lint: $(VENV)/.dev
 
 census: $(VENV)/.dev
 	$(BIN)/python scripts/census.py
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/checkpoint.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "locater needs Python 3.11 or later, this is " + sys.version.split()[0])'
@@ -36,5 +47,9 @@ $(VENV)/.dev: $(VENV)/.core
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(VENV)/.bench: $(VENV)/.dev
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo.json
+	rm -rf $(VENV) demo.json demo.html

@@ -30,6 +30,7 @@ class Site:
     stream: str | None
     out: str
     memory: str | None = None  # cross-attention: the module whose input is the memory stream
+    padding: str | None = "attention_mask"  # key of the batch that marks the real tokens of x; all are, where the batch has no such key
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Record:
     mask: Tensor | None = None  # True = may look, as the model built it
     output: Tensor | None = None
     calls: int = 0
+    padding: str | None = "attention_mask"
 
 
 Tap = Callable[[nn.Module, str, dict[str, Record]], contextlib.AbstractContextManager[None]]
@@ -142,7 +144,7 @@ def softcap(logits: Tensor, cap: float | None) -> Tensor:
 
 def record(case: Case, model: nn.Module, implementation: str) -> list[Record]:
     """Run the model once; one record per site."""
-    records = {site.attention: Record() for site in case.sites}
+    records = {site.attention: Record(padding=site.padding) for site in case.sites}
     handles = []
     for site in case.sites:
         here = records[site.attention]
@@ -190,12 +192,8 @@ def disagreement(layer: AttentionLayer, seen: Record, case: Case) -> dict[str, f
     batch = case.batch()
     x, memory = seen.x, seen.memory
     assert x is not None
-    rows = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones(x.shape[:2], dtype=torch.bool)
-    if memory is not None:
-        padding = batch[case.memory_padding].bool() if case.memory_padding else torch.ones(memory.shape[:2], dtype=torch.bool)
-        rows = torch.ones(x.shape[:2], dtype=torch.bool)
-    else:
-        padding = rows
+    rows = _real(batch, seen.padding, x)
+    padding = rows if memory is None else _real(batch, case.memory_padding, memory)
     visible = layer.visible(x.shape[1], (x if memory is None else memory).shape[1], padding) & rows[:, None, :, None]
     found: dict[str, float] = {}
     if seen.mask is not None:
@@ -210,6 +208,10 @@ def disagreement(layer: AttentionLayer, seen: Record, case: Case) -> dict[str, f
     assert seen.output is not None
     found["output"] = _apart(layer.output(x, memory, padding=padding), seen.output, rows[..., None])
     return found
+
+
+def _real(batch: dict[str, Tensor], key: str | None, x: Tensor) -> Tensor:
+    return batch[key].bool() if key in batch else torch.ones(x.shape[:2], dtype=torch.bool)
 
 
 def _centred(logits: Tensor, visible: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from locater.heads import AttentionLayer, Norm, Projection, Rotary, attention_layers, families
+from locater.heads.normed import NormedProjection
+from locater.heads.relative import RelativeTerms
 from tests.families import CASES
 from tests.parity import TOLERANCE, Case, Record, disagreement, model_of, record
 
@@ -55,11 +57,12 @@ def agree(case: Case, layers: list[AttentionLayer], seen: list[Record]) -> None:
 # The mutation check: a field set to its neutral value must break parity somewhere, or nothing tests it.
 
 PART = {"query": Projection, "key": Projection, "value": Projection, "out": Projection, "norm": Norm, "memory_norm": Norm,
-        "query_norm": Norm, "key_norm": Norm, "rotary": Rotary}  # fmt: skip
+        "query_norm": Norm, "key_norm": Norm, "rotary": Rotary, "relative": RelativeTerms}  # fmt: skip
 NEUTRAL = {
     Projection: {"weight": lambda p: torch.zeros(p.shape, dtype=torch.float64), "bias": None},
     Norm: {"kind": "none", "gain": None, "bias": None, "eps": 0.0},
     Rotary: {"frequencies": lambda r: torch.zeros_like(r.frequencies), "amplitude": 1.0},
+    RelativeTerms: {"code": lambda r: lambda distances: 0 * r.code(distances), "key": None, "query": None, "shift": None},
 }
 WHOLE = {
     "heads": lambda x: replace(x, heads=1, kv_heads=1, head_dim=x.heads * x.head_dim),
@@ -74,14 +77,26 @@ WHOLE = {
     "query_norm": lambda x: replace(x, query_norm=None),
     "key_norm": lambda x: replace(x, key_norm=None),
     "rotary": lambda x: replace(x, rotary=None),
+    "relative": lambda x: replace(x, relative=None),
     "bias": lambda x: replace(x, bias=None),
     "softcap": lambda x: replace(x, softcap=None),
     "sinks": lambda x: replace(x, sinks=None),
 }  # fmt: skip
+NORMED = {  # of maps with a norm inside, all of a layer at once
+    "down": lambda p: zeroed(p.down),
+    "inner": lambda p: Norm(),
+    "inner.gain": lambda p: replace(p.inner, gain=None),
+    "inner.eps": lambda p: replace(p.inner, eps=0.0),
+    "blocks": lambda p: 1,
+    "up": lambda p: p.up and zeroed(p.up),
+    "shared": lambda p: None,
+    "heads": lambda p: 1,
+}
 NAMES_ONLY = {"name", "index"}
-UNUSED_PARTS = {  # a part of a part that no architecture has
-    "query_norm.bias", "key_norm.bias",
-}  # fmt: skip
+
+
+def zeroed(p: Projection) -> Projection:
+    return replace(p, weight=lambda: torch.zeros(p.shape, dtype=torch.float64))
 
 
 def mutations() -> dict[str, Callable[[AttentionLayer], AttentionLayer]]:
@@ -99,6 +114,14 @@ def mutations() -> dict[str, Callable[[AttentionLayer], AttentionLayer]]:
                 return replace(layer, **{part: replace(held, **{name: value})})
 
             made[f"{part}.{name}"] = mutate
+    for name, neutral in NORMED.items():
+
+        def inside(layer: AttentionLayer, name: str = name, neutral: Callable[..., object] = neutral) -> AttentionLayer:
+            held = {part: getattr(layer, part) for part in ("query", "key", "value")}
+            changed = {k: replace(p, **{name.split(".")[0]: neutral(p)}) for k, p in held.items() if isinstance(p, NormedProjection)}
+            return replace(layer, **changed) if changed else layer
+
+        made[f"normed.{name}"] = inside
     return made
 
 
@@ -110,9 +133,10 @@ def test_every_field_has_a_mutation() -> None:
     for kind, neutral in NEUTRAL.items():
         missing = {f.name for f in fields(kind)} - set(neutral) - {"shape"}
         assert not missing, f"{kind.__name__}.{missing} has no mutation"
+    assert {f.name for f in fields(NormedProjection)} - {f.name for f in fields(Projection)} <= set(NORMED)
 
 
-@pytest.mark.parametrize("name", sorted(set(mutations()) - UNUSED_PARTS))
+@pytest.mark.parametrize("name", sorted(mutations()))
 def test_a_neutral_field_breaks_parity(name: str) -> None:
     mutate = mutations()[name]
     for case in CASES:
@@ -135,6 +159,10 @@ def broken(mutate: Callable[[AttentionLayer], AttentionLayer], layer: AttentionL
 
 
 def test_every_registered_family_has_a_case() -> None:
-    tested = {model.config.model_type if hasattr(model, "config") else "torch" for model in (c.build() for c in CASES)}
-    aliases = {"gemma3"}  # the composite that holds gemma3_text
-    assert set(families()) - tested <= aliases
+    tested = {_model_type(case) for case in CASES}
+    assert set(families()) <= tested
+
+
+def _model_type(case: Case) -> str:
+    config = getattr(case.build(), "config", None)
+    return config.model_type if config is not None else case.label.partition("-")[0]  # torch and timm carry no configuration

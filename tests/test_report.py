@@ -20,7 +20,7 @@ from locater.theory import continuum
 
 DEMO = str(files("locater") / "demo")
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make test-browser installs Debian's)")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs Debian's)")
 
 
 @pytest.fixture(scope="module")

@@ -107,9 +107,9 @@ class Moments:
 
     @property
     def stable_rank(self) -> Batched:
-        """||W||_F^2 / ||W||_2^2, in [1, d_head]; 0 for a zero map."""
+        """||W||_F^2 / ||W||_2^2, in [1, d_head]; 0 for a zero map. No gradient: singular values have none here."""
         top = self.spectral_norm**2
-        return torch.where(top > 0, self.frobenius_sq / top, torch.zeros_like(top))
+        return torch.where(top > 0, self.frobenius_sq.detach() / top, torch.zeros_like(top))
 
     def singular_values(self) -> Float[Tensor, "*heads h"]:
         """All d_head singular values of W, largest first: square roots of the eigenvalues of L^T B L with A = L L^T.
@@ -158,7 +158,8 @@ def moments(
     q_c, k_c = (q, k) if covariance is None else (_times(q, covariance), _times(k, covariance))
     query_gram, key_gram, gram = q_c @ q.mT, k_c @ k.mT, _grouped_product(k_c, q)
     shape = gram.shape
-    return Moments(query_gram.expand(shape), key_gram.expand(shape), gram)
+    found = Moments(query_gram.expand(shape), key_gram.expand(shape), gram)
+    return moments(q.double(), k.double(), covariance) if _cancels(found) else found
 
 
 def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) -> Moments:
@@ -167,6 +168,18 @@ def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) ->
     query_gram, key_gram = q @ q.mT, k @ k.mT
     shape = torch.broadcast_shapes(query_gram.shape, key_gram.shape)
     return Moments(query_gram.expand(shape), key_gram.expand(shape), None)
+
+
+def _cancels(m: Moments) -> bool:
+    """Whether some W is so much smaller than its factors that float32 Gram matrices lose its norm.
+
+    Rare (queries and keys that live in nearly separate channels) and asked only outside training, on the CPU: the answer
+    would stop a GPU and break a compiled graph.
+    """
+    if m.query_gram.dtype != torch.float32 or m.query_gram.device.type != "cpu" or m.query_gram.requires_grad or m.key_gram.requires_grad:
+        return False
+    factors = m.query_gram.square().sum((-2, -1)) * m.key_gram.square().sum((-2, -1))
+    return bool((m.frobenius_sq.square() < 1e-5 * factors).any())
 
 
 def _singular_values(A: Tensor, B: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """Tiny models of every supported family, one list of cases per file."""
 
-from tests.families import decoders, encoders, torch_modules
+from tests.families import decoders, encoders, more_decoders, more_encoders, torch_modules, vision_and_pairs
 
-CASES = [*decoders.CASES, *encoders.CASES, *torch_modules.CASES]
+CASES = [*decoders.CASES, *encoders.CASES, *more_decoders.CASES, *more_encoders.CASES, *torch_modules.CASES, *vision_and_pairs.CASES]

@@ -41,7 +41,8 @@ def tap(model: nn.Module, implementation: str, records: dict[str, Record]) -> It
         return fused(q, k, v, attn_mask, *args, **kw)
 
     nn.MultiheadAttention.forward = attend  # type: ignore[method-assign]
-    torch.nn.functional.scaled_dot_product_attention = see  # type: ignore[assignment]
+    if implementation == "sdpa":
+        torch.nn.functional.scaled_dot_product_attention = see  # type: ignore[assignment]
     try:
         with torch.enable_grad():  # without it nn.TransformerEncoder takes a fast path past its own attention module
             yield

@@ -1,45 +1,40 @@
-"""BERT: post-norm, so a layer's input comes out of the norm before it: the embeddings' for layer 0, then each layer's last."""
+"""BERT: post-norm, so a layer's input comes out of the norm before it; also RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA.
+
+As an encoder or a decoder, with cross-attention where it was added. A small ELECTRA widens its embeddings after their norm, so
+no norm stands right before its layer 0: `x` is there what attention itself is given.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from locater.errors import LocaterError
-from locater.heads.build import expect, expect_layers, integer, norm, projection
+from locater.heads.build import norm, projection
+from locater.heads.encoder import BERT, encoder_layers
 from locater.heads.layer import AttentionLayer
+from locater.heads.norm import Norm
 from locater.heads.readers import Config
-from locater.heads.weights import Weights, numbered
+from locater.heads.weights import Weights
 
-MODEL_TYPES = ("bert",)
-PATTERN = r"(?P<prefix>(.*\.)?)encoder\.layer\.(?P<layer>\d+)\.attention\.self\.query\.weight"
+MODEL_TYPES = ("bert", "camembert", "electra", "roberta", "xlm-roberta")
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    if config.get("position_embedding_type", "absolute") != "absolute":
-        raise LocaterError(
-            f"{weights.where}: position_embedding_type {config['position_embedding_type']!r} is not supported, only 'absolute'"
-        )
-    heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
-    head_dim, eps = width // heads, config.get("layer_norm_eps", 1e-12)
-    found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "num_hidden_layers")
-    for prefix, index in found:
-        block = f"{prefix}encoder.layer.{index}"
-        stem = f"{block}.attention.self"
-        before = f"{prefix}encoder.layer.{index - 1}.output.LayerNorm" if index else f"{prefix}embeddings.LayerNorm"
-        query = projection(weights, f"{stem}.query")
-        expect(weights, f"{stem}.query.weight", query.shape, (width, width), "hidden_size, hidden_size")
-        yield AttentionLayer(
-            name=stem,
-            index=index,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            query=query,
-            key=projection(weights, f"{stem}.key"),
-            value=projection(weights, f"{stem}.value"),
-            out=projection(weights, f"{block}.attention.output.dense"),
-            scale=head_dim**-0.5,
-            norm=norm(weights, before, "layer", eps),
-            causal=bool(config.get("is_decoder")),
-        )
+    eps = config.get("layer_norm_eps", 1e-12)
+    for layer in encoder_layers(weights, config, BERT, eps):
+        block = layer.name.removesuffix(".attention.self")
+        widened = f"{block.removesuffix(f'encoder.layer.{layer.index}')}embeddings_project.weight" in weights.names()
+        layer = replace(layer, causal=bool(config.get("is_decoder")), norm=Norm() if widened and not layer.index else layer.norm)
+        yield layer
+        cross = f"{block}.crossattention"
+        if f"{cross}.self.query.weight" in weights.names():
+            yield replace(
+                layer,
+                name=f"{cross}.self",
+                query=projection(weights, f"{cross}.self.query"),
+                key=projection(weights, f"{cross}.self.key"),
+                value=projection(weights, f"{cross}.self.value"),
+                out=projection(weights, f"{cross}.output.dense"),
+                norm=norm(weights, f"{block}.attention.output.LayerNorm", "layer", eps),
+                kind="cross",
+            )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
@@ -22,8 +23,18 @@ def projection(weights: Weights, stem: str, rows: Rows | None = None) -> Project
     """`stem.weight` (out, in) and `stem.bias` where present; `rows` picks and orders output rows of a fused map."""
     name = f"{stem}.weight"
     shape = shape_of(weights, name)
+    if f"{name}_scale_inv" in weights.names():
+        raise LocaterError(f"{weights.where}: {name} is stored in scaled FP8 blocks: dequantise the checkpoint first (to bfloat16)")
     out = shape[0] if rows is None else sum(b - a for a, b in rows)
     return Projection(lambda: weights.read(name, rows), (out, shape[1]), optional(weights, f"{stem}.bias", rows))
+
+
+def within_heads(whole: Projection, heads: int, order: Sequence[int]) -> Projection:
+    """The same map with each head's rows put in `order`; rows that `order` leaves out are dropped."""
+    size = whole.shape[0] // heads
+    rows = torch.tensor([head * size + row for head in range(heads) for row in order])
+    bias = None if whole.bias is None else whole.bias[rows]
+    return Projection(lambda: whole.weight()[rows], (len(rows), whole.shape[1]), bias)
 
 
 def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float = 0.0) -> Norm:
@@ -31,6 +42,15 @@ def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float 
     gain = first(weights, f"{stem}.weight", f"{stem}.gamma")
     bias = first(weights, f"{stem}.bias", f"{stem}.beta")
     return Norm(kind, gain + offset if gain is not None and offset else gain, bias, eps)
+
+
+def rescaled(weights: Weights, out: Projection | None, name: str) -> Projection | None:
+    """`out` with every output channel multiplied by the tensor `name` (layer scale), where that is there."""
+    factor = optional(weights, name)
+    if out is None or factor is None:
+        return out
+    plain = out.weight
+    return Projection(lambda: plain() * factor[:, None], out.shape, None if out.bias is None else out.bias * factor)
 
 
 def first(weights: Weights, *names: str) -> Tensor | None:

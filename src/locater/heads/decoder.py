@@ -16,7 +16,9 @@ from locater.heads.weights import Weights, numbered
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
 
 
-def decoder_layers(weights: Weights, config: Config, *, gain_offset: float = 0.0, pattern: str = PATTERN) -> Iterator[AttentionLayer]:
+def decoder_layers(
+    weights: Weights, config: Config, *, gain_offset: float = 0.0, pattern: str = PATTERN, out: str = "o_proj"
+) -> Iterator[AttentionLayer]:
     """Layers with the configuration's own defaults: scale 1/sqrt(head_dim), causal, no window."""
     heads = integer(config, weights, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
@@ -39,7 +41,7 @@ def decoder_layers(weights: Weights, config: Config, *, gain_offset: float = 0.0
             query=query,
             key=key,
             value=projection(weights, f"{stem}.v_proj"),
-            out=projection(weights, f"{stem}.o_proj"),
+            out=projection(weights, f"{stem}.{out}"),
             scale=head_dim**-0.5,
             norm=norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset),
             rotary=rotary_from_config(config, head_dim),

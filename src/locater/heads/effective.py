@@ -49,8 +49,8 @@ def effective(layer: AttentionLayer, raw: bool = False) -> Effective:
     cross = layer.kind == "cross"
     if raw:
         return Effective(W_Q, W_K, W_Q.new_zeros(layer.heads, W_K.shape[-1]), layer.scale, cross)
-    query, query_shift = _folded(W_Q, layer.query, layer.norm)
-    key, key_shift = _folded(W_K, layer.key, layer.key_side_norm)
+    query, query_shift = folded(W_Q, layer.query, layer.norm)
+    key, key_shift = folded(W_K, layer.key, layer.key_side_norm)
     if layer.query_norm is not None:
         query, query_shift = _mean_field(query, query_shift, layer.query_norm)
     if layer.key_norm is not None:
@@ -70,7 +70,7 @@ def _heads(projection: Projection, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, -1))
 
 
-def _folded(weight: Tensor, projection: Projection, norm: Norm) -> tuple[Tensor, Tensor]:
+def folded(weight: Tensor, projection: Projection, norm: Norm) -> tuple[Tensor, Tensor]:
     """(W diag(gain) P, W bias + b), with P the projection off the mean direction that LayerNorm removes."""
     heads, head_dim, _ = weight.shape
     shift = weight.new_zeros(heads, head_dim)
@@ -90,10 +90,19 @@ def _mean_field(weight: Tensor, shift: Tensor, norm: Norm) -> tuple[Tensor, Tens
 
     E |W z + c|^2 / d_head = (||W||_F^2 + |c|^2) / d_head, so scaling W and c together changes nothing.
     """
-    if norm.kind == "layer":
-        weight, shift = weight - weight.mean(1, keepdim=True), shift - shift.mean(-1, keepdim=True)
-    energy = weight.square().sum((1, 2)) + shift.square().sum(-1)
-    factor = math.sqrt(weight.shape[1]) * torch.rsqrt(energy.clamp_min(torch.finfo(weight.dtype).tiny))
-    gain = factor[:, None] if norm.gain is None else factor[:, None] * norm.gain.to(weight)
+    weight, shift = centred(weight, norm), centred(shift, norm)
+    gain = mean_field_gain(weight, shift, norm)
     shift = shift * gain
     return weight * gain[..., None], shift if norm.bias is None else shift + norm.bias.to(weight)
+
+
+def centred(x: Tensor, norm: Norm) -> Tensor:
+    """Without the mean over each head's rows (axis 1), where the norm removes it."""
+    return x - x.mean(1, keepdim=True) if norm.kind == "layer" else x
+
+
+def mean_field_gain(weight: Tensor, shift: Tensor, norm: Norm) -> Tensor:
+    """What the norm multiplies (centred) queries or keys by, in mean field: (heads, head_dim), or (heads, 1) without a gain."""
+    energy = weight.square().sum((1, 2)) + shift.square().sum(-1)
+    factor = math.sqrt(weight.shape[1]) * torch.rsqrt(energy.clamp_min(torch.finfo(weight.dtype).tiny))
+    return factor[:, None] if norm.gain is None else factor[:, None] * norm.gain.to(weight)

@@ -1,4 +1,8 @@
-"""Gemma 3: gains stored as w for 1 + w, normalised queries and keys, five sliding layers to one full, two rotary bases."""
+"""Gemma 3: gains stored as w for 1 + w, normalised queries and keys, five sliding layers to one full, two rotary bases.
+
+The model that also sees images holds a SigLIP vision tower, read last. Its text tower lets the tokens of one image look at each
+other both ways, which depends on the input: `causal` here is what text gets.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from locater.heads.build import norm
+from locater.heads.clip import sub_config, tower_layers
 from locater.heads.decoder import decoder_layers
 from locater.heads.layer import AttentionLayer
 from locater.heads.readers import Config
 from locater.heads.rotary import Rotary, rotary_from_config
+from locater.heads.siglip import TOWER
 from locater.heads.weights import Weights
 
 MODEL_TYPES = ("gemma3_text", "gemma3")
@@ -17,7 +23,15 @@ PATTERN = r"(?P<prefix>((?!.*vision).*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    config = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, **config.get("text_config", config)}
+    yield from _text_layers(weights, config.get("text_config", config))
+    if any(".vision_tower." in f".{name}" for name in weights.names()):
+        vision = sub_config(config, "vision", TOWER)
+        yield from tower_layers(weights, vision, r"(.*\.)?vision_tower\.(vision_model\.)?", causal=False)
+
+
+def _text_layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    smallest = {"hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    config = {**smallest, **config}
     eps = config.get("rms_norm_eps", 1e-6)
     both_ways = bool(config.get("use_bidirectional_attention"))
     for layer in decoder_layers(weights, config, gain_offset=1.0, pattern=PATTERN):

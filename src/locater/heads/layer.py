@@ -18,6 +18,7 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.heads.bias import PositionBias
 from locater.heads.norm import Norm
+from locater.heads.relative import RelativeTerms
 from locater.heads.rotary import Rotary
 
 Kind = Literal["self", "cross"]
@@ -58,6 +59,7 @@ class AttentionLayer:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: Rotary | None = None
+    relative: RelativeTerms | None = None  # content meets distance: added before the scale
     bias: PositionBias | None = None  # added to the scaled logits
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
     sinks: Float[Tensor, " H"] | None = None  # logits of a key that takes weight and gives no value
@@ -97,8 +99,11 @@ class AttentionLayer:
         x_k = x_q if x_k is None else x_k
         q_at = torch.arange(x_q.shape[1]) if query_positions is None else query_positions
         k_at = torch.arange(x_k.shape[1]) if key_positions is None else key_positions
-        q, k = self.queries(x_q, q_at, normalized), self.keys(x_k, k_at, normalized)
-        logits = self.scale * (q @ k.repeat_interleave(self.group, 1).mT)
+        q, k = self.queries(x_q, q_at, normalized), self.keys(x_k, k_at, normalized).repeat_interleave(self.group, 1)
+        met = q @ k.mT
+        if self.relative is not None:
+            met = met + self.relative(q, k, q_at, k_at)
+        logits = self.scale * met
         if self.bias is not None:
             logits = logits + self.bias(q_at, k_at).to(logits)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

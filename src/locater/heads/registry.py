@@ -4,11 +4,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.heads import bert, gemma2, gemma3, gpt2, gpt_neox, gpt_oss, llama, qwen2, qwen3, torch_mha, vit
+from locater.heads import (
+    albert,
+    bart,
+    bert,
+    bloom,
+    clip,
+    cohere,
+    deberta_v2,
+    deepseek,
+    dinov2,
+    distilbert,
+    falcon,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
+    llama,
+    mpnet,
+    olmo2,
+    opt,
+    phi,
+    phi3,
+    qwen2,
+    qwen3,
+    siglip,
+    stablelm,
+    starcoder2,
+    t5,
+    timm,
+    torch_mha,
+    vit,
+    whisper,
+    xlnet,
+)
 from locater.heads.layer import AttentionLayer
 from locater.heads.named import examples, layers_by_name
 from locater.heads.readers import Config, Source, open_source
@@ -17,17 +54,41 @@ from locater.heads.weights import ModuleWeights, Weights
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
 
 FAMILIES = (
+    albert,
+    bart,
     bert,
+    bloom,
+    clip,
+    cohere,
+    deberta_v2,
+    deepseek,
+    dinov2,
+    distilbert,
+    falcon,
     gemma2,
     gemma3,
     gpt2,
     gpt_neox,
     gpt_oss,
+    gptj,
+    granite,
     llama,
+    mpnet,
+    olmo2,
+    opt,
+    phi,
+    phi3,
     qwen2,
     qwen3,
+    siglip,
+    stablelm,
+    starcoder2,
+    t5,
+    timm,
     torch_mha,
     vit,
+    whisper,
+    xlnet,
 )
 _readers: dict[str, Reader] = {model_type: family.layers for family in FAMILIES for model_type in family.MODEL_TYPES}
 
@@ -52,7 +113,7 @@ def attention_layers(
     """Every attention layer of a model or a checkpoint, one at a time; tensors are read when a layer is used.
 
     >>> from torch import nn
-    >>> [layer.name for layer in attention_layers(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 2))]
+    >>> [layer.name for layer in attention_layers(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))]
     ['layers.0.self_attn', 'layers.1.self_attn']
     """
     weights, config = open_source(source)
@@ -85,8 +146,13 @@ def reader_for(weights: Weights, config: Config) -> Reader:
     model_type = config.get("model_type")
     if model_type in _readers:
         return _readers[model_type]
+    readers: list[Reader] = []  # a module without a configuration is known by its parts, and may hold several kinds
     if any(re.fullmatch(torch_mha.PATTERN, name) for name in weights.names()):
-        return torch_mha.layers
+        readers.append(torch_mha.layers)
+    if model_type is None and timm.recognises(weights):
+        readers.append(timm.layers)
+    if readers:
+        return lambda weights, config: chain.from_iterable(read(weights, config) for read in readers)
     raise LocaterError(_unknown(weights, model_type))
 
 

@@ -42,14 +42,20 @@ class Rotary:
 
         G = W_K W_Q^T as in `Moments.gram`, its amplitude already folded in; delta = 0 gives the trace.
         """
+        even, odd, still = self.drive_terms(gram)
+        angle = offsets.double()[:, None] * self.frequencies.double()  # (offsets, pairs)
+        return even @ torch.cos(angle).mT + odd @ torch.sin(angle).mT + still[..., None]
+
+    def drive_terms(
+        self, gram: Float[Tensor, "*n h h"]
+    ) -> tuple[Float[Tensor, "*n pairs"], Float[Tensor, "*n pairs"], Float[Tensor, "*n"]]:
+        """(even, odd, still) with drive(delta) = sum_i even_i cos(f_i delta) + odd_i sin(f_i delta) + still."""
         g, n = gram.double(), len(self.frequencies)
         diagonal = g.diagonal(dim1=-2, dim2=-1)
         first, second = torch.arange(n), torch.arange(n) + n
         even = diagonal[..., :n] + diagonal[..., n : 2 * n]
         odd = g[..., second, first] - g[..., first, second]
-        angle = offsets.double()[:, None] * self.frequencies.double()  # (offsets, pairs)
-        still = diagonal[..., 2 * n :].sum(-1, keepdim=True)
-        return even @ torch.cos(angle).mT + odd @ torch.sin(angle).mT + still
+        return even, odd, diagonal[..., 2 * n :].sum(-1)
 
 
 def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | None = None, share: float = 1.0) -> Rotary:
@@ -74,8 +80,10 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
         return Rotary(_llama3(frequencies, rope))
     if how == "yarn":
         return _yarn(frequencies, base, channels, rope, config)
+    if how == "longrope":
+        return _longrope(base, channels, rope, config)
     raise LocaterError(
-        f"rotary positions of type {how!r} are not supported (default, linear, llama3 and yarn are); "
+        f"rotary positions of type {how!r} are not supported (default, linear, llama3, longrope and yarn are); "
         "moments do not need them: scan with --raw"
     )
 
@@ -104,9 +112,30 @@ def _yarn(frequencies: Tensor, base: float, channels: int, rope: Mapping[str, An
     amplitude = rope.get("attention_factor")
     if amplitude is None:
         mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
-        amplitude = _mscale(factor, mscale) / _mscale(factor, mscale_all) if mscale and mscale_all else _mscale(factor, 1.0)
+        amplitude = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all) if mscale and mscale_all else yarn_scale(factor, 1.0)
     return Rotary(frequencies * (ramp / factor + 1 - ramp), float(amplitude))
 
 
-def _mscale(factor: float, weight: float) -> float:
+def _longrope(base: float, channels: int, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
+    """A factor per channel. Of its two sets, the one for sequences up to the trained length: longer ones use `long_factor`."""
+    length = float(rope.get("original_max_position_embeddings") or config["original_max_position_embeddings"])
+    factor = float(rope.get("factor") or config["max_position_embeddings"] / length)
+    amplitude = rope.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    slowed = torch.tensor(rope["short_factor"], dtype=torch.float32)
+    if len(slowed) != channels // 2:
+        raise LocaterError(f"the configuration slows {len(slowed)} pairs of channels (short_factor) of heads that turn {channels // 2}")
+    return Rotary(1.0 / (slowed * base ** (torch.arange(0, channels, 2).float() / channels)), float(amplitude))
+
+
+def yarn_scale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def halves(channels: int) -> list[int]:
+    """Row order for models that turn neighbouring channels (0, 1), (2, 3), ...: it brings each pair to (i, i + n/2).
+
+    Applied to the rows of queries and keys alike; their product does not see it.
+    """
+    return [*range(0, channels, 2), *range(1, channels, 2)]

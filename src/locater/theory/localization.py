@@ -88,7 +88,9 @@ def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Flo
     """Lambda, the share of the variance of the propagation event that position explains: odd part, signed.
 
         rho_o(u) = (rho(u) - rho(-u)) / 2,   rbar = mean of rho
-        Lambda = sign(M) * integral rho_o^2 du / (rbar (1 - rbar)),   0 where rbar (1 - rbar) < 1e-9
+        Lambda = sign * integral rho_o^2 du / (rbar (1 - rbar)),   0 where rbar (1 - rbar) < 1e-9
+
+    The sign is that of integral u rho_o du: positive where near tokens get through more often. Here it is the sign of M.
 
     In [-1, 1], with no length in it; 0 for zero mean and for vanishing scale; odd in the sign of W.
 
@@ -96,13 +98,13 @@ def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Flo
     [0.161, 0.566, 0.84, -0.566]
     """
     u, weight = _quadrature()
-    return _explained(continuum(M, S, F, u), weight, torch.as_tensor(M, dtype=torch.float64))
+    return _explained(continuum(M, S, F, u), u, weight)
 
 
 def mixture_localization(m: Moments, scale: float, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "*n"]:
-    """Lambda from the exact mixture, for heads with few directions."""
+    """Lambda from the exact mixture, for heads with few directions: position can matter there even where M is 0."""
     u, weight = _quadrature()
-    return _explained(mixture_continuum(m, scale, u, draws, seed), weight, m.trace.double() * scale)
+    return _explained(mixture_continuum(m, scale, u, draws, seed), u, weight)
 
 
 def phase_diagram(means: Tensor, scales: Tensor, ratio: float = 1.0, length: int = 256) -> dict[str, Tensor]:
@@ -159,12 +161,12 @@ def _between(mean: Tensor, variance: Tensor, lower: float, upper: float) -> Tens
     return torch.special.ndtr((upper - mean) / sd) - low if math.isfinite(upper) else 1 - low
 
 
-def _explained(rho: Tensor, weight: Tensor, sign: Tensor) -> Tensor:
+def _explained(rho: Tensor, u: Tensor, weight: Tensor) -> Tensor:
     odd = (rho - rho.flip(-1)) / 2
     mean = (rho * weight).sum(-1)
     noise = mean * (1 - mean)
     share = (odd**2 * weight).sum(-1) / noise.clamp_min(1e-9)
-    return torch.where(noise < 1e-9, torch.zeros_like(share), torch.sign(sign) * share)
+    return torch.where(noise < 1e-9, torch.zeros_like(share), torch.sign((u * odd * weight).sum(-1)) * share)
 
 
 def _column(x: Tensor | float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,7 @@ def embedded_text() -> str:
     """The language reference that `help()` shows, then the unique docstrings of the standard library.
 
     About 2.2 million characters. The text differs between Python releases: keep `fingerprint(text)` beside
-    every result that depends on it.
-
-    >>> "assignment" in embedded_text()[:100_000]
-    True
+    every result that depends on it. Takes a few seconds.
     """
     from pydoc_data import topics
 
@@ -30,14 +28,22 @@ def embedded_text() -> str:
 
 
 def fingerprint(text: str) -> str:
-    """SHA-256 of the text, in hex."""
+    """SHA-256 of the text, in hex.
+
+    >>> fingerprint("attention")[:8]
+    'e0787d27'
+    """
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in SKIP]  # do not even walk through installed packages
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
 def _docstrings(root: Path) -> Iterator[str]:
-    for path in sorted(root.rglob("*.py")):
-        if SKIP.intersection(path.relative_to(root).parts):
-            continue
+    for path in sorted(_sources(root)):
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):  # templates and fixtures that are not Python

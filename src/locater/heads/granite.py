@@ -1,0 +1,18 @@
+"""Granite 3, dense and mixture-of-experts: the plain decoder with a logit scale of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.heads.decoder import decoder_layers
+from locater.heads.layer import AttentionLayer
+from locater.heads.readers import Config
+from locater.heads.weights import Weights
+
+MODEL_TYPES = ("granite", "granitemoe")
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    for layer in decoder_layers(weights, config):
+        yield replace(layer, scale=config.get("attention_multiplier", 1.0))

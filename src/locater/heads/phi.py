@@ -1,0 +1,29 @@
+"""Phi 1, 1.5 and 2: LayerNorm in front, half of the channels turn, biases everywhere, queries and keys may be normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.heads.build import norm
+from locater.heads.decoder import decoder_layers
+from locater.heads.layer import AttentionLayer
+from locater.heads.readers import Config
+from locater.heads.rotary import rotary_from_config
+from locater.heads.weights import Weights
+
+MODEL_TYPES = ("phi",)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    eps = config.get("layer_norm_eps", 1e-5)
+    normed = config.get("qk_layernorm", False)
+    for layer in decoder_layers(weights, config, out="dense"):
+        block = layer.name.removesuffix(".self_attn")
+        yield replace(
+            layer,
+            norm=norm(weights, f"{block}.input_layernorm", "layer", eps),
+            query_norm=norm(weights, f"{layer.name}.q_layernorm", "layer", eps) if normed else None,
+            key_norm=norm(weights, f"{layer.name}.k_layernorm", "layer", eps) if normed else None,
+            rotary=rotary_from_config(config, layer.head_dim, share=0.5),
+        )
