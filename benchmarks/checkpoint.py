@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -72,7 +71,9 @@ def memory() -> int:
 
 
 def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """High-water mark of this process alone; the one of getrusage survives exec and would be the parent's."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def bytes_read() -> int:
@@ -159,10 +160,11 @@ def run_transformer_lens(folder: Path) -> dict[str, Any]:
     import transformers
     from transformer_lens.model_bridge import TransformerBridge
 
+    tokenizer = _tokenizer(folder)
     base, read_before = memory(), bytes_read()
     began = time.perf_counter()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
-    bridge = TransformerBridge.boot_transformers(str(folder), hf_model=model, dtype=torch.bfloat16, device="cpu", tokenizer=_tokenizer())
+    bridge = TransformerBridge.boot_transformers(str(folder), hf_model=model, dtype=torch.bfloat16, device="cpu", tokenizer=tokenizer)
     loaded = time.perf_counter() - began
     values = bridge.QK.eigenvalues
     whole = time.perf_counter() - began
@@ -174,14 +176,16 @@ def run_transformer_lens(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tokenizer() -> Any:
-    """A tokenizer of one word: the route asks for one and this measurement does not use it."""
+def _tokenizer(folder: Path) -> Any:
+    """A tokenizer of four words: the route asks for one, by path, and this measurement does not use it."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     words = {word: i for i, word in enumerate(special.values())}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), **special)
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), **special)
+    made.save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def effective_error(spectra: dict[tuple[int, int], Any], folder: Path) -> dict[str, float]:

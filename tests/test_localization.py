@@ -349,6 +349,24 @@ def test_lambda_is_zero_without_a_mean_and_without_scale() -> None:
     assert mixture_propagation(m, 1.0, 8).eq(1).all(), "a head without logits leaves every token in the linear part"
 
 
+@pytest.mark.parametrize(("root_F", "silent"), [(0.12, True), (0.14, False)])
+def test_lambda_is_zero_when_almost_every_token_propagates(root_F: float, silent: bool) -> None:
+    """Below 1e-9 of rbar (1 - rbar) a share of it is a ratio of roundings and exactly 0 is promised; just above it is not."""
+    F = root_F**2
+    clipped = integrate.quad(lambda u: stats.norm.sf((1 + u) / math.sqrt(F * (2 * u**2 + 1 / 12))), -0.5, 0.5, epsabs=1e-16)[0]
+    assert (clipped < 1e-9) is silent, "the two scales are meant to lie on either side"
+    assert (localization(1.0, F, F).item() == 0) is silent
+
+
+def test_without_spread_a_token_propagates_or_does_not() -> None:
+    """Variance 0: a step at E = -1, and no NaN on the step itself, where M = 3.2 puts the second of eight tokens."""
+    rho = signal_propagation(3.2, 0.0, 0.0, length=8)
+    assert rho[0].item() == 0
+    assert 0 <= rho[1].item() <= 1
+    assert rho[2:].tolist() == [1] * 6
+    assert continuum(3.2, 0.0, 0.0, torch.tensor([-0.4, -0.2], dtype=torch.float64)).tolist() == [0, 1]
+
+
 def test_lambda_of_an_antisymmetric_head_is_zero() -> None:
     W_Q, W_K = head(3, 10, 0.0, seed=20)
     m = moments(torch.cat([W_Q, -W_K]), torch.cat([W_K, W_Q]))

@@ -40,6 +40,18 @@ def test_a_single_walk_is_clipped_as_by_hand() -> None:
     assert seen_above, "no walk was clipped at 1"
 
 
+def test_the_last_token_asks_and_the_walk_answers() -> None:
+    """With keys that read channel 1 the logits follow the walk in channel 1, whichever channel the query reads: it only scales them."""
+    first, second = torch.eye(2).split(1)
+
+    def centred(W_Q: Tensor, W_K: Tensor) -> np.ndarray:
+        logs = np.log(simulate(W_Q, W_K, 1.0, 6, walks=1, seed=11).softmax.numpy())
+        return (logs - logs.mean()) / np.linalg.norm(logs - logs.mean())
+
+    assert abs(centred(first, second) @ centred(second, second)) == pytest.approx(1)
+    assert abs(centred(first, second) @ centred(first, first)) < 0.99
+
+
 def test_two_tokens_in_one_dimension_fit_the_integral() -> None:
     """x_1 = a, x_2 = a + b with variances c/2, so delta_2 = w (a+b) b/2 = -delta_1: one integral over b given x_2."""
     w, c, walks = 3.0, 1.7, 100_000

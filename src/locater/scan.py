@@ -136,14 +136,14 @@ def _positions(layer: AttentionLayer) -> str | None:
 
 @torch.no_grad()
 def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRow]:
-    folded = effective(layer, wanted.raw)
-    query_ok = folded.query.isfinite().flatten(1).all(1)
-    key_ok = folded.key.isfinite().flatten(1).all(1).repeat_interleave(layer.group)
-    finite = query_ok & key_ok & folded.key_term.isfinite().all(1)
-    held = folded.moments().select(finite)
-    columns = _columns(held, folded.scale, folded.key_bias[finite], wanted.length)
+    scale = layer.scale
+    found, key_bias = _read(layer, wanted.raw)
+    # a NaN or an infinite weight shows in the squared length of its own row, which is on the diagonal of a Gram matrix
+    finite = (_diagonal(found.query_gram) + _diagonal(found.key_gram)).isfinite().all(1) & key_bias.isfinite()
+    held = found.select(finite)
+    columns = _columns(held, scale, key_bias[finite], wanted.length)
     if held.cross is not None:
-        columns |= _spectra(held, folded.scale, columns["approximation"], wanted, layer.rotary)
+        columns |= _spectra(held, scale, columns["approximation"], wanted, layer.rotary)
     ready = iter(range(len(held.query_gram)))
     for head in range(layer.heads):
         row: dict[str, Any] = {}
@@ -156,6 +156,12 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
         }  # fmt: skip
         flags = flags_of({**row, "finite": bool(finite[head])}, wanted.length)
         yield HeadRow(**fixed, **row, flags=flags)
+
+
+def _read(layer: AttentionLayer, raw: bool) -> tuple[Moments, Tensor]:
+    """The small matrices of a layer and its key biases; the big ones are gone when this returns."""
+    folded = effective(layer, raw)
+    return folded.moments(), folded.key_bias
 
 
 def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, list[Any]]:
@@ -194,6 +200,10 @@ def _spectra(m: Moments, scale: float, approximation: list[str], wanted: Wanted,
         tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None for head, how in enumerate(approximation)
     ]
     return columns
+
+
+def _diagonal(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1)
 
 
 def _finite(x: float) -> float | None:

@@ -45,18 +45,18 @@ class Effective:
 
 def effective(layer: AttentionLayer, raw: bool = False) -> Effective:
     """Fold a layer's norms into its query and key maps; `raw` takes the parameters as stored, without biases."""
-    W_Q, W_K = _heads(layer.query, layer.heads), _heads(layer.key, layer.kv_heads)
     cross = layer.kind == "cross"
     if raw:
-        return Effective(W_Q, W_K, W_Q.new_zeros(layer.heads, W_K.shape[-1]), layer.scale, cross)
-    query, query_shift = folded(W_Q, layer.query, layer.norm)
-    key, key_shift = folded(W_K, layer.key, layer.key_side_norm)
+        query, key = upcast(_heads(layer.query, layer.heads)), upcast(_heads(layer.key, layer.kv_heads))
+        return Effective(query, key, query.new_zeros(layer.heads, key.shape[-1]), layer.scale, cross)
+    query, query_shift = folded(_heads(layer.query, layer.heads), layer.query, layer.norm)
+    key, key_shift = folded(_heads(layer.key, layer.kv_heads), layer.key, layer.key_side_norm)
     if layer.query_norm is not None:
         query, query_shift = _mean_field(query, query_shift, layer.query_norm)
     if layer.key_norm is not None:
         key, key_shift = _mean_field(key, key_shift, layer.key_norm)
     if layer.rotary is not None and layer.rotary.amplitude != 1:
-        turning = torch.ones(layer.head_dim, dtype=query.dtype)
+        turning = torch.ones(layer.head_dim, dtype=query.dtype, device=query.device)
         turning[: layer.rotary.channels] = layer.rotary.amplitude
         query, key, query_shift = query * turning[:, None], key * turning[:, None], query_shift * turning
     term = torch.einsum("ghd,gnh->gnd", key, query_shift.unflatten(0, (layer.kv_heads, -1))).flatten(0, 1)
@@ -64,22 +64,25 @@ def effective(layer: AttentionLayer, raw: bool = False) -> Effective:
 
 
 def _heads(projection: Projection, heads: int) -> Tensor:
-    weight = projection.weight()
-    if weight.dtype not in (torch.float32, torch.float64):
-        weight = weight.float()
-    return weight.unflatten(0, (heads, -1))
+    return projection.weight().unflatten(0, (heads, -1))
+
+
+def upcast(x: Tensor) -> Tensor:
+    """float32 at least."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def folded(weight: Tensor, projection: Projection, norm: Norm) -> tuple[Tensor, Tensor]:
     """(W diag(gain) P, W bias + b), with P the projection off the mean direction that LayerNorm removes."""
     heads, head_dim, _ = weight.shape
-    shift = weight.new_zeros(heads, head_dim)
+    precise = torch.promote_types(weight.dtype, torch.float32)
+    shift = weight.new_zeros(heads, head_dim, dtype=precise)
     if norm.bias is not None:
-        shift = shift + weight @ norm.bias.to(weight)
+        shift = shift + upcast(weight) @ norm.bias.to(weight.device, precise)
     if projection.bias is not None:
-        shift = shift + projection.bias.to(weight).view(heads, head_dim)
-    if norm.gain is not None:
-        weight = weight * norm.gain.to(weight)
+        shift = shift + projection.bias.to(shift).view(heads, head_dim)
+    # a half-precision weight times a float32 gain is one pass and float32: no copy in between
+    weight = upcast(weight) if norm.gain is None else weight * norm.gain.to(weight.device, precise)
     if norm.kind == "layer":
         weight = weight - weight.mean(-1, keepdim=True)
     return weight, shift

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from locater.heads.effective import centred, folded, mean_field_gain
+from locater.heads.effective import centred, folded, mean_field_gain, upcast
 from locater.heads.layer import Projection
 from locater.heads.norm import Norm
 
@@ -48,14 +48,14 @@ def normed(
 
     def mean_field() -> tuple[Tensor, Tensor]:
         """(weight, bias) of the linear map that stands for this one."""
-        weight = _precise(down.weight()).unflatten(0, (blocks, -1))
+        weight = upcast(down.weight()).unflatten(0, (blocks, -1))
         seen, shift = (centred(part, inner) for part in folded(weight, down, before))
         gain = mean_field_gain(seen, shift, inner)  # (blocks, rows)
         bias = weight.new_zeros(weight.shape[:2]) if down.bias is None else down.bias.to(weight).view(weight.shape[:2])
         weight, bias = (centred(weight, inner) * gain[..., None]).flatten(0, 1), centred(bias, inner) * gain
         bias = (bias if inner.bias is None else bias + inner.bias.to(weight)).flatten()
         if up is not None:
-            rows = _precise(up.weight()).to(weight)
+            rows = upcast(up.weight()).to(weight)
             weight, bias = rows @ weight, rows @ bias if up.bias is None else rows @ bias + up.bias.to(weight)
         if shared is not None:
             first = bias.new_zeros(shared.shape[0]) if shared.bias is None else shared.bias.to(bias)
@@ -77,7 +77,3 @@ def _fronted(shared: Tensor, own: Tensor, heads: int) -> Tensor:
     own = own.unflatten(-1, (heads, -1))
     shared = shared.unsqueeze(-2).expand(*own.shape[:-1], -1)
     return torch.cat([shared, own], -1).flatten(-2)
-
-
-def _precise(weight: Tensor) -> Tensor:
-    return weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
