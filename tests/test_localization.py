@@ -380,7 +380,7 @@ def test_lambda_is_odd_in_the_sign_of_the_map(shared: float) -> None:
     """Turning W round mirrors rho: what was seen at the near end is seen at the far end."""
     W_Q, W_K = head(8, 20, shared, seed=21)
     m = moments(W_Q, W_K)
-    turned = m.scaled(-1)
+    turned = m.scaled(-1.0)
     assert localization(*unit_moments(m, 1.0)).item() > 0.05
     assert localization(*unit_moments(turned, 1.0)).item() == pytest.approx(-localization(*unit_moments(m, 1.0)).item(), rel=1e-12)
     mirrored = signal_propagation(*unit_moments(turned, 1.0), length=20).flip(-1)

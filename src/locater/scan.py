@@ -17,7 +17,7 @@ from locater.heads import AttentionLayer, Rotary, effective, layers_of, open_sou
 from locater.heads.normed import NormedProjection
 from locater.heads.readers import Source
 from locater.result import HeadRow, Scan
-from locater.spectrum import Moments
+from locater.spectrum import Moments, one_thread
 from locater.theory import expected_entropy, localization, mixture_continuum, mixture_localization, unit_moments
 from locater.theory.localization import SKEW_LIMIT
 
@@ -141,9 +141,10 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
     # a NaN or an infinite weight shows in the squared length of its own row, which is on the diagonal of a Gram matrix
     finite = (_diagonal(found.query_gram) + _diagonal(found.key_gram)).isfinite().all(1) & key_bias.isfinite()
     held = found.select(finite)
-    columns = _columns(held, scale, key_bias[finite], wanted.length)
-    if held.cross is not None:
-        columns |= _spectra(held, scale, columns["approximation"], wanted, layer.rotary)
+    with one_thread():
+        columns = _columns(held, scale, key_bias[finite], wanted.length)
+        if held.cross is not None:
+            columns |= _spectra(held, scale, columns["approximation"], wanted, layer.rotary)
     ready = iter(range(len(held.query_gram)))
     for head in range(layer.heads):
         row: dict[str, Any] = {}

@@ -34,6 +34,10 @@ def open_source(source: Source) -> tuple[Weights, Config]:
     path = Path(source)
     if path.is_dir():
         return _open_folder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        from locater.heads.gguf_reader import open_gguf
+
+        return open_gguf(path)
     if path.is_file():
         return _open_file(path), _read_config(path.parent / "config.json")
     return _open_folder(_from_hub(str(source)))
@@ -123,6 +127,9 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
     loose = sorted(folder.glob("*.safetensors"))
     if loose:
         return SafetensorsWeights(loose, str(folder)), config
+    quantised = sorted(folder.glob("*.gguf"))
+    if quantised:
+        raise LocaterError(f"{folder}: holds GGUF files; name one of them: {quantised[0]}")
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise LocaterError(
         f"{folder}: no weights here (looked for model.safetensors, its index, pytorch_model.bin and *.safetensors; found {found})"
@@ -154,7 +161,7 @@ def _open_file(path: Path) -> Weights:
     if path.name.endswith(".index.json"):
         opener = SafetensorsWeights if "safetensors" in path.name else _open_pickles
         return _open_index(path, opener)
-    raise LocaterError(f"{path}: not a kind of weights file that is read (.safetensors, .bin, .pt, .pth or an index)")
+    raise LocaterError(f"{path}: not a kind of weights file that is read (.safetensors, .gguf, .bin, .pt, .pth or an index)")
 
 
 def _open_pickles(files: Sequence[Path], where: str) -> DictWeights:
@@ -199,7 +206,7 @@ def _read_config(path: Path) -> Config:
 def _from_hub(name: str) -> Path:
     """Folder of a hub model, downloaded or cached: configuration and weights, nothing else."""
     parts = name.split("/")
-    if len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or name.endswith((".safetensors", ".bin", ".pt", ".pth")):
+    if len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth")):
         raise LocaterError(f"{name}: no such file or folder")
     try:
         from huggingface_hub import snapshot_download

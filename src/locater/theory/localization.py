@@ -141,11 +141,13 @@ def _bridge(i: Tensor, length: int) -> Tensor:
 def _mixture(m: Moments, scale: float, u: Tensor, b: Tensor, upper: float, draws: int, seed: int) -> Tensor:
     A, B, G = (x.detach().cpu().double() for x in (m.query_gram, m.key_gram, m.gram))
     h = m.head_dim
+    out = torch.empty(*A.shape[:-2], len(u), dtype=torch.float64)
+    if not out.numel():
+        return out
     joint = torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2)  # covariance of (W_Q y, W_K y)
     values, vectors = torch.linalg.eigh(joint)
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     noise = torch.randn(draws, 2 * h, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    out = torch.empty(*A.shape[:-2], len(u), dtype=torch.float64)
     for index in np.ndindex(A.shape[:-2]):  # a head at a time: draws x positions numbers, whatever the batch
         y = noise @ root[index].mT
         q = scale * (y[:, :h] * y[:, h:]).sum(-1, keepdim=True)

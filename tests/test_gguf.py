@@ -1,0 +1,198 @@
+"""GGUF: the same heads as the model it was made from, judged by logits, since moments at offset 0 do not see the row order.
+
+The files are written here with the `gguf` package in the layout of its converter. That they are right is shown by an independent
+reader, transformers' own: the model it loads from the file has the loss of the original.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from locater import LocaterError, attention_layers, scan
+from tests.families.decoders import GEMMA, GROUPED, make
+from tests.parity import redraw
+
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+TINY = {**GROUPED, "intermediate_size": 64, "vocab_size": 64}
+KINDS = {
+    "llama": lambda: make("Llama", **TINY, head_dim=8),
+    "qwen2": lambda: make("Qwen2", **TINY),
+    "qwen3": lambda: make("Qwen3", **TINY, head_dim=8),
+    "gemma3": lambda: make("Gemma3", **{**TINY, **GEMMA, "num_hidden_layers": 6, "query_pre_attn_scalar": 8}, sliding_window=4),
+}
+
+
+def pairs(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from halves to neighbouring pairs, as llama files have them."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write(model: nn.Module, path: Path, architecture: str) -> None:
+    c: Any = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(c.hidden_size // c.num_attention_heads)
+    writer.add_rope_dimension_count(c.hidden_size // c.num_attention_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_vocab_size(c.vocab_size)
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if architecture == "gemma3":
+        writer.add_sliding_window(c.sliding_window)
+    for name, tensor in model.state_dict().items():
+        data = tensor.float().numpy()
+        if "layers." in name:
+            number, rest = name.split("layers.")[1].split(".", 1)
+            stem, kind = rest.rsplit(".", 1)
+            if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
+                data = pairs(data, c.num_attention_heads if "q_proj" in stem else c.num_key_value_heads)
+            if architecture == "gemma3" and "norm" in stem:
+                data = data + 1
+            if stem not in NAMES:
+                continue
+            name = f"blk.{number}.{NAMES[stem]}.{kind}"
+        elif name == "lm_head.weight":
+            name = "output.weight"
+        else:
+            name = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
+        writer.add_tensor(name, data)
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def copy_settings(source: Path, target: Path) -> tuple[gguf.GGUFReader, gguf.GGUFWriter]:
+    """A writer that already holds the settings of `source`."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("llama."):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    return reader, writer
+
+
+@pytest.fixture(params=list(KINDS))
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[nn.Module, Path]:
+    torch.manual_seed(0)
+    model = KINDS[request.param]().eval()
+    redraw(model)
+    write(model, tmp_path / "model.gguf", request.param)
+    return model, tmp_path / "model.gguf"
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def test_logits_and_output_are_those_of_the_original(pair: tuple[nn.Module, Path]) -> None:
+    model, path = pair
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    for ours, original in zip(attention_layers(path), attention_layers(model), strict=True):
+        for f in (lambda layer: layer.logits(x), lambda layer: layer.output(x)):
+            exact = f(original)
+            assert (f(ours) - exact).abs().max() < 1e-5 * exact.std()
+        assert ours.window == original.window
+
+
+@torch.no_grad()
+def test_the_row_order_shows_in_logits_and_not_in_moments(tmp_path: Path) -> None:
+    """Why moments cannot check this: with the rows left as stored, every trace agrees and every logit is wrong."""
+    from dataclasses import replace
+
+    from locater.heads import effective
+
+    torch.manual_seed(0)
+    model = KINDS["llama"]().eval()
+    redraw(model)
+    layer = next(attention_layers(model))
+    stored = [torch.from_numpy(pairs(p.weight().numpy(), n).copy()) for p, n in ((layer.query, 4), (layer.key, 2))]
+    wrong = replace(layer, query=replace(layer.query, weight=lambda: stored[0]), key=replace(layer.key, weight=lambda: stored[1]))
+    assert torch.allclose(effective(wrong).moments().trace, effective(layer).moments().trace, atol=1e-5)
+    x = torch.randn(1, 12, 32)
+    assert (wrong.logits(x) - layer.logits(x)).abs().max() > 0.1 * layer.logits(x).std()
+
+
+@torch.no_grad()
+def test_an_independent_reader_finds_the_original_in_the_file(tmp_path: Path) -> None:
+    """transformers' own GGUF loader gives the original's logits, so the file that the other tests read is a genuine one."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    torch.manual_seed(0)
+    model = KINDS["llama"]().eval()
+    redraw(model)
+    write(model, tmp_path / "model.gguf", "llama")
+    held = load_gguf_checkpoint(str(tmp_path / "model.gguf"), return_tensors=True, model_to_load=model)["tensors"]
+    twin = KINDS["llama"]().eval()
+    missing = twin.load_state_dict({k if k.startswith(("model.", "lm_head")) else f"model.{k}": v for k, v in held.items()}, strict=False)
+    assert not missing.unexpected_keys
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    if missing.missing_keys:
+        twin.lm_head.weight.copy_(model.lm_head.weight)
+    assert torch.allclose(twin(tokens()).logits, model(tokens()).logits, atol=1e-4)
+
+
+@torch.no_grad()
+def test_quantised_tensors_are_close(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = KINDS["llama"]().eval()
+    redraw(model)
+    write(model, tmp_path / "whole.gguf", "llama")
+    reader, writer = copy_settings(tmp_path / "whole.gguf", tmp_path / "small.gguf")
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        kind = gguf.GGMLQuantizationType.Q8_0 if "attn_q." in tensor.name or "attn_k." in tensor.name else None
+        writer.add_tensor(tensor.name, gguf.quantize(data, kind) if kind else data, raw_dtype=kind)
+    finish(writer)
+    for a, b in zip(scan(tmp_path / "small.gguf").rows, scan(model).rows, strict=True):
+        assert a.frobenius_sq == pytest.approx(b.frobenius_sq, rel=0.02)
+        assert a.frobenius_sq != b.frobenius_sq
+
+
+def test_length_extension_by_a_table(tmp_path: Path) -> None:
+    """`rope_freqs.weight` divides frequencies, one by one."""
+    torch.manual_seed(0)
+    model = KINDS["llama"]().eval()
+    write(model, tmp_path / "plain.gguf", "llama")
+    reader, writer = copy_settings(tmp_path / "plain.gguf", tmp_path / "long.gguf")
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.add_tensor("rope_freqs.weight", np.array([1, 2, 4, 8], dtype=np.float32))
+    finish(writer)
+    plain, long = (next(attention_layers(tmp_path / name)).rotary for name in ("plain.gguf", "long.gguf"))
+    assert torch.allclose(long.frequencies * torch.tensor([1.0, 2, 4, 8]), plain.frequencies)
+    assert long.amplitude == 1
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF but not really")
+    with pytest.raises(LocaterError, match="not a readable GGUF file"):
+        scan(tmp_path / "x.gguf")
+    with pytest.raises(LocaterError, match="holds GGUF files; name one"):
+        scan(tmp_path)
+    writer = gguf.GGUFWriter(tmp_path / "y.gguf", "rwkv6")
+    writer.add_block_count(1)
+    writer.add_tensor("a", np.zeros((2, 2), dtype=np.float32))
+    finish(writer)
+    with pytest.raises(LocaterError, match="architecture 'rwkv6' is not supported"):
+        scan(tmp_path / "y.gguf")
