@@ -7,7 +7,11 @@ written to a temporary folder. Each contender then runs in a process of its own,
 
     locater            scan from disk, moments and eigenvalues; bytes read and peak memory over the import; split by stage
     moments            our moments of tensors already in memory, against one product of the same rows with themselves (the floor)
-    transformer_lens   load the model, then bridge.QK.eigenvalues: the whole-model route; and its error on the effective map
+    transformer_lens   load the model, then bridge.QK.eigenvalues: the whole-model route, once as its defaults load it (float32) and
+                       once in the checkpoint's own bfloat16; and its error on the effective map
+
+Contenders take turns, ROUNDS times, and each one's median is kept: on a shared machine a single run says little. The file's pages
+are in memory for all of them; --cold drops them before each run.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +160,7 @@ def best(function: Any, runs: int = 5) -> float:
     return min(times)
 
 
-def run_transformer_lens(folder: Path) -> dict[str, Any]:
+def run_transformer_lens(folder: Path, half: bool = False) -> dict[str, Any]:
     import torch
     import transformers
     from transformer_lens.model_bridge import TransformerBridge
@@ -163,8 +168,9 @@ def run_transformer_lens(folder: Path) -> dict[str, Any]:
     tokenizer = _tokenizer(folder)
     base, read_before = memory(), bytes_read()
     began = time.perf_counter()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
-    bridge = TransformerBridge.boot_transformers(str(folder), hf_model=model, dtype=torch.bfloat16, device="cpu", tokenizer=tokenizer)
+    dtype = torch.bfloat16 if half else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    bridge = TransformerBridge.boot_transformers(str(folder), hf_model=model, dtype=dtype, device="cpu", tokenizer=tokenizer)
     loaded = time.perf_counter() - began
     values = bridge.QK.eigenvalues
     whole = time.perf_counter() - began
@@ -213,7 +219,13 @@ def effective_error(spectra: dict[tuple[int, int], Any], folder: Path) -> dict[s
     return {"worst": float(held.max()), "median": float(held.median())}
 
 
-RUNS = {"locater": run_locater, "moments": run_moments, "transformer_lens": run_transformer_lens}
+RUNS = {
+    "locater": run_locater,
+    "moments": run_moments,
+    "transformer_lens": run_transformer_lens,
+    "transformer_lens_bfloat16": partial(run_transformer_lens, half=True),
+}
+ROUNDS = 5
 
 
 def machine() -> dict[str, Any]:
@@ -229,26 +241,50 @@ def machine() -> dict[str, Any]:
 def in_process(name: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run([sys.executable, __file__, "--run", name, str(folder)], capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1]}
+        raise SystemExit(f"{name} did not run: {done.stderr.strip().splitlines()[-1]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def forget(folder: Path) -> None:
+    """Drop the files' pages from memory, so that the next run reads the disk."""
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rounds(folder: Path, cold: bool) -> dict[str, Any]:
+    """Every contender ROUNDS times, in turns; the run with the median time stands for each."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in RUNS}
+    for _ in range(ROUNDS):
+        for name in RUNS:
+            if cold:
+                forget(folder)
+            runs[name].append(in_process(name, folder))
+    kept: dict[str, Any] = {}
+    for name, found in runs.items():
+        key = "moments_over_floor" if name == "moments" else "seconds"
+        found.sort(key=lambda run: run[key])
+        kept[name] = {**found[len(found) // 2], f"all_{key}": [run[key] for run in found]}
+    return kept
+
+
 def summary(results: dict[str, Any]) -> str:
-    ours, theirs, moments = results["locater"], results["transformer_lens"], results["moments"]
+    ours, moments = results["locater"], results["moments"]
     lines = [
         f"{ours['heads']} heads: {ours['seconds']:.2f} s, {ours['bytes_read'] / 1e6:.0f} MB read of {results['bytes_on_disk'] / 1e6:.0f} "
         f"({ours['bytes_read'] / results['bytes_on_disk']:.1%}), {ours['peak_over_import'] / 1e6:.0f} MB over the import",
         "stages: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ours["stages"].items()),
-        f"moments of tensors in memory: {moments['moments_over_floor']:.2f} x one product of the same rows with themselves",
+        f"moments of tensors in memory: {moments['moments_over_floor']:.2f} x one product of the same rows with themselves, "
+        f"1/{moments['naive_over_moments']:.0f} of forming W",
     ]
-    if "failed" in theirs:
-        lines.append(f"transformer_lens: did not run ({theirs['failed']})")
-    else:
+    for name in ("transformer_lens", "transformer_lens_bfloat16"):
+        theirs = results[name]
         lines.append(
-            f"transformer_lens {theirs['version']}: {theirs['seconds']:.2f} s ({theirs['seconds'] / ours['seconds']:.1f} x), "
-            f"{theirs['peak_over_import'] / 1e6:.0f} MB over the import; error of the trace on the effective map "
-            f"{theirs['error']['median']:.2g} "
-            f"of its norm (median), ours {ours['error']['median']:.2g}"
+            f"{name} {theirs['version']}: {theirs['seconds']:.2f} s ({theirs['seconds'] / ours['seconds']:.1f} x), "
+            f"{theirs['peak_over_import'] / 1e6:.0f} MB over the import "
+            f"({theirs['peak_over_import'] / ours['peak_over_import']:.0f} x); error "
+            f"of the trace on the effective map {theirs['error']['median']:.2g} of its norm (median), ours {ours['error']['median']:.2g}"
         )
     return "\n".join(lines)
 
@@ -256,6 +292,7 @@ def summary(results: dict[str, Any]) -> str:
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--out", type=Path, default=OUT)
+    ask.add_argument("--cold", action="store_true", help="read the disk in every run")
     ask.add_argument("--run", nargs=2, metavar=("NAME", "FOLDER"), help="one contender, in this process")
     args = ask.parse_args()
     if args.run:
@@ -267,8 +304,7 @@ def main() -> None:
             "shape": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "key_heads": KEY_HEADS},
         }
         results["bytes_on_disk"] = write_checkpoint(Path(place))
-        for name in RUNS:
-            results[name] = in_process(name, Path(place))
+        results |= {"cold": args.cold, "rounds": ROUNDS} | rounds(Path(place), args.cold)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(summary(results))

@@ -122,3 +122,42 @@ def test_flags_are_raised_on_their_side_of_the_threshold(flag) -> None:  # type:
     assert flag.name in flags_of(ROWS[flag.name], length=256)
     assert flag.name not in flags_of(JUST_NOT[flag.name], length=256)
     assert flags_of({}, length=256) == ()
+
+
+def test_interruption_leaves_nothing_behind(run: Run, saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a scan, and in the middle of writing: status 130, no traceback, no file and no half of one."""
+    import os
+
+    from locater import scan as module_function
+
+    def stop(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[module_function.__module__], "effective", stop)
+        result = run("scan", saved_llama, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html")
+    assert result.status == 130
+    assert "Traceback" not in result.err
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stop)
+        result = run("scan", saved_llama, "--report", tmp_path / "a.html")
+    assert result.status == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_and_compare_from_the_command_line(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    assert run("scan", saved_llama, "--report", tmp_path / "a.html", "--json", tmp_path / "a.json").status == 0
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    result = run("compare", tmp_path / "a.json", saved_llama, "--report", tmp_path / "b.html", "--json", "-")
+    assert result.status == 0, result.err
+    document = json.loads(result.out)
+    assert document["aligned"]
+    assert all(head["difference"]["trace"] == 0 for head in document["heads"])
+    assert run("compare", tmp_path / "a.html", saved_llama).status == 2
+
+
+def test_shards_from_the_command_line(run: Run, saved_llama: Path) -> None:
+    found = [json.loads(run("scan", saved_llama, "--shard", f"{i}/2", "--json", "-").out) for i in (1, 2)]
+    assert [len(part["heads"]) for part in found] == [4, 8]
+    for wrong in ("0/2", "3/2", "2", "a/b"):
+        assert run("scan", saved_llama, "--shard", wrong).status == 2

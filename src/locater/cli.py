@@ -170,9 +170,6 @@ def main() -> None:
     except LocaterError as error:
         print("locater: " + " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("locater: interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

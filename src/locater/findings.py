@@ -36,7 +36,7 @@ def key_variance(F: float, key_bias: float) -> float:
 FLAGS: tuple[Flag, ...] = (
     Flag(
         "nonfinite", ("finite",), lambda finite, length: not finite,
-        "its weights hold NaN or infinite values",
+        "its weights hold NaN or infinite values, or are so large that their products overflow",
         "Restore an earlier checkpoint; nothing else of this head can be computed",
     ),
     Flag(

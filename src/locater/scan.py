@@ -138,8 +138,9 @@ def _positions(layer: AttentionLayer) -> str | None:
 def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRow]:
     scale = layer.scale
     found, key_bias = _read(layer, wanted.raw)
-    # a NaN or an infinite weight shows in the squared length of its own row, which is on the diagonal of a Gram matrix
-    finite = (_diagonal(found.query_gram) + _diagonal(found.key_gram)).isfinite().all(1) & key_bias.isfinite()
+    # a NaN or an infinite weight shows in its row of the small matrices, and so does a product that overflows
+    matrices = [m for m in (found.query_gram, found.key_gram, found.cross) if m is not None]
+    finite = torch.stack([m.isfinite().flatten(1).all(1) for m in matrices]).all(0) & key_bias.isfinite()
     held = found.select(finite)
     with one_thread():
         columns = _columns(held, scale, key_bias[finite], wanted.length)
@@ -201,10 +202,6 @@ def _spectra(m: Moments, scale: float, approximation: list[str], wanted: Wanted,
         tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None for head, how in enumerate(approximation)
     ]
     return columns
-
-
-def _diagonal(x: Tensor) -> Tensor:
-    return x.diagonal(dim1=-2, dim2=-1)
 
 
 def _finite(x: float) -> float | None:

@@ -84,7 +84,7 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
         return _longrope(base, channels, rope, config)
     raise LocaterError(
         f"rotary positions of type {how!r} are not supported (default, linear, llama3, longrope and yarn are); "
-        "moments do not need them: scan with --raw"
+        "moments do not need them: name the tensors with --query and --key"
     )
 
 

@@ -43,7 +43,7 @@ def entropy_floor_of_range(spread: Float[Tensor, "*n"] | float, length: int) -> 
     r = torch.as_tensor(spread, dtype=torch.float64).unsqueeze(-1)
     if length < 2:
         return torch.zeros_like(r.squeeze(-1))
-    k = torch.arange(1, length, dtype=torch.float64)
+    k = torch.arange(1, length, dtype=torch.float64, device=r.device)
     rest = (length - k) * torch.exp(-r)
     p = k / (k + rest)
     entropy = torch.log(k + rest) + (1 - p) * r  # log-sum-exp with the top at 0, minus the mean logit -(1-p) r
@@ -61,11 +61,11 @@ def expected_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Floa
 
 
 def entropy_ratio(entropy: Float[Tensor, "*n rows"], visible: Int[Tensor, "*n rows"]) -> Float[Tensor, "*n"]:
-    """Mean over rows of H_i / log(visible keys): 1 is uniform at any length. Rows with fewer than two keys do not count.
+    """Mean over rows of H_i / log(visible keys): 1 is uniform at any length. Rows with fewer than two keys do not count; NaN if none does.
 
     >>> entropy_ratio(torch.log(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 2, 3])).item()
     1.0
     """
     counts = visible >= 2
     share = torch.where(counts, entropy / torch.log(visible.clamp_min(2).to(entropy.dtype)), torch.zeros_like(entropy))
-    return share.sum(-1) / counts.sum(-1).clamp_min(1)
+    return share.sum(-1) / counts.sum(-1)

@@ -1,0 +1,66 @@
+"""Write docs/families.md from the family files themselves.
+
+.venv/bin/python scripts/families.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from locater.heads import registry
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+HEAD = """# Supported families
+
+Every `model_type` below is held to the real model by `tests/test_parity.py`: a tiny model of the family, every parameter redrawn, float64,
+a left-padded batch (where the architecture takes one), each attention implementation that transformers offers it, its attention function
+intercepted and the calls counted. `AttentionLayer.logits` and `.output`, the maps and the mask equal the model's within 1e-6 of their
+standard deviation, from the live model and from the folder that `save_pretrained` wrote. Setting any one field of the record to its
+neutral value breaks the test for some family. Made by `scripts/families.py` from the files in `src/locater/heads/`.
+
+| model_type | what is special |
+|---|---|
+"""
+TAIL = """
+GGUF files: architectures llama (Mistral and SmolLM too), qwen2, qwen3, qwen3moe, gemma2, gemma3.
+
+## Limits inside these families
+
+- Tiny models and the checkpoints they write are what was compared. Of real checkpoints only the two of the census were read.
+- Falcon with ALiBi follows sdpa: under eager transformers adds the bias twice.
+- BLOOM, Falcon, MPNet, XLNet and DeBERTa do not pass through transformers' attention interface; they are tapped by hooks. MPNet, XLNet and
+  DeBERTa have an eager path only.
+- XLNet: one segment and the content stream; `bi_data` and `same_length` with one-way attention are refused.
+- ALBERT: a shared module is recorded with the norm of its later calls; its first call reads another norm.
+- Gemma 3 with images: tokens of one image look at each other both ways; the record says what text gets.
+- timm: a module with its contract stands in for the library in the tests. Architectures known to differ under the same names (rotary,
+  post-norm, relative tables, adaLN) are refused.
+- longrope: frequencies for sequences up to the trained length. Dynamic scaling is refused.
+- GPT-2's cross-attention is not read.
+
+## Not supported, and why
+
+| family | reason |
+|---|---|
+| OLMo 1, OLMoE | they clip queries and keys (`clip_qkv`), which no linear map stands for |
+| DeBERTa v1 | other fused layout; not tried |
+| SigLIP 2 | packed patches of varying shape; not tried |
+| state-space and linear attention models | no query-key softmax |
+| quantised safetensors (GPTQ, AWQ, FP8 blocks) | refused with the tensor's name; dequantise first |
+
+Anything else: [add-a-family.md](add-a-family.md), or name the tensors with `--query`, `--key` and `--heads`.
+"""
+
+
+def page() -> str:
+    rows = []
+    for family in registry.FAMILIES:
+        special = " ".join((inspect.getdoc(family) or "").split("\n\n")[0].split())
+        rows.append(f"| {', '.join(f'`{m}`' for m in family.MODEL_TYPES)} | {special} |")
+    return HEAD + "\n".join(rows) + "\n" + TAIL
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{len(registry.FAMILIES)} families, {len(registry.families())} model types: {PAGE}")

