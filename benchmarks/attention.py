@@ -1,0 +1,199 @@
+"""Attention statistics on a GPU: correct against float64 first, then timed against the attention that they watch, in one run.
+
+    python benchmarks/attention.py --out benchmarks/results/attention.json          # needs CUDA and Triton
+    python benchmarks/attention.py --tune                                           # tile sizes, fastest first
+
+Rivals, same q, k, v in the same process, turns taken, medians: SDPA flash forward and backward, SDPA cuDNN, FlexAttention with
+log-sum-exp and maximum (where torch offers them), and eager softmax with entropy where its matrix fits. Statistics need no v and no
+output: half of the products of attention, so 0.5 of an ideal forward is what a kernel bound by products would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from locater.kernels import attention_entropy, attention_statistics
+from locater.kernels.terms import Terms
+
+HEADS = 32
+
+
+def median_ms(function: Any, rounds: int = 20) -> float:
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def peak_mb(function: Any) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def check() -> dict[str, float]:
+    """Largest error against a float64 softmax, relative to max(1, |value|), on a bfloat16 and a float32 case."""
+    worst: dict[str, float] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k = (torch.randn(1, n, 1000, 128, device="cuda", dtype=dtype) for n in (4, 2))
+        found = attention_statistics(q, k, causal=True, per_key=True, backend="triton")
+        want = attention_statistics(q.double(), k.double(), causal=True, per_key=True, backend="torch")
+        for name in ("log_sum_exp", "entropy", "max_logit", "sum_of_squares", "distance", "first_mass", "self_mass", "received"):
+            a, b = getattr(found, name).double(), getattr(want, name)
+            worst[f"{name} {dtype}"] = float(((a - b).abs() / b.abs().clamp_min(1)).max())
+    return worst
+
+
+def contenders(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Any]:
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def fused(backend: SDPBackend) -> Any:
+        def run() -> None:
+            with sdpa_kernel(backend):
+                sdpa(q, k, v, is_causal=causal)
+
+        return run
+
+    def flash_backward() -> Any:
+        a, b, c = (x.detach().clone().requires_grad_() for x in (q, k, v))
+        grad = torch.randn_like(q)
+
+        def run() -> None:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                torch.autograd.grad(sdpa(a, b, c, is_causal=causal), (a, b, c), grad)
+
+        return run
+
+    def entropy_backward() -> Any:
+        a, b = (x.detach().clone().requires_grad_() for x in (q, k))
+        grad = torch.randn(q.shape[:3], device="cuda")
+
+        def run() -> None:
+            torch.autograd.grad(attention_entropy(a, b, causal=causal, backend="triton"), (a, b), grad)
+
+        return run
+
+    def eager() -> None:
+        logits = (q @ k.mT).float() * q.shape[-1] ** -0.5
+        if causal:
+            logits.masked_fill_(torch.ones(logits.shape[-2:], dtype=torch.bool, device="cuda").triu_(1), -torch.inf)
+        p = logits.softmax(-1)
+        torch.special.entr(p).sum(-1)
+        logits.amax(-1)
+
+    runs = {
+        "statistics": lambda: attention_statistics(q, k, causal=causal, extended=False, backend="triton"),
+        "statistics, extended": lambda: attention_statistics(q, k, causal=causal, extended=True, backend="triton"),
+        "statistics, extended and per key": lambda: attention_statistics(
+            q, k, causal=causal, extended=True, per_key=True, backend="triton"
+        ),
+        "entropy, forward and backward": entropy_backward(),
+    }
+    if q.dtype != torch.float32:
+        runs |= {"flash forward": fused(SDPBackend.FLASH_ATTENTION), "flash forward and backward": flash_backward()}
+        runs |= {"cudnn forward": fused(SDPBackend.CUDNN_ATTENTION)}
+        flex = flex_statistics(q, k, v, causal)
+        if flex is not None:
+            runs["flex forward with lse and max"] = flex
+    else:
+        runs |= {"efficient forward": fused(SDPBackend.EFFICIENT_ATTENTION)}
+    if q.shape[2] <= 8192:
+        runs["eager softmax and entropy"] = eager
+    return runs
+
+
+def flex_statistics(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+    try:
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+    except ImportError:
+        return None
+    compiled = torch.compile(flex_attention, dynamic=False)
+    T = q.shape[2]
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda") if causal else None
+    return lambda: compiled(q, k, v, block_mask=mask, return_aux=AuxRequest(lse=True, max_scores=True))
+
+
+def case(T: int, D: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
+    q, k, v = (torch.randn(1, HEADS, T, D, device="cuda", dtype=dtype) for _ in range(3))
+    entry: dict[str, Any] = {"T": T, "D": D, "dtype": str(dtype).split(".")[1], "causal": causal, "ms": {}, "peak_MB": {}, "failed": {}}
+    for name, run in contenders(q, k, v, causal).items():
+        try:
+            entry["ms"][name] = round(median_ms(run, 5 if T > 20_000 else 20), 4)
+            entry["peak_MB"][name] = round(peak_mb(run), 1)
+        except Exception as error:  # a rival that refuses this shape is part of the record
+            entry["failed"][name] = str(error).splitlines()[0][:200]
+    floor = 2 * HEADS * T * T * D / (2 if causal else 1) / 790e12 * 1e3  # products of q and k alone, at the card's measured bf16 rate
+    entry["floor_ms"] = round(floor, 4)
+    flash = entry["ms"].get("flash forward")
+    if flash:
+        entry["of_flash"] = {name: round(ms / flash, 3) for name, ms in entry["ms"].items()}
+    return entry
+
+
+def tune() -> list[dict[str, Any]]:
+    from locater.kernels import triton_kernels
+
+    rows = []
+    for D in (64, 128):
+        q, k = (torch.randn(1, HEADS, 8192, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        for m, n, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)):
+            size = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": D, "num_warps": warps, "num_stages": stages}
+            entry: dict[str, Any] = {"D": D, **size}
+            for extended in (False, True):
+                try:
+                    run = lambda e=extended, size=size: triton_kernels.statistics(q, k, Terms(scale=D**-0.5, causal=True), e, False, size)  # noqa: B023, E731
+                    entry["extended" if extended else "basic"] = round(median_ms(run, 5), 4)
+                except Exception as error:
+                    entry["failed"] = str(error).splitlines()[0][:80]
+            rows.append(entry)
+    return sorted(rows, key=lambda e: (e["D"], e.get("basic", 1e9)))
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention.json")
+    ask.add_argument("--tune", action="store_true")
+    ask.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 65536])
+    args = ask.parse_args()
+    props = torch.cuda.get_device_properties(0)
+    if args.tune:
+        rows = tune()
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        for D in (64, 128):
+            for row in [r for r in rows if r["D"] == D][:8]:
+                print(row)
+        return
+    import triton
+
+    result: dict[str, Any] = {
+        "gpu": props.name, "torch": torch.__version__, "triton": triton.__version__, "heads": HEADS, "errors": check(), "cases": [],
+    }  # fmt: skip
+    for T, D in itertools.product(args.lengths, (64, 128)):
+        result["cases"].append(case(T, D, torch.bfloat16, True))
+    result["cases"] += [case(8192, 128, torch.bfloat16, False), case(4096, 128, torch.float32, True)]
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for entry in result["cases"]:
+        print(entry["T"], entry["D"], entry["dtype"], "causal" if entry["causal"] else "full", entry["ms"], entry.get("failed"))
+    print("errors", result["errors"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""One function for attention statistics: Triton on CUDA, PyTorch elsewhere, the same numbers from both."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.kernels import reference
+from locater.kernels.terms import AttentionStatistics, Terms, full_terms
+
+Backend = Literal["torch", "triton"]
+
+
+def attention_statistics(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B K S D"],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    padding: Bool[Tensor, "B S"] | None = None,
+    documents: Int[Tensor, "B S"] | None = None,
+    mask: Bool[Tensor, "*any"] | None = None,
+    bias: Float[Tensor, "*any"] | None = None,
+    alibi: Float[Tensor, " H"] | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    first: int = 1,
+    extended: bool = True,
+    per_key: bool = False,
+    backend: Backend | None = None,
+) -> AttentionStatistics:
+    """Entropy, log-sum-exp, maximum and more of every row of softmax(scale * q k^T), without the T x S matrix.
+
+    Query head h uses key head h // (H / K). Queries are the last T of S positions: with cached keys T < S. `padding` is
+    True for real tokens, `documents` numbers packed sequences, `mask` is any other boolean mask and `bias` any addition
+    (axes of size 1 are shared). `extended` adds participation, distance, and the weight on the first keys and on itself;
+    `per_key` the weight each key receives. `backend` is chosen by device unless given.
+
+    >>> q = k = torch.zeros(1, 1, 4, 8)
+    >>> attention_statistics(q, k, causal=True).entropy.exp().squeeze().round().tolist()     # uniform over 1, 2, 3, 4 keys
+    [1.0, 2.0, 3.0, 4.0]
+    """
+    terms = _terms(
+        q, k, scale, causal=causal, window=window, softcap=softcap, padding=padding, documents=documents, mask=mask, bias=bias,
+        alibi=alibi, sinks=sinks, first=first,
+    )  # fmt: skip
+    q, k = q.detach(), k.detach()
+    if (backend or default_backend(q)) == "torch":
+        return reference.statistics(q, k, terms, extended, per_key)
+    from locater.kernels import triton_kernels
+
+    return triton_kernels.statistics(q, k, terms, extended, per_key)
+
+
+def attention_entropy(q: Float[Tensor, "B H T D"], k: Float[Tensor, "B K S D"], *, backend: Backend | None = None, **terms: Any) -> Tensor:
+    """Entropy of every row (B, H, T), with gradients to q and k at O(T) memory: logits are computed again backwards.
+
+    Takes the masks and additions of `attention_statistics`; gradients go to q and k alone.
+
+    >>> q = torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True)
+    >>> attention_entropy(q, q.detach(), causal=True).sum().backward()
+    >>> q.grad.shape
+    torch.Size([1, 2, 5, 8])
+    """
+    scale = terms.pop("scale", None)
+    return _Entropy.apply(q, k, _terms(q, k, scale, **terms), backend or default_backend(q))
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, terms: Terms, backend: Backend) -> Tensor:
+        if backend == "torch":
+            found = reference.statistics(q, k, terms, extended=False, per_key=False)
+        else:
+            from locater.kernels import triton_kernels
+
+            found = triton_kernels.statistics(q, k, terms, extended=False, per_key=False)
+        ctx.save_for_backward(q, k, found.log_sum_exp, found.entropy, found.row_mass)
+        ctx.terms, ctx.backend = terms, backend
+        return found.entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        q, k, lse, entropy, mass = ctx.saved_tensors
+        if ctx.backend == "torch":
+            dq, dk = reference.entropy_gradient(q, k, ctx.terms, lse, entropy, mass, grads[0])
+        else:
+            from locater.kernels import triton_kernels
+
+            dq, dk = triton_kernels.entropy_gradient(q, k, ctx.terms, lse, entropy, mass, grads[0])
+        return dq, dk, None, None
+
+
+def default_backend(q: Tensor) -> Backend:
+    """Triton for CUDA tensors where it is installed; float64 stays with PyTorch, Triton's products are float32."""
+    if q.device.type != "cuda" or q.dtype == torch.float64:
+        return "torch"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "torch"
+    return "triton"
+
+
+def _terms(q: Tensor, k: Tensor, scale: float | None, **given: Any) -> Terms:
+    if q.ndim != 4 or k.ndim != 4:
+        raise LocaterError(f"q has shape {list(q.shape)} and k {list(k.shape)}; both have four axes: batch, heads, tokens, size")
+    B, H, T, D = q.shape
+    if k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
+        raise LocaterError(f"k has shape {list(k.shape)}, which does not fit q {list(q.shape)}: same batch and size, heads that divide")
+    if T > k.shape[2] and given.get("causal"):
+        raise LocaterError(f"{T} queries and {k.shape[2]} keys cannot be causal: queries are the last of the keys' positions")
+    terms = Terms(scale=D**-0.5 if scale is None else scale, **given)
+    return full_terms(terms, B, H, T, k.shape[2])
