@@ -85,11 +85,11 @@ def _add_tile(x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, fi
 
 
 @triton.jit
-def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self, Doc, Pad, Mask, Bias, Alibi, Sinks,
+def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self, Base, Rest, Doc, Pad, Mask, Bias, Alibi, Sinks,
                  qb, qh, qt, kb, kh, kt, mb, mh, mt, bb, bh, bt, H, GROUP, T, S, scale, cap, window, first,
                  D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
                  MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, EXTENDED: tl.constexpr,
-                 COUNT: tl.constexpr, PRECISION: tl.constexpr,
+                 COUNT: tl.constexpr, PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal mask start first
     b = tl.program_id(1) // H
@@ -138,17 +138,20 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
         sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
         top = tl.maximum(m, sink)
         total = s * tl.exp2(m - top) + tl.exp2(sink - top)
-    L = top + tl.log2(tl.maximum(total, 1e-37))
-    w = tl.where(shown, tl.exp2(m - L), 0.0)
+    rest = (top - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
+    w = tl.where(shown, tl.exp2(-rest), 0.0)
     at = tl.program_id(1).to(tl.int64) * T + i
     inside = i < T
     nothing = float("-inf")
-    tl.store(Lse + at, tl.where(shown, L * LN2, nothing), mask=inside)
+    tl.store(Lse + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
     tl.store(Max + at, tl.where(shown, m * LN2, nothing), mask=inside)
     tl.store(Mass + at, s * w, mask=inside)
-    tl.store(Entropy + at, tl.where(shown, LN2 * ((L - m) * s - a) * w, 0.0), mask=inside)
+    tl.store(Entropy + at, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
     if COUNT:
         tl.store(Count + at, count, mask=inside)
+    if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
+        tl.store(Base + at, tl.where(shown, m, float("inf")), mask=inside)
+        tl.store(Rest + at, tl.where(shown, rest, 0.0), mask=inside)
     if EXTENDED:
         tl.store(Squares + at, s2 * w * w, mask=inside)
         tl.store(Far + at, far * w, mask=inside)
@@ -246,15 +249,16 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
         i = start + tl.arange(0, BLOCK_M)
         q = tl.load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)
         at = tl.program_id(1).to(tl.int64) * T + i
-        lse = tl.load(Lse + at, mask=i < T, other=0.0)
-        shown = lse > float("-inf")
-        lse = tl.where(shown, lse, 0.0)
         x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
                                   CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
-        seen = seen & shown[:, None]
-        if RECEIVED:
-            got += tl.sum(tl.where(seen, tl.exp2((x - lse[:, None]) * LOG2E), 0.0), 0)
+        lse = tl.load(Lse + at, mask=i < T, other=0.0)
+        if RECEIVED:  # Lse and Pull hold the two parts, in log 2; a row that sees nothing has infinity in the first
+            rest = tl.load(Pull + at, mask=i < T, other=0.0)
+            got += tl.sum(tl.where(seen, tl.exp2(x * LOG2E - lse[:, None] - rest[:, None]), 0.0), 0)
         else:
+            shown = lse > float("-inf")
+            seen = seen & shown[:, None]
+            lse = tl.where(shown, lse, 0.0)
             pull = tl.load(Pull + at, mask=i < T, other=0.0)
             grad = tl.load(Grad + at, mask=i < T, other=0.0)
             slope, p = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
@@ -279,30 +283,32 @@ def statistics(
         for name in ("squares", "far", "first", "self")
     }
     count = torch.empty(B, H, T, dtype=torch.int32, device=q.device) if generic else None
+    parts = [torch.empty(B, H, T, dtype=torch.float32, device=q.device) if per_key else None for _ in range(2)]
     arguments, flags = _launch(q, k, terms)
     size = blocks or _blocks(D, q.dtype)
     if T:
         _rows_kernel[(triton.cdiv(T, size["BLOCK_M"]), B * H)](
-            q, k, rows["lse"], rows["entropy"], rows["max"], rows["mass"], count, more["squares"], more["far"], more["first"], more["self"],
+            q, k, rows["lse"], rows["entropy"], rows["max"], rows["mass"], count,
+            more["squares"], more["far"], more["first"], more["self"], *parts,
             *_tensors(terms), None if terms.sinks is None else terms.sinks.contiguous(), *arguments, terms.first,
-            **flags, SINKS=terms.sinks is not None, EXTENDED=extended, COUNT=generic, **size,
+            **flags, SINKS=terms.sinks is not None, EXTENDED=extended, COUNT=generic, PER_KEY=per_key, **size,
         )  # fmt: skip
     if count is None:
         count = _visible_counts(terms, T, S, q.device).expand(B, H, T)
-    received = _received(q, k, terms, rows["lse"], size) if per_key else None
+    received = _received(q, k, terms, parts, size) if per_key else None
     return AttentionStatistics(
         rows["lse"], rows["entropy"], rows["max"], count, rows["mass"],
         more["squares"], more["far"], more["first"], more["self"], received,
     )  # fmt: skip
 
 
-def _received(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, size: dict[str, int]) -> Tensor:
+def _received(q: Tensor, k: Tensor, terms: Terms, parts: list[Tensor | None], size: dict[str, int]) -> Tensor:
     B, H, T, _ = q.shape
     S = k.shape[-2]
     out = torch.zeros(B, H, S, dtype=torch.float32, device=q.device)
     arguments, flags = _launch(q, k, terms)
     _columns_kernel[(triton.cdiv(S, size["BLOCK_N"]), B * H)](
-        q, k, lse, lse, lse, out, *_tensors(terms), *arguments, **flags, RECEIVED=True, **size
+        q, k, *parts, parts[0], out, *_tensors(terms), *arguments, **flags, RECEIVED=True, **size
     )  # fmt: skip
     lookers = torch.zeros(1, 1, S, dtype=torch.float32, device=q.device)
     step = max(1, (1 << 24) // max(1, S))
