@@ -23,6 +23,16 @@ from locater.kernels import attention_entropy, attention_statistics
 from locater.kernels.terms import Terms
 
 HEADS = 32
+TILES = [
+    (128, 128, 8, 3),
+    (128, 128, 8, 2),
+    (128, 64, 4, 3),
+    (128, 64, 8, 3),
+    (64, 128, 4, 3),
+    (64, 64, 4, 3),
+    (128, 128, 4, 2),
+    (64, 128, 4, 2),
+]
 
 
 def median_ms(function: Any, rounds: int = 20) -> float:
@@ -154,7 +164,7 @@ def tune() -> list[dict[str, Any]]:
     rows = []
     for D in (64, 128):
         q, k = (torch.randn(1, HEADS, 8192, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        for m, n, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)):
+        for m, n, warps, stages in TILES:
             size = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": D, "num_warps": warps, "num_stages": stages}
             entry: dict[str, Any] = {"D": D, **size}
             for extended in (False, True):

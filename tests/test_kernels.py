@@ -176,6 +176,27 @@ def check_gradients(backend: Backend, device: str, names: list[str]) -> None:
             assert error < 1e-4, f"{name}: {error:.2e}"
 
 
+def check_layouts(backend: Backend, device: str) -> None:
+    """Masks and biases that are views, biases that are -inf, long rows without a mask (their own key lies in a tile that needs none)."""
+    q, k = inputs(T=37, S=50, device=device)
+    g = torch.Generator().manual_seed(5)
+    big = (torch.rand(2, 4, 90, 120, generator=g) > 0.4).to(device)
+    turned = torch.randn(1, 4, 50, 37, generator=g).to(device)
+    closed = torch.zeros(1, 1, 37, 50, device=device).masked_fill(torch.rand(1, 1, 37, 50, generator=g).to(device) > 0.5, -torch.inf)
+    for terms in ({"mask": big[:, :, 3:40, 7:57]}, {"bias": turned.mT}):
+        compare(attention_statistics(q, k, per_key=True, backend=backend, **terms), exact(q, k, **terms), 1e-4)
+    want = exact(q, k, mask=closed == 0)
+    names = ("entropy", "row_mass", "max_logit", "log_sum_exp", "sum_of_squares")  # `visible` counts what masks allow
+    compare(attention_statistics(q, k, bias=closed, backend=backend), {name: want[name] for name in names}, 1e-4)
+    for T, S, causal in ((300, 300, False), (300, 331, True), (300, 331, False)):
+        q, k = inputs(B=1, H=2, K=1, T=T, S=S, device=device)
+        compare(
+            attention_statistics(q, k, causal=causal, backend=backend),
+            {n: v for n, v in exact(q, k, causal=causal).items() if n != "received"},
+            1e-4,
+        )
+
+
 # ---- PyTorch ----
 
 
@@ -190,6 +211,10 @@ def test_every_size_and_precision() -> None:
 
 def test_extreme_logits() -> None:
     check_extremes("torch", "cpu")
+
+
+def test_layouts() -> None:
+    check_layouts("torch", "cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -297,7 +322,9 @@ def test_triton_in_the_interpreter(names: list[str]) -> None:
 
 def test_triton_sizes_in_the_interpreter() -> None:
     """float16 stands for half precision: the interpreter multiplies bfloat16 as if its bits were integers. The GPU test has both."""
-    interpreted("t.check_sizes('triton', 'cpu', (8, 80, 256), (torch.float16,)); t.check_extremes('triton', 'cpu')")
+    interpreted(
+        "t.check_sizes('triton', 'cpu', (8, 80, 256), (torch.float16,)); t.check_extremes('triton', 'cpu'); t.check_layouts('triton', 'cpu')"
+    )
 
 
 @pytest.mark.gpu
@@ -311,6 +338,7 @@ def test_triton_on_the_gpu(name: str) -> None:
 def test_triton_sizes_on_the_gpu() -> None:
     check_sizes("triton", "cuda", SIZES, (torch.bfloat16, torch.float16))
     check_extremes("triton", "cuda")
+    check_layouts("triton", "cuda")
 
 
 @pytest.mark.gpu

@@ -40,7 +40,8 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
 
 
 def _of_rows(logits: Tensor, seen: Tensor, terms: Terms, rows: slice, T: int, extended: bool) -> tuple[AttentionStatistics, Tensor]:
-    shown = seen.any(-1).expand(logits.shape[:-1])
+    seen = seen & (logits > -torch.inf)  # a bias of -inf is a mask
+    shown = seen.any(-1)
     masked = logits.masked_fill(~seen, -torch.inf)
     top = masked.amax(-1)
     base = torch.where(shown, top, torch.zeros_like(top))

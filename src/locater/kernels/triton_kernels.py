@@ -10,6 +10,7 @@ Taking a relative to m keeps the entropy of logits near 10^4 exact to float32; t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alib
     if ALIBI:
         x -= tl.load(Alibi + h) * tl.abs(distance).to(tl.float32)
     if BIAS:
-        x += tl.load(Bias + b * bb + h * bh + i[:, None] * bt + j[None, :], mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(Bias + b * bb + h * bh + i[:, None].to(tl.int64) * bt + j[None, :], mask=inside, other=0.0).to(tl.float32)
     if CAP:
         x = cap * (1 - 2 / (1 + tl.exp2(x * (2 * LOG2E / cap))))  # cap * tanh(x / cap)
     seen = inside
@@ -52,17 +53,18 @@ def _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alib
             theirs = tl.load(Doc + b * S + j, mask=j < S, other=-2)
             seen = seen & (mine[:, None] == theirs[None, :])
         if MASK:
-            seen = seen & (tl.load(Mask + b * mb + h * mh + i[:, None] * mt + j[None, :], mask=inside, other=0) != 0)
+            seen = seen & (tl.load(Mask + b * mb + h * mh + i[:, None].to(tl.int64) * mt + j[None, :], mask=inside, other=0) != 0)
     return x, seen, distance
 
 
 @triton.jit
 def _add_tile(x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, EDGE: tl.constexpr, COUNT: tl.constexpr,
-              EXTENDED: tl.constexpr, FIRST_TILE: tl.constexpr):  # fmt: skip
+              EXTENDED: tl.constexpr, FIRST_TILE: tl.constexpr, SELF: tl.constexpr):  # fmt: skip
     """One step of the online softmax with its companions."""
     x = x * LOG2E
     if EDGE:
         x = tl.where(seen, x, EMPTY)
+    x = tl.maximum(x, EMPTY)  # a bias of -inf is a mask
     new = tl.maximum(m, tl.max(x, 1))
     shift = m - new
     alpha = tl.exp2(shift)
@@ -77,7 +79,7 @@ def _add_tile(x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, fi
         self_s = alpha * self_s
         if FIRST_TILE:
             first_s += tl.sum(tl.where((j < first)[None, :], e, 0.0), 1)
-        if EDGE:
+        if SELF:
             self_s += tl.sum(tl.where(distance == 0, e, 0.0), 1)
     if COUNT:
         count += tl.sum(seen.to(tl.int32), 1)
@@ -91,9 +93,9 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
                  MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, EXTENDED: tl.constexpr,
                  COUNT: tl.constexpr, PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal mask start first
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows of a causal mask start first
+    b = tl.program_id(0).to(tl.int64) // H
+    h = tl.program_id(0).to(tl.int64) % H
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     q = tl.load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)
@@ -116,7 +118,7 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
             x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
                                       CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
             m, s, a, s2, far, first_s, self_s, count = _add_tile(
-                x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, True, COUNT, EXTENDED, True)  # fmt: skip
+                x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, True, COUNT, EXTENDED, True, True)  # fmt: skip
     plain_high = tl.maximum(plain_high, head)
     for start in range(head, plain_high, BLOCK_N):  # every key of these tiles is visible: no mask to build
         j = start + tl.arange(0, BLOCK_N)
@@ -124,14 +126,14 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
         x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
                                   CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, False, PRECISION)  # fmt: skip
         m, s, a, s2, far, first_s, self_s, count = _add_tile(
-            x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, False, COUNT, EXTENDED, False)  # fmt: skip
+            x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, False, COUNT, EXTENDED, False, not CAUSAL)  # fmt: skip
     for start in range(plain_high, high, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         k = tl.load(keys + j[:, None].to(tl.int64) * kt, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
         x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
                                   CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
         m, s, a, s2, far, first_s, self_s, count = _add_tile(
-            x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, True, COUNT, EXTENDED, False)  # fmt: skip
+            x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, True, COUNT, EXTENDED, False, True)  # fmt: skip
     shown = m > EMPTY / 2
     top, total = m, s
     if SINKS:
@@ -140,7 +142,7 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
         total = s * tl.exp2(m - top) + tl.exp2(sink - top)
     rest = (top - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
     w = tl.where(shown, tl.exp2(-rest), 0.0)
-    at = tl.program_id(1).to(tl.int64) * T + i
+    at = tl.program_id(0).to(tl.int64) * T + i
     inside = i < T
     nothing = float("-inf")
     tl.store(Lse + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
@@ -173,7 +175,7 @@ def _span(block, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OTHER
         high = tl.minimum(high, start + BLOCK_M + window)
     plain_high = S // BLOCK_N * BLOCK_N
     if CAUSAL:
-        plain_high = tl.minimum(plain_high, (start + 1) // BLOCK_N * BLOCK_N)
+        plain_high = tl.minimum(plain_high, start // BLOCK_N * BLOCK_N)  # a row's own key is in a masked tile
     if WINDOW or OTHER:
         plain_high = low
     return low, tl.maximum(high, low), tl.maximum(plain_high, low)
@@ -197,14 +199,14 @@ def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alib
                            D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
                            DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    b = tl.program_id(0).to(tl.int64) // H
+    h = tl.program_id(0).to(tl.int64) % H
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     tile = (i < T)[:, None] & (d < D)[None, :]
     q = tl.load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], mask=tile, other=0.0)
-    at = tl.program_id(1).to(tl.int64) * T + i
+    at = tl.program_id(0).to(tl.int64) * T + i
     lse = tl.load(Lse + at, mask=i < T, other=0.0)
     shown = lse > float("-inf")
     lse = tl.where(shown, lse, 0.0)
@@ -220,7 +222,7 @@ def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alib
                                   CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
         slope, p = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
         dq += tl.dot(slope.to(k.dtype), k, input_precision=PRECISION)
-    tl.store(DQ + (tl.program_id(1).to(tl.int64) * T + i[:, None]) * D + d[None, :], dq * scale, mask=tile)
+    tl.store(DQ + (tl.program_id(0).to(tl.int64) * T + i[:, None]) * D + d[None, :], dq * scale, mask=tile)
 
 
 @triton.jit
@@ -230,9 +232,10 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
                     MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, RECEIVED: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Sums over queries for a block of keys: weight received by each key, or the gradient of the keys (one query head's part)."""
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    b = tl.program_id(0).to(tl.int64) // H
+    h = tl.program_id(0).to(tl.int64) % H
+    j = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     tile = (j < S)[:, None] & (d < D)[None, :]
     k = tl.load(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], mask=tile, other=0.0)
@@ -241,14 +244,14 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
     first_row = 0
     last_row = T
     if CAUSAL:
-        first_row = tl.maximum(0, tl.program_id(0) * BLOCK_N - (S - T)) // BLOCK_M * BLOCK_M
+        first_row = tl.maximum(0, block * BLOCK_N - (S - T)) // BLOCK_M * BLOCK_M
     if WINDOW:
-        first_row = tl.maximum(first_row, tl.maximum(0, tl.program_id(0) * BLOCK_N - (S - T) - window) // BLOCK_M * BLOCK_M)
-        last_row = tl.minimum(T, (tl.program_id(0) + 1) * BLOCK_N - (S - T) + window)
+        first_row = tl.maximum(first_row, tl.maximum(0, block * BLOCK_N - (S - T) - window) // BLOCK_M * BLOCK_M)
+        last_row = tl.minimum(T, (block + 1) * BLOCK_N - (S - T) + window)
     for start in range(first_row, last_row, BLOCK_M):
         i = start + tl.arange(0, BLOCK_M)
         q = tl.load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)
-        at = tl.program_id(1).to(tl.int64) * T + i
+        at = tl.program_id(0).to(tl.int64) * T + i
         x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
                                   CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
         lse = tl.load(Lse + at, mask=i < T, other=0.0)
@@ -264,9 +267,9 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
             slope, p = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
             dk += tl.dot(tl.trans(slope).to(q.dtype), q, input_precision=PRECISION)
     if RECEIVED:
-        tl.store(Out + tl.program_id(1).to(tl.int64) * S + j, got, mask=j < S)
+        tl.store(Out + tl.program_id(0).to(tl.int64) * S + j, got, mask=j < S)
     else:
-        tl.store(Out + (tl.program_id(1).to(tl.int64) * S + j[:, None]) * D + d[None, :], dk * scale, mask=tile)
+        tl.store(Out + (tl.program_id(0).to(tl.int64) * S + j[:, None]) * D + d[None, :], dk * scale, mask=tile)
 
 
 def statistics(
@@ -284,13 +287,14 @@ def statistics(
     }
     count = torch.empty(B, H, T, dtype=torch.int32, device=q.device) if generic else None
     parts = [torch.empty(B, H, T, dtype=torch.float32, device=q.device) if per_key else None for _ in range(2)]
-    arguments, flags = _launch(q, k, terms)
+    ready = _prepared(terms)
+    arguments, flags = _launch(q, k, ready)
     size = blocks or _blocks(D, q.dtype)
     if T:
-        _rows_kernel[(triton.cdiv(T, size["BLOCK_M"]), B * H)](
+        _rows_kernel[(B * H, triton.cdiv(T, size["BLOCK_M"]))](
             q, k, rows["lse"], rows["entropy"], rows["max"], rows["mass"], count,
             more["squares"], more["far"], more["first"], more["self"], *parts,
-            *_tensors(terms), None if terms.sinks is None else terms.sinks.contiguous(), *arguments, terms.first,
+            *_tensors(ready), ready.sinks, *arguments, terms.first,
             **flags, SINKS=terms.sinks is not None, EXTENDED=extended, COUNT=generic, PER_KEY=per_key, **size,
         )  # fmt: skip
     if count is None:
@@ -306,9 +310,10 @@ def _received(q: Tensor, k: Tensor, terms: Terms, parts: list[Tensor | None], si
     B, H, T, _ = q.shape
     S = k.shape[-2]
     out = torch.zeros(B, H, S, dtype=torch.float32, device=q.device)
-    arguments, flags = _launch(q, k, terms)
-    _columns_kernel[(triton.cdiv(S, size["BLOCK_N"]), B * H)](
-        q, k, *parts, parts[0], out, *_tensors(terms), *arguments, **flags, RECEIVED=True, **size
+    ready = _prepared(terms)
+    arguments, flags = _launch(q, k, ready)
+    _columns_kernel[(B * H, triton.cdiv(S, size["BLOCK_N"]))](
+        q, k, *parts, parts[0], out, *_tensors(ready), *arguments, **flags, RECEIVED=True, **size
     )  # fmt: skip
     lookers = torch.zeros(1, 1, S, dtype=torch.float32, device=q.device)
     step = max(1, (1 << 24) // max(1, S))
@@ -325,23 +330,32 @@ def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: T
     pull, grad = 1 - mass + entropy, grad.float().contiguous()
     dq = torch.empty(B, H, T, D, dtype=torch.float32, device=q.device)
     dk = torch.empty(B, H, S, D, dtype=torch.float32, device=q.device)
-    arguments, flags = _launch(q, k, terms)
+    ready = _prepared(terms)
+    arguments, flags = _launch(q, k, ready)
     size = _blocks(D, q.dtype, backward=True)
-    _query_gradient_kernel[(triton.cdiv(T, size["BLOCK_M"]), B * H)](
-        q, k, lse, pull, grad, dq, *_tensors(terms), *arguments, **flags, **size
+    _query_gradient_kernel[(B * H, triton.cdiv(T, size["BLOCK_M"]))](
+        q, k, lse, pull, grad, dq, *_tensors(ready), *arguments, **flags, **size
     )  # fmt: skip
-    _columns_kernel[(triton.cdiv(S, size["BLOCK_N"]), B * H)](
-        q, k, lse, pull, grad, dk, *_tensors(terms), *arguments, **flags, RECEIVED=False, **size
+    _columns_kernel[(B * H, triton.cdiv(S, size["BLOCK_N"]))](
+        q, k, lse, pull, grad, dk, *_tensors(ready), *arguments, **flags, RECEIVED=False, **size
     )  # fmt: skip
     return dq.to(q.dtype), dk.unflatten(1, (K, -1)).sum(2).to(k.dtype)
 
 
+def _prepared(terms: Terms) -> Terms:
+    """The same terms with tensors as the kernels read them: contiguous, small types."""
+
+    def ready(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+        return None if x is None else x.to(dtype or x.dtype).contiguous()
+
+    return replace(
+        terms, padding=ready(terms.padding, torch.int8), documents=ready(terms.documents, torch.int32), mask=ready(terms.mask, torch.int8),
+        bias=ready(terms.bias), alibi=ready(terms.alibi, torch.float32), sinks=ready(terms.sinks),
+    )  # fmt: skip
+
+
 def _tensors(terms: Terms) -> list[Tensor | None]:
-    padding = None if terms.padding is None else terms.padding.to(torch.int8).contiguous()
-    documents = None if terms.documents is None else terms.documents.to(torch.int32).contiguous()
-    mask = None if terms.mask is None else terms.mask.to(torch.int8)
-    alibi = None if terms.alibi is None else terms.alibi.float().contiguous()
-    return [documents, padding, mask, terms.bias, alibi]
+    return [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi]
 
 
 def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
@@ -362,7 +376,7 @@ def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, An
 
 
 def _blocks(D: int, dtype: torch.dtype, backward: bool = False) -> dict[str, int]:
-    """Tile sizes and launch settings; measured on an H200 (benchmarks/results/attention.json)."""
+    """Tile sizes and launch settings, chosen on an H200 (benchmarks/results/attention-tuning.json)."""
     wide = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or wide > 128:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_D": wide, "num_warps": 4, "num_stages": 2}
