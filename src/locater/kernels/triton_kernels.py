@@ -289,7 +289,7 @@ def statistics(
     parts = [torch.empty(B, H, T, dtype=torch.float32, device=q.device) if per_key else None for _ in range(2)]
     ready = _prepared(terms)
     arguments, flags = _launch(q, k, ready)
-    size = blocks or _blocks(D, q.dtype)
+    size = blocks or _blocks(D, q.dtype, extended)
     if T:
         _rows_kernel[(B * H, triton.cdiv(T, size["BLOCK_M"]))](
             q, k, rows["lse"], rows["entropy"], rows["max"], rows["mass"], count,
@@ -375,14 +375,24 @@ def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, An
     return arguments, flags
 
 
-def _blocks(D: int, dtype: torch.dtype, backward: bool = False) -> dict[str, int]:
-    """Tile sizes and launch settings, chosen on an H200 (benchmarks/results/attention-tuning.json)."""
+TILES = {  # (head size, extended): BLOCK_M, BLOCK_N, warps, stages; the fastest on an H200 (benchmarks/results/attention-tuning.json)
+    (64, False): (64, 128, 4, 2),
+    (64, True): (128, 128, 4, 2),
+    (128, False): (128, 128, 8, 2),
+    (128, True): (64, 128, 4, 3),
+}
+
+
+def _blocks(D: int, dtype: torch.dtype, extended: bool = False, backward: bool = False) -> dict[str, int]:
+    """Tile sizes and launch settings."""
     wide = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or wide > 128:
-        return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_D": wide, "num_warps": 4, "num_stages": 2}
-    if backward:
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": wide, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_D": wide, "num_warps": 8, "num_stages": 3}
+        m, n, warps, stages = 64, 32, 4, 2
+    elif backward:
+        m, n, warps, stages = 64, 64, 4, 2
+    else:
+        m, n, warps, stages = TILES[max(wide, 64), extended]
+    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": wide, "num_warps": warps, "num_stages": stages}
 
 
 def _visible_counts(terms: Terms, T: int, S: int, device: torch.device) -> Tensor:
