@@ -37,7 +37,7 @@ def main() -> None:
         for name, folder, scheme in shots:
             page_path = Path(place) / f"{name}.html"
             locater.scan(folder).report(page_path)
-            context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1280, "height": 900})
+            context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1320, "height": 900})
             page = context.new_page()
             page.goto(page_path.as_uri())
             page.screenshot(path=out / f"{name}.png", full_page=True)

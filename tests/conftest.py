@@ -27,6 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def command(*args: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["locater", *map(str, args)])
+        monkeypatch.setenv("COLUMNS", "140")
         status = 0
         try:
             main()

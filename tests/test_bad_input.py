@@ -97,7 +97,7 @@ def test_index_names_a_missing_key(run: Run, saved_llama: Path, tmp_path: Path) 
         ({"num_key_value_heads": 4}, r"k_proj.weight has shape [16, 32] but the configuration says [32, 32]"),
         ({"hidden_size": 64}, r"q_proj.weight has shape [32, 32] but the configuration says [32, 64]"),
         ({"num_hidden_layers": 5}, "holds 3 attention layers but the configuration says 5"),
-        ({"num_attention_heads": None}, "its configuration has no num_attention_heads"),
+        ({"num_attention_heads": None}, "its configuration (model_type 'llama') has no num_attention_heads"),
     ],
 )
 def test_config_that_disagrees(run: Run, broken: Path, tmp_path: Path, change: dict[str, object], says: str) -> None:
@@ -171,7 +171,7 @@ def test_tensors_can_be_named(run: Run, broken: Path, tmp_path: Path, saved_llam
         (("--fail-on", "max_logit>100"), "no column 'max_logit'"),
         (("--fail-on", "M<low"), "'low' is not a number"),
         (("--fail-on", " , "), "names nothing"),
-        (("--length", 1), "length 1 is too short"),
+        (("--length", 1), "length 1 is out of range"),
     ],
 )
 def test_bad_options(run: Run, saved_llama: Path, tmp_path: Path, args: tuple[object, ...], says: str) -> None:
@@ -210,3 +210,90 @@ def test_nonfinite_key_flags_its_whole_group(broken: Path) -> None:
     tensors["model.layers.2.self_attn.k_proj.weight"][15, 0] = float("nan")  # key head 1, used by query heads 2 and 3
     save_file(tensors, broken / "model.safetensors")
     assert [(r.layer, r.head) for r in scan(broken).rows if r.flags == ("nonfinite",)] == [(2, 2), (2, 3)]
+
+
+def test_config_values_of_the_wrong_kind(run: Run, broken: Path, tmp_path: Path) -> None:
+    """Whatever stands in config.json, the answer is one line and status 2."""
+    original = (broken / "config.json").read_text()
+    for change in (
+        {"num_attention_heads": "4"}, {"num_attention_heads": 0}, {"num_attention_heads": True}, {"num_key_value_heads": 3},
+        {"rope_parameters": {"rope_theta": None}}, {"rope_parameters": {"rope_type": "linear"}}, {"rope_parameters": "none"},
+        {"model_type": ["llama"]}, {"head_dim": 7},
+    ):  # fmt: skip
+        (broken / "config.json").write_text(original)
+        edit_config(broken, **change)
+        refused(run, tmp_path, broken)
+
+
+def test_a_missing_gain_is_not_taken_for_one(run: Run, broken: Path, tmp_path: Path) -> None:
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.1.input_layernorm.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    assert "the gain model.layers.1.input_layernorm.weight is missing" in refused(run, tmp_path, broken)
+
+
+def test_quantised_pickles_are_refused(run: Run, broken: Path, tmp_path: Path) -> None:
+    tensors = load_file(broken / "model.safetensors")
+    (broken / "model.safetensors").unlink()
+    torch.save({n: (t * 10).to(torch.int8) if "proj" in n else t for n, t in tensors.items()}, broken / "pytorch_model.bin")
+    assert "is stored as torch.int8 (quantised)" in refused(run, tmp_path, broken)
+
+
+def test_two_checkpoints_in_one_folder_are_not_mixed(run: Run, broken: Path, tmp_path: Path) -> None:
+    file = broken / "model.safetensors"
+    shutil.copy(file, broken / "step-2.safetensors")
+    file.rename(broken / "step-1.safetensors")
+    assert "is in step-1.safetensors and in step-2.safetensors" in refused(run, tmp_path, broken)
+
+
+def test_damaged_header_entries(run: Run, broken: Path, tmp_path: Path) -> None:
+    file = broken / "model.safetensors"
+    text = file.read_bytes()
+    size = int.from_bytes(text[:8], "little")
+    header = json.loads(text[8 : 8 + size])
+    header["model.norm.weight"]["shape"] = [31]
+    new = json.dumps(header).encode()
+    file.write_bytes(len(new).to_bytes(8, "little") + new + text[8 + size :])
+    assert "model.norm.weight has 128 bytes for shape [31]" in refused(run, tmp_path, broken)
+
+
+def test_weights_that_overflow_are_flagged(broken: Path) -> None:
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"][:8] *= 1e22
+    save_file(tensors, broken / "model.safetensors")
+    assert [(r.layer, r.head) for r in scan(broken).rows if "nonfinite" in r.flags] == [(0, 0)]
+
+
+def test_files_that_may_not_be_read_or_written(run: Run, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: object, **kwargs: object) -> object:
+        raise PermissionError(13, "Permission denied", str(broken / "model.safetensors"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("locater.heads.readers._safetensors_header", closed)
+        assert "Permission denied" in refused(run, tmp_path, broken)
+    assert run("scan", broken, "--json", tmp_path / "x", "--report", tmp_path / "x").status == 2
+    assert run("scan", broken, "--report", "-").status == 2
+
+
+def test_targets_that_are_no_plain_files(run: Run, broken: Path, tmp_path: Path) -> None:
+    """A link is followed, a device is written into and stays a device."""
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    assert run("scan", broken, "--json", tmp_path / "link.json").status == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text())["schema"] == 1
+    before = Path("/dev/null").stat()
+    assert run("scan", broken, "--json", "/dev/null").status == 0
+    assert Path("/dev/null").stat().st_rdev == before.st_rdev
+    assert Path("/dev/null").is_char_device()
+
+
+def test_only_scans_made_alike_are_compared(run: Run, broken: Path, tmp_path: Path) -> None:
+    scan(broken, length=64).save(tmp_path / "a.json")
+    result = run("compare", tmp_path / "a.json", broken)
+    assert result.status == 2
+    assert "length is 64 in the first and 256 in the second" in result.err
+    document = json.loads((tmp_path / "a.json").read_text())
+    for change in ({"schema": 99}, {"heads": [{**document["heads"][0], "M": "x"}]}):
+        (tmp_path / "b.json").write_text(json.dumps({**document, **change}))
+        assert run("compare", tmp_path / "b.json", broken).status == 2

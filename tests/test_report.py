@@ -32,10 +32,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     scan(other).report(folder / "encoder.html")
     twin = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 8, 64, batch_first=True), 3)
     with torch.no_grad():
-        for block in twin.layers:
+        for block in twin.layers[1:]:  # the first layer keeps its size, so that not every head is sharp
             block.self_attn.in_proj_weight *= 3
     compare(other, twin).report(folder / "twins.html")
     compare(DEMO, other).report(folder / "strangers.html")
+    with torch.no_grad():
+        other.layers[1].self_attn.in_proj_weight[8 * 5] = torch.nan  # a row of head 5
+    scan(other).report(folder / "broken.html")
+    scan(DEMO).save(folder / "demo.json")
+    Scan.load(folder / "demo.json").report(folder / "loaded.html")
+    compare(folder / "demo.json", DEMO).report(folder / "half.html")
+    (folder / "demo.json").unlink()
+    Scan("nothing", {"tokens": "t", "weights": "w", "length": 256, "notes": []}, [], []).report(folder / "empty.html")
     return {p.stem: p for p in folder.iterdir()}
 
 
@@ -159,13 +167,13 @@ def browser() -> Iterator[Any]:
 class Visit:
     """A page opened offline; everything on its console is kept."""
 
-    def __init__(self, browser: Any, page: Path, scheme: str = "light") -> None:
-        self.context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1320, "height": 900})
+    def __init__(self, browser: Any, page: Path, scheme: str = "light", width: int = 1320, choice: str = "") -> None:
+        self.context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
         self.page = self.context.new_page()
         self.console: list[str] = []
         self.page.on("console", lambda m: self.console.append(m.text))
         self.page.on("pageerror", lambda e: self.console.append(str(e)))
-        self.page.goto(page.as_uri())
+        self.page.goto(page.as_uri() + choice)
 
     def text(self, selector: str) -> str:
         return str(self.page.text_content(selector))
@@ -176,12 +184,12 @@ class Visit:
 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["demo", "encoder", "twins", "strangers"])
+@pytest.mark.parametrize("name", ["demo", "encoder", "twins", "strangers", "broken"])
 def test_page_is_drawn_without_a_word_on_the_console(browser: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
     visit = Visit(browser, pages[name], scheme)
     cells = visit.page.locator("#heatmap .cell").count()
     assert cells == len(data_of(pages[name])["scans"][0]["heads"])
-    assert visit.page.locator("#plane .dot").count() > 0
+    assert (visit.page.locator("#plane .dot").count() > 0) == (name != "broken")  # it opens on the head without numbers
     assert visit.page.locator("#phases .dot").count() > 0
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert visit.console == []
@@ -209,9 +217,152 @@ def test_metric_and_flag_choices_change_the_map(browser: Any, pages: dict[str, P
     assert visit.inside("#heatmap") != before
     assert "rank collapse" in visit.text("#explain")
     assert visit.page.locator("#heatmap .cell.dim").count() == 0
-    visit.page.click("button.flag")
-    flagged = sum("few-directions" in r.flags for r in scan(DEMO).rows)
-    assert visit.page.locator("#heatmap .cell.dim").count() == 24 - flagged
+
+
+@needs_browser
+def test_a_flag_dims_the_others_and_goes_to_its_first_head(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["demo"], choice="#layer=5&head=3")
+    flagged = [r for r in scan(DEMO).rows if "few-directions" in r.flags]
+    assert visit.text("#which") == "Layer 5, head 3"
+    button = visit.page.locator('button.flag[data-flag="few-directions"]')
+    button.click()
+    assert visit.page.locator("#heatmap .cell.dim").count() == 24 - len(flagged)
+    assert visit.text("#which") == f"Layer {flagged[0].layer}, head {flagged[0].head}"
+    assert button.get_attribute("aria-pressed") == "true"
+    button.click()
+    assert visit.page.locator("#heatmap .cell.dim").count() == 0
+
+
+@needs_browser
+def test_flags_of_a_comparison_are_those_of_the_scans_shown(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["twins"])
+    counts = [sum("sharp" in h["flags"] for h in s["heads"]) for s in data_of(pages["twins"])["scans"]]
+    assert counts[0] == 0 < counts[1] < 24  # else this test shows nothing
+    button = visit.page.locator('button.flag[data-flag="sharp"]')
+    assert button.text_content() == f"sharp · A 0 · B {counts[1]}"
+    button.click()
+    assert visit.page.locator("#heatmap .cell.dim").count() == 24 - counts[1]  # B - A: either of them
+    for side, dim in (("0", 24), ("1", 24 - counts[1])):
+        visit.page.select_option("#side", side)
+        assert visit.page.locator("#heatmap .cell.dim").count() == dim
+    visit.page.select_option("#side", "0")
+    button.click()
+    button.click()  # only B has it
+    assert visit.page.input_value("#side") == "1"
+
+
+@needs_browser
+def test_harmless_flags_have_a_colour_of_their_own(browser: Any, pages: dict[str, Path]) -> None:
+    def border(visit: Visit, selector: str) -> str:
+        return str(visit.page.locator(selector).first.evaluate("e => getComputedStyle(e).borderLeftColor"))
+
+    calm, alarm = Visit(browser, pages["demo"]), Visit(browser, pages["twins"])
+    calm.page.click('button[data-flag="few-directions"]')
+    alarm.page.click('button[data-flag="sharp"]')
+    for selector in ("button.flag", "#findings .finding"):
+        assert border(calm, selector) != border(alarm, selector)
+    assert calm.page.locator("#heatmap .mark.calm").count() > 0
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 900, 1320])
+@pytest.mark.parametrize("name", ["demo", "encoder", "twins"])
+def test_text_in_charts_keeps_its_size(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
+    visit = Visit(browser, pages[name], width=width)
+    scales = "[...document.querySelectorAll('svg')].filter(s => s.firstChild && s.clientWidth).map(s => s.getScreenCTM().a)"
+    assert visit.page.evaluate(scales) == pytest.approx([1.0] * (5 if name == "demo" else 4), abs=0.01)
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    beyond = """[...document.querySelectorAll('svg text')].filter(t => {
+        const a = t.getBoundingClientRect(), card = t.closest('.card').getBoundingClientRect();
+        return a.width && (a.left < card.left || a.right > card.right || a.bottom > card.bottom); }).map(t => t.textContent)"""
+    assert visit.page.evaluate(beyond) == []
+    if width == 400:
+        assert visit.page.locator("#heatmap .cell").first.evaluate("c => c.getBoundingClientRect().height") >= 22
+    visit.page.set_viewport_size({"width": 640, "height": 900})
+    visit.page.wait_for_function(f"{scales}.every(a => Math.abs(a - 1) < 0.01)")
+    assert visit.console == []
+
+
+@needs_browser
+def test_broken_heads_are_hatched_and_shown_first(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["broken"])
+    assert visit.text("#which") == "Layer 1, head 5"
+    hatched = visit.page.locator('#heatmap .cell[fill="url(#hatch-broken)"]')
+    assert hatched.count() == 1
+    assert (hatched.get_attribute("data-layer"), hatched.get_attribute("data-head")) == ("1", "5")
+    assert "not finite" in visit.text("#plane-note")
+    assert "1 head has no M" in visit.text("#phases-note")
+
+
+@needs_browser
+def test_what_the_data_lack_is_said(browser: Any, pages: dict[str, Path]) -> None:
+    rows = scan(DEMO).rows
+    mixed, plain = (next(r for r in rows if r.approximation == how) for how in ("mixture", "gaussian"))
+    loaded, full = (Visit(browser, pages[name], choice=f"#layer={mixed.layer}&head={mixed.head}") for name in ("loaded", "demo"))
+    assert "not in this data: scan the model, not its JSON, or add --eigenvalues" in loaded.text("#plane-note")
+    assert "closed form is drawn instead" in loaded.text("#findings")
+    assert "comes from the exact mixture, not" not in loaded.text("#findings")
+    assert "not in this data" in loaded.text("#drive-note")
+    assert "comes from the exact mixture, not" in full.text("#findings")
+    assert full.page.locator("#plane-note").is_hidden()
+    assert full.page.locator("#drive-note").is_hidden()
+    assert "mixture" not in Visit(browser, pages["demo"], choice=f"#layer={plain.layer}&head={plain.head}").text("#findings")
+    half = Visit(browser, pages["half"])
+    assert half.text("#drive-note").startswith("A: its drive is not in this data")
+    assert half.page.locator("#drive .curve").count() == 1
+    assert half.text("#plane-note").startswith("A: not in this data")
+    assert loaded.console == full.console == half.console == []
+
+
+@needs_browser
+def test_a_reload_keeps_what_was_chosen(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["twins"])
+    assert visit.page.evaluate("location.hash") == ""
+    visit.page.click("#guide summary")
+    visit.page.select_option("#side", "1")
+    visit.page.select_option("#metric", "expected_entropy")
+    visit.page.click('#heatmap .cell[data-layer="2"][data-head="6"]')
+    for _ in range(2):
+        assert visit.text("#which") == "Layer 2, head 6"
+        assert (visit.page.input_value("#side"), visit.page.input_value("#metric")) == ("1", "expected_entropy")
+        assert not visit.page.evaluate("guide.open")
+        visit.page.reload()
+    assert visit.console == []
+    stale = Visit(browser, pages["demo"], choice="#layer=99&head=7&metric=toString&side=Z")
+    assert stale.page.locator("#plane .dot").count() > 0
+    assert stale.console == []
+
+
+@needs_browser
+def test_the_guide_leaves_the_heat_map_in_view(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["demo"])
+    assert visit.page.evaluate("guide.open")
+    assert visit.page.evaluate("document.getElementById('heatmap').getBoundingClientRect().top") < 650
+    assert not Visit(browser, pages["demo"], width=900).page.evaluate("guide.open")
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_scan_without_heads_is_a_page_too(browser: Any, pages: dict[str, Path], scheme: str) -> None:
+    visit = Visit(browser, pages["empty"], scheme)
+    assert "no heads" in visit.text("#heatmap")
+    visit.page.select_option("#metric", "M")
+    visit.page.focus("#heatmap")
+    visit.page.keyboard.press("ArrowDown")
+    assert visit.text("#which") == "No head"
+    assert visit.console == []
+
+
+@needs_browser
+def test_axes_and_tints_are_explained(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["demo"])
+    words = visit.page.locator("#profile text").all_text_contents()
+    assert "far" in words
+    assert "near" in words
+    assert "-0.5" not in words
+    assert visit.page.locator("#phases .tint-key").count() > 10
+    outlined = "m => { const s = getComputedStyle(m); return s.stroke !== s.fill && s.stroke !== 'none'; }"
+    assert visit.page.evaluate(f"[...document.querySelectorAll('#heatmap .mark')].every({outlined})")
 
 
 @needs_browser

@@ -164,3 +164,60 @@ def test_a_family_can_be_registered_from_outside(tmp_path: Path) -> None:
         assert len(scan(model).rows) == 2
     finally:
         registry._readers.pop("home-made")
+
+
+def test_wrapped_parts_are_found_under_their_own_names() -> None:
+    """Compiled layers put their name into the path; a bare block has no path at all."""
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 2)
+    with torch.no_grad():
+        for block in plain.layers:
+            block.norm2.weight.mul_(3)
+    wanted = [row.F for row in scan(plain).rows]
+    for number, block in enumerate(plain.layers):
+        plain.layers[number] = torch.compile(block)
+    assert [row.F for row in scan(plain).rows] == wanted
+    bare = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, norm_first=True)
+    with torch.no_grad():
+        bare.norm1.weight.mul_(3)
+    assert [row.F for row in scan(bare).rows] == [row.F for row in scan(nn.Sequential(bare)).rows]
+
+
+def test_autocast_does_not_reach_the_moments(saved_llama: Path) -> None:
+    wanted = [row.trace for row in scan(saved_llama).rows]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [row.trace for row in scan(saved_llama).rows] == wanted
+
+
+def test_a_page_of_a_model_that_moved_on_is_refused(tmp_path: Path) -> None:
+    from locater import LocaterError
+
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(32, 4)
+    found = scan(model)
+    found.report(tmp_path / "a.html")
+    with torch.no_grad():
+        model.in_proj_weight *= 2
+    with pytest.raises(LocaterError, match="has changed since it was scanned"):
+        found.report(tmp_path / "b.html")
+    del model
+    with pytest.raises(LocaterError, match="is gone"):
+        found.report(tmp_path / "b.html")
+
+
+def test_page_data_stay_out_of_the_json(tmp_path: Path) -> None:
+    detailed = scan(DEMO, details=True)
+    kept = detailed.plain(eigenvalues=False).to_dict()
+    assert list(kept["heads"][0]) == COLUMNS
+    assert kept["heads"] == scan(DEMO).to_dict()["heads"]
+
+
+@pytest.mark.gpu
+def test_models_on_the_gpu(saved_llama: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(saved_llama)
+    wanted = scan(model).rows
+    for ours, row in zip(scan(model.cuda()).rows, wanted, strict=True):
+        assert ours.trace == pytest.approx(row.trace, abs=1e-4)
+        assert ours.localization == pytest.approx(row.localization, abs=1e-3)

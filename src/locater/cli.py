@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Iterable
 from importlib.resources import files
@@ -61,7 +63,7 @@ def scan_command(
         model, length=length, raw=raw, eigenvalues=eigenvalues, details=report is not None, shard=_shard(shard), query=query, key=key,
         heads=heads, progress=_progress,
     )  # fmt: skip
-    _deliver(found, json, report)
+    _deliver(found, json, report, eigenvalues)
     crossed = [(c.text, row) for c in conditions for row in found.rows if c.test({**vars(row)})]
     if crossed:
         text, row = crossed[0]
@@ -76,7 +78,7 @@ def demo(json: JsonPath = None, report: ReportPath = None) -> None:
     """Scan the small trained model that comes with the package."""
     _check_writable(json, report)
     found = scan(str(files("locater") / "demo"), details=report is not None)
-    _deliver(found, json, report)
+    _deliver(found, json, report, eigenvalues=False)
     if json != "-":
         _console().print("This was the model inside the package. Now one of yours: [bold]locater scan PATH[/bold]")
 
@@ -108,11 +110,12 @@ def compare_command(
     _say_written(console, json, report)
 
 
-def _deliver(found: Scan, json: str | None, report: str | None) -> None:
+def _deliver(found: Scan, json: str | None, report: str | None, eigenvalues: bool) -> None:
     if report is not None:
         found.report(report)
+    data = found.plain(eigenvalues)
     if json == "-":
-        print(found.to_json())
+        print(data.to_json())
         return
     from locater.report.terminal import print_scan
 
@@ -120,7 +123,7 @@ def _deliver(found: Scan, json: str | None, report: str | None) -> None:
     console.print(f"{found.source}: {len(found.rows)} heads in {len(found.layers)} attention layers", markup=False, highlight=False)
     print_scan(found, console)
     if json is not None:
-        found.save(json)
+        data.save(json)
     _say_written(console, json, report)
 
 
@@ -139,15 +142,20 @@ def _shard(text: str | None) -> tuple[int, int] | None:
     return int(number), int(count)
 
 
-def _check_writable(*paths: str | None) -> None:
+def _check_writable(json: str | None, report: str | None) -> None:
     """Refuse a target that cannot be written before any work is done."""
-    for path in paths:
+    if report is not None and report in (json, "-"):
+        raise LocaterError(f"--report {report}: give the page a file of its own")
+    for path in (json, report):
         if path is None or path == "-":
             continue
-        if Path(path).is_dir():
-            raise LocaterError(f"{path}: is a folder; give a file name")
-        if not Path(path).parent.is_dir():
-            raise LocaterError(f"{path}: the folder {Path(path).parent} does not exist")
+        folder = Path(path).parent
+        if not path or Path(path).is_dir():
+            raise LocaterError(f"{path or 'the name of a file to write'}: is a folder or empty; give a file name")
+        if not folder.is_dir():
+            raise LocaterError(f"{path}: the folder {folder} does not exist")
+        if not os.access(Path(path) if Path(path).exists() else folder, os.W_OK):
+            raise LocaterError(f"{path}: no permission to write there")
 
 
 def _progress(layers: Iterable[Any], total: int) -> Iterable[Any]:
@@ -160,16 +168,34 @@ def _progress(layers: Iterable[Any], total: int) -> Iterable[Any]:
 
 def _console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal else Console(width=int(os.environ.get("COLUMNS", "140")))
 
 
 def main() -> None:
-    """Entry point: errors that a user can mend are one line and exit status 2."""
+    """Entry point: what goes wrong is one line and exit status 2, never a traceback (unless LOCATER_TRACEBACK is set)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no Greek still gets its table
     try:
         app()
+        sys.stdout.flush()
     except LocaterError as error:
-        print("locater: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error))
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        _fail(f"{error.filename or 'output'}: {error.strerror or error}")
+    except Exception as error:
+        if os.environ.get("LOCATER_TRACEBACK"):
+            raise
+        where = " ".join(arg for arg in sys.argv[2:3])
+        _fail(f"{where}: could not be read as expected ({type(error).__name__}: {error}); LOCATER_TRACEBACK=1 shows where it failed")
+
+
+def _fail(message: str) -> None:
+    print("locater: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from locater.errors import LocaterError
 from locater.heads.readers import Source
 from locater.result import NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
 from locater.scan import LENGTH, Progress, scan
@@ -72,6 +73,12 @@ def compare(a: Source | Scan, b: Source | Scan, *, length: int = LENGTH, raw: bo
     (True, 2)
     """
     first, second = (_scan(x, length, raw, progress) for x in (a, b))
+    for setting in ("length", "weights"):
+        one, other = (x.assumptions.get(setting) for x in (first, second))
+        if one != other:
+            raise LocaterError(
+                f"these two cannot be compared: {setting} is {one!r} in the first and {other!r} in the second; scan them alike"
+            )
     aligned = _shape(first) == _shape(second)
     rows = [_change(x, y) for x, y in zip(first.rows, second.rows, strict=True)] if aligned else []
     return Comparison(first, second, aligned, rows)

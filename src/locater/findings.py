@@ -132,5 +132,7 @@ def _parse(part: str, columns: Collection[str], measured: Sequence[str]) -> Cond
     try:
         bound = float(number)
     except ValueError:
-        raise LocaterError(f"--fail-on {part!r}: {number!r} is not a number") from None
+        bound = math.nan
+    if math.isnan(bound):
+        raise LocaterError(f"--fail-on {part!r}: {number!r} is not a number")
     return Condition(part, lambda row: row.get(column) is not None and _COMPARE[sign](row[column], bound))

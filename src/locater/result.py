@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scan:
     """What `scan()` found."""
 
@@ -76,6 +76,10 @@ class Scan:
     layers: list[dict[str, Any]]
     rows: list[HeadRow]
     detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)  # the same scan with what a page draws
+
+    def __repr__(self) -> str:
+        flagged = sum(bool(row.flags) for row in self.rows)
+        return f"Scan({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers, {flagged} flagged)"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: schema, locater, source, assumptions, layers, heads."""
@@ -96,11 +100,15 @@ class Scan:
     def load(cls, path: str | os.PathLike[str]) -> Scan:
         """Read a document that `save` or `--json` wrote."""
         try:
-            held = json.loads(Path(path).read_text())
-            rows = [HeadRow(**{**head, "flags": tuple(head["flags"])}) for head in held["heads"]]
+            held = json.loads(Path(path).read_text(encoding="utf-8"))
+            if held["schema"] != SCHEMA:
+                raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
+            rows = [_row(head) for head in held["heads"]]
             return cls(held["source"], held["assumptions"], held["layers"], rows)
-        except (ValueError, KeyError, TypeError) as error:
-            raise LocaterError(f"{path}: not a scan that this version reads ({error!r}): scan the model again") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LocaterError(f"{path}: not a scan that this version reads ({error}): scan the model again") from None
+        except OSError as error:
+            raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
 
     @classmethod
     def join(cls, parts: Iterable[Scan]) -> Scan:
@@ -108,15 +116,30 @@ class Scan:
         held = list(parts)
         layers = sorted((entry for part in held for entry in part.layers), key=lambda entry: entry["layer"])
         numbers = [entry["layer"] for entry in layers]
-        if len({part.source for part in held}) != 1 or numbers != list(range(len(numbers))):
+        assumed = held[0].assumptions if held else {}
+        if len({part.source for part in held}) != 1 or numbers != list(range(assumed.get("layers", len(numbers)))):
             raise LocaterError(f"these shards do not make one model: sources {sorted({p.source for p in held})}, layers {numbers}")
+        if any(part.assumptions != assumed for part in held):
+            raise LocaterError("these shards were scanned with different settings (length, raw): scan them alike")
         rows = sorted((row for part in held for row in part.rows), key=lambda row: (row.layer, row.head))
         return cls(held[0].source, held[0].assumptions, layers, rows)
 
     def with_details(self) -> Scan:
         """This scan with what a page draws (eigenvalues, drives, profiles), reading the source again if it lacks them."""
-        drawn = all(row.eigenvalues is not None for row in self.rows if row.trace is not None)
-        return self if drawn or self.detailed is None else self.detailed()
+        lacking = [row for row in self.rows if row.trace is not None and (row.eigenvalues is None or _no_profile(row))]
+        turning = any(entry.get("positions") == "rotary" and "frequencies" not in entry for entry in self.layers)
+        if self.detailed is None or not (lacking or turning):
+            return self
+        found = self.detailed()
+        if [row.trace for row in found.rows] != [row.trace for row in self.rows]:
+            raise LocaterError(f"{self.source} has changed since it was scanned: scan it with details=True to draw it later")
+        return found
+
+    def plain(self, eigenvalues: bool) -> Scan:
+        """This scan without what only a page draws."""
+        rows = [replace(row, eigenvalues=row.eigenvalues if eigenvalues else None, drive=None, profile=None) for row in self.rows]
+        layers = [{name: value for name, value in entry.items() if name != "frequencies"} for entry in self.layers]
+        return Scan(self.source, self.assumptions, layers, rows, self.detailed)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the HTML page: self-contained, works offline."""
@@ -137,17 +160,38 @@ class Scan:
         return polars.DataFrame([asdict(row) for row in self.rows])
 
 
+def _no_profile(row: HeadRow) -> bool:
+    return row.approximation == "mixture" and row.profile is None
+
+
+def _row(head: dict[str, Any]) -> HeadRow:
+    wrong = [name for name in NUMERIC_COLUMNS if not isinstance(head[name], int | float | None)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {head[wrong[0]]!r}, not a number")
+    return HeadRow(**{**head, "flags": tuple(head["flags"])})
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it appears whole or not at all."""
+    """Write a file so that it appears whole or not at all. Links are followed; what is no file (a pipe, a device) is written into."""
+    path = Path(os.path.realpath(path))
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
-            try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
-                file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+            os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
     except OSError as error:
         raise LocaterError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

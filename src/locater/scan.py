@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -61,13 +62,13 @@ def scan(
     >>> len(found.rows), found.assumptions["prediction"]
     (4, 'prior')
     """
-    if length < 2:
-        raise LocaterError(f"length {length} is too short: attention over fewer than two tokens has no spread")
+    if not 2 <= length <= 10**9:
+        raise LocaterError(f"length {length} is out of range: from 2 tokens, where attention begins to spread, to a thousand million")
     weights, config = open_source(source)
     found = list(enumerate(layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads)))  # tensors still on disk
     if not found:
         raise LocaterError(f"{weights.where}: no attention layer found")
-    assumptions = _assumptions([layer for _, layer in found], length, raw or bool(query))
+    assumptions = _assumptions([layer for _, layer in found], length, raw, named=bool(query))
     if shard is not None:
         found = _part(found, *shard)
     wanted = Wanted(length, raw, eigenvalues, details)
@@ -77,18 +78,32 @@ def scan(
     for layer in progress(layers, len(layers)) if progress else layers:
         rows.extend(_rows(layer, numbers[id(layer)], wanted))
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
-    again = partial(scan, source, length=length, raw=raw, details=True, shard=shard, query=query, key=key, heads=heads, kv_heads=kv_heads)
+    again = partial(_again, _kept(source), length=length, raw=raw, shard=shard, query=query, key=key, heads=heads, kv_heads=kv_heads)
     return Scan(name, assumptions, [_entry(layer, number, details) for number, layer in found], rows, again)
+
+
+def _kept(source: Source) -> Callable[[], Source | None]:
+    """The source for later; a live model is not kept alive by its scans."""
+    return weakref.ref(source) if isinstance(source, nn.Module) else lambda: source
+
+
+def _again(source: Callable[[], Source | None], **how: Any) -> Scan:
+    held = source()
+    if held is None:
+        raise LocaterError("the scanned model is gone: scan it with details=True where a page will be drawn later")
+    return scan(held, details=True, **how)
 
 
 def _part(found: list[tuple[int, AttentionLayer]], number: int, count: int) -> list[tuple[int, AttentionLayer]]:
     if not 1 <= number <= count:
         raise LocaterError(f"shard {number}/{count}: the first number counts from 1 to the second")
     size = len(found)
+    if count > size:
+        raise LocaterError(f"shard {number}/{count}: there are only {size} attention layers, so at most {size} parts")
     return found[size * (number - 1) // count : size * number // count]
 
 
-def _assumptions(layers: list[AttentionLayer], length: int, raw: bool) -> dict[str, Any]:
+def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bool) -> dict[str, Any]:
     notes = []
     if any(x.norm.kind == "none" for x in layers) and not raw:
         notes.append("layers without a known norm in front: their input is taken as unit tokens too")
@@ -105,8 +120,13 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool) -> dict[s
     return {
         "prediction": "prior",
         "tokens": "unit tokens: mean 0, |z|² = width, covariance I (I - 11ᵀ/d after LayerNorm)",
-        "weights": "as stored" if raw else "effective: norm gains and biases folded into queries and keys",
+        "weights": "as stored"
+        if raw
+        else "as named: stored maps and their biases, no norm"
+        if named
+        else "effective: norm gains and biases folded into queries and keys",
         "length": length,
+        "layers": len(layers),
         "notes": notes,
     }
 
@@ -140,7 +160,8 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
     found, key_bias = _read(layer, wanted.raw)
     # a NaN or an infinite weight shows in its row of the small matrices, and so does a product that overflows
     matrices = [m for m in (found.query_gram, found.key_gram, found.cross) if m is not None]
-    finite = torch.stack([m.isfinite().flatten(1).all(1) for m in matrices]).all(0) & key_bias.isfinite()
+    finite = torch.stack([m.isfinite().flatten(1).all(1) for m in matrices]).all(0)
+    finite &= key_bias.isfinite() & found.frobenius_sq.isfinite()
     held = found.select(finite)
     with one_thread():
         columns = _columns(held, scale, key_bias[finite], wanted.length)
@@ -163,7 +184,7 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
 def _read(layer: AttentionLayer, raw: bool) -> tuple[Moments, Tensor]:
     """The small matrices of a layer and its key biases; the big ones are gone when this returns."""
     folded = effective(layer, raw)
-    return folded.moments(), folded.key_bias
+    return folded.moments().cpu(), folded.key_bias.cpu()
 
 
 def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, list[Any]]:

@@ -133,6 +133,10 @@ class Moments:
         sign = math.copysign(1.0, factor)
         return Moments(self.query_gram * root**2, self.key_gram * root**2, None if self.cross is None else self.cross * (sign * root**2))
 
+    def cpu(self) -> Moments:
+        """The same on the CPU."""
+        return Moments(self.query_gram.cpu(), self.key_gram.cpu(), None if self.cross is None else self.cross.cpu())
+
     def select(self, index: Tensor | slice | int) -> Moments:
         """The same, for some of the heads (first leading axis)."""
         return Moments(self.query_gram[index], self.key_gram[index], None if self.cross is None else self.cross[index])
@@ -157,8 +161,9 @@ def moments(
     q, k = _upcast(W_Q), _upcast(W_K)
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k = q.to(dtype), k.to(dtype)
-    q_c, k_c = (q, k) if covariance is None else (_times(q, covariance), _times(k, covariance))
-    query_gram, key_gram, gram = q_c @ q.mT, k_c @ k.mT, _grouped_product(k_c, q)
+    with torch.autocast(q.device.type, enabled=False):  # inside a training step it would take the products to half precision
+        q_c, k_c = (q, k) if covariance is None else (_times(q, covariance), _times(k, covariance))
+        query_gram, key_gram, gram = q_c @ q.mT, k_c @ k.mT, _grouped_product(k_c, q)
     shape = gram.shape
     found = Moments(query_gram.expand(shape), key_gram.expand(shape), gram)
     return moments(q.double(), k.double(), covariance) if _cancels(found) else found

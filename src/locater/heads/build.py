@@ -23,10 +23,20 @@ def projection(weights: Weights, stem: str, rows: Rows | None = None) -> Project
     """`stem.weight` (out, in) and `stem.bias` where present; `rows` picks and orders output rows of a fused map."""
     name = f"{stem}.weight"
     shape = shape_of(weights, name)
-    if f"{name}_scale_inv" in weights.names():
-        raise LocaterError(f"{weights.where}: {name} is stored in scaled FP8 blocks: dequantise the checkpoint first (to bfloat16)")
+    scales = [other for other in (f"{name}_scale_inv", f"{name}_scale", f"{stem}.scales", f"{stem}.SCB") if other in weights.names()]
+    if scales:
+        raise LocaterError(f"{weights.where}: {name} is quantised ({scales[0]} scales it): dequantise the checkpoint first (to bfloat16)")
     out = shape[0] if rows is None else sum(b - a for a, b in rows)
-    return Projection(lambda: weights.read(name, rows), (out, shape[1]), optional(weights, f"{stem}.bias", rows))
+    if len(shape) != 2:
+        raise LocaterError(f"{weights.where}: {name} has shape {list(shape)}; a query, key, value or output map has two axes")
+
+    def read() -> Tensor:
+        tensor = weights.read(name, rows)
+        if not tensor.is_floating_point():
+            raise LocaterError(f"{weights.where}: {name} is stored as {tensor.dtype} (quantised): dequantise the checkpoint first")
+        return tensor
+
+    return Projection(read, (out, shape[1]), optional(weights, f"{stem}.bias", rows))
 
 
 def within_heads(whole: Projection, heads: int, order: Sequence[int]) -> Projection:
@@ -37,10 +47,12 @@ def within_heads(whole: Projection, heads: int, order: Sequence[int]) -> Project
     return Projection(lambda: whole.weight()[rows], (len(rows), whole.shape[1]), bias)
 
 
-def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float = 0.0) -> Norm:
-    """`stem.weight` and `stem.bias` (or the old names gamma and beta); `offset` is 1 where the file stores gain - 1."""
+def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float = 0.0, affine: bool = True) -> Norm:
+    """`stem.weight` and `stem.bias` (or gamma and beta, the old names); `offset` is 1 where the file stores gain - 1."""
     gain = first(weights, f"{stem}.weight", f"{stem}.gamma")
     bias = first(weights, f"{stem}.bias", f"{stem}.beta")
+    if gain is None and affine:
+        raise LocaterError(f"{weights.where}: the gain {stem}.weight is missing; the checkpoint is incomplete or of another architecture")
     return Norm(kind, gain + offset if gain is not None and offset else gain, bias, eps)
 
 
@@ -72,9 +84,12 @@ def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
     """The first of `keys` that the configuration holds."""
     for key in keys:
         value = config.get(key)
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-    raise LocaterError(f"{weights.where}: its configuration has no {keys[0]}: add it to config.json")
+        if value is not None:
+            raise LocaterError(f"{weights.where}: its configuration says {key} = {value!r}, not a positive whole number: mend config.json")
+    kind = config.get("model_type")
+    raise LocaterError(f"{weights.where}: its configuration (model_type {kind!r}) has no {keys[0]}: add it to config.json")
 
 
 def expect(weights: Weights, name: str, got: tuple[int, ...], want: tuple[int, ...], why: str) -> None:

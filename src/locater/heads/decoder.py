@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from locater.heads.build import expect, expect_layers, integer, norm, projection
 from locater.heads.layer import AttentionLayer
+from locater.heads.norm import Norm
 from locater.heads.readers import Config
 from locater.heads.rotary import rotary_from_config
 from locater.heads.weights import Weights, numbered
@@ -17,7 +18,7 @@ PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight
 
 
 def decoder_layers(
-    weights: Weights, config: Config, *, gain_offset: float = 0.0, pattern: str = PATTERN, out: str = "o_proj"
+    weights: Weights, config: Config, *, gain_offset: float = 0.0, pattern: str = PATTERN, out: str = "o_proj", normed: bool = True
 ) -> Iterator[AttentionLayer]:
     """Layers with the configuration's own defaults: scale 1/sqrt(head_dim), causal, no window."""
     heads = integer(config, weights, "num_attention_heads")
@@ -43,7 +44,7 @@ def decoder_layers(
             value=projection(weights, f"{stem}.v_proj"),
             out=projection(weights, f"{stem}.{out}"),
             scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset),
+            norm=norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset) if normed else Norm(),
             rotary=rotary_from_config(config, head_dim),
             causal=True,
         )

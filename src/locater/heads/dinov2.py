@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from locater.heads import vit
-from locater.heads.build import norm, rescaled
+from locater.heads.build import rescaled
 from locater.heads.layer import AttentionLayer
 from locater.heads.readers import Config
+from locater.heads.vit import vit_layers
 from locater.heads.weights import Weights
 
 MODEL_TYPES = ("dinov2", "dinov2_with_registers")
@@ -17,10 +17,6 @@ MODEL_TYPES = ("dinov2", "dinov2_with_registers")
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     config = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-6, **config}
-    for layer in vit.layers(weights, config):
+    for layer in vit_layers(weights, config, "norm1"):
         block = re.sub(r"(\.attention)+$", "", layer.name)
-        yield replace(
-            layer,
-            norm=norm(weights, f"{block}.norm1", "layer", config["layer_norm_eps"]),
-            out=rescaled(weights, layer.out, f"{block}.layer_scale1.lambda1"),
-        )
+        yield replace(layer, out=rescaled(weights, layer.out, f"{block}.layer_scale1.lambda1"))

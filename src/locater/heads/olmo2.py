@@ -19,9 +19,9 @@ MODEL_TYPES = ("olmo2", "olmo3")
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     eps = config.get("rms_norm_eps", 1e-5)
-    for layer in decoder_layers(weights, config):
+    for layer in decoder_layers(weights, config, normed=False):
         query, key = (norm(weights, f"{layer.name}.{part}_norm", "rms", eps) for part in "qk")
-        layer = replace(layer, norm=Norm(), query=normed(layer.query, query, Norm()), key=normed(layer.key, key, Norm()))
+        layer = replace(layer, query=normed(layer.query, query, Norm()), key=normed(layer.key, key, Norm()))
         yield _windowed(layer, config) if config["model_type"] == "olmo3" else layer
 
 

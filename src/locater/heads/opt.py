@@ -17,13 +17,13 @@ EPS = 1e-5  # the default of nn.LayerNorm
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    before = config.get("do_layer_norm_before", True)
-    for layer in decoder_layers(weights, config, out="out_proj"):
+    before, affine = config.get("do_layer_norm_before", True), config.get("layer_norm_elementwise_affine", True)
+    for layer in decoder_layers(weights, config, out="out_proj", normed=False):
         stack = layer.name.removesuffix(f".{layer.index}.self_attn")
         if before:
-            here = norm(weights, f"{stack}.{layer.index}.self_attn_layer_norm", "layer", EPS)
+            here = norm(weights, f"{stack}.{layer.index}.self_attn_layer_norm", "layer", EPS, affine=affine)
         elif layer.index:
-            here = norm(weights, f"{stack}.{layer.index - 1}.final_layer_norm", "layer", EPS)
+            here = norm(weights, f"{stack}.{layer.index - 1}.final_layer_norm", "layer", EPS, affine=affine)
         else:  # embeddings enter the first layer as they are
             here = Norm()
         yield replace(layer, norm=here, rotary=None)

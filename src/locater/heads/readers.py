@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import pickle
 import struct
@@ -31,6 +33,8 @@ def open_source(source: Source) -> tuple[Weights, Config]:
     """Weights and configuration of `source`; the configuration is empty where there is none."""
     if isinstance(source, nn.Module):
         return ModuleWeights(source), config_of(source)
+    if not str(source):
+        raise LocaterError("the name of the model is empty: give a folder, a file or a hub id")
     path = Path(source)
     if path.is_dir():
         return _open_folder(path)
@@ -47,8 +51,14 @@ def config_of(module: nn.Module) -> Config:
     """The configuration that a Hugging Face model carries, as a dictionary; empty for other modules."""
     for part in module.modules():  # the first is the module itself; wrappers (DDP, compiled, peft) come before the model
         config = getattr(part, "config", None)
-        if config is not None and hasattr(config, "to_dict"):
+        if config is None:
+            continue
+        if hasattr(config, "to_dict"):
             return dict(config.to_dict())
+        if isinstance(config, Mapping) and "model_type" in config:
+            return dict(config)
+        if dataclasses.is_dataclass(config) and hasattr(config, "model_type"):
+            return dataclasses.asdict(config)  # type: ignore[arg-type]
     return {}
 
 
@@ -62,6 +72,9 @@ class SafetensorsWeights:
         self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
         for path in files:
             start, header = _safetensors_header(path)
+            twice = next((name for name in header if name in self._entries), None)
+            if twice is not None:
+                raise LocaterError(f"{where}: {twice} is in {self._entries[twice][0].name} and in {path.name}: name one of the files")
             self._entries.update({name: (path, start, entry) for name, entry in header.items()})
 
     def names(self) -> Collection[str]:
@@ -109,7 +122,14 @@ def _safetensors_header(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            for name, entry in header.items():
+                size_of = DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
+                begin, stop = entry["data_offsets"]
+                if size_of is not None and stop - begin != size_of * math.prod(entry["shape"]):
+                    raise LocaterError(
+                        f"{path}: {name} has {stop - begin} bytes for shape {entry['shape']}: the file is damaged, fetch it again"
+                    )
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise LocaterError(f"{path}: its safetensors header is not readable ({error}): fetch it again") from None
     if 8 + length + end > size:
         raise LocaterError(f"{path}: truncated, {size:,} bytes of {8 + length + end:,}: fetch it again")
@@ -177,7 +197,9 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
             held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # the format before zip archives cannot be mapped
             held = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
+    except pickle.UnpicklingError as error:
+        if "Unsupported" not in str(error) and "GLOBAL" not in str(error) and "weights_only" not in str(error).lower():
+            raise LocaterError(f"{path}: not a readable weights file") from None
         raise LocaterError(
             f"{path}: holds more than weights, so opening it would run its code: refused. Save it again as safetensors"
         ) from None
@@ -195,11 +217,13 @@ def _read_config(path: Path) -> Config:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise LocaterError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(config, dict):
         raise LocaterError(f"{path}: holds a {type(config).__name__}, not a configuration")
+    if not isinstance(config.get("model_type"), str | None):
+        raise LocaterError(f"{path}: model_type is {config['model_type']!r}, not a name")
     return config
 
 

@@ -159,10 +159,17 @@ def reader_for(weights: Weights, config: Config) -> Reader:
 def _unknown(weights: Weights, model_type: str | None) -> str:
     if not _may_hold_attention(weights):
         return f"{weights.where}: no attention found; it holds {examples(weights)}"
-    what = f"model_type {model_type!r} is not a known architecture" if model_type else "no config.json tells its architecture"
+    what = (
+        f"model_type {model_type!r} is not a known architecture"
+        if model_type
+        else "no config.json with a model_type tells its architecture"
+    )
+    wrapped = any(".base_layer." in name or ".parametrizations." in name for name in weights.names())
+    hint = "Adapters or parametrizations wrap its maps: merge them first. " if wrapped else ""
     return (
-        f"{weights.where}: {what} (known: {', '.join(families())}). It holds {examples(weights)}. Name its tensors with "
-        "--query 'PATTERN' --key 'PATTERN' --heads N (* for the layer number), or describe it with locater.register()"
+        f"{weights.where}: {what} (docs/families.md lists {len(families())}). It holds {examples(weights)}. {hint}"
+        "Put its config.json beside it, name its tensors with --query 'PATTERN' --key 'PATTERN' --heads N (* for the layer number), "
+        "or describe it with locater.register()"
     )
 
 

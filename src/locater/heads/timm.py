@@ -68,7 +68,7 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
             f"{weights.where}: {foreign[0]} is no part of timm's plain attention: describe the model with locater.register()"
         )
     if isinstance(weights, ModuleWeights):
-        module: Any = weights.module.get_submodule(stem.removesuffix("."))
+        module: Any = weights.submodule(stem.removesuffix("."))
         if "rope" in inspect.signature(module.forward).parameters or "Channel" in type(module).__name__:
             raise LocaterError(f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: rotary and channel attention are not supported")
         return _Facts(module.num_heads, module.scale)
@@ -117,7 +117,7 @@ def _norm_before(weights: Weights, config: Config, block: str, width: int) -> No
         raise LocaterError(
             f"{weights.where}: {block[:-1]} is modulated by a condition (adaLN), so its weights alone do not tell its logits"
         )
-    if isinstance(weights, ModuleWeights) and "ResPost" in type(weights.module.get_submodule(block[:-1])).__name__:
+    if isinstance(weights, ModuleWeights) and "ResPost" in type(weights.submodule(block[:-1])).__name__:
         return Norm()  # norm1 follows attention there
     return _norm(weights, config, f"{block}norm1", width) or Norm()
 
@@ -132,7 +132,7 @@ def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None
             return None
         return norm(weights, path, "layer" if f"{path}.bias" in weights.names() else "rms", eps)
     parent, _, name = path.rpartition(".")
-    module: Any = getattr(weights.module.get_submodule(parent), name, None)
+    module: Any = getattr(weights.submodule(parent), name, None)
     if module is None or isinstance(module, nn.Identity):
         return None
     if isinstance(module, nn.LayerNorm):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from locater.errors import LocaterError
 from locater.heads.build import integer, norm, optional, shape_of
 from locater.heads.layer import AttentionLayer, Kind, Projection
 from locater.heads.norm import Norm
@@ -31,6 +32,7 @@ class _Facts:
     norm_first: bool
     eps: float
     extra_key: bool = False  # add_bias_kv or add_zero_attn: a learned or zero key joins the softmax
+    cross: bool | None = None  # None: only the name tells
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -47,22 +49,30 @@ def _facts(weights: Weights, config: Config, path: str) -> _Facts:
     if not isinstance(weights, ModuleWeights):
         heads = integer(config, weights, "num_heads", "nhead", "num_attention_heads")
         return _Facts(heads, bool(config.get("norm_first")), config.get("layer_norm_eps", 1e-5))
-    module = weights.module.get_submodule(path)
-    assert isinstance(module, nn.MultiheadAttention), f"{path} has the tensors of nn.MultiheadAttention but is a {type(module)}"
-    parent = weights.module.get_submodule(path.rpartition(".")[0]) if path else None
+    module = weights.submodule(path)
+    if not isinstance(module, nn.MultiheadAttention):
+        kind = type(module).__name__
+        raise LocaterError(f"{weights.where}: {path} has the tensors of nn.MultiheadAttention but is a {kind}: locater.register() it")
+    parent = weights.submodule(path.rpartition(".")[0]) if path else None  # "" is a block that is the model itself
     extra = module.bias_k is not None or module.add_zero_attn
     if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return _Facts(module.num_heads, parent.norm_first, parent.norm1.eps, extra)
-    return _Facts(module.num_heads, False, 1e-5, extra)
+        cross = isinstance(parent, nn.TransformerDecoderLayer) and path.endswith("multihead_attn")
+        return _Facts(module.num_heads, parent.norm_first, parent.norm1.eps, extra, cross)
+    return _Facts(module.num_heads, False, 1e-5, extra, module.kdim != module.embed_dim)
 
 
 def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionLayer:
     block, _, role = stem.removesuffix(".").rpartition(".")
-    kind: Kind = "cross" if role == "multihead_attn" else "self"
+    decoder = f"{_in(block, 'norm3')}.weight" in weights.names()
+    kind: Kind = "cross" if (facts.cross if facts.cross is not None else decoder and role == "multihead_attn") else "self"
     q, k, v = (_input_projection(weights, stem, i) for i in range(3))
     out_name = f"{stem}out_proj.weight"
     out = Projection(lambda: weights.read(out_name), shape_of(weights, out_name)[:2], optional(weights, f"{stem}out_proj.bias"))  # type: ignore[arg-type]
-    head_dim = q.shape[0] // facts.heads
+    head_dim, rest = divmod(q.shape[0], facts.heads)
+    if rest:
+        raise LocaterError(
+            f"{weights.where}: {stem}in_proj has {q.shape[0]} query rows, which {facts.heads} heads do not divide: change --heads"
+        )
     return AttentionLayer(
         name=stem.removesuffix("."),
         index=index,
@@ -95,14 +105,18 @@ def _input_projection(weights: Weights, stem: str, part: int) -> Projection:
 def _norm_before(weights: Weights, block: str, kind: Kind, facts: _Facts) -> Norm:
     """The norm that the queries read: in front (norm_first), or the one that closed the step before."""
     stack, _, number = block.rpartition(".")
-    decoder = f"{block}.norm3.weight" in weights.names()
+    decoder = f"{_in(block, 'norm3')}.weight" in weights.names()
     if facts.norm_first:
-        name = f"{block}.norm2" if kind == "cross" else f"{block}.norm1"
+        name = _in(block, "norm2" if kind == "cross" else "norm1")
     elif kind == "cross":
-        name = f"{block}.norm1"
+        name = _in(block, "norm1")
     else:
-        name = f"{stack}.{int(number) - 1}.{'norm3' if decoder else 'norm2'}" if number.isdigit() and int(number) else ""
+        name = f"{_in(stack, str(int(number) - 1))}.{'norm3' if decoder else 'norm2'}" if number.isdigit() and int(number) else ""
     return _norm(weights, name, facts.eps)
+
+
+def _in(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _memory_norm(weights: Weights, block: str, facts: _Facts) -> Norm:

@@ -21,6 +21,11 @@ PATTERN = (
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    yield from vit_layers(weights, config, "layernorm_before")
+
+
+def vit_layers(weights: Weights, config: Config, before: str) -> Iterator[AttentionLayer]:
+    """ViT's layers; `before` names the norm in front of attention."""
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim = width // heads
     found = [m for m, _ in numbered(weights, PATTERN)]
@@ -41,5 +46,5 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             value=projection(weights, f"{block}.{value}"),
             out=projection(weights, f"{block}.{out}"),
             scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.layernorm_before", "layer", config.get("layer_norm_eps", 1e-12)),
+            norm=norm(weights, f"{block}.{before}", "layer", config.get("layer_norm_eps", 1e-12)),
         )

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from locater.errors import LocaterError
+
 Rows = Sequence[tuple[int, int]]  # half-open ranges of the first axis, in the order wanted
 
 
@@ -41,14 +43,31 @@ class DictWeights:
         return take_rows(self._tensors[name], rows)
 
 
+WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
 class ModuleWeights(DictWeights):
-    """The parameters and buffers of a live model, not copied and not detached: gradients flow through `read`."""
+    """The parameters and buffers of a live model, not copied and not detached: gradients flow through `read`.
+
+    Wrappers that compile, checkpoint or shard a part put their own name into its path; it is taken out again here.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
-        super().__init__(tensors, type(module).__name__)
+        super().__init__({WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}, type(module).__name__)
         self.module = module
+        self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in module.named_modules()}
+
+    def submodule(self, path: str) -> nn.Module:
+        """The module at a path without wrappers' names; "" is the model."""
+        return self._modules[path] if path else self.module
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        tensor = self._tensors[name]
+        if tensor.device.type == "meta" or not tensor.numel():
+            raise LocaterError(f"{self.where}: {name} holds no data (meta device, or sharded away): load or gather the weights first")
+        return take_rows(tensor, rows)
 
 
 def take_rows(tensor: Tensor, rows: Rows | None) -> Tensor:

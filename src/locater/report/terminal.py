@@ -26,11 +26,11 @@ def print_scan(scan: Scan, console: Console) -> None:
     flagged = [row for row in scan.rows if row.flags]
     if len(scan.rows) <= ALL_HEADS:
         rest = [row for row in scan.rows if not row.flags]
-        console.print(_head_table([*flagged, *rest], "every head, flagged first"))
+        console.print(_head_table([*flagged, *rest], "every head, flagged first", console.width))
     else:
         if flagged:
             shown = _worst(flagged)
-            console.print(_head_table(shown, f"{len(shown)} of {len(flagged)} flagged heads"))
+            console.print(_head_table(shown, f"{len(shown)} of {len(flagged)} flagged heads", console.width))
         console.print(_layer_table(scan))
     print_meanings(flagged, console)
     console.print(f"[dim]{LEGEND}[/dim]", highlight=False)
@@ -85,16 +85,22 @@ def _worst(flagged: Sequence[HeadRow]) -> list[HeadRow]:
     return sorted(chosen, key=lambda row: (row.layer, row.head))
 
 
-def _head_table(rows: Sequence[HeadRow], title: str) -> Table:
+def _head_table(rows: Sequence[HeadRow], title: str, width: int) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", show_lines=False, box=None, pad_edge=False)
-    for name in ("layer", "head", "M", "√F", "S/F", "κ", "Λ", "key bias", "H"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("layer", "head", "M", "√F", "S/F", "κ", "Λ", "key bias", "H")
+    narrow = {"S/F", "key bias", "κ"} if width < 78 else set()  # flags matter more than these
+    for name in names:
+        if name not in narrow:
+            table.add_column(name, justify="right", no_wrap=True)
     table.add_column("flags")
     for row in rows:
         ratio = row.S / row.F if row.S is not None and row.F else None
         numbers = (row.M, None if row.F is None else row.F**0.5, ratio, row.concentration, row.localization, row.key_bias)
-        cells = [str(row.layer), str(row.head), *(_number(x) for x in numbers), _number(row.expected_entropy)]
-        table.add_row(*cells, escape(" ".join(row.flags)), style="yellow" if row.flags else None)
+        cells = dict(
+            zip(names, [str(row.layer), str(row.head), *(_number(x) for x in numbers), _number(row.expected_entropy)], strict=True)
+        )
+        shown = [cell for name, cell in cells.items() if name not in narrow]
+        table.add_row(*shown, escape(" ".join(row.flags)), style="yellow" if row.flags else None)
     return table
 
 

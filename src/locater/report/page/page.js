@@ -6,7 +6,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const SCANS = DATA.scans;
 const TWO = SCANS.length === 2;
 const SVG = "http://www.w3.org/2000/svg";
-const state = { layer: 0, head: 0, metric: "localization", side: TWO && DATA.aligned ? "difference" : 0, flag: null };
+const state = { layer: 0, head: 0, metric: "localization", side: TWO && DATA.aligned ? "difference" : 0, flag: null, guide: true };
 
 // name, palette, least range of the colours (so that noise stays pale), how to read it from a head, what it means
 const METRICS = {
@@ -67,8 +67,15 @@ function drive(head, layer) {
 }
 const show = x => x === null || x === undefined ? "–" : Math.abs(x) >= 100 ? x.toPrecision(3) : (Math.round(x * 100) / 100 + 0).toFixed(2);
 const escape = text => text.replace(/[&<>"]/g, c => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
+const element = id => document.getElementById(id);
+const harmless = name => about(name).way_out.startsWith("No fault");
+const about = name => DATA.flags[name] || { meaning: "a flag of another version of Locater", way_out: "Scan the model again" };
+const broken = head => head.flags.includes("nonfinite");
 const headAt = (scan, layer, head) => scan.index.get(layer * 65536 + head);
 SCANS.forEach(scan => { scan.index = new Map(scan.heads.map(h => [h.layer * 65536 + h.head, h])); });
+
+const shown = () => state.side === "difference" ? SCANS : [SCANS[state.side]];
+const flagsAt = (layer, head) => [...new Set(shown().flatMap(s => headAt(s, layer, head)?.flags || []))]; // of the scans shown
 
 function value(layer, head) {
   const read = METRICS[state.metric][3];
@@ -107,68 +114,88 @@ function make(name, attributes, parent, text) {
   if (parent) parent.appendChild(node);
   return node;
 }
+const room = id => Math.max(260, Math.round(element(id).getBoundingClientRect().width)); // drawn at its real width: text keeps its size
 function clear(id, width, height) {
-  const svg = document.getElementById(id);
+  const svg = element(id);
   svg.replaceChildren();
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   return svg;
 }
 function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
+  const step = [1, 2, 2.5, 5, 10].map(m => m * power).find(s => s >= rough);
   const found = [];
   for (let t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-6; t += step) found.push(Math.abs(t) < step * 1e-6 ? 0 : t);
   return found;
 }
 const label = t => Math.abs(t) >= 1000 ? t.toPrecision(2) : String(Math.round(t * 1000) / 1000);
-function frame(id, width, height, x, y, names) {
+function frame(id, width, height, x, y, names, { ends, below = 0 } = {}) { // ends: words in place of numbers under the x axis
   const svg = clear(id, width, height);
-  const box = { left: 46, right: width - 12, top: 10, bottom: height - 36 };
+  const box = { left: 46, right: width - 12, top: 10, bottom: height - 36 - below };
   const sx = v => box.left + (v - x[0]) / (x[1] - x[0]) * (box.right - box.left);
   const sy = v => box.bottom - (v - y[0]) / (y[1] - y[0]) * (box.bottom - box.top);
-  ticks(x[0], x[1], 5).forEach(t => {
+  ticks(x[0], x[1], Math.min(6, Math.max(4, Math.floor(width / 80)))).forEach(t => {
     make("line", { class: "grid", x1: sx(t), x2: sx(t), y1: box.top, y2: box.bottom }, svg);
-    make("text", { x: sx(t), y: box.bottom + 14, "text-anchor": "middle" }, svg, label(t));
+    if (!ends) make("text", { x: sx(t), y: box.bottom + 14, "text-anchor": "middle" }, svg, label(t));
   });
-  ticks(y[0], y[1], 4).forEach(t => {
+  if (ends) ends.forEach((word, i) => make("text", { x: i ? box.right : box.left, y: box.bottom + 14, "text-anchor": i ? "end" : "start" }, svg, word));
+  ticks(y[0], y[1], 5).forEach(t => {
     make("line", { class: "grid", x1: box.left, x2: box.right, y1: sy(t), y2: sy(t) }, svg);
     make("text", { x: box.left - 6, y: sy(t) + 4, "text-anchor": "end" }, svg, label(t));
   });
-  make("text", { x: (box.left + box.right) / 2, y: height - 5, "text-anchor": "middle" }, svg, names[0]);
+  make("text", { x: (box.left + box.right) / 2, y: height - 5 - below, "text-anchor": "middle" }, svg, names[0]);
   if (names[1]) make("text", { x: 11, y: (box.top + box.bottom) / 2, "text-anchor": "middle", transform: `rotate(-90 11 ${(box.top + box.bottom) / 2})` }, svg, names[1]);
   return { svg, sx, sy, box };
 }
 const path = (points, sx, sy) => points.map(([a, b], i) => `${i ? "L" : "M"}${sx(a).toFixed(1)} ${sy(b).toFixed(1)}`).join("");
 
+function hatch(svg) { // two patterns: no number here, and weights that are not finite
+  const defs = make("defs", {}, svg);
+  for (const id of ["none", "broken"]) {
+    const pattern = make("pattern", { id: `hatch-${id}`, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, defs);
+    make("rect", { class: "hatch-ground", width: 6, height: 6 }, pattern);
+    make("path", { class: `hatch ${id}`, d: "M0 0V6" }, pattern);
+  }
+}
 function heatmap() {
-  const scan = SCANS[state.side === "difference" ? 0 : state.side];
-  const layers = scan.layers.length, heads = Math.max(...scan.layers.map(l => l.heads));
-  const width = 640, left = 40, top = 22, cellW = Math.min(64, (width - left - 4) / heads), cellH = Math.max(9, Math.min(34, cellW * 0.9));
-  const bottom = top + layers * cellH, height = bottom + 54;
-  const svg = clear("heatmap", width, height);
+  const scan = shown()[0];
+  const layers = scan.layers.length, heads = Math.max(1, ...scan.layers.map(l => l.heads));
+  const width = room("heatmap"), left = 40, top = 22, cellW = Math.min(64, (width - left - 4) / heads);
+  const least = width < 520 || matchMedia("(pointer: coarse)").matches ? 24 : 16; // a finger needs more than a mouse
+  const cellH = Math.max(least, Math.min(34, cellW * 0.9)), bottom = top + layers * cellH, narrow = width < 560;
+  const svg = clear("heatmap", width, bottom + (narrow ? 84 : 54));
+  if (!scan.heads.length) { make("text", { x: left, y: top + 12 }, svg, "no heads in this scan"); return; }
+  hatch(svg);
   const values = scan.heads.map(h => value(h.layer, h.head)), most = range(values);
-  const gap = cellW > 8 ? 1 : 0.4;
+  const gap = cellW > 8 ? 1 : 0.4, marks = [];
+  const mark = (kind, cx, cy, size) => make("circle", { class: kind, cx, cy, r: size * (kind.includes("calm") ? 2.4 : 3.2) }, svg);
   scan.heads.forEach((h, i) => {
-    const v = values[i], x = left + h.head * cellW, y = top + h.layer * cellH;
-    const flagged = TWO && state.side === "difference" ? SCANS.some(s => headAt(s, h.layer, h.head)?.flags.length) : h.flags.length;
+    const v = values[i], x = left + h.head * cellW, y = top + h.layer * cellH, flags = flagsAt(h.layer, h.head);
+    const dim = state.flag && !flags.includes(state.flag) ? " dim" : "", bad = flags.includes("nonfinite");
     const cell = make("rect", {
-      class: "cell" + (state.flag && !h.flags.includes(state.flag) ? " dim" : ""), x, y, width: cellW - gap, height: cellH - gap,
-      rx: cellW > 14 ? 2 : 0, fill: v === null ? "var(--line)" : colour(v / most), "data-layer": h.layer, "data-head": h.head,
+      class: "cell" + dim + (bad ? " broken" : ""), x, y, width: cellW - gap, height: cellH - gap, rx: cellW > 14 ? 2 : 0,
+      fill: bad ? "url(#hatch-broken)" : v === null ? "url(#hatch-none)" : colour(v / most), "data-layer": h.layer, "data-head": h.head,
     }, svg);
-    make("title", {}, cell, `layer ${scan.layers[h.layer].short}, head ${h.head}: ${METRICS[state.metric][0]} ${show(v)}${h.flags.length ? " · " + h.flags.join(", ") : ""}`);
-    if (flagged && cellW > 7) make("circle", { class: "mark", cx: x + cellW - gap - 3.5, cy: y + 3.5, r: cellW > 14 ? 2 : 1.3, opacity: 0.75 }, svg);
+    make("title", {}, cell, `layer ${scan.layers[h.layer].short}, head ${h.head}: ${METRICS[state.metric][0]} ${show(v)}${flags.length ? " · " + flags.join(", ") : ""}`);
+    if (flags.length && cellW > 7) {
+      marks.push(["mark" + dim + (flags.every(harmless) ? " calm" : ""), x + cellW - gap - (cellW > 14 ? 5.5 : 3), y + (cellW > 14 ? 5.5 : 3), cellW > 14 ? 1 : 0.6]);
+    }
   });
-  const every = n => Math.max(1, Math.ceil(n / 16));
-  for (let l = 0; l < layers; l += every(layers * 14 / (layers * cellH / 16) / 16)) {
-    make("text", { x: left - 7, y: top + (l + 0.5) * cellH + 4, "text-anchor": "end" }, svg, scan.layers[l].short);
-  }
-  for (let h = 0; h < heads; h += every(heads)) make("text", { x: left + (h + 0.5) * cellW, y: top - 6, "text-anchor": "middle" }, svg, h);
+  for (let l = 0; l < layers; l += Math.ceil(13 / cellH)) make("text", { x: left - 7, y: top + (l + 0.5) * cellH + 4, "text-anchor": "end" }, svg, scan.layers[l].short);
+  for (let h = 0; h < heads; h += Math.ceil(20 / cellW)) make("text", { x: left + (h + 0.5) * cellW, y: top - 6, "text-anchor": "middle" }, svg, h);
   make("text", { class: "title", x: left - 7, y: top - 6, "text-anchor": "end" }, svg, "layer");
-  if (headAt(scan, state.layer, state.head)) {
-    make("rect", { class: "chosen-cell", x: left + state.head * cellW - 1, y: top + state.layer * cellH - 1, width: cellW + 1, height: cellH + 1, rx: 2 }, svg);
+  if (headAt(scan, state.layer, state.head)) for (const kind of ["halo", "chosen-cell"]) {
+    make("rect", { class: kind, x: left + state.head * cellW - 1, y: top + state.layer * cellH - 1, width: cellW + 1, height: cellH + 1, rx: 2 }, svg);
   }
-  legend(svg, left, bottom + 16, 240, most);
-  make("text", { x: width - 4, y: bottom + 26, "text-anchor": "end" }, svg, "heads across · a dot marks a flag");
+  marks.forEach(m => mark(...m)); // above the frame of the chosen cell
+  legend(svg, left, bottom + 16, Math.min(240, width - left - 12), most);
+  const x = narrow ? left : width - 250, y = bottom + (narrow ? 68 : 25);
+  mark("mark", x + 4, y - 4, 1);
+  make("text", { x: x + 11, y }, svg, "flag");
+  mark("mark calm", x + 46, y - 4, 1);
+  make("text", { x: x + 53, y }, svg, "harmless flag");
+  make("rect", { fill: "url(#hatch-none)", class: "swatch", x: x + 136, y: y - 10, width: 14, height: 11 }, svg);
+  make("text", { x: x + 155, y }, svg, "no number");
 }
 function legend(svg, x, y, width, most) {
   const steps = 60;
@@ -186,72 +213,118 @@ function sides() { // which scans the panels draw, with their colour class
   return all.filter(([h], i) => h && (state.side === "difference" || !TWO || i === state.side || DATA.aligned));
 }
 
+function say(id, lines) {
+  element(id).textContent = lines.join(" ");
+  element(id).hidden = !lines.length;
+}
+const whose = scan => TWO ? `${scan.letter}: ` : "";
 function plane() {
-  const spectra = sides().map(([h, , kind]) => [h.eigenvalues || [], kind]);
+  const both = sides(), spectra = both.map(([h, , kind]) => [h.eigenvalues || [], kind]);
   const points = spectra.flatMap(([list]) => list);
+  say("plane-note", both.filter(([h]) => !h.eigenvalues).map(([h, s]) => whose(s) + (broken(h) ? "no eigenvalues: its weights are not finite."
+    : h.M === null ? "no eigenvalues: in cross-attention queries and keys read different streams."
+    : "not in this data: scan the model, not its JSON, or add --eigenvalues.")));
+  element("plane").style.display = points.length ? "" : "none";
+  if (!points.length) { element("plane").replaceChildren(); return; }
+  const width = room("plane"), height = Math.round(Math.min(330, Math.max(220, width * 0.6)));
   const reach = Math.max(1e-6, ...points.map(([a, b]) => Math.max(Math.abs(a), Math.abs(b)))) * 1.12;
-  const { svg, sx, sy, box } = frame("plane", 560, 330, [-reach * 1.77, reach * 1.77], [-reach, reach], ["real part", "imaginary part"]);
+  const aspect = (width - 58) / (height - 46); // the same scale on both axes
+  const { svg, sx, sy, box } = frame("plane", width, height, [-reach * aspect, reach * aspect], [-reach, reach], ["real part", "imaginary part"]);
   make("line", { class: "rule", x1: sx(0), x2: sx(0), y1: box.top, y2: box.bottom }, svg);
   make("line", { class: "rule", x1: box.left, x2: box.right, y1: sy(0), y2: sy(0) }, svg);
-  spectra.forEach(([list, kind]) => list.forEach(([a, b]) => make("circle", { class: `dot ${kind}`, cx: sx(a), cy: sy(b), r: 3.2 }, svg)));
-  sides().forEach(([h, , kind]) => {
+  spectra.forEach(([list, kind]) => list.forEach(([a, b]) => make("circle", { class: `dot ${kind}`, cx: sx(a), cy: sy(b), r: 3.4 }, svg)));
+  both.forEach(([h, , kind]) => {
     if (h.mean === null) return;
     make("path", { class: `curve ${kind}`, d: `M${sx(h.mean)} ${sy(0) - 8}V${sy(0) + 8}` }, svg);
   });
-  if (!points.length) make("text", { x: 300, y: 150, "text-anchor": "middle" }, svg, "no eigenvalues: cross-attention or NaN");
 }
-function curves(id, series, names, zero, y, width) {
-  const points = series.flatMap(([p]) => p);
-  if (!points.length) { make("text", { x: width / 2, y: 80, "text-anchor": "middle" }, clear(id, width, 170), "no meaning for this head"); return; }
+function curves(id, series, names, zero, y, options) {
+  const points = series.flatMap(([p]) => p), width = room(id);
+  if (!points.length) { make("text", { x: width / 2, y: 24, "text-anchor": "middle" }, clear(id, width, 40), "nothing to draw for this head"); return; }
   const ys = points.map(p => p[1]), low = Math.min(...ys, zero), high = Math.max(...ys, zero), pad = (high - low || 1) * 0.08;
-  const { svg, sx, sy, box } = frame(id, width, 190, [points[0][0], points.at(-1)[0]], y || [low - pad, high + pad], names);
+  const { svg, sx, sy, box } = frame(id, width, 200, [points[0][0], points.at(-1)[0]], y || [low - pad, high + pad], names, options);
   make("line", { class: "rule", x1: box.left, x2: box.right, y1: sy(zero), y2: sy(zero) }, svg);
   series.forEach(([p, kind]) => make("path", { class: `curve ${kind}`, d: path(p, sx, sy) }, svg));
 }
+const turns = layer => layer.frequencies || layer.note.split(", ").includes("rotary");
+function missingDrive([h, s]) {
+  if (broken(h)) return "no drive: its weights are not finite.";
+  return turns(s.layers[h.layer]) ? "its drive is not in this data: scan the model, not its JSON." : "no drive: this layer has no rotary positions.";
+}
 function panels() {
-  const both = sides(), first = both[0]?.[0];
-  const layer = SCANS[0].layers[state.layer] || SCANS[1]?.layers[state.layer];
-  document.getElementById("which").textContent = `Layer ${layer ? layer.short : state.layer}, head ${state.head}`;
-  document.getElementById("where").textContent = layer ? layer.name + (layer.note ? " · " + layer.note : "") : "";
-  const facts = document.getElementById("facts");
-  facts.innerHTML = [["M", "self-logit M", h => h.M], ["F", "spread √F", h => h.F === null ? null : Math.sqrt(h.F)], ["S", "symmetry S/F", METRICS.symmetry[3]],
-    ["k", "concentration κ", h => h.concentration], ["L", "localization Λ", h => h.localization], ["r", "stable rank", h => h.stable_rank],
-    ["b", "key bias", h => h.key_bias], ["H", "entropy", h => h.expected_entropy]]
-    .map(([, name, read]) => `<div><b>${both.map(([h]) => show(read(h))).join(" → ") || "–"}</b>${name}</div>`).join("");
+  const both = sides(), layer = both.length ? both[0][1].layers[state.layer] : null;
+  element("which").textContent = layer ? `Layer ${layer.short}, head ${state.head}` : "No head";
+  element("where").textContent = layer ? layer.name + (layer.note ? " · " + layer.note : "") : "This scan holds no attention head.";
+  element("facts").innerHTML = both.length ? [["self-logit M", h => h.M], ["spread √F", METRICS.sqrtF[3]], ["symmetry S/F", METRICS.symmetry[3]],
+    ["concentration κ", h => h.concentration], ["localization Λ", h => h.localization], ["stable rank", h => h.stable_rank],
+    ["key bias", h => h.key_bias], ["entropy", h => h.expected_entropy]]
+    .map(([name, read]) => `<div><b>${both.map(([h]) => show(read(h))).join(" → ")}</b>${name}</div>`).join("") : "";
+  findings(both);
+  for (const id of ["plane-card", "profiles"]) element(id).hidden = !both.length;
+  if (!both.length) return;
   plane();
-  const rotary = both.filter(([h, s]) => h.even && s.layers[state.layer].frequencies);
-  const width = rotary.length ? 270 : 560;
-  document.getElementById("drive-card").hidden = !rotary.length;
-  document.getElementById("profiles").classList.toggle("pair", rotary.length > 0);
-  curves("profile", both.filter(([h]) => h.M !== null).map(([h, , kind]) => [profile(h), kind]), ["position of the key, far to near", "ρ"], 0, [0, 1.02], width);
-  if (rotary.length) curves("drive", rotary.map(([h, s, kind]) => [drive(h, s.layers[state.layer]), kind]), ["offset in tokens", "mean logit"], 0, null, width);
+  const rotary = both.some(([h, s]) => turns(s.layers[h.layer])), driven = both.filter(([h, s]) => h.even && s.layers[h.layer].frequencies);
+  element("drive-card").hidden = !rotary;
+  element("profiles").classList.toggle("pair", rotary);
+  curves("profile", both.filter(([h]) => h.M !== null).map(([h, , kind]) => [profile(h), kind]), ["position of the key", "ρ"], 0, [0, 1.02], { ends: ["far", "near"] });
+  if (!rotary) return;
+  say("drive-note", both.filter(side => !driven.includes(side)).map(side => whose(side[1]) + missingDrive(side)));
+  curves("drive", driven.map(([h, s, kind]) => [drive(h, s.layers[h.layer]), kind]), ["offset in tokens", "mean logit"], 0, null);
+}
+function findings(both) {
   const names = [...new Set(both.flatMap(([h]) => h.flags))];
-  document.getElementById("findings").innerHTML = names.length
-    ? names.map(n => `<div class="finding"><b>${n}</b>${TWO && both.length === 2 ? ` <span>(${both.filter(([h]) => h.flags.includes(n)).map(([, s]) => escape(s.letter)).join(", ")})</span>` : ""}: ${escape(DATA.flags[n].meaning)}. <span>${escape(DATA.flags[n].way_out)}.</span></div>`).join("")
-    : `<p class="none">No flag: nothing about this head's spectrum stands out.</p>`;
-  if (first && first.approximation === "mixture") document.getElementById("findings").insertAdjacentHTML("beforeend", `<p class="none">Its profile comes from the exact mixture, not from the closed form.</p>`);
+  const lines = names.map(n => {
+    const letters = TWO && both.length === 2 ? ` <span>(${both.filter(([h]) => h.flags.includes(n)).map(([, s]) => escape(s.letter)).join(", ")})</span>` : "";
+    return `<div class="finding${harmless(n) ? " calm" : ""}"><b>${escape(n)}</b>${letters}: ${escape(about(n).meaning)}. <span>${escape(about(n).way_out)}.</span></div>`;
+  });
+  if (both.length && !names.length) lines.push(`<p class="none">No flag: nothing about this head's spectrum stands out.</p>`);
+  both.filter(([h]) => h.approximation === "mixture").forEach(([h, s]) => lines.push(`<p class="none">${escape(whose(s))}${h.profile
+    ? "Its profile comes from the exact mixture, not from the closed form."
+    : "Its Λ comes from the exact mixture, but the profile is not in this data: the closed form is drawn instead."}</p>`));
+  element("findings").innerHTML = lines.join("");
 }
 
+function shade(t) { // colour of the background of the map for Λ = t
+  const ramp = RAMPS[dark() ? "dark" : "light"], to = t < 0 ? ramp.low : ramp.high;
+  return `rgb(${ramp.middle.map((x, c) => Math.round(x + (to[c] - x) * Math.abs(t) * 0.75)).join(",")})`;
+}
+let tinted = ["", null];
+function tint(box, reach, high) { // narrow columns, each a gradient; kept while nothing it depends on changes
+  const key = [box.left, box.right, box.bottom, reach, high, dark()].join();
+  if (tinted[0] === key) return tinted[1];
+  const group = make("g", { class: "tint" }), columns = Math.round((box.right - box.left) / 3), w = (box.right - box.left) / columns, stops = 32;
+  for (let i = 0; i < columns; i++) {
+    const M = ((i + 0.5) / columns * 2 - 1) * reach;
+    const gradient = make("linearGradient", { id: `tint-${i}`, x1: 0, x2: 0, y1: 0, y2: 1 }, group);
+    for (let j = 0; j <= stops; j++) make("stop", { offset: j / stops, "stop-color": shade(lambda(M, 0, Math.max(1e-3, (1 - j / stops) * high) ** 2)) }, gradient);
+    make("rect", { x: box.left + i * w, y: box.top, width: w + 0.4, height: box.bottom - box.top, "shape-rendering": "crispEdges", fill: `url(#tint-${i})` }, group);
+  }
+  tinted = [key, group];
+  return group;
+}
 function phases() {
-  const drawn = SCANS.map((s, i) => [s, i]).filter(([, i]) => state.side === "difference" || i === state.side);
+  const drawn = shown().map(s => [s, SCANS.indexOf(s)]);
   const points = drawn.flatMap(([s, i]) => s.heads.filter(h => h.M !== null).map(h => [h, i]));
   const reach = Math.max(2.5, ...points.map(([h]) => Math.abs(h.M))) * 1.08;
   const high = Math.max(1.2, ...points.map(([h]) => Math.sqrt(h.F))) * 1.08;
-  const { svg, sx, sy, box } = frame("phases", 640, 300, [-reach, reach], [0, high], ["M, mean self-logit", "√F, spread of logits"]);
-  const nx = 90, ny = 44, w = (box.right - box.left) / nx, h = (box.bottom - box.top) / ny, ramp = RAMPS[dark() ? "dark" : "light"];
-  for (let i = 0; i < nx; i++) for (let j = 0; j < ny; j++) {
-    const M = -reach + (i + 0.5) / nx * 2 * reach, f = (1 - (j + 0.5) / ny) * high, t = lambda(M, 0, f * f);
-    const to = t < 0 ? ramp.low : ramp.high, k = Math.abs(t) * 0.75;
-    make("rect", { x: box.left + i * w, y: box.top + j * h, width: w + 0.4, height: h + 0.4, "shape-rendering": "crispEdges", fill: `rgb(${ramp.middle.map((x, c) => Math.round(x + (to[c] - x) * k)).join(",")})` }, svg);
-  }
+  const missing = drawn.flatMap(([s]) => s.heads).length - points.length;
+  say("phases-note", missing ? [missing === 1 ? "1 head has no M and is not on the map." : `${missing} heads have no M and are not on the map.`] : []);
+  const width = room("phases");
+  const { svg, sx, sy, box } = frame("phases", width, 326, [-reach, reach], [0, high], ["M, mean self-logit", "√F, spread of logits"], { below: 26 });
+  svg.appendChild(tint(box, reach, high));
+  const bar = Math.min(150, (box.right - box.left) - 170), at = (box.left + box.right - bar) / 2, y = 310;
+  for (let i = 0; i < 50; i++) make("rect", { class: "tint-key", x: at + i * bar / 50, y, width: bar / 50 + 0.5, height: 10, fill: shade(i / 24.5 - 1) }, svg);
+  make("text", { x: at - 6, y: y + 9, "text-anchor": "end" }, svg, "far keys, Λ −1");
+  make("text", { x: at + bar + 6, y: y + 9 }, svg, "Λ 1, near keys");
   const sharp = Math.sqrt(2 * Math.log(DATA.length));
   if (sharp < high) {
     make("line", { class: "rule", x1: box.left, x2: box.right, y1: sy(sharp), y2: sy(sharp) }, svg);
     make("text", { x: box.right - 4, y: sy(sharp) - 4, "text-anchor": "end" }, svg, "entropy collapses above");
   }
   make("line", { class: "rule", x1: sx(0), x2: sx(0), y1: box.top, y2: box.bottom }, svg);
-  points.forEach(([head, i]) => {
-    const here = head.layer === state.layer && head.head === state.head;
+  const isHere = head => head.layer === state.layer && head.head === state.head;
+  points.sort(([a], [b]) => isHere(a) - isHere(b)).forEach(([head, i]) => { // the chosen one on top
+    const here = isHere(head);
     const dot = make("circle", {
       class: "dot cell" + (i ? " second" : "") + (here ? " chosen" : "") + (state.flag && !head.flags.includes(state.flag) ? " dim" : ""),
       cx: sx(head.M), cy: sy(Math.sqrt(head.F)), r: here ? 5.5 : 3.4, "data-layer": head.layer, "data-head": head.head,
@@ -260,61 +333,110 @@ function phases() {
   });
 }
 
-function draw() { heatmap(); phases(); panels(); explain(); }
-function explain() { document.getElementById("explain").textContent = METRICS[state.metric][4]; }
-function choose(layer, head) { state.layer = layer; state.head = head; draw(); }
+function controls() { // what the reader can press shows what is chosen
+  element("explain").textContent = METRICS[state.metric][4];
+  element("metric").value = state.metric;
+  if (TWO) element("side").value = String(state.side);
+  element("flags").querySelectorAll("button").forEach(b => b.setAttribute("aria-pressed", String(b.dataset.flag === state.flag)));
+}
+let drawnAt = 0;
+function draw() { drawnAt = innerWidth; controls(); heatmap(); phases(); panels(); }
+function change(what) { Object.assign(state, what); draw(); remember(); }
+
+// ---- what is chosen: kept in the address, so that a reload and a copied link show the same ----
+function remember() {
+  const held = new URLSearchParams(), layer = shown()[0].layers[state.layer];
+  if (layer) { held.set("layer", layer.short); held.set("head", state.head); }
+  held.set("metric", state.metric);
+  if (TWO) held.set("side", state.side === "difference" ? state.side : SCANS[state.side].letter);
+  if (!state.guide) held.set("guide", "closed");
+  try { history.replaceState(null, "", `#${held}`); } catch { /* a frame without an address: nothing to keep it in */ }
+}
+function recall() { // true when the address names a head
+  const held = new URLSearchParams(location.hash.slice(1)), letter = SCANS.findIndex(s => s.letter === held.get("side"));
+  if (Object.hasOwn(METRICS, held.get("metric"))) state.metric = held.get("metric");
+  if (TWO && letter >= 0) state.side = letter;
+  if (TWO && DATA.aligned && held.get("side") === "difference") state.side = "difference";
+  state.guide = held.get("guide") !== "closed";
+  const layer = shown()[0].layers.findIndex(l => l.short === held.get("layer")), head = Number(held.get("head"));
+  if (!held.has("head") || !shown().some(s => headAt(s, layer, head))) return false;
+  Object.assign(state, { layer, head });
+  return true;
+}
+function toFlag(flag) { // to the first head that has it, in the scans shown; to the other scan when only that has one
+  const having = scans => scans.flatMap(s => s.heads.filter(h => h.flags.includes(flag))).sort((a, b) => a.layer - b.layer || a.head - b.head)[0];
+  let head = having(shown());
+  if (!head && TWO) {
+    const other = SCANS.findIndex(s => having([s]));
+    if (other >= 0) { state.side = other; head = having([SCANS[other]]); }
+  }
+  if (head) Object.assign(state, { layer: head.layer, head: head.head });
+  return Boolean(head);
+}
+function standout() { // the head with the largest value of the metric
+  const size = h => Math.abs(value(h.layer, h.head) ?? 0);
+  const best = shown()[0].heads.reduce((a, b) => a && size(a) >= size(b) ? a : b, null);
+  Object.assign(state, { layer: best ? best.layer : 0, head: best ? best.head : 0 });
+}
 
 function listen() {
-  for (const id of ["heatmap", "phases"]) document.getElementById(id).addEventListener("click", event => {
+  for (const id of ["heatmap", "phases"]) element(id).addEventListener("click", event => {
     const at = event.target.closest("[data-layer]");
-    if (at) choose(Number(at.dataset.layer), Number(at.dataset.head));
+    if (at) change({ layer: Number(at.dataset.layer), head: Number(at.dataset.head) });
   });
-  document.getElementById("heatmap").addEventListener("keydown", event => {
+  element("heatmap").addEventListener("keydown", event => {
     const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!move) return;
     event.preventDefault();
     const layer = state.layer + move[0], head = state.head + move[1];
-    if (SCANS.some(s => headAt(s, layer, head))) choose(layer, head);
+    if (shown().some(s => headAt(s, layer, head))) change({ layer, head });
   });
-  const metric = document.getElementById("metric");
+  const metric = element("metric");
   metric.innerHTML = Object.entries(METRICS).map(([k, m]) => `<option value="${k}">${m[0]}</option>`).join("");
-  metric.value = state.metric;
-  metric.addEventListener("change", () => { state.metric = metric.value; draw(); });
-  const side = document.getElementById("side");
+  metric.addEventListener("change", () => change({ metric: metric.value }));
+  const side = element("side");
   side.parentElement.hidden = !TWO;
   if (TWO) {
     const options = SCANS.map((s, i) => `<option value="${i}">${s.letter}: ${escape(s.name)}</option>`);
     if (DATA.aligned) options.push(`<option value="difference">B − A</option>`);
     side.innerHTML = options.join("");
-    side.value = String(state.side);
-    side.addEventListener("change", () => { state.side = side.value === "difference" ? side.value : Number(side.value); draw(); });
-    document.getElementById("keys").innerHTML = SCANS.map((s, i) => `<span class="key"><i class="${i ? "second" : ""}"></i>${s.letter}: ${escape(s.name)}</span>`).join("");
+    side.addEventListener("change", () => {
+      state.side = side.value === "difference" ? side.value : Number(side.value);
+      if (!shown().some(s => headAt(s, state.layer, state.head))) standout(); // the other model may not have this head
+      change({});
+    });
+    element("keys").innerHTML = SCANS.map((s, i) => `<span class="key"><i class="${i ? "second" : ""}"></i>${s.letter}: ${escape(s.name)}</span>`).join("");
   }
-  const counts = {};
-  SCANS.forEach(s => s.heads.forEach(h => h.flags.forEach(f => { counts[f] = (counts[f] || 0) + 1; })));
-  const bar = document.getElementById("flags");
-  Object.entries(counts).forEach(([name, n]) => {
+  flagButtons();
+  element("guide").querySelector("summary").addEventListener("click", () => { state.guide = !element("guide").open; remember(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  addEventListener("hashchange", () => { recall(); draw(); });
+  let waiting = 0;
+  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(() => { if (innerWidth !== drawnAt) draw(); }, 120); });
+}
+function flagButtons() {
+  const raised = new Set(SCANS.flatMap(s => s.heads.flatMap(h => h.flags)));
+  const known = Object.keys(DATA.flags).filter(name => raised.has(name)); // in the order of the table: the worst first
+  [...new Set([...known, ...raised])].forEach(name => {
+    const counts = SCANS.map(s => s.heads.filter(h => h.flags.includes(name)).length);
     const button = document.createElement("button");
-    button.className = "flag";
+    button.className = harmless(name) ? "flag calm" : "flag";
     button.type = "button";
-    button.setAttribute("aria-pressed", "false");
-    button.title = DATA.flags[name].meaning;
-    button.textContent = `${name} · ${n}`;
+    button.dataset.flag = name;
+    button.title = about(name).meaning;
+    button.textContent = `${name} · ${TWO ? SCANS.map((s, i) => `${s.letter} ${counts[i]}`).join(" · ") : counts[0]}`;
     button.addEventListener("click", () => {
       state.flag = state.flag === name ? null : name;
-      bar.querySelectorAll("button").forEach(b => b.setAttribute("aria-pressed", String(b === button && state.flag === name)));
-      draw();
+      if (state.flag) toFlag(name);
+      change({});
     });
-    bar.appendChild(button);
+    element("flags").appendChild(button);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 }
 
-function start() { // open on the head that stands out most
-  const size = h => Math.abs(value(h.layer, h.head) ?? 0);
-  const best = SCANS[0].heads.reduce((a, b) => size(b) > size(a) ? b : a);
-  state.layer = best.layer;
-  state.head = best.head;
+function start() { // on the head in the address, else on one that is broken, else on the one that stands out most
+  if (!recall() && !toFlag("nonfinite")) standout();
+  element("guide").open = state.guide && innerWidth >= 980;
   listen();
   draw();
 }
