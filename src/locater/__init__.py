@@ -1,6 +1,6 @@
 """Locater: an instrument for attention. Find every head, read its query-key spectrum, predict what it will do."""
 
-from locater import heads, theory
+from locater import heads, kernels, theory
 from locater.compare import Comparison, compare
 from locater.errors import LocaterError
 from locater.heads import AttentionLayer, attention_layers, register
@@ -20,6 +20,7 @@ __all__ = [
     "attention_layers",
     "compare",
     "heads",
+    "kernels",
     "moments",
     "register",
     "scan",
