@@ -158,6 +158,28 @@ def case(T: int, D: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
     return entry
 
 
+def table(result: dict[str, Any]) -> str:
+    """The results as docs/kernels.md shows them."""
+    lines = [
+        "| T | D | | log-sum-exp, entropy, max | extended | entropy and gradient | flash | cuDNN | Flex with lse and max | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in result["cases"]:
+        ms = entry["ms"]
+        flash, cudnn, both = (ms.get(name) for name in ("flash forward", "cudnn forward", "flash forward and backward"))
+        cells = [f"{entry['T']:,}", str(entry["D"]), f"{entry['dtype']} {'causal' if entry['causal'] else 'full'}"]
+        cells += [
+            f"{ms[n]:.2f} ms" + (f" ({ms[n] / flash:.2f}, {ms[n] / cudnn:.2f})" if flash else "")
+            for n in ("statistics", "statistics, extended")
+        ]
+        backward = ms["entropy, forward and backward"]
+        cells.append(f"{backward:.2f} ms" + (f" ({backward / both:.2f})" if both else ""))
+        cells += [f"{x:.2f} ms" if x else "-" for x in (flash, cudnn, ms.get("flex forward with lse and max"))]
+        cells.append(f"{entry['peak_MB']['statistics, extended']:.1f} MB")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def tune() -> list[dict[str, Any]]:
     from locater.kernels import triton_kernels
 
@@ -182,7 +204,11 @@ def main() -> None:
     ask.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention.json")
     ask.add_argument("--tune", action="store_true")
     ask.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 65536])
+    ask.add_argument("--table", action="store_true", help="print the results in --out as a table")
     args = ask.parse_args()
+    if args.table:
+        print(table(json.loads(args.out.read_text())))
+        return
     props = torch.cuda.get_device_properties(0)
     if args.tune:
         rows = tune()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -39,3 +40,23 @@ def test_the_tree_in_the_readme_names_every_module() -> None:
         if path.name not in tree and path.name != "__init__.py" and path not in families
     ]
     assert not missing
+
+
+def test_the_table_of_kernels_is_that_of_the_results() -> None:
+    made = runpy.run_path(str(ROOT / "benchmarks" / "attention.py"))["table"](
+        json.loads((ROOT / "benchmarks/results/attention.json").read_text())
+    )
+    assert made in (ROOT / "docs" / "kernels.md").read_text(), "python benchmarks/attention.py --table"
+
+
+def test_the_readme_quotes_the_benchmark() -> None:
+    text = (ROOT / "README.md").read_text()
+    held = json.loads((ROOT / "benchmarks/results/checkpoint.json").read_text())
+    ours, default, half = held["locater"], held["transformer_lens"], held["transformer_lens_bfloat16"]
+    for figure in (
+        f"{ours['seconds']:.2f} s | {ours['peak_over_import'] / 1e6:.0f} MB",
+        f"{default['seconds']:.2f} s ({default['seconds'] / ours['seconds']:.1f} x) | {default['peak_over_import'] / 1e6:,.0f} MB",
+        f"{half['seconds']:.2f} s ({half['seconds'] / ours['seconds']:.1f} x) | {half['peak_over_import'] / 1e6:.0f} MB",
+        f"{held['moments']['moments_over_floor']:.2f} times one product",
+    ):
+        assert figure in text, figure

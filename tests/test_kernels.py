@@ -185,6 +185,10 @@ def check_layouts(backend: Backend, device: str) -> None:
     closed = torch.zeros(1, 1, 37, 50, device=device).masked_fill(torch.rand(1, 1, 37, 50, generator=g).to(device) > 0.5, -torch.inf)
     for terms in ({"mask": big[:, :, 3:40, 7:57]}, {"bias": turned.mT}):
         compare(attention_statistics(q, k, per_key=True, backend=backend, **terms), exact(q, k, **terms), 1e-4)
+    for scale in (-0.3, 2.0):
+        compare(
+            attention_statistics(q, k, scale=scale, causal=True, per_key=True, backend=backend), exact(q, k, scale=scale, causal=True), 1e-4
+        )
     want = exact(q, k, mask=closed == 0)
     names = ("entropy", "row_mass", "max_logit", "log_sum_exp", "sum_of_squares")  # `visible` counts what masks allow
     compare(attention_statistics(q, k, bias=closed, backend=backend), {name: want[name] for name in names}, 1e-4)

@@ -28,9 +28,13 @@ EMPTY = tl.constexpr(-1.0e30)  # finite, so that 0 x EMPTY is 0
 @triton.jit
 def _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
           CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
-          MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Logits of a tile in natural units after scale, bias and cap; and which of them count (i, j are positions in rows and keys)."""
-    x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+          MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+          RAW: tl.constexpr = False):  # fmt: skip
+    """Logits of a tile in natural units after scale, bias and cap (RAW: before the scale, where nothing else acts on them), and
+    which of them count. i and j are positions in rows and keys."""
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if not RAW:
+        x = x * scale
     at = i + (S - T)
     distance = at[:, None] - j[None, :]
     inside = (i < T)[:, None] & (j < S)[None, :]
@@ -58,23 +62,29 @@ def _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alib
 
 
 @triton.jit
-def _add_tile(x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, EDGE: tl.constexpr, COUNT: tl.constexpr,
-              EXTENDED: tl.constexpr, FIRST_TILE: tl.constexpr, SELF: tl.constexpr):  # fmt: skip
-    """One step of the online softmax with its companions."""
-    x = x * LOG2E
-    if EDGE:
+def _add_tile(x, unit, seen, distance, at, j, m, s, a, s2, far, first_s, self_s, count, first, EDGE: tl.constexpr, COUNT: tl.constexpr,
+              EXTENDED: tl.constexpr, FIRST_TILE: tl.constexpr, SELF: tl.constexpr, BEHIND: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """One step of the online softmax with its companions; x * unit is in units of log 2. BEHIND: every key is before its query."""
+    if BIAS:
+        seen = seen & (x > -1.0e29)  # a bias of -inf is a mask
+    if EDGE or BIAS:
         x = tl.where(seen, x, EMPTY)
-    x = tl.maximum(x, EMPTY)  # a bias of -inf is a mask
-    new = tl.maximum(m, tl.max(x, 1))
+    new = tl.maximum(m, tl.max(x, 1) * unit)
     shift = m - new
     alpha = tl.exp2(shift)
-    y = x - new[:, None]
+    y = x * unit - new[:, None]
+    if EDGE or BIAS:
+        y = tl.where(seen, y, EMPTY)  # fused with the subtraction, EMPTY * unit leaves a rounding of 1e22 behind
     e = tl.exp2(y)
     a = alpha * (a + shift * s) + tl.sum(y * e, 1)
-    s = alpha * s + tl.sum(e, 1)
+    here = tl.sum(e, 1)
+    s = alpha * s + here
     if EXTENDED:
         s2 = alpha * alpha * s2 + tl.sum(e * e, 1)
-        far = alpha * far + tl.sum(e * tl.abs(distance).to(tl.float32), 1)
+        if BEHIND:  # sum e (i - j) without a tile of distances
+            far = alpha * far + at.to(tl.float32) * here - tl.sum(e * j.to(tl.float32)[None, :], 1)
+        else:
+            far = alpha * far + tl.sum(e * tl.abs(distance).to(tl.float32), 1)
         first_s = alpha * first_s
         self_s = alpha * self_s
         if FIRST_TILE:
@@ -108,6 +118,11 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
     first_s = tl.zeros([BLOCK_M], tl.float32)
     self_s = tl.zeros([BLOCK_M], tl.float32)
     count = tl.zeros([BLOCK_M], tl.int32)
+    RAW: tl.constexpr = not (BIAS or CAP or ALIBI)
+    unit = LOG2E * 1.0
+    if RAW:
+        unit = scale * LOG2E  # one multiplication for the scale and the change of base
+    at = i + (S - T)
     low, high, plain_high = _span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
     head = low
     if EXTENDED:  # tiles that hold the first keys count them; they come first, and are few
@@ -116,25 +131,28 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
             j = start + tl.arange(0, BLOCK_N)
             k = tl.load(keys + j[:, None].to(tl.int64) * kt, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
             x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                                      CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
+                                      CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION, RAW)  # fmt: skip
             m, s, a, s2, far, first_s, self_s, count = _add_tile(
-                x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, True, COUNT, EXTENDED, True, True)  # fmt: skip
+                x, unit, seen, distance, at, j, m, s, a, s2, far, first_s, self_s, count, first,
+                True, COUNT, EXTENDED, True, True, False, BIAS)  # fmt: skip
     plain_high = tl.maximum(plain_high, head)
     for start in range(head, plain_high, BLOCK_N):  # every key of these tiles is visible: no mask to build
         j = start + tl.arange(0, BLOCK_N)
         k = tl.load(keys + j[:, None].to(tl.int64) * kt, mask=(d < D)[None, :], other=0.0)
         x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                                  CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, False, PRECISION)  # fmt: skip
+                                  CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, False, PRECISION, RAW)  # fmt: skip
         m, s, a, s2, far, first_s, self_s, count = _add_tile(
-            x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, False, COUNT, EXTENDED, False, not CAUSAL)  # fmt: skip
+            x, unit, seen, distance, at, j, m, s, a, s2, far, first_s, self_s, count, first,
+            False, COUNT, EXTENDED, False, not CAUSAL, CAUSAL, BIAS)  # fmt: skip
     for start in range(plain_high, high, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         k = tl.load(keys + j[:, None].to(tl.int64) * kt, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
         x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                                  CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
+                                  CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION, RAW)  # fmt: skip
         m, s, a, s2, far, first_s, self_s, count = _add_tile(
-            x, seen, distance, j, m, s, a, s2, far, first_s, self_s, count, first, True, COUNT, EXTENDED, False, True)  # fmt: skip
-    shown = m > EMPTY / 2
+            x, unit, seen, distance, at, j, m, s, a, s2, far, first_s, self_s, count, first,
+            True, COUNT, EXTENDED, False, True, False, BIAS)  # fmt: skip
+    shown = m > -1.0e20  # far below any logit, far above EMPTY in any unit
     top, total = m, s
     if SINKS:
         sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
@@ -142,23 +160,23 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
         total = s * tl.exp2(m - top) + tl.exp2(sink - top)
     rest = (top - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
     w = tl.where(shown, tl.exp2(-rest), 0.0)
-    at = tl.program_id(0).to(tl.int64) * T + i
+    row = tl.program_id(0).to(tl.int64) * T + i
     inside = i < T
     nothing = float("-inf")
-    tl.store(Lse + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
-    tl.store(Max + at, tl.where(shown, m * LN2, nothing), mask=inside)
-    tl.store(Mass + at, s * w, mask=inside)
-    tl.store(Entropy + at, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
+    tl.store(Lse + row, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
+    tl.store(Max + row, tl.where(shown, m * LN2, nothing), mask=inside)
+    tl.store(Mass + row, s * w, mask=inside)
+    tl.store(Entropy + row, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
     if COUNT:
-        tl.store(Count + at, count, mask=inside)
+        tl.store(Count + row, count, mask=inside)
     if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
-        tl.store(Base + at, tl.where(shown, m, float("inf")), mask=inside)
-        tl.store(Rest + at, tl.where(shown, rest, 0.0), mask=inside)
+        tl.store(Base + row, tl.where(shown, m, float("inf")), mask=inside)
+        tl.store(Rest + row, tl.where(shown, rest, 0.0), mask=inside)
     if EXTENDED:
-        tl.store(Squares + at, s2 * w * w, mask=inside)
-        tl.store(Far + at, far * w, mask=inside)
-        tl.store(First + at, first_s * w, mask=inside)
-        tl.store(Self + at, self_s * w, mask=inside)
+        tl.store(Squares + row, s2 * w * w, mask=inside)
+        tl.store(Far + row, far * w, mask=inside)
+        tl.store(First + row, first_s * w, mask=inside)
+        tl.store(Self + row, self_s * w, mask=inside)
 
 
 @triton.jit
@@ -276,6 +294,8 @@ def statistics(
     q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool, blocks: dict[str, int] | None = None
 ) -> AttentionStatistics:
     """q (B, H, T, D), k (B, K, S, D); float32 or half precision, sums in float32."""
+    if terms.scale <= 0:  # the running maximum of unscaled products needs a positive scale
+        terms, q = replace(terms, scale=-terms.scale or 1.0), -q if terms.scale else torch.zeros_like(q)
     B, H, T, D = q.shape
     S = k.shape[-2]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -370,24 +390,26 @@ def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, An
         "D": D, "CAUSAL": terms.causal, "WINDOW": terms.window is not None, "CAP": terms.softcap is not None,
         "PAD": terms.padding is not None, "DOC": terms.documents is not None, "MASK": terms.mask is not None,
         "BIAS": terms.bias is not None, "ALIBI": terms.alibi is not None,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",  # three products of rounded parts: float32 to a few 1e-7
     }  # fmt: skip
     return arguments, flags
 
 
 TILES = {  # (head size, extended): BLOCK_M, BLOCK_N, warps, stages; the fastest on an H200 (benchmarks/results/attention-tuning.json)
-    (64, False): (64, 128, 4, 2),
-    (64, True): (128, 128, 4, 2),
+    (64, False): (128, 128, 8, 3),
+    (64, True): (64, 64, 4, 3),
     (128, False): (128, 128, 8, 2),
-    (128, True): (64, 128, 4, 3),
+    (128, True): (64, 64, 4, 3),
 }
 
 
 def _blocks(D: int, dtype: torch.dtype, extended: bool = False, backward: bool = False) -> dict[str, int]:
     """Tile sizes and launch settings."""
     wide = max(16, triton.next_power_of_2(D))
-    if dtype == torch.float32 or wide > 128:
+    if wide > 128:
         m, n, warps, stages = 64, 32, 4, 2
+    elif dtype == torch.float32:
+        m, n, warps, stages = 64, 64, 4, 2
     elif backward:
         m, n, warps, stages = 64, 64, 4, 2
     else:
