@@ -158,7 +158,7 @@ def moments(
     >>> m.trace.item(), m.frobenius_sq.item(), m.mean.item(), m.variance.item()
     (5.0, 17.0, 2.5, 2.25)
     """
-    q, k = _upcast(W_Q), _upcast(W_K)
+    q, k = upcast(W_Q), upcast(W_K)
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k = q.to(dtype), k.to(dtype)
     with torch.autocast(q.device.type, enabled=False):  # inside a training step it would take the products to half precision
@@ -171,7 +171,7 @@ def moments(
 
 def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) -> Moments:
     """The part of the moments that cross-attention keeps: the Frobenius norm and the singular values."""
-    q, k = _upcast(W_Q), _upcast(W_K)
+    q, k = upcast(W_Q), upcast(W_K)
     dtype = torch.promote_types(q.dtype, k.dtype)
     query_gram, key_gram = q.to(dtype) @ q.to(dtype).mT, k.to(dtype) @ k.to(dtype).mT
     shape = torch.broadcast_shapes(query_gram.shape, key_gram.shape)
@@ -238,7 +238,8 @@ def _times(w: Tensor, covariance: Tensor) -> Tensor:
     return w * c if c.ndim == 1 else w @ c
 
 
-def _upcast(w: Tensor) -> Tensor:
+def upcast(w: Tensor) -> Tensor:
+    """float32 at least."""
     return w if w.dtype in (torch.float32, torch.float64) else w.float()
 
 

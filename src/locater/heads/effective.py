@@ -17,7 +17,7 @@ from torch import Tensor
 
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm
-from locater.spectrum import Moments, cross_moments, moments
+from locater.spectrum import Moments, cross_moments, moments, upcast
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,6 @@ def effective(layer: AttentionLayer, raw: bool = False) -> Effective:
 
 def _heads(projection: Projection, heads: int) -> Tensor:
     return projection.weight().unflatten(0, (heads, -1))
-
-
-def upcast(x: Tensor) -> Tensor:
-    """float32 at least."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def folded(weight: Tensor, projection: Projection, norm: Norm) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from locater.heads.effective import centred, folded, mean_field_gain, upcast
+from locater.heads.effective import centred, folded, mean_field_gain
 from locater.heads.layer import Projection
 from locater.heads.norm import Norm
+from locater.spectrum import upcast
 
 
 @dataclass(frozen=True)

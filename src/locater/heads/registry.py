@@ -4,48 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from itertools import chain
 
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.heads import (
-    albert,
-    bart,
-    bert,
-    bloom,
-    clip,
-    cohere,
-    deberta_v2,
-    deepseek,
-    dinov2,
-    distilbert,
-    falcon,
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    llama,
-    mpnet,
-    olmo2,
-    opt,
-    phi,
-    phi3,
-    qwen2,
-    qwen3,
-    siglip,
-    stablelm,
-    starcoder2,
-    t5,
-    timm,
-    torch_mha,
-    vit,
-    whisper,
-    xlnet,
-)
+from locater.heads import timm, torch_mha
 from locater.heads.layer import AttentionLayer
 from locater.heads.named import examples, layers_by_name
 from locater.heads.readers import Config, Source, open_source
@@ -53,42 +18,45 @@ from locater.heads.weights import ModuleWeights, Weights
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
 
-FAMILIES = (
-    albert,
-    bart,
-    bert,
-    bloom,
-    clip,
-    cohere,
-    deberta_v2,
-    deepseek,
-    dinov2,
-    distilbert,
-    falcon,
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    llama,
-    mpnet,
-    olmo2,
-    opt,
-    phi,
-    phi3,
-    qwen2,
-    qwen3,
-    siglip,
-    stablelm,
-    starcoder2,
-    t5,
-    timm,
-    torch_mha,
-    vit,
-    whisper,
-    xlnet,
+FAMILIES = tuple(
+    import_module(f"locater.heads.{name}")
+    for name in (
+        "albert",
+        "bart",
+        "bert",
+        "bloom",
+        "clip",
+        "cohere",
+        "deberta_v2",
+        "deepseek",
+        "dinov2",
+        "distilbert",
+        "falcon",
+        "gemma2",
+        "gemma3",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "gptj",
+        "granite",
+        "llama",
+        "mpnet",
+        "olmo2",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "siglip",
+        "stablelm",
+        "starcoder2",
+        "t5",
+        "timm",
+        "torch_mha",
+        "vit",
+        "whisper",
+        "xlnet",
+    )
 )
 _readers: dict[str, Reader] = {model_type: family.layers for family in FAMILIES for model_type in family.MODEL_TYPES}
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from locater.kernels.terms import AttentionStatistics, Terms
+from locater.spectrum import upcast
 
 ELEMENTS = 1 << 24  # logits held at a time
 
@@ -21,12 +22,12 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
     """q (B, H, T, D), k (B, K, S, D) with H a multiple of K."""
     B, H, T, _ = q.shape
     S = k.shape[-2]
-    keys = precise(k).repeat_interleave(H // k.shape[1], 1)
+    keys = upcast(k).repeat_interleave(H // k.shape[1], 1)
     parts: list[AttentionStatistics] = []
     received = keys.new_zeros(B, H, S) if per_key else None
     lookers = keys.new_zeros(1, 1, S) if per_key else None
     for rows in row_chunks(B, H, T, S):
-        logits = terms.logits(precise(q[:, :, rows]), keys, rows, T)
+        logits = terms.logits(upcast(q[:, :, rows]), keys, rows, T)
         seen = terms.visible(rows, T, S, q.device)
         kept, p = _of_rows(logits, seen, terms, rows, T, extended)
         parts.append(kept)
@@ -72,10 +73,10 @@ def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: T
     """Gradients of sum(grad * entropy): d H / d logit_j = -p_j (log p_j + 1 - mass + H), logits computed again, O(T) memory."""
     B, H, T, _ = q.shape
     K, S = k.shape[1], k.shape[-2]
-    keys = precise(k).repeat_interleave(H // K, 1)
+    keys = upcast(k).repeat_interleave(H // K, 1)
     dq, dk = torch.zeros_like(q, dtype=keys.dtype), torch.zeros_like(keys)
     for rows in row_chunks(B, H, T, S):
-        query = precise(q[:, :, rows])
+        query = upcast(q[:, :, rows])
         logits = terms.logits(query, keys, rows, T)
         seen = terms.visible(rows, T, S, q.device) & lse[:, :, rows, None].isfinite()
         log_p = logits - torch.where(lse.isfinite(), lse, torch.zeros_like(lse))[:, :, rows, None]
@@ -87,11 +88,6 @@ def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: T
         dq[:, :, rows] = terms.scale * (slope @ keys)
         dk += terms.scale * (slope.mT @ query)
     return dq.to(q.dtype), dk.unflatten(1, (K, -1)).sum(2).to(k.dtype)
-
-
-def precise(x: Tensor) -> Tensor:
-    """float32 at least."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
