@@ -407,3 +407,11 @@ def test_the_gradient_at_a_zero_map_is_finite(name: str) -> None:
     getattr(moments(q, k), name).backward()
     assert bool(q.grad.isfinite().all())
     assert bool(k.grad.isfinite().all())
+
+
+def test_shapes_are_checked_at_run_time() -> None:
+    """The import hook of conftest.py is at work: a wrong shape is caught at the door, by its annotation."""
+    from jaxtyping import TypeCheckError
+
+    with pytest.raises(TypeCheckError):
+        moments(torch.zeros(2, 3), torch.zeros(2, 4))
