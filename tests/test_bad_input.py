@@ -239,6 +239,18 @@ def test_quantised_pickles_are_refused(run: Run, broken: Path, tmp_path: Path) -
     assert "is stored as torch.int8 (quantised)" in refused(run, tmp_path, broken)
 
 
+def test_quantised_weights_are_refused_however_they_are_named(broken: Path) -> None:
+    """Named tensors and PyTorch's own attention read through the same door as the families."""
+    tensors = {n: (t * 10).to(torch.int8) if "proj" in n else t for n, t in load_file(broken / "model.safetensors").items()}
+    torch.save(tensors, broken / "weights.pt")
+    with pytest.raises(LocaterError, match="quantised"):
+        scan(broken / "weights.pt", query="*.q_proj.weight", key="*.k_proj.weight", heads=4)
+    torch.save({n: (t * 10).to(torch.int8) for n, t in nn.MultiheadAttention(16, 2).state_dict().items()}, broken / "own.pt")
+    (broken / "config.json").unlink()
+    with pytest.raises(LocaterError, match="quantised"):
+        scan(broken / "own.pt", heads=2)
+
+
 def test_two_checkpoints_in_one_folder_are_not_mixed(run: Run, broken: Path, tmp_path: Path) -> None:
     file = broken / "model.safetensors"
     shutil.copy(file, broken / "step-2.safetensors")

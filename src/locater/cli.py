@@ -64,7 +64,7 @@ def scan_command(
         heads=heads, progress=_progress,
     )  # fmt: skip
     _deliver(found, json, report, eigenvalues)
-    crossed = [(c.text, row) for c in conditions for row in found.rows if c.test({**vars(row)})]
+    crossed = [(c.text, row) for c in conditions for row in found.rows if c.test(vars(row))]
     if crossed:
         text, row = crossed[0]
         count = len({(r.layer, r.head) for _, r in crossed})

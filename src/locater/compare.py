@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -41,7 +42,7 @@ class Comparison:
 
     def medians(self) -> dict[str, tuple[float | None, float | None]]:
         """Median over heads of the main columns, in a and in b."""
-        return {name: (_median(self.a.rows, name), _median(self.b.rows, name)) for name in SHOWN}
+        return {name: (known_median(row[name] for row in self.a.rows), known_median(row[name] for row in self.b.rows)) for name in SHOWN}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -103,6 +104,7 @@ def _change(a: HeadRow, b: HeadRow) -> Change:
     return Change(a.layer, a.head, difference, gained, lost)
 
 
-def _median(rows: list[HeadRow], name: str) -> float | None:
-    known = [row[name] for row in rows if row[name] is not None]
+def known_median(values: Iterable[float | None]) -> float | None:
+    """Median of the numbers there are; None where there is none."""
+    known = [value for value in values if value is not None]
     return median(known) if known else None

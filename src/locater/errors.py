@@ -3,3 +3,8 @@
 
 class LocaterError(Exception):
     """Bad input. The command line prints the message on one line and exits with status 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception from elsewhere says, on one line; its kind where it says nothing."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -24,7 +24,7 @@ from locater.theory.localization import SKEW_LIMIT
 
 LENGTH = 256
 PROFILE = 65  # points of a profile that has no closed form
-Progress = Callable[[Iterable[AttentionLayer], int], Iterable[AttentionLayer]]
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # wraps what is gone through; the number is how many
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,9 @@ def scan(
     if shard is not None:
         found = _part(found, *shard)
     wanted = Wanted(length, raw, eigenvalues, details)
-    numbers = {id(layer): number for number, layer in found}
     rows: list[HeadRow] = []
-    layers = [layer for _, layer in found]
-    for layer in progress(layers, len(layers)) if progress else layers:
-        rows.extend(_rows(layer, numbers[id(layer)], wanted))
+    for number, layer in progress(found, len(found)) if progress else found:
+        rows.extend(_rows(layer, number, wanted))
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
     again = partial(_again, _kept(source), length=length, raw=raw, shard=shard, query=query, key=key, heads=heads, kv_heads=kv_heads)
     return Scan(name, assumptions, [_entry(layer, number, details) for number, layer in found], rows, again)
@@ -117,14 +115,13 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bo
         notes.append("position biases, soft-caps and sinks are in the layer but not in the prior: it speaks of the query-key map alone")
     if any(x.kind == "cross" for x in layers):
         notes.append("cross-attention: traces, M, S and localization have no meaning and are left out")
+    weights = "effective: norm gains and biases folded into queries and keys"
+    if raw or named:
+        weights = "as stored" if raw else "as named: stored maps and their biases, no norm"
     return {
         "prediction": "prior",
         "tokens": "unit tokens: mean 0, |z|² = width, covariance I (I - 11ᵀ/d after LayerNorm)",
-        "weights": "as stored"
-        if raw
-        else "as named: stored maps and their biases, no norm"
-        if named
-        else "effective: norm gains and biases folded into queries and keys",
+        "weights": weights,
         "length": length,
         "layers": len(layers),
         "notes": notes,
@@ -189,8 +186,7 @@ def _read(layer: AttentionLayer, raw: bool) -> tuple[Moments, Tensor]:
 
 def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, list[Any]]:
     """The computed columns of the heads of one layer."""
-    table: dict[str, Tensor] = {name: getattr(m, name) for name in ("frobenius_sq", "spectral_norm")}
-    table["stable_rank"] = torch.where(m.frobenius_sq > 0, m.frobenius_sq / table["spectral_norm"] ** 2, torch.zeros(()))
+    table: dict[str, Tensor] = {name: getattr(m, name) for name in ("frobenius_sq", "spectral_norm", "stable_rank")}
     table["F"], table["key_bias"] = m.frobenius_sq * scale**2, key_bias
     variance = torch.tensor([key_variance(f, b) for f, b in zip(table["F"].tolist(), key_bias.tolist(), strict=True)])
     table["expected_entropy"] = expected_entropy(variance, length)
@@ -198,7 +194,7 @@ def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[st
         return {name: [_finite(x) for x in column.tolist()] for name, column in table.items()}
     for name in ("trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew"):
         table[name] = getattr(m, name)
-    table["M"], table["S"], table["F"] = unit_moments(m, scale)
+    table["M"], table["S"], _ = unit_moments(m, scale)
     few = table["skew"].abs() > SKEW_LIMIT
     table["localization"] = localization(table["M"], table["S"], table["F"])
     table["localization"][few] = mixture_localization(m.select(few), scale)

@@ -129,9 +129,8 @@ class Moments:
 
     def scaled(self, factor: float) -> Moments:
         """Moments of factor * W."""
-        root = math.sqrt(abs(factor))
-        sign = math.copysign(1.0, factor)
-        return Moments(self.query_gram * root**2, self.key_gram * root**2, None if self.cross is None else self.cross * (sign * root**2))
+        size = abs(factor)
+        return Moments(self.query_gram * size, self.key_gram * size, None if self.cross is None else self.cross * factor)
 
     def cpu(self) -> Moments:
         """The same on the CPU."""

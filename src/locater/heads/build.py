@@ -21,22 +21,30 @@ def optional(weights: Weights, name: str, rows: Rows | None = None) -> Tensor | 
 
 def projection(weights: Weights, stem: str, rows: Rows | None = None) -> Projection:
     """`stem.weight` (out, in) and `stem.bias` where present; `rows` picks and orders output rows of a fused map."""
-    name = f"{stem}.weight"
+    return matrix(weights, f"{stem}.weight", optional(weights, f"{stem}.bias", rows), rows)
+
+
+def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None = None) -> Projection:
+    """The map stored as `name`, (out, in); read when it is called for."""
     shape = shape_of(weights, name)
+    if len(shape) != 2:
+        raise LocaterError(
+            f"{weights.where}: {name} has shape {list(shape)}; a query or key map has two axes, and so have values and outputs"
+        )
+    stem = name.removesuffix(".weight")
     scales = [other for other in (f"{name}_scale_inv", f"{name}_scale", f"{stem}.scales", f"{stem}.SCB") if other in weights.names()]
     if scales:
         raise LocaterError(f"{weights.where}: {name} is quantised ({scales[0]} scales it): dequantise the checkpoint first (to bfloat16)")
     out = shape[0] if rows is None else sum(b - a for a, b in rows)
-    if len(shape) != 2:
-        raise LocaterError(f"{weights.where}: {name} has shape {list(shape)}; a query, key, value or output map has two axes")
+    return Projection(lambda: read_floats(weights, name, rows), (out, shape[1]), bias)
 
-    def read() -> Tensor:
-        tensor = weights.read(name, rows)
-        if not tensor.is_floating_point():
-            raise LocaterError(f"{weights.where}: {name} is stored as {tensor.dtype} (quantised): dequantise the checkpoint first")
-        return tensor
 
-    return Projection(read, (out, shape[1]), optional(weights, f"{stem}.bias", rows))
+def read_floats(weights: Weights, name: str, rows: Rows | None = None) -> Tensor:
+    """A big tensor, refused where its numbers are not what they seem."""
+    tensor = weights.read(name, rows)
+    if not tensor.is_floating_point():
+        raise LocaterError(f"{weights.where}: {name} is stored as {tensor.dtype} (quantised): dequantise the checkpoint first")
+    return tensor
 
 
 def within_heads(whole: Projection, heads: int, order: Sequence[int]) -> Projection:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.heads.weights import Rows, take_rows
 
 MODEL_TYPES = {  # architectures whose layout is known
@@ -43,9 +43,7 @@ def open_gguf(path: Path) -> tuple[GGUFWeights, dict[str, Any]]:
         held = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except Exception as error:  # the package raises whatever its parsing runs into
-        raise LocaterError(
-            f"{path}: not a readable GGUF file ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        ) from None
+        raise LocaterError(f"{path}: not a readable GGUF file ({first_line(error)})") from None
     architecture = str(held.get("general.architecture"))
     if architecture not in MODEL_TYPES:
         raise LocaterError(f"{path}: GGUF architecture {architecture!r} is not supported (known: {', '.join(sorted(MODEL_TYPES))})")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from locater.heads.build import expect, expect_layers, integer, norm, optional, shape_of
+from locater.heads.build import expect, expect_layers, integer, norm, optional, read_floats, shape_of
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.readers import Config
 from locater.heads.weights import Weights, numbered
@@ -49,6 +49,6 @@ def _columns(weights: Weights, stem: str, start: int, stop: int) -> Projection:
     bias = optional(weights, f"{stem}.bias", [(start, stop)])
 
     def read() -> Tensor:
-        return weights.read(name)[:, start:stop].mT
+        return read_floats(weights, name)[:, start:stop].mT
 
     return Projection(read, (stop - start, shape_of(weights, name)[0]), bias)

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 
 from locater.errors import LocaterError
-from locater.heads.layer import AttentionLayer, Projection
-from locater.heads.weights import Weights
+from locater.heads.build import matrix, optional
+from locater.heads.layer import AttentionLayer
+from locater.heads.weights import Weights, natural
 
 
 def layers_by_name(weights: Weights, query: str, key: str, heads: int, kv_heads: int | None = None) -> Iterator[AttentionLayer]:
@@ -16,11 +17,11 @@ def layers_by_name(weights: Weights, query: str, key: str, heads: int, kv_heads:
     Weights are taken as (heads x head_dim, width), the layout of nn.Linear. Key heads are counted from the rows.
     """
     queries, keys = _matches(weights, query, "--query"), _matches(weights, key, "--key")
-    for index, (where, q_name) in enumerate(sorted(queries.items(), key=lambda item: _order(item[0]))):
+    for index, (where, q_name) in enumerate(sorted(queries.items(), key=lambda item: natural(item[0]))):
         if where not in keys:
             raise LocaterError(f"{weights.where}: {q_name} has no partner that matches --key {key!r}")
         k_name = keys[where]
-        q, k = _matrix(weights, q_name), _matrix(weights, k_name)
+        q, k = (matrix(weights, name, optional(weights, f"{name.removesuffix('.weight')}.bias")) for name in (q_name, k_name))
         if q.shape[0] % heads:
             raise LocaterError(f"{weights.where}: {q_name} has {q.shape[0]} rows, which {heads} heads do not divide: change --heads")
         head_dim = q.shape[0] // heads
@@ -44,22 +45,9 @@ def _matches(weights: Weights, pattern: str, option: str) -> dict[tuple[str, ...
     return found
 
 
-def _matrix(weights: Weights, name: str) -> Projection:
-    shape = weights.shape(name)
-    if len(shape) != 2:
-        raise LocaterError(f"{weights.where}: {name} has shape {list(shape)}; a query or key map has two axes")
-    stem = name.removesuffix(".weight")
-    bias = f"{stem}.bias"
-    return Projection(lambda: weights.read(name), (shape[0], shape[1]), weights.read(bias) if bias in weights.names() else None)
-
-
 def examples(weights: Weights, most: int = 6) -> str:
     """Some matrices of the source, the likeliest first, layer numbers folded: for error messages."""
     folded = {re.sub(r"\.\d+\.", ".*.", n): weights.shape(n) for n in weights.names() if len(weights.shape(n)) == 2}
     likely = sorted(folded, key=lambda n: (not re.search(r"(^|[._])(q|k|w[qk]|query|key|qkv|q_proj|k_proj|attn|attention)([._]|$)", n), n))
     shown = [f"{name} {list(folded[name])}" for name in likely[:most]]
     return ", ".join(shown) + (f" and {len(folded) - most} more" if len(folded) > most else "") if shown else "no matrices"
-
-
-def _order(groups: tuple[str, ...]) -> list[tuple[int, str]]:
-    return [(int(g), "") if g.isdigit() else (-1, g) for g in groups]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.heads.weights import DictWeights, ModuleWeights, Rows, Weights
 
 Config = dict[str, Any]
@@ -204,8 +204,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
             f"{path}: holds more than weights, so opening it would run its code: refused. Save it again as safetensors"
         ) from None
     except Exception as error:  # bytes that are no pickle make the unpickler raise anything at all
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LocaterError(f"{path}: not a readable weights file ({reason})") from None
+        raise LocaterError(f"{path}: not a readable weights file ({first_line(error)})") from None
     if isinstance(held, Mapping) and isinstance(held.get("state_dict"), Mapping):
         held = held["state_dict"]
     if not isinstance(held, Mapping) or not any(isinstance(v, Tensor) for v in held.values()):
@@ -242,6 +241,5 @@ def _from_hub(name: str) -> Path:
             if any(folder.glob(f"*.{kind}")):
                 break
     except Exception as error:  # the hub client raises a dozen kinds: not found, gated, offline, disk full
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LocaterError(f"{name}: no such file or folder, and the hub did not give it: {reason}") from None
+        raise LocaterError(f"{name}: no such file or folder, and the hub did not give it: {first_line(error)}") from None
     return folder

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import chain
 
-from torch import nn
-
 from locater.errors import LocaterError
 from locater.heads import timm, torch_mha
 from locater.heads.layer import AttentionLayer
 from locater.heads.named import examples, layers_by_name
 from locater.heads.readers import Config, Source, open_source
-from locater.heads.weights import ModuleWeights, Weights
+from locater.heads.weights import Weights
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
 
@@ -143,6 +141,4 @@ def _unknown(weights: Weights, model_type: str | None) -> str:
 
 def _may_hold_attention(weights: Weights) -> bool:
     words = re.compile(r"attn|attention|q_proj|k_proj|qkv|query|(^|\.)w?[qk](\.|$)", re.IGNORECASE)
-    if isinstance(weights, ModuleWeights) and any(isinstance(m, nn.MultiheadAttention) for m in weights.module.modules()):
-        return True
     return any(words.search(name) for name in weights.names())

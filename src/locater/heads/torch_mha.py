@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.heads.build import integer, norm, optional, shape_of
+from locater.heads.build import integer, matrix, norm, optional, projection, shape_of
 from locater.heads.layer import AttentionLayer, Kind, Projection
 from locater.heads.norm import Norm
 from locater.heads.readers import Config
-from locater.heads.weights import ModuleWeights, Rows, Weights
+from locater.heads.weights import ModuleWeights, Rows, Weights, natural
 
 MODEL_TYPES = ("torch",)
 PATTERN = r"(?P<stem>(?:.*\.)?)(?:in_proj_weight|q_proj_weight)"
@@ -37,12 +37,8 @@ class _Facts:
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     stems = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
-    for index, stem in enumerate(sorted(stems, key=_natural)):
+    for index, stem in enumerate(sorted(stems, key=lambda stem: natural(stem.split(".")))):
         yield _layer(weights, stem, index, _facts(weights, config, stem.removesuffix(".")))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _facts(weights: Weights, config: Config, path: str) -> _Facts:
@@ -66,8 +62,7 @@ def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionL
     decoder = f"{_in(block, 'norm3')}.weight" in weights.names()
     kind: Kind = "cross" if (facts.cross if facts.cross is not None else decoder and role == "multihead_attn") else "self"
     q, k, v = (_input_projection(weights, stem, i) for i in range(3))
-    out_name = f"{stem}out_proj.weight"
-    out = Projection(lambda: weights.read(out_name), shape_of(weights, out_name)[:2], optional(weights, f"{stem}out_proj.bias"))  # type: ignore[arg-type]
+    out = projection(weights, f"{stem}out_proj")
     head_dim, rest = divmod(q.shape[0], facts.heads)
     if rest:
         raise LocaterError(
@@ -92,14 +87,10 @@ def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionL
 
 def _input_projection(weights: Weights, stem: str, part: int) -> Projection:
     fused, own = f"{stem}in_proj_weight", f"{stem}{'qkv'[part]}_proj_weight"
-    if fused in weights.names():
-        rows, width = shape_of(weights, fused)
-        here: Rows = [(part * rows // 3, (part + 1) * rows // 3)]
-        return Projection(lambda: weights.read(fused, here), (rows // 3, width), optional(weights, f"{stem}in_proj_bias", here))
-    rows, width = shape_of(weights, own)
-    return Projection(
-        lambda: weights.read(own), (rows, width), optional(weights, f"{stem}in_proj_bias", [(part * rows, (part + 1) * rows)])
-    )
+    together = fused in weights.names()
+    rows = shape_of(weights, fused)[0] // 3 if together else shape_of(weights, own)[0]
+    here: Rows = [(part * rows, (part + 1) * rows)]
+    return matrix(weights, fused if together else own, optional(weights, f"{stem}in_proj_bias", here), here if together else None)
 
 
 def _norm_before(weights: Weights, block: str, kind: Kind, facts: _Facts) -> Norm:

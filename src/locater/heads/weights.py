@@ -1,9 +1,9 @@
-"""Where tensors come from: a live module, or files. Families read both through the same four methods."""
+"""Where tensors come from: a live module, or files. Families read both through the same methods."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -81,3 +81,8 @@ def numbered(weights: Weights, pattern: str) -> Iterator[tuple[re.Match[str], st
     """Names that match `pattern` in full, ordered by their `layer` group; yields (match, name)."""
     found = [(m, n) for n in weights.names() if (m := re.fullmatch(pattern, n))]
     yield from sorted(found, key=lambda pair: (pair[0].groupdict().get("prefix", ""), int(pair[0]["layer"])))
+
+
+def natural(parts: Iterable[str]) -> list[tuple[int, str]]:
+    """Sort key: parts that are numbers by their value, so that layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

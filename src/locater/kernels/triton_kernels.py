@@ -208,7 +208,7 @@ def _slope_tile(x, seen, lse, pull, grad, cap, CAP: tl.constexpr):
     slope = tl.where(p > 0, slope, 0.0)
     if CAP:
         slope = slope * (1 - (x / cap) * (x / cap))
-    return slope, p
+    return slope
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alib
                     mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)  # fmt: skip
         x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
                                   CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
-        slope, p = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
+        slope = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
         dq += tl.dot(slope.to(k.dtype), k, input_precision=PRECISION)
     tl.store(DQ + (tl.program_id(0).to(tl.int64) * T + i[:, None]) * D + d[None, :], dq * scale, mask=tile)
 
@@ -282,7 +282,7 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
             lse = tl.where(shown, lse, 0.0)
             pull = tl.load(Pull + at, mask=i < T, other=0.0)
             grad = tl.load(Grad + at, mask=i < T, other=0.0)
-            slope, p = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
+            slope = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
             dk += tl.dot(tl.trans(slope).to(q.dtype), q, input_precision=PRECISION)
     if RECEIVED:
         tl.store(Out + tl.program_id(0).to(tl.int64) * S + j, got, mask=j < S)
@@ -319,18 +319,17 @@ def statistics(
         )  # fmt: skip
     if count is None:
         count = _visible_counts(terms, T, S, q.device).expand(B, H, T)
-    received = _received(q, k, terms, parts, size) if per_key else None
+    received = _received(q, k, terms, ready, parts, size) if per_key else None
     return AttentionStatistics(
         rows["lse"], rows["entropy"], rows["max"], count, rows["mass"],
         more["squares"], more["far"], more["first"], more["self"], received,
     )  # fmt: skip
 
 
-def _received(q: Tensor, k: Tensor, terms: Terms, parts: list[Tensor | None], size: dict[str, int]) -> Tensor:
+def _received(q: Tensor, k: Tensor, terms: Terms, ready: Terms, parts: list[Tensor | None], size: dict[str, int]) -> Tensor:
     B, H, T, _ = q.shape
     S = k.shape[-2]
     out = torch.zeros(B, H, S, dtype=torch.float32, device=q.device)
-    ready = _prepared(terms)
     arguments, flags = _launch(q, k, ready)
     _columns_kernel[(B * H, triton.cdiv(S, size["BLOCK_N"]))](
         q, k, *parts, parts[0], out, *_tensors(ready), *arguments, **flags, RECEIVED=True, **size

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from statistics import median
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from locater.compare import Comparison
+from locater.compare import Comparison, known_median
 from locater.findings import FLAGS
 from locater.result import HeadRow, Scan
 
@@ -65,10 +65,7 @@ def print_comparison(found: Comparison, console: Console) -> None:
 
 def print_meanings(rows: Iterable[HeadRow], console: Console) -> None:
     """What each raised flag means and what to do, once each, with how many heads raise it."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        for name in row.flags:
-            counts[name] = counts.get(name, 0) + 1
+    counts = _flag_counts(rows)
     for flag in FLAGS:
         if flag.name in counts:
             heads = "1 head" if counts[flag.name] == 1 else f"{counts[flag.name]} heads"
@@ -77,10 +74,7 @@ def print_meanings(rows: Iterable[HeadRow], console: Console) -> None:
 
 def _worst(flagged: Sequence[HeadRow]) -> list[HeadRow]:
     """One flag's heads should not hide another's: rarest flags first, as many as fit, then in model order."""
-    counts: dict[str, int] = {}
-    for row in flagged:
-        for name in row.flags:
-            counts[name] = counts.get(name, 0) + 1
+    counts = _flag_counts(flagged)
     chosen = sorted(flagged, key=lambda row: min(counts[name] for name in row.flags))[:MOST_FLAGGED]
     return sorted(chosen, key=lambda row: (row.layer, row.head))
 
@@ -116,7 +110,7 @@ def _layer_table(scan: Scan) -> Table:
             [r.localization for r in rows], [r.expected_entropy for r in rows],
         )  # fmt: skip
         flagged = sum(bool(r.flags) for r in rows)
-        cells = [_number(_median(column)) for column in columns]
+        cells = [_number(known_median(column)) for column in columns]
         table.add_row(str(entry["layer"]), str(len(rows)), *cells, str(flagged or ""), escape(entry["name"]))
     return table
 
@@ -131,9 +125,8 @@ def _print_assumptions(scan: Scan, console: Console) -> None:
         console.print(f"[dim]- {note}[/dim]", highlight=False)
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return median(known) if known else None
+def _flag_counts(rows: Iterable[HeadRow]) -> Counter[str]:
+    return Counter(name for row in rows for name in row.flags)
 
 
 def _root(x: float | None) -> float:
