@@ -12,7 +12,7 @@ import torch
 from jaxtyping import install_import_hook
 
 # shapes and types of the pure number modules are checked at run time here; the hook must come before they are imported
-install_import_hook(("locater.spectrum", "locater.theory"), "beartype.beartype")
+install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
 
 torch.set_num_threads(1)  # tests run in parallel processes; threads inside tiny operations would only fight over the cores
 
