@@ -30,13 +30,15 @@ def attention_statistics(
     alibi: Float[Tensor, " H"] | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     first: int = 1,
+    positions: Int[Tensor, " T"] | None = None,
     extended: bool = True,
     per_key: bool = False,
     backend: Backend | None = None,
 ) -> AttentionStatistics:
     """Entropy, log-sum-exp, maximum and more of every row of softmax(scale * q k^T), without the T x S matrix.
 
-    Query head h uses key head h // (H / K). Queries are the last T of S positions: with cached keys T < S. `padding` is
+    Query head h uses key head h // (H / K). Queries are the last T of S positions, so with cached keys T < S, unless
+    `positions` places them (some rows only, or a cache with room left). `padding` is
     True for real tokens, `documents` numbers packed sequences, `mask` is any other boolean mask and `bias` any addition
     (axes of size 1 are shared). `extended` adds participation, distance, and the weight on the first keys and on itself;
     `per_key` the weight each key receives. `backend` is chosen by device unless given.
@@ -47,10 +49,10 @@ def attention_statistics(
     """
     terms = _terms(
         q, k, scale, causal=causal, window=window, softcap=softcap, padding=padding, documents=documents, mask=mask, bias=bias,
-        alibi=alibi, sinks=sinks, first=first,
+        alibi=alibi, sinks=sinks, first=first, positions=positions,
     )  # fmt: skip
     q, k = q.detach(), k.detach()
-    if (backend or default_backend(q)) == "torch":
+    if (backend or default_backend(q, terms)) == "torch":
         return reference.statistics(q, k, terms, extended, per_key)
     from locater.kernels import triton_kernels
 
@@ -68,7 +70,8 @@ def attention_entropy(q: Float[Tensor, "B H T D"], k: Float[Tensor, "B K S D"], 
     torch.Size([1, 2, 5, 8])
     """
     scale = terms.pop("scale", None)
-    return _Entropy.apply(q, k, _terms(q, k, scale, **terms), backend or default_backend(q))
+    ready = _terms(q, k, scale, **terms)
+    return _Entropy.apply(q, k, ready, backend or default_backend(q, ready))
 
 
 class _Entropy(torch.autograd.Function):
@@ -96,9 +99,12 @@ class _Entropy(torch.autograd.Function):
         return dq, dk, None, None
 
 
-def default_backend(q: Tensor) -> Backend:
-    """Triton for CUDA tensors where it is installed; float64 stays with PyTorch, Triton's products are float32."""
-    if q.device.type != "cuda" or q.dtype == torch.float64:
+def default_backend(q: Tensor, terms: Terms) -> Backend:
+    """Triton for CUDA tensors where it is installed.
+
+    float64 stays with PyTorch, since Triton's products are float32, and so do rows with positions of their own, which are few.
+    """
+    if q.device.type != "cuda" or q.dtype == torch.float64 or terms.positions is not None:
         return "torch"
     try:
         import triton  # noqa: F401
@@ -113,7 +119,7 @@ def _terms(q: Tensor, k: Tensor, scale: float | None, **given: Any) -> Terms:
     B, H, T, D = q.shape
     if k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
         raise LocaterError(f"k has shape {list(k.shape)}, which does not fit q {list(q.shape)}: same batch and size, heads that divide")
-    if T > k.shape[2] and given.get("causal"):
+    if T > k.shape[2] and given.get("causal") and given.get("positions") is None:
         raise LocaterError(f"{T} queries and {k.shape[2]} keys cannot be causal: queries are the last of the keys' positions")
     terms = Terms(scale=D**-0.5 if scale is None else scale, **given)
     return full_terms(terms, B, H, T, k.shape[2])

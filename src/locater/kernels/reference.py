@@ -11,10 +11,12 @@ from locater.kernels.terms import AttentionStatistics, Terms
 from locater.spectrum import upcast
 
 ELEMENTS = 1 << 24  # logits held at a time
+CACHED = 1 << 20  # the same on a CPU, whose caches are much faster than its memory
+LOWEST = -1e30  # a masked logit: exp is 0, and so is exp times it, which -inf would make NaN
 
 
-def row_chunks(B: int, H: int, T: int, S: int) -> list[slice]:
-    size = max(1, ELEMENTS // max(1, B * H * S))
+def row_chunks(B: int, H: int, T: int, S: int, device: torch.device) -> list[slice]:
+    size = max(1, (CACHED if device.type == "cpu" else ELEMENTS) // max(1, B * H * S))
     return [slice(start, min(start + size, T)) for start in range(0, T, size)]
 
 
@@ -23,17 +25,21 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
     B, H, T, _ = q.shape
     S = k.shape[-2]
     keys = upcast(k).repeat_interleave(H // k.shape[1], 1)
+    whole = terms.positions is not None or not terms.causal or T > S  # else no row of a chunk sees beyond its last
+    placed = terms.placed(T, S, q.device)
     parts: list[AttentionStatistics] = []
     received = keys.new_zeros(B, H, S) if per_key else None
-    lookers = keys.new_zeros(1, 1, S) if per_key else None
-    for rows in row_chunks(B, H, T, S):
-        logits = terms.logits(upcast(q[:, :, rows]), keys, rows, T)
-        seen = terms.visible(rows, T, S, q.device)
-        kept, p = _of_rows(logits, seen, terms, rows, T, extended)
+    lookers = torch.zeros(1, 1, S, device=q.device) if per_key else None
+    for rows in row_chunks(B, H, T, S, q.device):
+        end = S if whole else S - T + rows.stop
+        here = placed.up_to(end)
+        logits = here.logits(upcast(q[:, :, rows]), keys[:, :, :end], rows, T)
+        seen = here.visible(rows, T, end, q.device)
+        kept, p = _of_rows(logits, seen, here, rows, T, extended)
         parts.append(kept)
         if received is not None and lookers is not None:
-            received += p.sum(2)
-            lookers = lookers + seen.sum(2)
+            received[:, :, :end] += p.sum(2)
+            lookers = lookers + torch.nn.functional.pad(seen.sum(2), (0, S - end))
     found = {f.name: _joined([getattr(part, f.name) for part in parts]) for f in fields(AttentionStatistics) if f.name != "received"}
     if received is not None and lookers is not None:
         received = received / lookers.clamp_min(1)
@@ -41,32 +47,77 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
 
 
 def _of_rows(logits: Tensor, seen: Tensor, terms: Terms, rows: slice, T: int, extended: bool) -> tuple[AttentionStatistics, Tensor]:
-    seen = seen & (logits > -torch.inf)  # a bias of -inf is a mask
-    shown = seen.any(-1)
-    masked = logits.masked_fill(~seen, -torch.inf)
-    top = masked.amax(-1)
-    base = torch.where(shown, top, torch.zeros_like(top))
+    """With y the logits relative to their largest and Z = sum exp y: H = mass log Z - sum exp(y) y / Z, which loses no digits
+    at logits of 1e4. `logits` is used up."""
+    if terms.bias is not None:  # of -inf is a mask, also where a soft-cap follows
+        seen = seen & ((terms.bias if terms.bias.shape[-2] == 1 else terms.bias[..., rows, :]) > -torch.inf)
+    hidden = ~seen
+    top = logits.masked_fill_(hidden, -torch.inf).amax(-1)
+    visible = seen.sum(-1).expand(top.shape)
+    base = torch.where(visible > 0, top, torch.zeros_like(top))
     if terms.sinks is not None:
         base = torch.maximum(base, terms.sinks.to(base).view(1, -1, 1))
-    y = masked - base[..., None]  # relative to the largest: at logits of 1e4 float32 has no digits left for log p
-    total = y.exp().sum(-1)
-    if terms.sinks is not None:
-        total = total + torch.exp(terms.sinks.to(base).view(1, -1, 1) - base)
-    log_total = torch.where(shown, total, torch.ones_like(total)).log()
-    p = torch.exp(y - log_total[..., None])
-    entropy = -torch.where(p > 0, p * (y - log_total[..., None]), torch.zeros_like(p)).sum(-1)
-    lse = torch.where(shown, base + log_total, torch.full_like(base, -torch.inf))
+    y = logits.sub_(base[..., None]).masked_fill_(hidden, LOWEST)
+    e = y.exp()
+    held = e.sum(-1)
+    total = held if terms.sinks is None else held + torch.exp(terms.sinks.to(base).view(1, -1, 1) - base)
+    total = torch.where(visible > 0, total, torch.ones_like(total))
+    mass, log_total = held / total, total.log()
+    entropy = mass * log_total - y.mul_(e).sum(-1) / total
+    lse = torch.where(visible > 0, base + log_total, torch.full_like(base, -torch.inf))
+    p = e.div_(total[..., None])
     more: dict[str, Tensor] = {}
     if extended:
         distance = terms.distance(rows, T, logits.shape[-1], logits.device)
         more = {
-            "sum_of_squares": p.square().sum(-1),
-            "distance": (p * distance.abs()).sum(-1),
+            "sum_of_squares": torch.mul(p, p, out=y).sum(-1),
+            "distance": torch.mul(p, distance.abs().to(p), out=y).sum(-1),
             "first_mass": p[..., : terms.first].sum(-1),
-            "self_mass": (p * (distance == 0)).sum(-1),
+            "self_mass": torch.mul(p, distance == 0, out=y).sum(-1),
         }
-    visible = seen.sum(-1).expand(lse.shape)
-    return AttentionStatistics(lse, entropy, top, visible, p.sum(-1), **more), p
+    return AttentionStatistics(lse, entropy, top, visible, mass, **more), p
+
+
+def weight_at(q: Tensor, k: Tensor, terms: Terms, index: Tensor, log_sum_exp: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of one key per row, and whether the row may look at it, both (B, H, T); O(T) memory.
+
+    The key is `index` (B or 1, T), none where that is negative.
+    """
+    B, H, T, _ = q.shape
+    S, group = k.shape[-2], H // k.shape[1]
+    index = index.expand(B, T)
+    at = index.clamp(0, S - 1)
+    keys = upcast(k).gather(2, at[:, None, :, None].expand(B, k.shape[1], T, k.shape[-1])).repeat_interleave(group, 1)
+    logits = (upcast(q) * keys).sum(-1) * terms.scale
+    distance = terms.at(T, S, q.device) - at
+    if terms.alibi is not None:
+        logits = logits - terms.alibi.to(logits)[:, None] * distance.abs()[:, None]
+    if terms.bias is not None:
+        bias = _picked(terms.bias, at).to(logits)
+        logits = logits + bias
+    if terms.softcap is not None:
+        logits = terms.softcap * torch.tanh(logits / terms.softcap)
+    seen = (index >= 0) & (index < S)
+    if terms.causal:
+        seen = seen & (distance >= 0)
+    if terms.window is not None:
+        seen = seen & (distance.abs() < terms.window)
+    if terms.padding is not None:
+        seen = seen & terms.padding.gather(1, at)
+    if terms.documents is not None:
+        seen = seen & (terms.documents[:, terms.at(T, S, q.device)] == terms.documents.gather(1, at))
+    shown = (seen[:, None] if terms.mask is None else seen[:, None] & _picked(terms.mask, at)).expand(logits.shape)
+    if terms.bias is not None:
+        shown = shown & (bias > -torch.inf)
+    weight = torch.exp(logits - log_sum_exp)
+    return torch.where(shown & (log_sum_exp > -torch.inf), weight, torch.zeros_like(weight)), shown
+
+
+def _picked(held: Tensor, at: Tensor) -> Tensor:
+    """Entry `at` (B, T) of every row of a mask or a bias (b, h, t, S), as (B, h, T)."""
+    B, T = at.shape
+    wide = held.expand(B, held.shape[1], T, held.shape[-1])
+    return wide.gather(-1, at[:, None, :, None].expand(B, held.shape[1], T, 1)).squeeze(-1)
 
 
 def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +126,7 @@ def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: T
     K, S = k.shape[1], k.shape[-2]
     keys = upcast(k).repeat_interleave(H // K, 1)
     dq, dk = torch.zeros_like(q, dtype=keys.dtype), torch.zeros_like(keys)
-    for rows in row_chunks(B, H, T, S):
+    for rows in row_chunks(B, H, T, S, q.device):
         query = upcast(q[:, :, rows])
         logits = terms.logits(query, keys, rows, T)
         seen = terms.visible(rows, T, S, q.device) & lse[:, :, rows, None].isfinite()

@@ -26,11 +26,27 @@ class Terms:
     alibi: Float[Tensor, " H"] | None = None  # slopes: -slope * distance is added
     sinks: Float[Tensor, " H"] | None = None  # a logit per head that takes weight and gives no value
     first: int = 1  # keys counted as the first ones
+    positions: Int[Tensor, " T"] | None = None  # of the queries among the keys, where they are not the last T
+
+    def at(self, queries: int, keys: int, device: torch.device) -> Int[Tensor, " T"]:
+        """Position of every query among the keys."""
+        return torch.arange(keys - queries, keys, device=device) if self.positions is None else self.positions
 
     def distance(self, rows: slice, queries: int, keys: int, device: torch.device) -> Int[Tensor, "t S"]:
         """Query position minus key position."""
-        at = torch.arange(queries, device=device)[rows] + (keys - queries)
-        return at[:, None] - torch.arange(keys, device=device)
+        return self.at(queries, keys, device)[rows, None] - torch.arange(keys, device=device)
+
+    def placed(self, queries: int, keys: int, device: torch.device) -> Terms:
+        """The same with positions written out, so that keys can be left off at the end."""
+        return replace(self, positions=self.at(queries, keys, device))
+
+    def up_to(self, end: int) -> Terms:
+        """The same for the first `end` keys."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[..., :end]
+
+        return replace(self, padding=cut(self.padding), documents=cut(self.documents), mask=cut(self.mask), bias=cut(self.bias))
 
     def visible(self, rows: slice, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "b h t S"]:
         """True where a query of `rows` may look."""
@@ -44,7 +60,7 @@ class Terms:
         if self.padding is not None:
             out = out & self.padding[:, None, None, :]
         if self.documents is not None:
-            of_query = self.documents[:, keys - queries :][:, rows]
+            of_query = self.documents[:, self.at(queries, keys, device)[rows]]
             out = out & (of_query[:, None, :, None] == self.documents[:, None, None, :])
         if self.mask is not None:
             out = out & (self.mask if self.mask.shape[-2] == 1 else self.mask[..., rows, :])
@@ -132,6 +148,8 @@ def full_terms(terms: Terms, B: int, H: int, T: int, S: int) -> Terms:
         held = getattr(terms, name)
         if held is not None and tuple(held.shape) != (B, S):
             raise LocaterError(f"{name} has shape {list(held.shape)}, not [{B}, {S}] (batch, keys)")
+    if terms.positions is not None and tuple(terms.positions.shape) != (T,):
+        raise LocaterError(f"positions has shape {list(terms.positions.shape)}, not [{T}] (queries)")
     for name in ("alibi", "sinks"):
         held = getattr(terms, name)
         if held is not None and tuple(held.shape) != (H,):
