@@ -102,7 +102,7 @@ ROWS = {
     "few-directions": {"skew": -0.8},
     "exploding": {"max_logit": 101.0},
     "locked": {"entropy_ratio": 0.09},
-    "sink": {"first_key": 0.91},
+    "sink": {"sink": 0.91},
 }
 JUST_NOT = {
     "nonfinite": {"finite": True},
@@ -113,7 +113,7 @@ JUST_NOT = {
     "few-directions": {"skew": 0.74},
     "exploding": {"max_logit": 99.0},
     "locked": {"entropy_ratio": 0.11},
-    "sink": {"first_key": 0.89},
+    "sink": {"sink": 0.89},
 }
 
 

@@ -75,7 +75,7 @@ FLAGS: tuple[Flag, ...] = (
         "If training has stalled, raise this head's entropy: shrink its spectrum or its temperature",
     ),
     Flag(
-        "sink", ("first_key",), lambda first_key, length: first_key > 0.9,
+        "sink", ("sink",), lambda sink, length: sink > 0.9,
         "observed attention rests on the first key: the head is idle on this text",
         "Common in trained decoders and not by itself a fault; prune, or give the softmax a sink of its own",
     ),
@@ -104,6 +104,8 @@ class Condition:
 
     text: str
     test: Callable[[Numbers], bool]
+    column: str | None = None  # of a comparison
+    bound: float | None = None
 
 
 def parse_conditions(text: str, columns: Collection[str], measured: Sequence[str]) -> list[Condition]:
@@ -135,4 +137,4 @@ def _parse(part: str, columns: Collection[str], measured: Sequence[str]) -> Cond
         bound = math.nan
     if math.isnan(bound):
         raise LocaterError(f"--fail-on {part!r}: {number!r} is not a number")
-    return Condition(part, lambda row: row.get(column) is not None and _COMPARE[sign](row[column], bound))
+    return Condition(part, lambda row: row.get(column) is not None and _COMPARE[sign](row[column], bound), column, bound)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +17,15 @@ from locater.findings import flags_of, key_variance
 from locater.heads import AttentionLayer, Rotary, effective, layers_of, open_source
 from locater.heads.normed import NormedProjection
 from locater.heads.readers import Source
+from locater.probing.predict import predict
+from locater.probing.statistics import Input, Statistics
 from locater.result import HeadRow, Scan
 from locater.spectrum import Moments, one_thread
 from locater.theory import expected_entropy, localization, mixture_continuum, mixture_localization, unit_moments
 from locater.theory.localization import SKEW_LIMIT
 
 LENGTH = 256
+LONGEST = 8192  # tokens that heads are run on where statistics are given
 PROFILE = 65  # points of a profile that has no closed form
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # wraps what is gone through; the number is how many
 
@@ -35,6 +38,7 @@ class Wanted:
     raw: bool = False
     eigenvalues: bool = False
     details: bool = False  # what a page draws: eigenvalues, drives, profiles without a closed form
+    inputs: Mapping[int, Input] | None = None  # measured statistics by layer number
 
 
 def scan(
@@ -42,6 +46,7 @@ def scan(
     *,
     length: int = LENGTH,
     raw: bool = False,
+    statistics: Statistics | None = None,
     eigenvalues: bool = False,
     details: bool = False,
     shard: tuple[int, int] | None = None,
@@ -54,7 +59,8 @@ def scan(
     """Read every head of `source`: an nn.Module, a folder, a weights file or a hub id.
 
     `length` is the number of tokens in view for entropy and sharpness; `raw` takes stored parameters without folding
-    norms; `shard=(i, n)` reads the i-th of n parts of the layers (`Scan.join` puts them together); `query`, `key` and
+    norms; `statistics` (of `locater.statistics(model, text)`) takes the tokens that the layers really read in place of unit tokens;
+    `shard=(i, n)` reads the i-th of n parts of the layers (`Scan.join` puts them together); `query`, `key` and
     `heads` name the tensors of an architecture that is not known.
 
     >>> from torch import nn
@@ -68,15 +74,27 @@ def scan(
     found = list(enumerate(layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads)))  # tensors still on disk
     if not found:
         raise LocaterError(f"{weights.where}: no attention layer found")
-    assumptions = _assumptions([layer for _, layer in found], length, raw, named=bool(query))
+    inputs = None if statistics is None else _inputs(statistics, [layer for _, layer in found], weights.where, length, raw)
+    assumptions = _assumptions([layer for _, layer in found], length, raw, named=bool(query), statistics=statistics)
     if shard is not None:
         found = _part(found, *shard)
-    wanted = Wanted(length, raw, eigenvalues, details)
+    wanted = Wanted(length, raw, eigenvalues, details, inputs)
     rows: list[HeadRow] = []
     for number, layer in progress(found, len(found)) if progress else found:
         rows.extend(_rows(layer, number, wanted))
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
-    again = partial(_again, _kept(source), length=length, raw=raw, shard=shard, query=query, key=key, heads=heads, kv_heads=kv_heads)
+    again = partial(
+        _again,
+        _kept(source),
+        length=length,
+        raw=raw,
+        statistics=statistics,
+        shard=shard,
+        query=query,
+        key=key,
+        heads=heads,
+        kv_heads=kv_heads,
+    )
     return Scan(name, assumptions, [_entry(layer, number, details) for number, layer in found], rows, again)
 
 
@@ -101,8 +119,28 @@ def _part(found: list[tuple[int, AttentionLayer]], number: int, count: int) -> l
     return found[size * (number - 1) // count : size * number // count]
 
 
-def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bool) -> dict[str, Any]:
+def _inputs(statistics: Statistics, layers: list[AttentionLayer], where: str, length: int, raw: bool) -> dict[int, Input]:
+    """Statistics by layer number, if they are this model's."""
+    if raw:
+        raise LocaterError("--raw and --statistics exclude each other: measured tokens meet the maps that act on them")
+    if length > LONGEST:
+        raise LocaterError(f"length {length}: with statistics the heads are run on tokens, so at most {LONGEST}")
+    found = {given.layer: given for given in statistics.inputs}
+    for number, layer in enumerate(layers):
+        given = found.get(number)
+        if given is None or len(given.mean) != layer.width or given.kind != layer.kind:
+            has = "nothing" if given is None else f"{given.kind}-attention of width {len(given.mean)}"
+            raise LocaterError(
+                f"{where}: layer {number} ({layer.name}) is {layer.kind}-attention of width {layer.width}, the statistics of "
+                f"{statistics.source} have {has} there: collect them from this model"
+            )
+    return found
+
+
+def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bool, statistics: Statistics | None = None) -> dict[str, Any]:
     notes = []
+    if statistics is not None:
+        notes.append("expected entropy: each head run on normal tokens with the measured moments, the measured first token in its place")
     if any(x.norm.kind == "none" for x in layers) and not raw:
         notes.append("layers without a known norm in front: their input is taken as unit tokens too")
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
@@ -116,11 +154,14 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bo
     if any(x.kind == "cross" for x in layers):
         notes.append("cross-attention: traces, M, S and localization have no meaning and are left out")
     weights = "effective: norm gains and biases folded into queries and keys"
+    tokens = "unit tokens: mean 0, |z|² = width, covariance I (I - 11ᵀ/d after LayerNorm)"
+    if statistics is not None:
+        tokens = f"measured tokens: mean and covariance of each attention input over {statistics.tokens} tokens"
     if raw or named:
         weights = "as stored" if raw else "as named: stored maps and their biases, no norm"
     return {
-        "prediction": "prior",
-        "tokens": "unit tokens: mean 0, |z|² = width, covariance I (I - 11ᵀ/d after LayerNorm)",
+        "prediction": "prior" if statistics is None else "predicted",
+        "tokens": tokens,
         "weights": weights,
         "length": length,
         "layers": len(layers),
@@ -154,7 +195,8 @@ def _positions(layer: AttentionLayer) -> str | None:
 @torch.no_grad()
 def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRow]:
     scale = layer.scale
-    found, key_bias = _read(layer, wanted.raw)
+    given = None if wanted.inputs is None else wanted.inputs[number]
+    found, key_bias = _read(layer, wanted.raw, given)
     # a NaN or an infinite weight shows in its row of the small matrices, and so does a product that overflows
     matrices = [m for m in (found.query_gram, found.key_gram, found.cross) if m is not None]
     finite = torch.stack([m.isfinite().flatten(1).all(1) for m in matrices]).all(0)
@@ -164,6 +206,9 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
         columns = _columns(held, scale, key_bias[finite], wanted.length)
         if held.cross is not None:
             columns |= _spectra(held, scale, columns["approximation"], wanted, layer.rotary)
+    if given is not None:
+        expected = predict(layer, given, wanted.length)["entropy"].tolist()
+        columns["expected_entropy"] = [_finite(x) for x, kept in zip(expected, finite.tolist(), strict=True) if kept]
     ready = iter(range(len(held.query_gram)))
     for head in range(layer.heads):
         row: dict[str, Any] = {}
@@ -178,9 +223,9 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
         yield HeadRow(**fixed, **row, flags=flags)
 
 
-def _read(layer: AttentionLayer, raw: bool) -> tuple[Moments, Tensor]:
+def _read(layer: AttentionLayer, raw: bool, given: Input | None) -> tuple[Moments, Tensor]:
     """The small matrices of a layer and its key biases; the big ones are gone when this returns."""
-    folded = effective(layer, raw)
+    folded = effective(layer, raw, None if given is None else given.as_tokens())
     return folded.moments().cpu(), folded.key_bias.cpu()
 
 

@@ -1,6 +1,6 @@
 """Where the heads are: one file per model family, one record for what they find."""
 
-from locater.heads.effective import Effective, effective
+from locater.heads.effective import Effective, Tokens, effective
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm
 from locater.heads.readers import open_source
@@ -14,6 +14,7 @@ __all__ = [
     "Norm",
     "Projection",
     "Rotary",
+    "Tokens",
     "Weights",
     "attention_layers",
     "effective",

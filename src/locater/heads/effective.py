@@ -18,6 +18,7 @@ from torch import Tensor
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm
 from locater.spectrum import Moments, cross_moments, moments, upcast
+from locater.theory.surrogate import root
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,31 @@ class Effective:
         return self.scale * self.key_term.norm(dim=-1)
 
 
-def effective(layer: AttentionLayer, raw: bool = False) -> Effective:
-    """Fold a layer's norms into its query and key maps; `raw` takes the parameters as stored, without biases."""
+@dataclass(frozen=True)
+class Tokens:
+    """Mean and covariance of what a layer reads, after the norm in front of it; `memory` is what the keys of cross-attention read."""
+
+    mean: Float[Tensor, " d"]
+    covariance: Float[Tensor, "d d"]
+    memory: Tokens | None = None
+
+
+def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = None) -> Effective:
+    """Fold a layer's norms into its query and key maps; `raw` takes the parameters as stored, without biases.
+
+    With measured `tokens` the stream is mean + R z with R R^T its covariance, in place of gain * z + bias: the same folding with
+    another affine map, after which traces are those of W C and norms those of C^(1/2) W C^(1/2).
+    """
     cross = layer.kind == "cross"
     if raw:
         query, key = upcast(_heads(layer.query, layer.heads)), upcast(_heads(layer.key, layer.kv_heads))
         return Effective(query, key, query.new_zeros(layer.heads, key.shape[-1]), layer.scale, cross)
-    query, query_shift = folded(_heads(layer.query, layer.heads), layer.query, layer.norm)
-    key, key_shift = folded(_heads(layer.key, layer.kv_heads), layer.key, layer.key_side_norm)
+    if tokens is None:
+        query, query_shift = folded(_heads(layer.query, layer.heads), layer.query, layer.norm)
+        key, key_shift = folded(_heads(layer.key, layer.kv_heads), layer.key, layer.key_side_norm)
+    else:
+        query, query_shift = _measured(_heads(layer.query, layer.heads), layer.query, tokens)
+        key, key_shift = _measured(_heads(layer.key, layer.kv_heads), layer.key, tokens.memory or tokens)
     if layer.query_norm is not None:
         query, query_shift = _mean_field(query, query_shift, layer.query_norm)
     if layer.key_norm is not None:
@@ -81,6 +99,12 @@ def folded(weight: Tensor, projection: Projection, norm: Norm) -> tuple[Tensor, 
     if norm.kind == "layer":
         weight = weight - weight.mean(-1, keepdim=True)
     return weight, shift
+
+
+def _measured(weight: Tensor, projection: Projection, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """(W R, W mean + b)."""
+    weight, shift = folded(weight, projection, Norm())
+    return weight @ root(tokens.covariance.to(weight)), shift + weight @ tokens.mean.to(weight)
 
 
 def _mean_field(weight: Tensor, shift: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:

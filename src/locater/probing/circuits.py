@@ -1,0 +1,53 @@
+"""Three scores that tell what a head is for: previous token, same token before, token after the same one before (induction).
+
+Measured on random tokens repeated once, r r, where nothing but the repetition can be attended to. Only three diagonals of the
+maps are asked for, so the maps are not needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from locater.errors import LocaterError
+from locater.probing.observe import observe
+from locater.probing.statistics import run
+
+PERIOD, SEQUENCES = 50, 4
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """Mean weight of a head on the token before; in the repeat, on the same token before, and on the one after it."""
+
+    previous: float | None
+    duplicate: float | None
+    induction: float | None
+
+
+def circuit_scores(model: nn.Module, period: int = PERIOD, sequences: int = SEQUENCES, seed: int = 0) -> dict[tuple[int, int], Circuit]:
+    """Scores by (layer, head), from `sequences` random sequences of length `period`, repeated once.
+
+    In the repeat, row t attends to t - 1 (previous), t - period (duplicate) and t - period + 1 (induction). A uniform causal
+    head would have about 1 / t everywhere.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rows, most = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
+    if not rows or getattr(config, "is_encoder_decoder", False):
+        raise LocaterError(f"{type(model).__name__}: circuit scores need one stack of layers over a vocabulary")
+    period = min(period, (most or 2 * period) // 2 - 1)
+    special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id")}
+    allowed = torch.tensor([i for i in range(rows) if i not in special])
+    generator = torch.Generator().manual_seed(seed)
+    once = allowed[torch.randint(len(allowed), (sequences, period), generator=generator)]
+    with observe(model, offsets=((1, period), (period, period), (period - 1, period))) as seen:
+        run(model, {"input_ids": torch.cat([once, once], 1)})
+    return {
+        (row.layer, row.head): Circuit(row.offsets[1], row.offsets[period], row.offsets[period - 1])
+        for row in seen.rows
+        if row.kind == "self"
+    }

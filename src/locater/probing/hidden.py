@@ -1,0 +1,173 @@
+"""The residual stream between blocks: how alike its tokens are, how many directions they use, what sticks out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.measures import massive_activations, rank_residual, ranks, token_cosine
+from locater.probing.site import Switch
+from locater.probing.tally import wide
+
+MEASURES = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top", "median", "top_ratio")
+
+
+@dataclass(frozen=True)
+class SeenLayer:
+    """The stream after one block (`block` -1: before the first), averaged over sequences; docs of each in `locater.measures`."""
+
+    stack: str  # the list of blocks it belongs to
+    block: int
+    name: str
+    sequences: int
+    residual: float | None = None  # ||X - 1 mean^T|| / ||X||: 0 is rank collapse
+    cosine: float | None = None
+    centred_cosine: float | None = None
+    stable_rank: float | None = None
+    effective_rank: float | None = None
+    top: float | None = None  # largest |x|
+    median: float | None = None
+    top_ratio: float | None = None
+    massive: bool = False
+
+    def __getitem__(self, column: str) -> Any:
+        return getattr(self, column)
+
+
+@torch.library.custom_op("locater::survey", mutates_args=("sums",))
+def survey(x: Tensor, real: Tensor | None, sums: Tensor) -> None:
+    """Add the measures of a stream (B, T, d) to `sums` (MEASURES, 2): totals, and how many sequences had a value."""
+    if torch._C._current_graph_task_id() != -1 or x.shape[1] < 2:
+        return
+    with torch.autocast(x.device.type, enabled=False):
+        directions, massive = ranks(x, real), massive_activations(x, real)
+        found = torch.stack([
+            rank_residual(x, real), token_cosine(x, real), token_cosine(x, real, centred=True), directions.stable, directions.effective,
+            massive.top, massive.median, massive.ratio,
+        ])  # fmt: skip
+    sums[:, 0] += found.nansum(1).to(sums)
+    sums[:, 1] += found.isfinite().sum(1).to(sums)
+
+
+@survey.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    return None
+
+
+class Padding:
+    """Masks of the batch that is running, as the model was given them; which tokens of a stream are real."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Tensor] = {}
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = dict(kwargs)
+        if args:
+            names = list(inspect.signature(module.forward).parameters)
+            named.update(zip(names, args, strict=False))
+        self.given = {
+            name: value.bool()
+            for name, value in named.items()
+            if name.endswith("attention_mask") and isinstance(value, Tensor) and value.ndim == 2
+        }
+        if isinstance(named.get("src_key_padding_mask"), Tensor):
+            self.given["attention_mask"] = ~named["src_key_padding_mask"].bool()
+
+    def of(self, x: Tensor, path: str) -> Tensor | None:
+        """Real tokens (B, T) of a stream at `path`, None where every token is."""
+        names = ("decoder_attention_mask", "attention_mask") if "decoder" in path.split(".") else ("attention_mask",)
+        for name in names:
+            mask = self.given.get(name)
+            if mask is not None and mask.shape[0] == x.shape[0] and mask.shape[1] >= x.shape[1]:
+                return mask[:, -x.shape[1] :]
+        return None
+
+
+@dataclass
+class Stream:
+    """One point of the stream and the sums of what was seen there."""
+
+    stack: str
+    block: int
+    name: str
+    module: nn.Module
+    sums: Tensor
+
+    def row(self) -> SeenLayer | None:
+        totals, counts = self.sums.cpu().double().unbind(1)
+        if not float(counts.max()):
+            return None
+        means = {name: float(t / c) if c else None for name, t, c in zip(MEASURES, totals, counts, strict=True)}
+        massive = (means["top"] or 0) > 100 and (means["top_ratio"] or 0) >= 1000
+        return SeenLayer(self.stack, self.block, self.name, int(counts.max()), **means, massive=massive)
+
+
+def streams(model: nn.Module, attention: list[str]) -> list[Stream]:
+    """Where to listen: after each block that holds attention, and before the first of each stack."""
+    paths = dict(model.named_modules())
+    found: list[Stream] = []
+    for stack, members in _stacks(model, attention).items():
+        for number, path in enumerate(members):
+            module = paths[path]
+            device = next((p.device for p in module.parameters()), torch.device("cpu"))
+            for block in (-1, number) if number == 0 else (number,):
+                sums = torch.zeros(len(MEASURES), 2, dtype=wide(device), device=device)
+                found.append(Stream(stack, block, path, module, sums))
+    return found
+
+
+def _stacks(model: nn.Module, attention: list[str]) -> dict[str, list[str]]:
+    """Lists of blocks by path: outermost containers of which more than one member, or the only one, holds attention."""
+    stacks: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(path.startswith(f"{stack}.") for stack in stacks):
+            continue
+        members = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+        holding = [member for member in members if any(name.startswith(f"{member}.") for name in attention)]
+        if len(holding) > 1 or (holding and len(members) == 1):
+            stacks[path] = holding
+    return stacks
+
+
+def listen(points: list[Stream], padding: Padding, switch: Switch) -> list[Callable[[], None]]:
+    """Hooks on every block; returns what takes them off."""
+    undo = []
+    for point in points:
+        if point.block < 0:
+            hook = point.module.register_forward_pre_hook(partial(_before, point, padding, switch), with_kwargs=True)
+        else:
+            hook = point.module.register_forward_hook(partial(_after, point, padding, switch))
+        undo.append(hook.remove)
+    return undo
+
+
+def _before(point: Stream, padding: Padding, switch: Switch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if switch.on:
+        _survey(point, padding, args[0] if args else next(iter(kwargs.values())))
+
+
+def _after(point: Stream, padding: Padding, switch: Switch, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    if switch.on:
+        _survey(point, padding, out[0] if isinstance(out, tuple) else out)
+
+
+def _survey(point: Stream, padding: Padding, x: Any) -> None:
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.is_nested:
+        return
+    if time_first(point.module):
+        x = x.transpose(0, 1)
+    survey(x.detach(), padding.of(x, point.name), point.sums)
+
+
+def time_first(module: nn.Module) -> bool:
+    """Whether a block's tensors are (T, B, d): XLNet, and PyTorch's own unless batch_first."""
+    if type(module).__name__.startswith("XLNet"):
+        return True
+    inner = module if isinstance(module, nn.MultiheadAttention) else getattr(module, "self_attn", None)
+    return isinstance(inner, nn.MultiheadAttention) and not inner.batch_first

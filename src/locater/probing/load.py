@@ -1,0 +1,34 @@
+"""A model to run, from a folder or a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from locater.errors import LocaterError, first_line
+
+
+def load_model(source: str) -> Any:
+    """The model that the checkpoint's configuration names, in float32, ready to run."""
+    try:
+        import transformers
+        from transformers import AutoConfig, AutoModel
+    except ImportError:
+        raise LocaterError("running a model needs the transformers package: pip install 'locater[hf]'") from None
+    path = Path(source)
+    if path.is_file():
+        raise LocaterError(f"{source}: a weights file alone does not run; give the folder that holds it and its config.json")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise LocaterError(f"{source}: no config.json in it, so its architecture is not known and it cannot be run")
+    if not path.exists() and source.count("/") != 1:
+        raise LocaterError(f"{source}: no such folder")
+    try:
+        config = AutoConfig.from_pretrained(source)
+        named = (getattr(config, "architectures", None) or [""])[0]
+        kind = getattr(transformers, named, None) or AutoModel
+        transformers.logging.disable_progress_bar()
+        return kind.from_pretrained(source, dtype=torch.float32).eval()
+    except Exception as error:
+        raise LocaterError(f"{source}: cannot be run ({first_line(error)})") from None

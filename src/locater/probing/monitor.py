@@ -1,0 +1,270 @@
+"""`Monitor`: one line in an existing training run. Logs what every head does, and warns by name before the loss shows it.
+
+    trainer = transformers.Trainer(..., callbacks=[locater.Monitor()])         # or lightning.Trainer
+    monitor = locater.Monitor("run.jsonl").attach(model)                       # or any loop: monitor.after_step(loss=loss)
+
+Between observed steps nothing is computed and nothing waits for the device; losses of those steps are kept as they are and read
+at the next observed one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from locater.errors import LocaterError
+from locater.findings import FLAGS, Condition, key_variance, parse_conditions
+from locater.heads import attention_layers, effective
+from locater.probing.observe import Choice, Observation
+from locater.probing.seen import SeenHead
+from locater.probing.site import Wanted
+from locater.version import __version__
+
+if TYPE_CHECKING:
+    from locater.report.sinks import Sink
+
+COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "distance")
+SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of logits over unit tokens
+WARN_ON = "nonfinite, exploding, locked"
+LOG = "locater.jsonl"
+logger = logging.getLogger("locater")
+
+
+class Monitor:
+    """Observe every `every`-th step of a run, write it to sinks, warn once per head and reason.
+
+    `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close(); without
+    any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in `observe`. `warn_on` are
+    flags and comparisons as for --fail-on, such as "exploding, max_logit>50"; `spectrum` adds M and the spread of each head's
+    query-key map, from its weights.
+    """
+
+    def __init__(
+        self,
+        *sinks: str | os.PathLike[str] | Sink,
+        every: int = 50,
+        layers: Choice = None,
+        heads: Choice = None,
+        rows: int | None = None,
+        warn_on: str = WARN_ON,
+        spectrum: bool = True,
+    ) -> None:
+        if every < 1:
+            raise LocaterError(f"every={every}: count from 1, which observes each step")
+        self.every, self.spectrum = every, spectrum
+        self.conditions = parse_conditions(warn_on, {*COLUMNS, *SPECTRUM}, [flag.name for flag in FLAGS]) if warn_on else []
+        self.step = 0
+        self.warned: set[tuple[int, int, str]] = set()
+        self.observation: Observation | None = None
+        self._wanted = (Wanted(rows or 0), layers, heads)
+        self._names = sinks
+        self._sinks: list[Sink] = []
+        self._losses: list[tuple[int, Any]] = []
+        self._columns: tuple[str, ...] = ()
+
+    # A loop of one's own
+
+    def attach(self, model: nn.Module, folder: str | os.PathLike[str] = ".") -> Self:
+        """Begin. The next step is observed; call `after_step` after each, and `detach` at the end."""
+        if self.observation is not None:
+            raise LocaterError("this monitor is attached already: detach it first, or make another")
+        wanted, layers, heads = self._wanted
+        observation = Observation(model, wanted, layers, heads, every=0)
+        if is_first_rank():
+            from locater.report.sinks import open_sink
+
+            self._sinks = [open_sink(spec) for spec in self._names or (Path(folder) / LOG,)]
+        observation.__enter__()
+        self.observation = observation
+        self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
+        self._write(self._header(observation))
+        self._arm()
+        return self
+
+    def after_step(self, loss: Tensor | float | None = None, step: int | None = None, **scalars: Tensor | float) -> list[dict[str, Any]]:
+        """Call after each optimizer step. Returns the warnings that are new, which every rank gets."""
+        if self.observation is None:
+            raise LocaterError("this monitor is not attached: monitor.attach(model) comes first")
+        observed = self.due
+        self.step = self.step + 1 if step is None else step
+        found: list[dict[str, Any]] = []
+        if observed:
+            self._flush()
+            found = self._observed(loss, scalars)
+        elif loss is not None:
+            self._losses.append((self.step, loss.detach() if isinstance(loss, Tensor) else loss))
+        self._arm()
+        return found
+
+    def detach(self) -> None:
+        """End: take the listeners off, write what is left, close the sinks. May be called twice."""
+        if self.observation is None:
+            return
+        self._flush()
+        self._write({"kind": "end", "step": self.step, "time": time.time()})
+        self._close()
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that is running is observed."""
+        return self.observation is not None and self.observation.due
+
+    def _arm(self) -> None:
+        assert self.observation is not None
+        self.observation.due = self.step % self.every == 0
+
+    def _close(self) -> None:
+        observation, self.observation = self.observation, None
+        if observation is not None:
+            observation.close()
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+    # Records
+
+    def _header(self, observation: Observation) -> dict[str, Any]:
+        layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in observation.sites]
+        name = type(observation.model).__name__
+        return {
+            "kind": "run", "schema": 1, "locater": __version__, "source": name, "every": self.every, "layers": layers,
+            "columns": list(self._columns), "time": time.time(),
+        }  # fmt: skip
+
+    def _observed(self, loss: Any, scalars: dict[str, Any]) -> list[dict[str, Any]]:
+        assert self.observation is not None
+        self.observation.reduce()
+        rows = self.observation.rows if any(self.observation.called) else []
+        self.observation.clear()
+        table = {(row.layer, row.head): {name: row[name] for name in COLUMNS} | {"flags": row.flags} for row in rows}
+        if self.spectrum:
+            self._add_spectra(table)
+        held = {name: [[table.get((s.number, h), {}).get(name) for h in range(s.count)] for s in self.observation.sites]
+                for name in self._columns}  # fmt: skip
+        self._write({
+            "kind": "step", "step": self.step, "time": time.time(), "loss": _number(loss),
+            "scalars": {name: _number(x) for name, x in scalars.items()}, "heads": held,
+        })  # fmt: skip
+        return self._warn(rows, table)
+
+    @torch.no_grad()
+    def _add_spectra(self, table: dict[tuple[int, int], dict[str, Any]]) -> None:
+        """M and the spread of logits over unit tokens, from the weights as they are now."""
+        assert self.observation is not None
+        layers = list(attention_layers(self.observation.model))  # read again: folded gains belong to the weights of this step
+        for site in self.observation.sites:
+            folded = effective(layers[site.number])
+            moments, scale = folded.moments(), folded.scale
+            F, bias = (scale**2 * moments.frobenius_sq).tolist(), folded.key_bias.tolist()
+            M = None if moments.cross is None else (scale * moments.trace).tolist()
+            for head in site.heads:
+                row = table.get((site.number, head))
+                if row is not None:
+                    row["spread"] = _number(math.sqrt(max(0.0, key_variance(F[head], bias[head]))))
+                    row["M"] = None if M is None else _number(M[head])
+
+    def _warn(self, rows: Sequence[SeenHead], table: dict[tuple[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
+        found = []
+        for row in rows:
+            for condition in self.conditions:
+                key = (row.layer, row.head, condition.text)
+                held = table[row.layer, row.head]
+                if key not in self.warned and condition.test(held):
+                    self.warned.add(key)
+                    found.append(self._warning(row, held, condition))
+        for record in found:
+            self._write(record)
+            if is_first_rank():
+                logger.warning(record["message"])
+        return found
+
+    def _warning(self, row: SeenHead, held: dict[str, Any], condition: Condition) -> dict[str, Any]:
+        flag = next((f for f in FLAGS if f.name == condition.text), None)
+        column = condition.column or (flag.needs[0] if flag else None)
+        value = held.get(column) if column else None
+        shown = "" if value is None else f" ({column} {value:.4g})"
+        said = f"{flag.meaning}. {flag.way_out}" if flag else f"crossed {condition.text}"
+        message = f"step {self.step}: {row.name} head {row.head}: {condition.text}{shown}: {said}"
+        return {
+            "kind": "warning", "step": self.step, "time": time.time(), "layer": row.layer, "head": row.head, "name": row.name,
+            "flag": condition.text, "value": value, "threshold": condition.bound, "message": message,
+        }  # fmt: skip
+
+    def _flush(self) -> None:
+        """Losses of the steps in between, read now that the device is waited for anyway."""
+        for step, loss in self._losses:
+            self._write({"kind": "loss", "step": step, "loss": _number(loss)})
+        self._losses.clear()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+    # transformers.Trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
+        self.step = int(state.global_step)
+        self.attach(held["model"], args.output_dir or ".")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
+        self.after_step(step=int(state.global_step))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **held: Any) -> None:
+        if logs and "loss" in logs and self.observation is not None:
+            self._write({"kind": "loss", "step": int(state.global_step), "loss": _number(logs["loss"])})
+
+    # lightning.Trainer
+
+    def on_train_start(self, trainer: Any, module: nn.Module) -> None:
+        self.step = int(trainer.global_step)
+        self.attach(module, trainer.log_dir or trainer.default_root_dir)
+
+    def on_train_batch_end(self, trainer: Any, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if int(trainer.global_step) > self.step:  # once per optimizer step
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            self.after_step(loss if isinstance(loss, Tensor) else None, step=int(trainer.global_step))
+
+    def on_exception(self, trainer: Any, module: nn.Module, exception: BaseException) -> None:
+        self._close()
+
+    # Both
+
+    def on_train_end(self, *args: Any, **held: Any) -> None:
+        self.detach()
+
+    state_key = "locater.Monitor"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_") or name in ("setup", "teardown"):
+            return _nothing  # an event of a trainer that a monitor has no use for
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+
+def _nothing(*args: Any, **held: Any) -> None:
+    return None
+
+
+def _number(x: Any) -> float | None:
+    if x is None:
+        return None
+    value = float(x.detach()) if isinstance(x, Tensor) else float(x)
+    return value if math.isfinite(value) else None
+
+
+def is_first_rank() -> bool:
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -1,0 +1,202 @@
+"""`observe()`: listen to every attention layer of a model while it runs, under any backend, and keep a few numbers per head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from locater.errors import LocaterError
+from locater.heads import attention_layers
+from locater.heads.weights import WRAPPERS
+from locater.probing import interface, outside
+from locater.probing.hidden import Padding, SeenLayer, listen, streams
+from locater.probing.seen import SeenHead, rows_of
+from locater.probing.site import Site, Switch, Wanted, enter, leave
+
+if TYPE_CHECKING:
+    import pandas
+
+Choice = int | Sequence[int] | None
+
+
+def observe(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    layers: Choice = None,
+    heads: Choice = None,
+    rows: int | None = None,
+    rest: bool = False,
+    outputs: bool = False,
+    hidden: bool = False,
+    offsets: Sequence[int | tuple[int, int]] = (),
+) -> Observation:
+    """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built.
+
+    `every` observes one forward pass in that many. `layers` and `heads` are numbers, or how many to take evenly; `rows` is how
+    many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks of head outputs, `hidden`
+    measures of the stream between blocks, and `offsets` the weight on the key that many tokens before (a pair adds the first
+    row to count).
+
+    >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
+    ...     _ = seen.model(torch.zeros(1, 4, 16))
+    >>> [round(row.entropy_ratio, 3) for row in seen.rows]     # equal tokens: every key gets the same weight
+    [1.0, 1.0]
+    """
+    if every < 1:
+        raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
+    pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
+    return Observation(model, Wanted(rows or 0, rest, tuple(pairs), outputs), layers, heads, every, hidden)
+
+
+class Observation:
+    """A model under observation. Read `rows` inside the block or after it."""
+
+    def __init__(
+        self, model: nn.Module, wanted: Wanted, layers: Choice = None, heads: Choice = None, every: int = 1, hidden: bool = False
+    ) -> None:
+        self.model = model
+        self.every = every
+        self.switch = Switch()
+        self.due = True  # with every=0: whether passes are observed now
+        self.sites = _sites(model, wanted, layers, heads, self.switch)
+        self._modules = {id(site.module) for site in self.sites}
+        self.streams = streams(model, [name for name, module in model.named_modules() if id(module) in self._modules]) if hidden else []
+        self.passes = 0  # forward passes of `model` inside the block
+        self._open: ExitStack | None = None
+
+    def __enter__(self) -> Self:
+        if self._open is not None:
+            raise LocaterError("this observation is already under way: make another with observe(model)")
+        with ExitStack() as stack:
+            interface.install()
+            stack.callback(interface.remove)
+            for site in self.sites:
+                enter(site)
+                stack.callback(leave, site)
+                for undo in outside.tap(site.module):
+                    stack.callback(undo)
+            padding = Padding()
+            for hook in (padding.before, self._count) if self.streams else (self._count,):
+                stack.callback(self.model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            for undo in listen(self.streams, padding, self.switch):
+                stack.callback(undo)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+        if kind is None and self.passes and not any(self.called):
+            raise LocaterError(self._nothing())
+
+    def close(self) -> None:
+        """Take the listeners off; what was seen stays."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        self.switch.on = False
+
+    def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.every:  # in a training run: passes of an evaluation between steps are not part of a step
+            self.switch.on = self.due and module.training
+        elif not torch.compiler.is_compiling():  # a counter inside a graph would be compiled anew at each value
+            self.switch.on = self.passes % self.every == 0
+            self.passes += 1
+
+    @property
+    def rows(self) -> list[SeenHead]:
+        """One row per head, layer by layer in the order of a scan. Layers that were not called have none."""
+        found = [row for site in self.sites for row in rows_of(site)]
+        if not found:
+            raise LocaterError(self._nothing())
+        return found
+
+    @property
+    def called(self) -> list[bool]:
+        """Whether each site was called since the last `clear`."""
+        return [bool(rows_of(site)) for site in self.sites]
+
+    @property
+    def layers(self) -> list[SeenLayer]:
+        """The stream before the first block and after each, where `hidden` was asked for."""
+        return [row for row in (point.row() for point in self.streams) if row is not None]
+
+    @property
+    def silent(self) -> list[str]:
+        """Names of attention layers that were not called."""
+        return [site.name for site, called in zip(self.sites, self.called, strict=True) if not called]
+
+    def clear(self) -> None:
+        """Forget what was seen so far."""
+        for site in self.sites:
+            site.clear()
+        for point in self.streams:
+            point.sums.zero_()
+
+    def reduce(self, group: Any = None) -> None:
+        """Over the ranks of a distributed run: sums for sums, maxima for logits. Every rank calls it; then all hold the same.
+
+        Two collectives for all heads together.
+        """
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()) or not self.sites:
+            return
+        added = [held for site in self.sites for held in (site.sums, site.pairs, site.gram) if held is not None]
+        added += [point.sums for point in self.streams]
+        for held, how in ((added, dist.ReduceOp.SUM), ([site.maxima for site in self.sites], dist.ReduceOp.MAX)):
+            flat = torch.cat([x.flatten() for x in held])
+            dist.all_reduce(flat, how, group)
+            for x, part in zip(held, flat.split([x.numel() for x in held]), strict=True):
+                x.copy_(part.view_as(x))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per head, as a pandas frame."""
+        import pandas
+
+        return pandas.DataFrame([asdict(row) for row in self.rows])
+
+    def _nothing(self) -> str:
+        name = type(self.model).__name__
+        if not self.passes:
+            return f"{name}: nothing was observed, because the model was not run inside the block"
+        how = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        said = f" (attn_implementation {how!r})" if how else ""
+        return (
+            f"{name}: nothing was observed: its attention{said} does not pass where Locater listens. Run the module that was handed to "
+            "observe(), load it with attn_implementation='sdpa' or 'eager', or describe its queries and keys with locater.register()"
+        )
+
+
+def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
+    modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in model.named_modules()}
+    held = list(enumerate(attention_layers(model)))
+    found = []
+    for number, layer in _chosen(held, layers, "layers"):
+        module = modules[layer.name] if layer.name else model
+        outside.refuse(module, layer.name)
+        picked = [head for head, _ in _chosen(list(enumerate(range(layer.heads))), heads, "heads")]
+        found.append(Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, wanted, layer))
+    return found
+
+
+def _chosen(held: list[tuple[int, Any]], choice: Choice, what: str) -> list[tuple[int, Any]]:
+    """All, evenly so many, or those named."""
+    if choice is None:
+        return held
+    if isinstance(choice, int):
+        if choice < 1:
+            raise LocaterError(f"{what}={choice}: name at least one")
+        count = min(choice, len(held))
+        return [held[(2 * i + 1) * len(held) // (2 * count)] for i in range(count)]
+    wrong = [i for i in choice if not 0 <= i < len(held)]
+    if wrong or not choice:
+        raise LocaterError(f"{what}={list(choice)}: there are {len(held)}, numbered from 0")
+    return [held[i] for i in sorted(set(choice))]

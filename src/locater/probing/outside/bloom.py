@@ -1,0 +1,27 @@
+"""BLOOM: one fused map; ALiBi, mask and cache are arguments of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from locater.probing.call import Call
+from locater.probing.outside.parts import Passage, Undo, along, cached
+
+
+def tap(module: nn.Module) -> Iterator[Undo]:
+    yield from along(module, _described, outputs=["query_key_value"], inputs=["dense"])
+
+
+def _described(module: Any, passage: Passage) -> Call:
+    q, k, _ = module._reshape(passage.kept["query_key_value"])
+    alibi = passage.argument(2, "alibi").detach()
+    k = cached(module, passage.argument(4, "layer_past"), k, alibi.shape[-1])
+    call = Call(
+        q, k, float(module.inv_norm_factor), bias=module.beta * alibi.view(q.shape[0], module.num_heads, 1, -1),
+        output=passage.heads("dense", module.num_heads),  # not called with slow_but_exact
+    )  # fmt: skip
+    mask = passage.argument(3, "attention_mask")
+    return call if mask is None else call.masked(mask.detach())

@@ -1,0 +1,102 @@
+"""A place where attention is listened to: one attention module, and the sums of what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from locater.probing.call import Call
+from locater.probing.tally import COLUMNS, MAXIMA, tally, wide
+
+if TYPE_CHECKING:
+    from locater.heads import AttentionLayer
+
+KEY = "_locater_sites"  # where a module keeps its sites; in its __dict__, so no buffer that DDP would broadcast or state_dict save
+
+
+@dataclass
+class Switch:
+    """On or off, for all sites of one observation. Compiled graphs are guarded by it: two of them, and no operator in the second."""
+
+    on: bool = True
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to keep of every call."""
+
+    rows: int = 0  # rows to sample of each call; 0: all
+    rest: bool = False  # entropy without the first key too
+    offsets: Sequence[tuple[int, int]] = ()  # (offset, first row): weight on the key `offset` before
+    outputs: bool = False  # Gram matrices of head outputs
+
+
+@dataclass
+class Site:
+    """One attention module under observation. `heads` are the numbers of those listened to."""
+
+    name: str
+    number: int
+    kind: str
+    module: nn.Module
+    group: int  # query heads per key head
+    count: int  # query heads
+    heads: list[int]
+    switch: Switch
+    wanted: Wanted
+    layer: AttentionLayer | None
+    sums: Tensor = field(init=False)
+    maxima: Tensor = field(init=False)
+    pairs: Tensor = field(init=False)
+    gram: Tensor | None = field(init=False, default=None)
+    picked: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        count, dtype = len(self.heads), wide(device)
+        self.sums = torch.zeros(count, len(COLUMNS), dtype=dtype, device=device)
+        self.maxima = torch.full((count, len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
+        self.pairs = torch.zeros(count, len(self.wanted.offsets), 2, dtype=dtype, device=device)
+        if count < self.count:
+            self.picked = torch.tensor(self.heads, device=device)
+        if self.wanted.outputs and self.layer is not None and self.layer.value is not None:
+            size = self.layer.value.shape[0] // self.layer.kv_heads
+            self.gram = torch.zeros(count, size, size, dtype=dtype, device=device)
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        for held in (self.sums, self.pairs, self.gram):
+            if held is not None:
+                held.zero_()
+        self.maxima.fill_(-torch.inf)
+
+    def see(self, call: Call) -> None:
+        """Add one call. Traced by torch.compile: an operator and nothing else."""
+        wanted = self.wanted
+        tally(
+            call.query, call.key, self.sums, self.maxima, self.pairs, self.gram, call.scale, call.causal, self.kind == "self",
+            call.window or 0, call.softcap or 0.0, call.padding, call.mask, call.bias, call.alibi, call.sinks,
+            None if self.gram is None else call.output, self.picked, wanted.rows, wanted.rest,
+            [offset for offset, _ in wanted.offsets], [start for _, start in wanted.offsets],
+        )  # fmt: skip
+
+
+def listening(module: nn.Module) -> tuple[Site, ...]:
+    """Sites of a module that are switched on."""
+    return tuple(site for site in module.__dict__.get(KEY, ()) if site.switch.on)
+
+
+def enter(site: Site) -> None:
+    site.module.__dict__[KEY] = (*site.module.__dict__.get(KEY, ()), site)
+
+
+def leave(site: Site) -> None:
+    left = tuple(s for s in site.module.__dict__.get(KEY, ()) if s is not site)
+    if left:
+        site.module.__dict__[KEY] = left
+    else:
+        site.module.__dict__.pop(KEY, None)

@@ -1,0 +1,222 @@
+"""`statistics()`: mean and covariance of what every attention layer reads, from a model and a few thousand tokens of text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.errors import LocaterError, first_line
+from locater.heads import Tokens, attention_layers
+from locater.heads.weights import WRAPPERS
+from locater.measures import ChannelMoments, normality_distance, top_directions
+from locater.probing.hidden import Padding
+from locater.probing.running import on_input
+from locater.probing.text import Batch, Text, batches
+
+PRECISE = 1024  # up to this width covariances are summed in float64
+KEPT = 4096  # tokens kept for the test of normality
+TOP = 4  # principal directions reported
+SCHEMA = 1
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one attention layer reads, after the norm in front of it. The first token of a sequence is kept apart.
+
+    `mean_share` is |mean|^2 / E|x|^2, `kurtosis` the median excess over channels, `normality` the mean Kolmogorov distance of
+    random projections to a normal and `normality_expected` what normal tokens of this number would show, `directions` the shares
+    of the energy in the first principal directions.
+    """
+
+    layer: int
+    name: str
+    kind: str
+    tokens: int
+    mean: Tensor
+    covariance: Tensor
+    first: Tensor | None = None
+    memory_mean: Tensor | None = None  # cross-attention: of what the keys read
+    memory_covariance: Tensor | None = None
+    mean_share: float | None = None
+    kurtosis: float | None = None
+    normality: float | None = None
+    normality_expected: float | None = None
+    directions: tuple[float, ...] = ()
+
+    def as_tokens(self) -> Tokens:
+        """What `effective` folds in."""
+        if self.memory_mean is None or self.memory_covariance is None:
+            return Tokens(self.mean, self.covariance)
+        return Tokens(self.mean, self.covariance, Tokens(self.memory_mean, self.memory_covariance))
+
+
+@dataclass(frozen=True, repr=False)
+class Statistics:
+    """Inputs of all attention layers, in the order of a scan."""
+
+    source: str
+    tokens: int
+    length: int
+    inputs: list[Input] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"Statistics({self.source!r}, {len(self.inputs)} layers, {self.tokens} tokens)"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file that `load` and `locater scan --statistics` read."""
+        held = {"schema": SCHEMA, "source": self.source, "tokens": self.tokens, "length": self.length}
+        torch.save({**held, "inputs": [asdict(x) for x in self.inputs]}, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Statistics:
+        try:
+            held = torch.load(path, map_location="cpu", weights_only=True)
+            if held["schema"] != SCHEMA:
+                raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
+            return cls(held["source"], held["tokens"], held["length"], [Input(**x) for x in held["inputs"]])
+        except OSError as error:
+            raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+        except Exception as error:
+            raise LocaterError(f"{path}: not statistics that this version reads ({first_line(error)}): collect them again") from None
+
+
+def statistics(
+    model: nn.Module,
+    text: Text,
+    *,
+    tokenizer: Any = None,
+    length: int = 256,
+    tokens: int = 4096,
+    batch: int = 8,
+    progress: Progress | None = None,
+) -> Statistics:
+    """Run `model` over about `tokens` tokens of `text` and keep the mean and covariance of every attention input.
+
+    `text` is a string, a path, token ids, or batches as the model takes them. Used by `locater.scan(source, statistics=...)`.
+
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2, enable_nested_tensor=False)
+    >>> found = statistics(encoder, [{"src": torch.randn(4, 32, 16)}])
+    >>> found.inputs[0].covariance.shape, found.inputs[0].tokens      # the first token of each sequence is kept apart
+    (torch.Size([16, 16]), 124)
+    """
+    held = batches(model, text, tokenizer=tokenizer, length=length, tokens=tokens, batch=batch)
+    return collected(model, held, progress)
+
+
+def collected(model: nn.Module, held: list[Batch], progress: Progress | None = None) -> Statistics:
+    """The same, from batches."""
+    modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in model.named_modules()}
+    padding = Padding()
+    sums = []
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(padding.before, with_kwargs=True).remove)
+        for number, layer in enumerate(attention_layers(model)):
+            here = _Sums(number, layer.name, layer.kind, padding)
+            stack.callback(on_input(modules[layer.name] if layer.name else model, here.see))
+            sums.append(here)
+        for part in progress(held, len(held)) if progress else held:
+            run(model, part)
+    found = [x for x in (here.input() for here in sums) if x is not None]
+    if not found:
+        raise LocaterError(f"{type(model).__name__}: no attention layer was called with tokens of a known shape")
+    shape = next((x.shape for part in held for x in part.values() if isinstance(x, Tensor) and x.ndim >= 2), (0, 0))
+    return Statistics(type(model).__name__, found[0].tokens, int(shape[1]), found)
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients, then as before."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+def run(model: nn.Module, batch: Batch) -> Any:
+    """One forward pass without gradients, on the model's device."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with quiet(model):
+        return model(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()})
+
+
+class _Sums:
+    """What one layer reads, added up."""
+
+    def __init__(self, number: int, name: str, kind: str, padding: Padding) -> None:
+        self.number, self.name, self.kind, self.padding = number, name, kind, padding
+        self.own: _Spread | None = None
+        self.memory: _Spread | None = None
+        self.first: Tensor | None = None
+        self.sequences = 0
+        self.kept: list[Tensor] = []
+        self.moments: ChannelMoments | None = None
+
+    def see(self, x: Tensor, memory: Tensor | None) -> None:
+        real = self.padding.of(x, self.name)
+        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real.to(x.device)
+        start = real.to(torch.int8).argmax(1)
+        some = real.any(1)
+        first = x[torch.arange(len(x), device=x.device), start][some].double().sum(0).cpu()
+        self.first = first if self.first is None else self.first + first
+        self.sequences += int(some.sum())
+        later = x[real & (torch.arange(x.shape[1], device=x.device) != start[:, None])]  # (tokens, d)
+        if not len(later):
+            return
+        self.own = self.own or _Spread(x)
+        self.own.add(later)
+        self.moments = (self.moments or ChannelMoments.empty(x.shape[-1], x.device)).add(later.float())
+        if sum(len(part) for part in self.kept) < KEPT:
+            self.kept.append(later.float().cpu())
+        if memory is not None and self.kind == "cross":
+            shown = self.padding.given.get("attention_mask")
+            fits = shown is not None and shown.shape == memory.shape[:2]
+            self.memory = self.memory or _Spread(memory)
+            self.memory.add(memory[shown.to(memory.device)] if fits and shown is not None else memory.flatten(0, 1))
+
+    def input(self) -> Input | None:
+        if self.own is None or self.moments is None or self.own.count < 2:
+            return None
+        mean, covariance = self.own.moments()
+        memory = (None, None) if self.memory is None else self.memory.moments()
+        normal = normality_distance(torch.cat(self.kept)[:KEPT])
+        found = top_directions(mean.double(), covariance.double(), min(TOP, len(mean)))
+        first = None if self.first is None or not self.sequences else (self.first / self.sequences).float()
+        return Input(
+            self.number, self.name, self.kind, self.own.count, mean, covariance, first, memory[0], memory[1],
+            mean_share=float(self.moments.mean_share), kurtosis=float(self.moments.median_kurtosis),
+            normality=float(normal.mean), normality_expected=float(normal.expected), directions=tuple(found.principal.tolist()),
+        )  # fmt: skip
+
+
+class _Spread:
+    """Sums for a mean and a covariance."""
+
+    def __init__(self, like: Tensor) -> None:
+        width = like.shape[-1]
+        precise = width <= PRECISE and like.device.type != "mps"
+        self.dtype = torch.float64 if precise else torch.float32
+        self.count = 0
+        self.total = torch.zeros(width, dtype=self.dtype, device=like.device)
+        self.square = torch.zeros(width, width, dtype=self.dtype, device=like.device)
+
+    def add(self, x: Tensor) -> None:
+        x = x.to(self.dtype)
+        self.count += len(x)
+        self.total += x.sum(0)
+        self.square += x.mT @ x
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        mean = self.total / self.count
+        covariance = self.square / self.count - torch.outer(mean, mean)
+        return mean.float().cpu(), ((covariance + covariance.mT) / 2).float().cpu()
