@@ -1,4 +1,4 @@
-"""A scan, or two of them, as one self-contained page: data as JSON, drawn by page/page.js, no library and nothing to fetch."""
+"""A scan, or two of them, as one self-contained page: data as JSON, drawn by the scripts in page/, no library, nothing to fetch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scan_page(scan: Scan) -> str:
     heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layers"
     flagged = sum(bool(row.flags) for row in scan.rows)
     counts = f"{heads}, head size {_sizes(scan)}. " + (f"{flagged} heads are flagged." if flagged else "No head is flagged.")
-    return _page(_name(scan.source), counts, [scan], aligned=True)
+    return _page(short_name(scan.source), counts, [scan], aligned=True)
 
 
 def compare_page(a: Scan, b: Scan, aligned: bool) -> str:
@@ -30,52 +30,56 @@ def compare_page(a: Scan, b: Scan, aligned: bool) -> str:
     counts = f"A: {len(a.rows)} heads in {len(a.layers)} layers. B: {len(b.rows)} heads in {len(b.layers)} layers."
     if not aligned:
         counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
-    return _page(f"{_name(a.source)} against {_name(b.source)}", counts, [a, b], aligned)
+    return _page(f"{short_name(a.source)} against {short_name(b.source)}", counts, [a, b], aligned)
 
 
 def _page(title: str, counts: str, scans: Sequence[Scan], aligned: bool) -> str:
     assumed = scans[0].assumptions
     notes = "; ".join(assumed["notes"])
+    measured = assumed.get("prediction") == "predicted"  # with statistics of the layers' inputs
     data = {
         "length": assumed["length"],
         "aligned": aligned,
         "flags": {flag.name: {"meaning": flag.meaning, "way_out": flag.way_out} for flag in FLAGS},
         "scans": [_data(scan, letter) for scan, letter in zip(scans, "AB", strict=False)],
     }
-    parts = {
-        "@TITLE@": html.escape(f"{title} · Locater"),
-        "@HEADING@": html.escape(title),
-        "@COUNTS@": html.escape(counts),
-        "@ASSUMED@": html.escape(
-            f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}." + (f" {notes}." if notes else "")
-        ),
-        "@FOOTER@": f"Made by Locater {__version__} from weights alone.",
-        "@STYLE@": _part("page.css"),
-        "@SCRIPT@": _part("page.js"),
-        "@DATA@": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
+    words = {
+        "TITLE": f"{title} · Locater",
+        "HEADING": title,
+        "COUNTS": counts,
+        "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}." + (f" {notes}." if notes else ""),
+        "KIND": "Predicted" if measured else "Prior",
+        "FOOTER": f"Made by Locater {__version__} from weights {'and statistics' if measured else 'alone'}.",
     }
-    page = _part("page.html")
-    for mark, text in parts.items():
-        page = page.replace(mark, text)
-    return page
+    return assemble("page", words, data)
 
 
-def _part(name: str) -> str:
-    return (files("locater.report") / "page" / name).read_text(encoding="utf-8")
+def assemble(name: str, words: dict[str, str], data: dict[str, Any]) -> str:
+    """page/NAME.html with its words, the shared style and drawing, a script and style of its own, and its data."""
+
+    def part(file: str) -> str:
+        return (files("locater.report") / "page" / file).read_text(encoding="utf-8")
+
+    held = {mark: html.escape(text) for mark, text in words.items()}
+    held["STYLE"] = part("page.css") + (part(f"{name}.css") if name != "page" else "")
+    held["SCRIPT"] = part("draw.js") + part(f"{name}.js")
+    held["DATA"] = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # no name can end the script
+    return re.sub(r"@([A-Z]+)@", lambda mark: held[mark[1]], part(f"{name}.html"))
 
 
 def _data(scan: Scan, letter: str) -> dict[str, Any]:
     rotary = any("frequencies" in entry for entry in scan.layers)
     places = {entry["layer"]: place for place, entry in enumerate(scan.layers)}  # a shard's layers do not start at 0
     return {
-        "name": _name(scan.source),
+        "name": short_name(scan.source),
         "letter": letter,
         "layers": [_layer(entry) for entry in scan.layers],
         "heads": [_head(row, places[row.layer], rotary) for row in scan.rows],
     }
 
 
-def _layer(entry: dict[str, Any]) -> dict[str, Any]:
+def layer_note(entry: dict[str, Any]) -> str:
+    """What kind of attention a layer has, in a few words."""
     notes = [entry["kind"] + "-attention", f"{entry['heads']} heads of {entry['head_dim']}"]
     if entry["kv_heads"] != entry["heads"]:
         notes.append(f"{entry['kv_heads']} key heads")
@@ -83,33 +87,37 @@ def _layer(entry: dict[str, Any]) -> dict[str, Any]:
         notes.append(f"window {entry['window']}")
     if entry["positions"]:
         notes.append(entry["positions"])
-    kept: dict[str, Any] = {"name": entry["name"], "short": str(entry["layer"]), "heads": entry["heads"], "note": ", ".join(notes)}
+    return ", ".join(notes)
+
+
+def _layer(entry: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {"name": entry["name"], "short": str(entry["layer"]), "heads": entry["heads"], "note": layer_note(entry)}
     if "frequencies" in entry:
-        kept["frequencies"] = [_round(f, 7) for f in entry["frequencies"]]
+        kept["frequencies"] = [significant(f, 7) for f in entry["frequencies"]]
     return kept
 
 
 def _head(row: HeadRow, place: int, rotary: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {"layer": place, "head": row.head, "flags": list(row.flags), "approximation": row.approximation}
-    kept.update({name: _round(row[name]) for name in NUMBERS})
+    kept.update({name: significant(row[name]) for name in NUMBERS})
     if row.eigenvalues is not None:
-        kept["eigenvalues"] = [[_round(re, 3), _round(im, 3)] for re, im in row.eigenvalues]
+        kept["eigenvalues"] = [[significant(re, 3), significant(im, 3)] for re, im in row.eigenvalues]
     if row.profile is not None:
-        kept["profile"] = [_round(x, 3) for x in row.profile]
+        kept["profile"] = [significant(x, 3) for x in row.profile]
     if row.drive is not None and rotary:
-        kept["even"], kept["odd"] = ([_round(x, 3) for x in row.drive[part]] for part in ("even", "odd"))
-        kept["still"] = _round(row.drive["still"])
+        kept["even"], kept["odd"] = ([significant(x, 3) for x in row.drive[part]] for part in ("even", "odd"))
+        kept["still"] = significant(row.drive["still"])
     return kept
 
 
-def _round(x: float | None, digits: int = 4) -> float | None:
+def significant(x: float | None, digits: int = 4) -> float | None:
     """Significant digits: a page is looked at, not computed from."""
-    if x is None or x == 0:
-        return x
+    if x is None or x == 0 or not math.isfinite(x):
+        return 0.0 if x == 0 else None
     return round(x, digits - 1 - math.floor(math.log10(abs(x))))
 
 
-def _name(source: str) -> str:
+def short_name(source: str) -> str:
     """The last part of a path, with the one before it where the last says nothing."""
     parts = [part for part in source.split("/") if part and part != "."]
     telling = re.sub(r"^(model|final|last|checkpoint.*|step.*|[0-9a-f]{40})$", "", parts[-1]) if parts else source

@@ -1,11 +1,9 @@
-"use strict";
-// One page, no library: data in <script id="data">, everything drawn as SVG.
+// The page of a scan. Data in <script id="data">, everything drawn as SVG with what draw.js offers.
 // A scan is {name, layers, heads}; a comparison holds two. Profiles and drives are computed here from moments.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SCANS = DATA.scans;
 const TWO = SCANS.length === 2;
-const SVG = "http://www.w3.org/2000/svg";
 const state = { layer: 0, head: 0, metric: "localization", side: TWO && DATA.aligned ? "difference" : 0, flag: null, guide: true };
 
 // name, palette, least range of the colours (so that noise stays pale), how to read it from a head, what it means
@@ -65,9 +63,6 @@ function drive(head, layer) {
   }
   return points;
 }
-const show = x => x === null || x === undefined ? "–" : Math.abs(x) >= 100 ? x.toPrecision(3) : (Math.round(x * 100) / 100 + 0).toFixed(2);
-const escape = text => text.replace(/[&<>"]/g, c => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
-const element = id => document.getElementById(id);
 const harmless = name => about(name).way_out.startsWith("No fault");
 const about = name => DATA.flags[name] || { meaning: "a flag of another version of Locater", way_out: "Scan the model again" };
 const broken = head => head.flags.includes("nonfinite");
@@ -88,18 +83,7 @@ function value(layer, head) {
 }
 const diverging = () => state.side === "difference" || METRICS[state.metric][1] === "diverging";
 
-// ---- colour: two ramps that stay apart for colour-blind readers; the middle is the page's own ----
-const RAMPS = {
-  light: { low: [178, 88, 24], middle: [244, 242, 236], high: [10, 100, 110], from: [241, 240, 234], to: [38, 52, 120] },
-  dark: { low: [240, 150, 80], middle: [35, 39, 47], high: [80, 200, 205], from: [35, 39, 47], to: [165, 190, 255] },
-};
-const dark = () => matchMedia("(prefers-color-scheme: dark)").matches;
-function colour(t) { // diverging: -1 ... 1, sequential: 0 ... 1
-  const ramp = RAMPS[dark() ? "dark" : "light"];
-  const [a, b, s] = !diverging() ? [ramp.from, ramp.to, t] : t < 0 ? [ramp.middle, ramp.low, -t] : [ramp.middle, ramp.high, t];
-  const k = Math.min(1, Math.max(0, s)) ** 0.8;
-  return `rgb(${a.map((x, i) => Math.round(x + (b[i] - x) * k)).join(",")})`;
-}
+const colour = t => `rgb(${blend(t, diverging()).join(",")})`;
 function range(values) { // the 98th percentile, so that one head does not hide the others
   const known = values.filter(v => v !== null).map(Math.abs).sort((a, b) => a - b);
   const floor = METRICS[state.metric][2] * (state.side === "difference" ? 0.5 : 1);
@@ -107,56 +91,6 @@ function range(values) { // the 98th percentile, so that one head does not hide 
 }
 
 // ---- drawing ----
-function make(name, attributes, parent, text) {
-  const node = document.createElementNS(SVG, name);
-  for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
-  if (text !== undefined) node.textContent = text;
-  if (parent) parent.appendChild(node);
-  return node;
-}
-const room = id => Math.max(260, Math.round(element(id).getBoundingClientRect().width)); // drawn at its real width: text keeps its size
-function clear(id, width, height) {
-  const svg = element(id);
-  svg.replaceChildren();
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  return svg;
-}
-function ticks(low, high, count) {
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map(m => m * power).find(s => s >= rough);
-  const found = [];
-  for (let t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-6; t += step) found.push(Math.abs(t) < step * 1e-6 ? 0 : t);
-  return found;
-}
-const label = t => Math.abs(t) >= 1000 ? t.toPrecision(2) : String(Math.round(t * 1000) / 1000);
-function frame(id, width, height, x, y, names, { ends, below = 0 } = {}) { // ends: words in place of numbers under the x axis
-  const svg = clear(id, width, height);
-  const box = { left: 46, right: width - 12, top: 10, bottom: height - 36 - below };
-  const sx = v => box.left + (v - x[0]) / (x[1] - x[0]) * (box.right - box.left);
-  const sy = v => box.bottom - (v - y[0]) / (y[1] - y[0]) * (box.bottom - box.top);
-  ticks(x[0], x[1], Math.min(6, Math.max(4, Math.floor(width / 80)))).forEach(t => {
-    make("line", { class: "grid", x1: sx(t), x2: sx(t), y1: box.top, y2: box.bottom }, svg);
-    if (!ends) make("text", { x: sx(t), y: box.bottom + 14, "text-anchor": "middle" }, svg, label(t));
-  });
-  if (ends) ends.forEach((word, i) => make("text", { x: i ? box.right : box.left, y: box.bottom + 14, "text-anchor": i ? "end" : "start" }, svg, word));
-  ticks(y[0], y[1], 5).forEach(t => {
-    make("line", { class: "grid", x1: box.left, x2: box.right, y1: sy(t), y2: sy(t) }, svg);
-    make("text", { x: box.left - 6, y: sy(t) + 4, "text-anchor": "end" }, svg, label(t));
-  });
-  make("text", { x: (box.left + box.right) / 2, y: height - 5 - below, "text-anchor": "middle" }, svg, names[0]);
-  if (names[1]) make("text", { x: 11, y: (box.top + box.bottom) / 2, "text-anchor": "middle", transform: `rotate(-90 11 ${(box.top + box.bottom) / 2})` }, svg, names[1]);
-  return { svg, sx, sy, box };
-}
-const path = (points, sx, sy) => points.map(([a, b], i) => `${i ? "L" : "M"}${sx(a).toFixed(1)} ${sy(b).toFixed(1)}`).join("");
-
-function hatch(svg) { // two patterns: no number here, and weights that are not finite
-  const defs = make("defs", {}, svg);
-  for (const id of ["none", "broken"]) {
-    const pattern = make("pattern", { id: `hatch-${id}`, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, defs);
-    make("rect", { class: "hatch-ground", width: 6, height: 6 }, pattern);
-    make("path", { class: `hatch ${id}`, d: "M0 0V6" }, pattern);
-  }
-}
 function heatmap() {
   const scan = shown()[0];
   const layers = scan.layers.length, heads = Math.max(1, ...scan.layers.map(l => l.heads));

@@ -1,0 +1,181 @@
+"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio. `read_run` reads a log back (log.py)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+from locater.errors import LocaterError
+from locater.report.log import Record, Run, is_run, parse, plain, read_run
+
+__all__ = ["JsonlSink", "Run", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "flat", "open_sink", "read_run"]
+
+CHOICES = "a path that ends in .jsonl, tensorboard:FOLDER, wandb, trackio"
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Anything that takes records. `close` may be called twice."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
+    """The sink that a text names: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`; a sink is itself."""
+    if not isinstance(spec, str | os.PathLike):
+        if isinstance(spec, Sink):
+            return spec
+        raise LocaterError(f"a sink is {CHOICES}, or an object with write(record) and close(), not {type(spec).__name__}")
+    text = os.fspath(spec)
+    if text.endswith(".jsonl"):
+        return JsonlSink(text)
+    kind, _, folder = text.partition(":")
+    if kind == "tensorboard" and folder:
+        return TensorBoardSink(folder)
+    if text == "wandb":
+        return WandbSink()
+    if text == "trackio":
+        return TrackioSink()
+    raise LocaterError(f"no sink {text!r}: give {CHOICES}")
+
+
+class JsonlSink:
+    """One JSON object per line, appended and flushed record by record: a crash costs at most the line being written.
+
+    What the file holds stays: a run that resumes adds its own `run` record and goes on below.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            torn = self._torn()
+            self._file = self.path.open("ab")
+            if torn:
+                self._put(b"\n")  # the half line keeps a line of its own; read_run() passes over it
+        except OSError as error:
+            raise LocaterError(f"{self.path}: cannot be written ({error.strerror})") from None
+
+    def _torn(self) -> bool:
+        """Whether the file ends inside a line; what is no run log is left alone."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return False
+        with self.path.open("rb") as file:
+            first = file.readline()
+            if first.endswith(b"\n") and not is_run(parse(first)):
+                raise LocaterError(f"{self.path}: holds something else than a run log; give the run a file of its own")
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+
+    def write(self, record: Record) -> None:
+        self._put(json.dumps(plain(record), separators=(",", ":"), allow_nan=False).encode() + b"\n")
+
+    def _put(self, line: bytes) -> None:
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise LocaterError(f"{self.path}: cannot be written ({error.strerror})") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Scalars such as `layer/03/entropy_ratio/mean`, `loss` and `grad_norm`; warnings as text."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        module = _need("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(os.fspath(folder))
+        self._layers: list[int] = []
+
+    def write(self, record: Record) -> None:
+        if record["kind"] == "run":
+            self._layers = [entry["layer"] for entry in record["layers"]]
+        for name, number in flat(record, self._layers).items():
+            self._writer.add_scalar(name, number, record["step"], walltime=record.get("time"))
+        if record["kind"] == "warning":
+            self._writer.add_text("warnings", str(record["message"]), record["step"], walltime=record.get("time"))
+        if record["kind"] in ("warning", "end"):
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Tracker:
+    """Flat scalars under `locater/` in the tracker's active run, with the training step as `locater/step`."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self._module = _need(self.name, self.name)
+        self._layers: list[int] = []
+
+    def write(self, record: Record) -> None:
+        if record["kind"] == "run":
+            self._layers = [entry["layer"] for entry in record["layers"]]
+        numbers = flat(record, self._layers)
+        if numbers:
+            self._module.log({"locater/step": record["step"], **{f"locater/{name}": number for name, number in numbers.items()}})
+
+    def close(self) -> None:
+        """Nothing to do: the run belongs to whoever started it."""
+
+
+class WandbSink(_Tracker):
+    """Weights & Biases: the run that `wandb.init()` started."""
+
+    name = "wandb"
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self._module.run is None:
+            raise LocaterError("no W&B run is active: call wandb.init() before the first record")
+        self._module.run.define_metric("locater/*", step_metric="locater/step")
+
+
+class TrackioSink(_Tracker):
+    """trackio: the run that `trackio.init()` started."""
+
+    name = "trackio"
+
+    def write(self, record: Record) -> None:
+        try:
+            super().write(record)
+        except RuntimeError as error:
+            raise LocaterError(f"trackio: {error}") from None
+
+
+def flat(record: Record, layers: list[int]) -> dict[str, float]:
+    """Scalars of a record by name; `layers` are the numbers of the layers. Nulls are left out.
+
+    >>> flat({"kind": "step", "step": 5, "loss": 2.0, "scalars": {}, "heads": {"sink": [[0.25, None, 0.75]]}}, [3])
+    {'loss': 2.0, 'layer/03/sink/mean': 0.5, 'layer/03/sink/min': 0.25, 'layer/03/sink/max': 0.75}
+    """
+    found = {"loss": record.get("loss"), **(record.get("scalars") or {})}
+    if record["kind"] == "warning":
+        found[f"warning/{record['flag']}"] = record.get("value")
+    for column, rows in (record.get("heads") or {}).items():
+        for layer, row in zip(layers, rows, strict=False):
+            known = [x for x in row or () if _finite(x)]
+            if known:
+                name = f"layer/{layer:02d}/{column}"
+                found |= {f"{name}/mean": sum(known) / len(known), f"{name}/min": min(known), f"{name}/max": max(known)}
+    return {name: cast(float, number) for name, number in found.items() if _finite(number)}
+
+
+def _finite(x: Any) -> bool:
+    return x is not None and math.isfinite(x)
+
+
+def _need(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise LocaterError(f"{package} is not installed: pip install {package}") from None
