@@ -1,7 +1,7 @@
 """Attention statistics on a GPU: correct against float64 first, then timed against the attention that they watch, in one run.
 
     python benchmarks/attention.py --out benchmarks/results/attention.json          # needs CUDA and Triton
-    python benchmarks/attention.py --tune                                           # tile sizes, fastest first
+    python benchmarks/attention.py --tune --out benchmarks/results/attention-tuning.json      # tile sizes, fastest first
 
 Rivals, same q, k, v in the same process, turns taken, medians: SDPA flash forward and backward, SDPA cuDNN, FlexAttention with
 log-sum-exp and maximum (where torch offers them), and eager softmax with entropy where its matrix fits. Statistics need no v and no
@@ -23,20 +23,17 @@ from locater.kernels import attention_entropy, attention_statistics
 from locater.kernels.terms import Terms
 
 HEADS = 32
-TILES = [
-    (128, 128, 8, 3),
-    (128, 128, 8, 2),
-    (128, 64, 4, 3),
-    (128, 64, 8, 3),
-    (64, 128, 4, 3),
-    (64, 64, 4, 3),
-    (128, 128, 4, 2),
-    (64, 128, 4, 2),
-]
+TILES = {  # head size: BLOCK_M, BLOCK_N, warps, stages, most registers of a thread
+    64: [(64, 128, 4, 2, None), (64, 128, 4, 3, None), (64, 128, 4, 2, 128), (128, 128, 8, 2, 128), (128, 64, 4, 3, None),
+         (128, 128, 4, 2, None)],
+    128: [(64, 64, 4, 2, None), (64, 64, 4, 3, 128), (64, 128, 4, 2, None), (64, 128, 4, 2, 168), (128, 64, 4, 3, None),
+          (128, 64, 8, 3, None), (128, 128, 4, 2, None), (128, 128, 8, 2, 128)],
+}  # fmt: skip
+CACHES = (12, 24, 1 << 20)  # MB of keys that programs running at one time share; the last is no limit
 
 
-def median_ms(function: Any, rounds: int = 20) -> float:
-    for _ in range(3):
+def median_ms(function: Any, rounds: int = 20, warm: int = 3) -> float:
+    for _ in range(warm):
         function()
     torch.cuda.synchronize()
     times = []
@@ -135,6 +132,7 @@ def flex_statistics(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
         from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
     except ImportError:
         return None
+    torch._dynamo.reset()  # past eight shapes it would give up, and run without a fused kernel
     compiled = torch.compile(flex_attention, dynamic=False)
     T = q.shape[2]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda") if causal else None
@@ -180,23 +178,25 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tune() -> list[dict[str, Any]]:
-    from locater.kernels import triton_kernels
+def tune(lengths: list[int], rounds: int = 3) -> list[dict[str, Any]]:
+    """Milliseconds of every tile and order of heads, in turns, so that the clock of a warm card is the same for all of them."""
+    from locater.kernels import triton_kernels as kernels
 
     rows = []
-    for D in (64, 128):
-        q, k = (torch.randn(1, HEADS, 8192, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        for m, n, warps, stages in TILES:
-            size = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": D, "num_warps": warps, "num_stages": stages}
-            entry: dict[str, Any] = {"D": D, **size}
-            for extended in (False, True):
-                try:
-                    run = lambda e=extended, size=size: triton_kernels.statistics(q, k, Terms(scale=D**-0.5, causal=True), e, False, size)  # noqa: B023, E731
-                    entry["extended" if extended else "basic"] = round(median_ms(run, 5), 4)
-                except Exception as error:
-                    entry["failed"] = str(error).splitlines()[0][:80]
-            rows.append(entry)
-    return sorted(rows, key=lambda e: (e["D"], e.get("basic", 1e9)))
+    kernels.LONG_TILES.clear()
+    for T, D, what in itertools.product(lengths, (64, 128), ("plain", "extended")):
+        q, k = (torch.randn(1, HEADS, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        terms = Terms(scale=D**-0.5, causal=True)
+        found: dict[tuple[Any, int], list[float]] = {}
+        for _ in range(rounds):
+            for tile, cache in itertools.product(TILES[D], CACHES if T > 4096 else CACHES[-1:]):
+                kernels.TILES["half", D, what], kernels.CACHE = tile, cache << 20
+                kernels.LAUNCHES.clear()
+                run = lambda: kernels.statistics(q, k, terms, what == "extended", False)  # noqa: B023, E731
+                found.setdefault((tile, cache), []).append(median_ms(run, 3 if T < 20_000 else 1, 1))
+        for (tile, cache), times in sorted(found.items(), key=lambda item: sorted(item[1])[rounds // 2]):
+            rows.append({"T": T, "D": D, "what": what, "tile": tile, "cache_MB": cache, "ms": round(sorted(times)[rounds // 2], 4)})
+    return rows
 
 
 def main() -> None:
@@ -211,21 +211,20 @@ def main() -> None:
         return
     props = torch.cuda.get_device_properties(0)
     if args.tune:
-        rows = tune()
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
-        for D in (64, 128):
-            for row in [r for r in rows if r["D"] == D][:8]:
-                print(row)
+        rows = tune(args.lengths)
+        args.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+        for _, group in itertools.groupby(rows, key=lambda row: (row["T"], row["D"], row["what"])):
+            print(*itertools.islice(group, 4), sep="\n")
         return
     import triton
 
     result: dict[str, Any] = {
         "gpu": props.name, "torch": torch.__version__, "triton": triton.__version__, "heads": HEADS, "errors": check(), "cases": [],
     }  # fmt: skip
-    for T, D in itertools.product(args.lengths, (64, 128)):
-        result["cases"].append(case(T, D, torch.bfloat16, True))
-    result["cases"] += [case(8192, 128, torch.bfloat16, False), case(4096, 128, torch.float32, True)]
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    cases = [(T, D, torch.bfloat16, True) for T, D in itertools.product(args.lengths, (64, 128))]
+    for one in [*cases, (8192, 128, torch.bfloat16, False), (4096, 128, torch.float32, True)]:
+        result["cases"].append(case(*one))
+        args.out.write_text(json.dumps(result, indent=1) + "\n")  # after every case: a run that is cut off keeps what it has
     for entry in result["cases"]:
         print(entry["T"], entry["D"], entry["dtype"], "causal" if entry["causal"] else "full", entry["ms"], entry.get("failed"))
     print("errors", result["errors"])

@@ -6,6 +6,10 @@ relative to the running maximum m:
     s = sum 2^(x-m)        a = sum (x-m) 2^(x-m)        ->  H = ln 2 ((L-m) s - a) 2^(m-L),   L = log2-sum-exp with the sink
 
 Taking a relative to m keeps the entropy of logits near 10^4 exact to float32; the textbook difference lse - sum p x does not.
+
+What bounds these kernels is arithmetic on logits, not products, so the loop over keys has nothing that is not needed in it. A thread
+of a tensor core's tile holds columns 8c + 2l and 8c + 2l + 1 of a row, l one of four lanes. Each row is therefore four running
+softmaxes, one per l, that meet after the loop: no exchange between threads inside it. Masks act on tiles at the edge alone.
 """
 
 from __future__ import annotations
@@ -22,137 +26,172 @@ from locater.kernels.terms import AttentionStatistics, Terms
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-EMPTY = tl.constexpr(-1.0e30)  # finite, so that 0 x EMPTY is 0
+EMPTY = tl.constexpr(-1.0e30)  # a masked logit; finite, so that 0 x EMPTY is 0
+LEAST = tl.constexpr(-1.0e15)  # where maxima start: below any logit, and so far above EMPTY that the difference of both is EMPTY again
 
 
 @triton.jit
-def _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-          CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
-          MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-          RAW: tl.constexpr = False):  # fmt: skip
-    """Logits of a tile in natural units after scale, bias and cap (RAW: before the scale, where nothing else acts on them), and
-    which of them count. i and j are positions in rows and keys."""
-    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if not RAW:
-        x = x * scale
+def _program(H, heads, blocks, together):
+    """Batch, head, both, and number of this program's block. Blocks of `together` heads run side by side, so that their keys stay in the
+    cache; heads follow one another only where all of them would not fit."""
+    n = tl.program_id(0)
+    group = n // (together * blocks)
+    width = tl.minimum(together, heads - group * together)
+    n -= group * together * blocks
+    head = (group * together + n % width).to(tl.int64)
+    return head // H, head % H, head, n // width
+
+
+@triton.jit
+def _rows(base, d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
+    """Rows of q or k at `base`, those that are not inside as zeros."""
+    if BLOCK_D != D:
+        rows = tl.load(base, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    elif EDGE:
+        rows = tl.load(base, mask=inside[:, None], other=0.0)
+    else:
+        rows = tl.load(base)
+    return rows
+
+
+@triton.jit
+def _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
+           CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
+           MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+    """Logits of products x in natural units after scale, bias and cap (just x where the scale alone acts on it: see _unit), and which
+    of them count. i and j are rows and keys along either axis. Rows past the end are not masked: nobody keeps them."""
     at = i + (S - T)
-    distance = at[:, None] - j[None, :]
-    inside = (i < T)[:, None] & (j < S)[None, :]
+    if BIAS or CAP or ALIBI:
+        x = x * scale
     if ALIBI:
-        x -= tl.load(Alibi + h) * tl.abs(distance).to(tl.float32)
+        x -= tl.load(Alibi + h) * tl.abs(at - j).to(tl.float32)
     if BIAS:
-        x += tl.load(Bias + b * bb + h * bh + i[:, None].to(tl.int64) * bt + j[None, :], mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(Bias + b * bb + h * bh + i.to(tl.int64) * bt + j, mask=(i < T) & (j < S), other=0.0).to(tl.float32)
     if CAP:
         x = cap * (1 - 2 / (1 + tl.exp2(x * (2 * LOG2E / cap))))  # cap * tanh(x / cap)
-    seen = inside
+    seen = j <= at
     if EDGE:
-        if CAUSAL:
-            seen = seen & (distance >= 0)
+        if not CAUSAL:
+            seen = (j < S) & (i >= 0)
         if WINDOW:
-            seen = seen & (tl.abs(distance) < window)
+            seen = seen & (tl.abs(at - j) < window)
         if PAD:
-            seen = seen & (tl.load(Pad + b * S + j, mask=j < S, other=0) != 0)[None, :]
+            seen = seen & (tl.load(Pad + b * S + j, mask=j < S, other=0) != 0)
         if DOC:
-            mine = tl.load(Doc + b * S + at, mask=i < T, other=-1)
-            theirs = tl.load(Doc + b * S + j, mask=j < S, other=-2)
-            seen = seen & (mine[:, None] == theirs[None, :])
+            seen = seen & (tl.load(Doc + b * S + at, mask=i < T, other=-1) == tl.load(Doc + b * S + j, mask=j < S, other=-2))
         if MASK:
-            seen = seen & (tl.load(Mask + b * mb + h * mh + i[:, None].to(tl.int64) * mt + j[None, :], mask=inside, other=0) != 0)
-    return x, seen, distance
+            seen = seen & (tl.load(Mask + b * mb + h * mh + i.to(tl.int64) * mt + j, mask=(i < T) & (j < S), other=0) != 0)
+    return x, seen
 
 
 @triton.jit
-def _add_tile(x, unit, seen, distance, at, j, m, s, a, s2, far, first_s, self_s, count, first, EDGE: tl.constexpr, COUNT: tl.constexpr,
-              EXTENDED: tl.constexpr, FIRST_TILE: tl.constexpr, SELF: tl.constexpr, BEHIND: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """One step of the online softmax with its companions; x * unit is in units of log 2. BEHIND: every key is before its query."""
-    if BIAS:
-        seen = seen & (x > -1.0e29)  # a bias of -inf is a mask
-    if EDGE or BIAS:
-        x = tl.where(seen, x, EMPTY)
-    new = tl.maximum(m, tl.max(x, 1) * unit)
+def _unit(scale, CAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+    """From what _terms returns to units of log 2: one multiplication for the scale and the change of base where it can be."""
+    unit = scale * LOG2E
+    if BIAS or CAP or ALIBI:
+        unit = LOG2E * 1.0
+    return unit
+
+
+@triton.jit
+def _lanes(x, LANES: tl.constexpr):
+    """(M, N) as (M, LANES, N / LANES): with four lanes, the last axis has the columns that one thread of a tensor core's tile holds.
+
+    Where masks or biases are loaded, the compiler may keep the logits as it keeps those. The last axis is then spread over threads that
+    are no neighbours, which Triton 3.6 adds up wrongly: such kernels have one lane."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    if LANES == 4:
+        x = tl.permute(tl.reshape(x, [M, N // 8, 4, 2]), [0, 2, 1, 3])
+    return tl.reshape(x, [M, LANES, N // LANES])
+
+
+@triton.jit
+def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, first, CAUSAL: tl.constexpr, EXTENDED: tl.constexpr,
+              EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """One step of the online softmax with its companions; x * unit is in units of log 2. `behind` (M, LANES): the row's position less
+    that of the lane's first key; `ahead`: the tile's first key less its first row. EDGE: with masks; a causal row's own key is in one."""
+    LANES: tl.constexpr = m.shape[1]
+    x = _lanes(x, LANES)
+    n = tl.arange(0, BLOCK_N // LANES)
+    new = tl.maximum(m, tl.max(x, 2) * unit)
     shift = m - new
     alpha = tl.exp2(shift)
-    y = x * unit - new[:, None]
-    if EDGE or BIAS:
-        y = tl.where(seen, y, EMPTY)  # fused with the subtraction, EMPTY * unit leaves a rounding of 1e22 behind
+    y = x * unit - new[:, :, None]
     e = tl.exp2(y)
-    a = alpha * (a + shift * s) + tl.sum(y * e, 1)
-    here = tl.sum(e, 1)
+    a = alpha * (a + shift * s) + tl.sum(y * e, 2)
+    here = tl.sum(e, 2)
     s = alpha * s + here
     if EXTENDED:
-        s2 = alpha * alpha * s2 + tl.sum(e * e, 1)
-        if BEHIND:  # sum e (i - j) without a tile of distances
-            far = alpha * far + at.to(tl.float32) * here - tl.sum(e * j.to(tl.float32)[None, :], 1)
+        s2 = alpha * alpha * s2 + tl.sum(e * e, 2)
+        column = n[None, None, :]
+        if LANES == 4:
+            column = ((n // 2) * 8 + n % 2)[None, None, :]  # from the lane's first key: the same in every thread, so a constant in the code
+        if CAUSAL:  # keys ahead have weight 0: sum e (i - j) without a tile of distances
+            far = alpha * far + (behind.to(tl.float32) * here - tl.sum(e * column.to(tl.float32), 2))
         else:
-            far = alpha * far + tl.sum(e * tl.abs(distance).to(tl.float32), 1)
+            far = alpha * far + tl.sum(e * tl.abs(behind.to(tl.float32)[:, :, None] - column.to(tl.float32)), 2)
         first_s = alpha * first_s
-        self_s = alpha * self_s
-        if FIRST_TILE:
-            first_s += tl.sum(tl.where((j < first)[None, :], e, 0.0), 1)
-        if SELF:
-            self_s += tl.sum(tl.where(distance == 0, e, 0.0), 1)
-    if COUNT:
-        count += tl.sum(seen.to(tl.int32), 1)
-    return new, s, a, s2, far, first_s, self_s, count
+        if start < first:
+            lane = 2 * tl.arange(0, LANES)[None, :, None]
+            first_s += tl.sum(tl.where(column + lane < first - start, e, 0.0), 2)
+        if EDGE or not CAUSAL:
+            self_s = alpha * self_s
+            if (ahead > -BLOCK_N) & (ahead < BLOCK_M):
+                self_s += tl.sum(tl.where(column == behind[:, :, None], e, 0.0), 2)
+    return new, s, a, s2, far, first_s, self_s
 
 
-@triton.jit
-def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self, Base, Rest, Doc, Pad, Mask, Bias, Alibi, Sinks,
-                 qb, qh, qt, kb, kh, kt, mb, mh, mt, bb, bh, bt, H, GROUP, T, S, scale, cap, window, first,
+@triton.jit(do_not_specialize=["heads", "together", "rows"])
+def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi,
+                 qb, qh, qt, kb, kh, kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window,
+                 first, rows,
                  D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
                  MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, EXTENDED: tl.constexpr,
                  COUNT: tl.constexpr, PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows of a causal mask start first
-    b = tl.program_id(0).to(tl.int64) // H
-    h = tl.program_id(0).to(tl.int64) % H
+    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
+    block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    q = tl.load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)
-    keys = K + b * kb + (h // GROUP) * kh + d[None, :]
-    m = tl.full([BLOCK_M], EMPTY, tl.float32)
-    s = tl.zeros([BLOCK_M], tl.float32)
-    a = tl.zeros([BLOCK_M], tl.float32)
-    s2 = tl.zeros([BLOCK_M], tl.float32)
-    far = tl.zeros([BLOCK_M], tl.float32)
-    first_s = tl.zeros([BLOCK_M], tl.float32)
-    self_s = tl.zeros([BLOCK_M], tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    q = _rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
+    keys = K + b * kb + (h // GROUP) * kh + (n[:, None] * kt + d[None, :])
+    LANES: tl.constexpr = 1 if PAD or DOC or MASK or BIAS else 4
+    m = tl.full([BLOCK_M, LANES], LEAST, tl.float32)
+    s = tl.zeros([BLOCK_M, LANES], tl.float32)
+    a = tl.zeros([BLOCK_M, LANES], tl.float32)
+    s2 = tl.zeros([BLOCK_M, LANES], tl.float32)
+    far = tl.zeros([BLOCK_M, LANES], tl.float32)
+    first_s = tl.zeros([BLOCK_M, LANES], tl.float32)
+    self_s = tl.zeros([BLOCK_M, LANES], tl.float32)
     count = tl.zeros([BLOCK_M], tl.int32)
-    RAW: tl.constexpr = not (BIAS or CAP or ALIBI)
-    unit = LOG2E * 1.0
-    if RAW:
-        unit = scale * LOG2E  # one multiplication for the scale and the change of base
-    at = i + (S - T)
+    unit = _unit(scale, CAP, BIAS, ALIBI)
+    row = block * BLOCK_M + (S - T)
+    behind = (i + (S - T))[:, None] - 2 * tl.arange(0, LANES)[None, :]
     low, high, plain_high = _span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
-    head = low
-    if EXTENDED:  # tiles that hold the first keys count them; they come first, and are few
-        head = tl.minimum(tl.maximum(low, ((first + BLOCK_N - 1) // BLOCK_N) * BLOCK_N), high)
-        for start in range(low, head, BLOCK_N):
-            j = start + tl.arange(0, BLOCK_N)
-            k = tl.load(keys + j[:, None].to(tl.int64) * kt, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
-            x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                                      CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION, RAW)  # fmt: skip
-            m, s, a, s2, far, first_s, self_s, count = _add_tile(
-                x, unit, seen, distance, at, j, m, s, a, s2, far, first_s, self_s, count, first,
-                True, COUNT, EXTENDED, True, True, False, BIAS)  # fmt: skip
-    plain_high = tl.maximum(plain_high, head)
-    for start in range(head, plain_high, BLOCK_N):  # every key of these tiles is visible: no mask to build
-        j = start + tl.arange(0, BLOCK_N)
-        k = tl.load(keys + j[:, None].to(tl.int64) * kt, mask=(d < D)[None, :], other=0.0)
-        x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                                  CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, False, PRECISION, RAW)  # fmt: skip
-        m, s, a, s2, far, first_s, self_s, count = _add_tile(
-            x, unit, seen, distance, at, j, m, s, a, s2, far, first_s, self_s, count, first,
-            False, COUNT, EXTENDED, False, not CAUSAL, CAUSAL, BIAS)  # fmt: skip
-    for start in range(plain_high, high, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        k = tl.load(keys + j[:, None].to(tl.int64) * kt, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
-        x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                                  CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION, RAW)  # fmt: skip
-        m, s, a, s2, far, first_s, self_s, count = _add_tile(
-            x, unit, seen, distance, at, j, m, s, a, s2, far, first_s, self_s, count, first,
-            True, COUNT, EXTENDED, False, True, False, BIAS)  # fmt: skip
-    shown = m > -1.0e20  # far below any logit, far above EMPTY in any unit
+    for EDGE in tl.static_range(2):  # first tiles whose keys are all visible, where there is no mask to build, then the others
+        for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
+            k = _rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
+                             mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
+            if EDGE:
+                x = tl.where(seen, x, EMPTY)
+            if BIAS:
+                x = tl.maximum(x, EMPTY)  # a bias of -inf is a mask
+            m, s, a, s2, far, first_s, self_s = _add_tile(
+                x, unit, behind - start, start - row, start, m, s, a, s2, far, first_s, self_s, first,
+                CAUSAL, EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
+            if COUNT and EDGE:
+                count += tl.sum(seen.to(tl.int32), 1)
+    lane_m = m
+    m = tl.max(lane_m, 1)
+    shift = lane_m - m[:, None]
+    alpha = tl.exp2(shift)
+    a = tl.sum(alpha * (a + shift * s), 1)
+    s = tl.sum(alpha * s, 1)
+    shown = m > LEAST
     top, total = m, s
     if SINKS:
         sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
@@ -160,23 +199,24 @@ def _rows_kernel(Q, K, Lse, Entropy, Max, Mass, Count, Squares, Far, First, Self
         total = s * tl.exp2(m - top) + tl.exp2(sink - top)
     rest = (top - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
     w = tl.where(shown, tl.exp2(-rest), 0.0)
-    row = tl.program_id(0).to(tl.int64) * T + i
+    at = head * T + i
     inside = i < T
     nothing = float("-inf")
-    tl.store(Lse + row, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
-    tl.store(Max + row, tl.where(shown, m * LN2, nothing), mask=inside)
-    tl.store(Mass + row, s * w, mask=inside)
-    tl.store(Entropy + row, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
+    rows = rows.to(tl.int64)
+    tl.store(Out + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
+    tl.store(Out + rows + at, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
+    tl.store(Out + 2 * rows + at, tl.where(shown, m * LN2, nothing), mask=inside)
+    tl.store(Out + 3 * rows + at, s * w, mask=inside)
     if COUNT:
-        tl.store(Count + row, count, mask=inside)
-    if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
-        tl.store(Base + row, tl.where(shown, m, float("inf")), mask=inside)
-        tl.store(Rest + row, tl.where(shown, rest, 0.0), mask=inside)
+        tl.store(Count + at, count, mask=inside)
     if EXTENDED:
-        tl.store(Squares + row, s2 * w * w, mask=inside)
-        tl.store(Far + row, far * w, mask=inside)
-        tl.store(First + row, first_s * w, mask=inside)
-        tl.store(Self + row, self_s * w, mask=inside)
+        tl.store(Out + 4 * rows + at, tl.sum(alpha * alpha * s2, 1) * w * w, mask=inside)
+        tl.store(Out + 5 * rows + at, tl.sum(alpha * far, 1) * w, mask=inside)
+        tl.store(Out + 6 * rows + at, tl.sum(alpha * first_s, 1) * w, mask=inside)
+        tl.store(Out + 7 * rows + at, tl.sum(alpha * self_s, 1) * w, mask=inside)
+    if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
+        tl.store(Out + 8 * rows + at, tl.where(shown, m, float("inf")), mask=inside)
+        tl.store(Out + 9 * rows + at, tl.where(shown, rest, 0.0), mask=inside)
 
 
 @triton.jit
@@ -200,65 +240,71 @@ def _span(block, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OTHER
 
 
 @triton.jit
-def _slope_tile(x, seen, lse, pull, grad, cap, CAP: tl.constexpr):
-    """d(sum grad * H) / d(q k^T scale) of a tile: -p (log p + 1 - mass + H) grad, through the cap."""
-    log_p = x - lse[:, None]
-    p = tl.where(seen, tl.exp2(log_p * LOG2E), 0.0)
-    slope = -p * (log_p + pull[:, None]) * grad[:, None]
-    slope = tl.where(p > 0, slope, 0.0)
+def _slope(x, seen, unit, lse, pull, cap, CAP: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr):
+    """p (log2 p + pull): times -ln 2 the slope of the entropy on a logit before the cap. lse is in units of log 2, 1e30 where no key is."""
+    y = x * unit - lse
+    if BIAS:
+        y = tl.maximum(y, EMPTY)
+    slope = tl.exp2(y) * (y + pull)
     if CAP:
         slope = slope * (1 - (x / cap) * (x / cap))
+    if EDGE:
+        slope = tl.where(seen, slope, 0.0)
     return slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "together"])
 def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alibi,
-                           qb, qh, qt, kb, kh, kt, mb, mh, mt, bb, bh, bt, H, GROUP, T, S, scale, cap, window,
+                           qb, qh, qt, kb, kh, kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S,
+                           scale, cap, window,
                            D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
                            DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
-    b = tl.program_id(0).to(tl.int64) // H
-    h = tl.program_id(0).to(tl.int64) % H
+    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
+    block = tl.cdiv(T, BLOCK_M) - 1 - block
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    tile = (i < T)[:, None] & (d < D)[None, :]
-    q = tl.load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], mask=tile, other=0.0)
-    at = tl.program_id(0).to(tl.int64) * T + i
-    lse = tl.load(Lse + at, mask=i < T, other=0.0)
-    shown = lse > float("-inf")
-    lse = tl.where(shown, lse, 0.0)
-    pull = tl.load(Pull + at, mask=i < T, other=0.0)
-    grad = tl.where(shown, tl.load(Grad + at, mask=i < T, other=0.0), 0.0)
+    n = tl.arange(0, BLOCK_N)
+    q = _rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
+    keys = K + b * kb + (h // GROUP) * kh + (n[:, None] * kt + d[None, :])
+    at = head * T + i
+    lse = tl.load(Lse + at, mask=i < T, other=-EMPTY)[:, None]
+    pull = tl.load(Pull + at, mask=i < T, other=0.0)[:, None]
+    grad = tl.load(Grad + at, mask=i < T, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    low, high, plain_high = _span(block, T, S, window, CAUSAL, WINDOW, True, BLOCK_M, BLOCK_N)
-    for start in range(low, high, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        k = tl.load(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :],
-                    mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)  # fmt: skip
-        x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                                  CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
-        slope = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
-        dq += tl.dot(slope.to(k.dtype), k, input_precision=PRECISION)
-    tl.store(DQ + (tl.program_id(0).to(tl.int64) * T + i[:, None]) * D + d[None, :], dq * scale, mask=tile)
+    unit = _unit(scale, CAP, BIAS, ALIBI)
+    low, high, plain_high = _span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
+    for EDGE in tl.static_range(2):
+        for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
+            k = _rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
+                             mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
+            dq = tl.dot(_slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE).to(k.dtype), k, dq, input_precision=PRECISION)
+    tile = (i < T)[:, None] & (d < D)[None, :]
+    tl.store(DQ + (head * T + i[:, None]) * D + d[None, :], dq * (grad * (scale * LN2))[:, None], mask=tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "together"])
 def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
-                    qb, qh, qt, kb, kh, kt, mb, mh, mt, bb, bh, bt, H, GROUP, T, S, scale, cap, window,
+                    qb, qh, qt: tl.constexpr, kb, kh, kt, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window,
                     D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
                     MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, RECEIVED: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Sums over queries for a block of keys: weight received by each key, or the gradient of the keys (one query head's part)."""
-    block = tl.program_id(1)
-    b = tl.program_id(0).to(tl.int64) // H
-    h = tl.program_id(0).to(tl.int64) % H
+    """Sums over queries for a block of keys: weight received by each key, or the gradient of the keys (one query head's part). Tiles
+    lie with keys in rows: sums along a row stay in a thread, and the second product takes the tile as it is. Lse and Pull in units of
+    log 2; for the weight received they are the two parts of the log-sum-exp, infinity in the first where a row sees nothing."""
+    b, h, head, block = _program(H, heads, tl.cdiv(S, BLOCK_N), together)
     j = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    tile = (j < S)[:, None] & (d < D)[None, :]
-    k = tl.load(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], mask=tile, other=0.0)
+    r = tl.arange(0, BLOCK_M)
+    k = _rows(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], d, j < S, D, BLOCK_D, True)
+    queries = Q + b * qb + h * qh + (r[:, None] * qt + d[None, :])
+    at = head * T + r
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    got = tl.zeros([BLOCK_N], tl.float32)
+    LANES: tl.constexpr = 1 if PAD or DOC or MASK or BIAS else 4
+    got = tl.zeros([BLOCK_N, LANES], tl.float32)
+    unit = _unit(scale, CAP, BIAS, ALIBI)
     first_row = 0
     last_row = T
     if CAUSAL:
@@ -266,77 +312,92 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
     if WINDOW:
         first_row = tl.maximum(first_row, tl.maximum(0, block * BLOCK_N - (S - T) - window) // BLOCK_M * BLOCK_M)
         last_row = tl.minimum(T, (block + 1) * BLOCK_N - (S - T) + window)
-    for start in range(first_row, last_row, BLOCK_M):
-        i = start + tl.arange(0, BLOCK_M)
-        q = tl.load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)
-        at = tl.program_id(0).to(tl.int64) * T + i
-        x, seen, distance = _tile(q, k, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
-                                  CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, True, PRECISION)  # fmt: skip
-        lse = tl.load(Lse + at, mask=i < T, other=0.0)
-        if RECEIVED:  # Lse and Pull hold the two parts, in log 2; a row that sees nothing has infinity in the first
-            rest = tl.load(Pull + at, mask=i < T, other=0.0)
-            got += tl.sum(tl.where(seen, tl.exp2(x * LOG2E - lse[:, None] - rest[:, None]), 0.0), 0)
-        else:
-            shown = lse > float("-inf")
-            seen = seen & shown[:, None]
-            lse = tl.where(shown, lse, 0.0)
-            pull = tl.load(Pull + at, mask=i < T, other=0.0)
-            grad = tl.load(Grad + at, mask=i < T, other=0.0)
-            slope = _slope_tile(x, seen, lse, pull, grad, cap, CAP)
-            dk += tl.dot(tl.trans(slope).to(q.dtype), q, input_precision=PRECISION)
+    plain_row = first_row  # from here on every row sees every key of the block; rows past the end have no weight
+    if CAUSAL:
+        plain_row = tl.maximum(first_row, tl.cdiv(tl.maximum(0, (block + 1) * BLOCK_N - 1 - (S - T)), BLOCK_M) * BLOCK_M)
+    if WINDOW or PAD or DOC or MASK:
+        plain_row = last_row
+    for EDGE in tl.static_range(2):
+        for start in range(first_row if EDGE else plain_row, tl.minimum(plain_row, last_row) if EDGE else last_row, BLOCK_M):
+            i = start + r
+            q = _rows(queries + tl.cast(start, tl.int64) * qt, d, i < T, D, BLOCK_D, True)
+            x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            x, seen = _terms(x, i[None, :], j[:, None], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
+                             mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
+            lse = tl.load(Lse + at + start, mask=i < T, other=-EMPTY)[None, :]
+            pull = tl.load(Pull + at + start, mask=i < T, other=0.0)[None, :]
+            if RECEIVED:
+                p = tl.exp2((x * unit - lse) - pull)
+                if EDGE:
+                    p = tl.where(seen, p, 0.0)
+                got += tl.sum(_lanes(p, LANES), 2)
+            else:
+                slope = _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE)
+                slope *= tl.load(Grad + at + start, mask=i < T, other=0.0)[None, :]
+                dk = tl.dot(slope.to(q.dtype), q, dk, input_precision=PRECISION)
     if RECEIVED:
-        tl.store(Out + tl.program_id(0).to(tl.int64) * S + j, got, mask=j < S)
+        tl.store(Out + head * S + j, tl.sum(got, 1), mask=j < S)
     else:
-        tl.store(Out + (tl.program_id(0).to(tl.int64) * S + j[:, None]) * D + d[None, :], dk * scale, mask=tile)
+        tile = (j < S)[:, None] & (d < D)[None, :]
+        tl.store(Out + (head * S + j[:, None]) * D + d[None, :], dk * (scale * LN2), mask=tile)
 
 
-def statistics(
-    q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool, blocks: dict[str, int] | None = None
-) -> AttentionStatistics:
+# A second launch with the same shapes, strides, alignment and terms is given to the compiled kernel at once: Triton's own way to it costs
+# more of the host's time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of Triton 3.6 and later.
+LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
+REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+
+
+def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool) -> AttentionStatistics:
     """q (B, H, T, D), k (B, K, S, D); float32 or half precision, sums in float32."""
     if terms.scale <= 0:  # the running maximum of unscaled products needs a positive scale
         terms, q = replace(terms, scale=-terms.scale or 1.0), -q if terms.scale else torch.zeros_like(q)
     B, H, T, D = q.shape
     S = k.shape[-2]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    generic = terms.padding is not None or terms.documents is not None or terms.mask is not None
-    rows = {name: torch.empty(B, H, T, dtype=torch.float32, device=q.device) for name in ("lse", "entropy", "max", "mass")}
-    more = {
-        name: torch.empty(B, H, T, dtype=torch.float32, device=q.device) if extended else None
-        for name in ("squares", "far", "first", "self")
-    }
+    held = torch.empty(10 if per_key else 8 if extended else 4, B, H, T, dtype=torch.float32, device=q.device)
+    generic = _generic(terms)
+    bare = not generic and terms.bias is None and terms.alibi is None and terms.sinks is None
+    ready = terms if bare else _prepared(terms)
     count = torch.empty(B, H, T, dtype=torch.int32, device=q.device) if generic else None
-    parts = [torch.empty(B, H, T, dtype=torch.float32, device=q.device) if per_key else None for _ in range(2)]
-    ready = _prepared(terms)
-    arguments, flags = _launch(q, k, ready)
-    size = blocks or _blocks(D, q.dtype, extended)
-    if T:
-        _rows_kernel[(B * H, triton.cdiv(T, size["BLOCK_M"]))](
-            q, k, rows["lse"], rows["entropy"], rows["max"], rows["mass"], count,
-            more["squares"], more["far"], more["first"], more["self"], *parts,
-            *_tensors(ready), ready.sinks, *arguments, terms.first,
-            **flags, SINKS=terms.sinks is not None, EXTENDED=extended, COUNT=generic, PER_KEY=per_key, **size,
-        )  # fmt: skip
+    layout = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (q, k))
+    key = (terms, extended, per_key, q.device, layout)
+    if bare and key in LAUNCHES:
+        kernel, grid, rest = LAUNCHES[key]
+        kernel[grid](q, k, held, *rest)
+    elif T:
+        arguments, flags = _launch(q, k, ready)
+        size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
+        flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": generic, "PER_KEY": per_key}
+        grid = (B * H * triton.cdiv(T, size["BLOCK_M"]), 1, 1)
+        rest = [count, ready.sinks, *arguments, terms.first, B * H * T]
+        kernel = _rows_kernel[grid](q, k, held, *rest, **flags, **size)
+        if bare and REPEATABLE and kernel is not None:
+            if len(LAUNCHES) >= 256:
+                LAUNCHES.clear()
+            names = _rows_kernel.arg_names[3 + len(rest) :]
+            LAUNCHES[key] = kernel, grid, rest + [(flags | size)[name] for name in names]
     if count is None:
         count = _visible_counts(terms, T, S, q.device).expand(B, H, T)
-    received = _received(q, k, terms, ready, parts, size) if per_key else None
-    return AttentionStatistics(
-        rows["lse"], rows["entropy"], rows["max"], count, rows["mass"],
-        more["squares"], more["far"], more["first"], more["self"], received,
-    )  # fmt: skip
+    lse, entropy, top, mass = held[:4].unbind()
+    more = held[4:8].unbind() if extended else (None,) * 4
+    received = _received(q, k, terms, ready, held[8], held[9]) if per_key else None
+    return AttentionStatistics(lse, entropy, top, count, mass, *more, received)
 
 
-def _received(q: Tensor, k: Tensor, terms: Terms, ready: Terms, parts: list[Tensor | None], size: dict[str, int]) -> Tensor:
-    B, H, T, _ = q.shape
+def _received(q: Tensor, k: Tensor, terms: Terms, ready: Terms, base: Tensor, rest: Tensor) -> Tensor:
+    B, H, T, D = q.shape
     S = k.shape[-2]
-    out = torch.zeros(B, H, S, dtype=torch.float32, device=q.device)
+    out = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     arguments, flags = _launch(q, k, ready)
-    _columns_kernel[(B * H, triton.cdiv(S, size["BLOCK_N"]))](
-        q, k, *parts, parts[0], out, *_tensors(ready), *arguments, **flags, RECEIVED=True, **size
-    )  # fmt: skip
-    lookers = torch.zeros(1, 1, S, dtype=torch.float32, device=q.device)
+    size = _blocks(D, q.dtype, "received", S)
+    if S:
+        _columns_kernel[(B * H * triton.cdiv(S, size["BLOCK_N"]),)](
+            q, k, base, rest, None, out, *arguments, **flags, RECEIVED=True, **size
+        )  # fmt: skip
+    lookers = torch.zeros(1, 1, S, device=q.device) if _generic(terms) else _lookers(terms, T, S, q.device)
     step = max(1, (1 << 24) // max(1, S))
-    for start in range(0, T, step):
+    for start in range(0, T if _generic(terms) else 0, step):
         lookers = lookers + terms.visible(slice(start, min(T, start + step)), T, S, q.device).sum(2)
     return out / lookers.clamp_min(1)
 
@@ -346,19 +407,26 @@ def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: T
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[-2]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    pull, grad = 1 - mass + entropy, grad.float().contiguous()
-    dq = torch.empty(B, H, T, D, dtype=torch.float32, device=q.device)
-    dk = torch.empty(B, H, S, D, dtype=torch.float32, device=q.device)
+    shown = lse > -torch.inf
+    base = torch.where(shown, lse * LOG2E.value, -EMPTY.value)
+    pull, weight = (1 - mass + entropy) * LOG2E.value, torch.where(shown, -grad.float(), 0.0).contiguous()
+    dq = torch.empty(B, H, T, D, dtype=q.dtype, device=q.device)
+    dk = torch.empty(B, H, S, D, dtype=k.dtype if H == K else torch.float32, device=q.device)  # heads that share keys are added below
     ready = _prepared(terms)
     arguments, flags = _launch(q, k, ready)
-    size = _blocks(D, q.dtype, backward=True)
-    _query_gradient_kernel[(B * H, triton.cdiv(T, size["BLOCK_M"]))](
-        q, k, lse, pull, grad, dq, *_tensors(ready), *arguments, **flags, **size
+    size = _blocks(D, q.dtype, "queries", S)
+    _query_gradient_kernel[(B * H * triton.cdiv(T, size["BLOCK_M"]),)](
+        q, k, base, pull, weight, dq, *arguments, **flags, **size
     )  # fmt: skip
-    _columns_kernel[(B * H, triton.cdiv(S, size["BLOCK_N"]))](
-        q, k, lse, pull, grad, dk, *_tensors(ready), *arguments, **flags, RECEIVED=False, **size
+    size = _blocks(D, q.dtype, "keys", S)
+    _columns_kernel[(B * H * triton.cdiv(S, size["BLOCK_N"]),)](
+        q, k, base, pull, weight, dk, *arguments, **flags, RECEIVED=False, **size
     )  # fmt: skip
-    return dq.to(q.dtype), dk.unflatten(1, (K, -1)).sum(2).to(k.dtype)
+    return dq, dk if H == K else dk.unflatten(1, (K, -1)).sum(2).to(k.dtype)
+
+
+def _generic(terms: Terms) -> bool:
+    return terms.padding is not None or terms.documents is not None or terms.mask is not None
 
 
 def _prepared(terms: Terms) -> Terms:
@@ -373,18 +441,16 @@ def _prepared(terms: Terms) -> Terms:
     )  # fmt: skip
 
 
-def _tensors(terms: Terms) -> list[Tensor | None]:
-    return [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi]
-
-
 def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
-    """Strides and sizes, then compile-time switches."""
-    _, H, T, D = q.shape
+    """Tensors, strides and sizes; compile-time switches."""
+    B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[-2]
     strides = [*q.stride()[:3], *k.stride()[:3]]
     for held in (terms.mask, terms.bias):
         strides += [0, 0, 0] if held is None else [0 if held.shape[axis] == 1 else held.stride(axis) for axis in range(3)]
-    arguments = [*strides, H, H // K, T, S, terms.scale, terms.softcap or 1.0, terms.window or 0]
+    together = max(1, min(B * H, CACHE // max(1, S * D * k.element_size())))
+    arguments = [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi, *strides]
+    arguments += [H, H // K, B * H, together, T, S, terms.scale, terms.softcap or 1.0, terms.window or 0]
     flags = {
         "D": D, "CAUSAL": terms.causal, "WINDOW": terms.window is not None, "CAP": terms.softcap is not None,
         "PAD": terms.padding is not None, "DOC": terms.documents is not None, "MASK": terms.mask is not None,
@@ -394,35 +460,59 @@ def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, An
     return arguments, flags
 
 
-TILES = {  # (head size, extended): BLOCK_M, BLOCK_N, warps, stages; the fastest on an H200 (benchmarks/results/attention-tuning.json)
-    (64, False): (128, 128, 8, 3),
-    (64, True): (64, 64, 4, 3),
-    (128, False): (128, 128, 8, 2),
-    (128, True): (64, 64, 4, 3),
+CACHE = 24 << 20  # bytes of keys that programs running at one time share
+Tile = tuple[int, int, int, int, int | None]  # BLOCK_M, BLOCK_N, warps, stages, most registers of a thread
+TILES: dict[tuple[str, int, str], Tile] = {  # the fastest on an H200 (benchmarks/results/attention-tuning.json)
+    ("half", 64, "plain"): (64, 128, 4, 2, 128),
+    ("half", 64, "extended"): (128, 128, 4, 2, None),
+    ("half", 64, "received"): (64, 64, 4, 3, None),
+    ("half", 64, "queries"): (64, 64, 4, 3, None),
+    ("half", 64, "keys"): (64, 128, 4, 2, None),
+    ("half", 128, "plain"): (64, 64, 4, 2, None),
+    ("half", 128, "extended"): (64, 64, 4, 2, None),
+    ("half", 128, "received"): (64, 64, 4, 3, None),
+    ("half", 128, "queries"): (64, 64, 4, 3, None),
+    ("half", 128, "keys"): (128, 64, 4, 2, None),
+    ("float32", 128, "plain"): (64, 32, 4, 2, None),
+    ("float32", 128, "extended"): (64, 32, 4, 2, None),
+    ("float32", 128, "queries"): (128, 32, 8, 2, None),
+    ("float32", 128, "keys"): (32, 32, 4, 3, None),
+}
+LONG = 12_288  # keys from which on the tiles of LONG_TILES are faster
+LONG_TILES: dict[tuple[str, int, str], Tile] = {
+    ("half", 64, "plain"): (64, 128, 4, 3, None),
+    ("half", 128, "plain"): (128, 128, 4, 2, None),
+    ("half", 128, "extended"): (128, 128, 4, 2, None),
 }
 
 
-def _blocks(D: int, dtype: torch.dtype, extended: bool = False, backward: bool = False) -> dict[str, int]:
+def _blocks(D: int, dtype: torch.dtype, what: str, length: int) -> dict[str, int]:
     """Tile sizes and launch settings."""
     wide = max(16, triton.next_power_of_2(D))
-    if wide > 128:
-        m, n, warps, stages = 64, 32, 4, 2
-    elif dtype == torch.float32:
-        m, n, warps, stages = 64, 64, 4, 2
-    elif backward:
-        m, n, warps, stages = 64, 64, 4, 2
-    else:
-        m, n, warps, stages = TILES[max(wide, 64), extended]
-    return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": wide, "num_warps": warps, "num_stages": stages}
+    key = ("float32" if dtype == torch.float32 else "half", max(wide, 64), what)
+    tile = TILES.get(key, (64, 64, 4, 2, None) if wide <= 128 else (64, 32, 4, 2, None))
+    m, n, warps, stages, registers = LONG_TILES.get(key, tile) if length >= LONG else tile
+    size = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": wide, "num_warps": warps, "num_stages": stages}
+    return size if registers is None else size | {"maxnreg": registers}
 
 
 def _visible_counts(terms: Terms, T: int, S: int, device: torch.device) -> Tensor:
     """Keys in view of each row where only causal and window masks act."""
-    at = torch.arange(T, device=device) + (S - T)
-    low, high = torch.zeros_like(at), torch.full_like(at, S)
+    if terms.window is None:
+        least = S - T + 1 if terms.causal else S
+        return torch.arange(least, S + 1, dtype=torch.int32, device=device).expand(T)
+    at = torch.arange(S - T, S, dtype=torch.int32, device=device)
+    high = (at + (1 if terms.causal else terms.window)).clamp_max(S)
+    return (high - (at - terms.window + 1).clamp_min(0)).clamp_min(0)
+
+
+def _lookers(terms: Terms, T: int, S: int, device: torch.device) -> Tensor:
+    """Rows that have each key in view, likewise."""
+    j = torch.arange(S, dtype=torch.int32, device=device)
+    low, high = torch.full_like(j, S - T), torch.full_like(j, S)
     if terms.causal:
-        high = torch.minimum(high, at + 1)
+        low = torch.maximum(low, j)
     if terms.window is not None:
-        low = torch.maximum(low, at - terms.window + 1)
-        high = torch.minimum(high, at + terms.window)
-    return (high - low).clamp_min(0).to(torch.int32)
+        low = torch.maximum(low, j - terms.window + 1)
+        high = torch.minimum(high, j + terms.window)
+    return (high - low).clamp_min(0)
