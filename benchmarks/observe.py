@@ -8,7 +8,6 @@ python benchmarks/observe.py --table    prints both from benchmarks/results/obse
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,13 @@ def _processor() -> str:
 # GPU
 
 
-def gpu(steps: int = 200, every: int = 50) -> dict[str, Any]:
+def gpu(steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("eager", "compiled")) -> dict[str, Any]:
     """Training steps of GPT-2 small in bfloat16, watched and not, in turns; then the same compiled."""
     from locater.probing import Monitor
 
     found: dict[str, Any] = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, "every": every, "steps": steps}
     found["shape"] = "GPT-2 small, batch 8, 1,024 tokens, bfloat16 autocast, AdamW"
-    for how in ("eager", "compiled"):
+    for how in hows:
         model = model_of(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).cuda().train()
         run = torch.compile(model) if how == "compiled" else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -121,7 +121,7 @@ def gpu(steps: int = 200, every: int = 50) -> dict[str, Any]:
         for _ in range(10):
             step()
         found[how] = _turns(step, run, Monitor, steps, every)
-        found[how]["observed_step_ms"], found[how]["plain_step_ms"] = _one_observed(step, run, Monitor)
+        found[how] |= _one_observed(step, run, Monitor)
         torch._dynamo.reset()
     return found
 
@@ -130,7 +130,7 @@ def _turns(step: Callable[[], Any], model: Any, monitor_kind: Any, steps: int, e
     """Seconds per step, watched and not, in turns; ratios of neighbours."""
     with tempfile.TemporaryDirectory() as folder:
         plain, watched = [], []
-        for turn in range(5):
+        for turn in range(3):
             plain.append(_timed(step, steps, None))
             monitor = monitor_kind(Path(folder) / f"{turn}.jsonl", every=every).attach(model)
             if turn == 0:
@@ -155,29 +155,33 @@ def _timed(step: Callable[[], Any], steps: int, monitor: Any) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def _one_observed(step: Callable[[], Any], model: Any, monitor_kind: Any) -> tuple[float, float]:
-    """Milliseconds of a step that is observed, and of one that is not, with the synchronising calls of the latter forbidden."""
+def _one_observed(step: Callable[[], Any], model: Any, monitor_kind: Any) -> dict[str, Any]:
+    """Milliseconds of a step that is observed, and how often steps wait for the device: alone, and watched but not observed."""
+    alone = _waits(step)
     with tempfile.TemporaryDirectory() as folder:
         monitor = monitor_kind(Path(folder) / "one.jsonl", every=1).attach(model)
         observed = 1e3 * statistics.median(_timed(step, 1, monitor) for _ in range(10))
         monitor.every = 10**9
         monitor.step = 1
         monitor._arm()
-        with _no_waiting():
-            for _ in range(3):
-                monitor.after_step(loss=step())
-        plain = 1e3 * statistics.median(_timed(step, 1, monitor) for _ in range(10))
+        step()
+        watched = _waits(lambda: monitor.after_step(loss=step()))
         monitor.detach()
-    return observed, plain
+    return {"observed_step_ms": observed, "waits_alone": alone, "waits_watched": watched}
 
 
-@contextlib.contextmanager
-def _no_waiting() -> Any:
-    torch.cuda.set_sync_debug_mode("error")
+def _waits(step: Callable[[], Any]) -> int:
+    """How often three steps wait for the device, by PyTorch's own count."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
     try:
-        yield
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(x.message) for x in told)
 
 
 def table() -> None:
@@ -186,14 +190,13 @@ def table() -> None:
     print("| | peak memory over the model | time | against plain |\n|---|---|---|---|")
     plain = held["contenders"]["plain"]
     for name, x in held["contenders"].items():
-        print(
-            f"| {name} | {x['peak_mb']:,.0f} MB ({x['peak_mb'] / plain['peak_mb']:.2f}) | {x['seconds']:.2f} s | {x['seconds'] / plain['seconds']:.2f} |"
-        )
+        more, slower = x["peak_mb"] / plain["peak_mb"], x["seconds"] / plain["seconds"]
+        print(f"| {name} | {x['peak_mb']:,.0f} MB ({more:.2f}) | {x['seconds']:.2f} s | {slower:.2f} |")
     if (RESULTS / "observe-gpu.json").exists():
         held = json.loads((RESULTS / "observe-gpu.json").read_text())
         print(f"\n{held['shape']}, {held['machine']}, torch {held['torch']}, every {held['every']}th step observed\n")
         print("| | step | with the monitor | ratio | an observed step |\n|---|---|---|---|---|")
-        for how in ("eager", "compiled"):
+        for how in sorted({"eager", "compiled"} & set(held), reverse=True):
             x = held[how]
             print(f"| {how} | {x['plain_ms']:.2f} ms | {x['watched_ms']:.2f} ms | {x['ratio']:.4f} | {x['observed_step_ms']:.1f} ms |")
 
@@ -203,6 +206,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", choices=CONTENDERS)
+    parser.add_argument("--eager", action="store_true", help="with --gpu: without the compiled part")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -211,7 +215,7 @@ def main() -> None:
     elif given.table:
         table()
     else:
-        found = gpu() if given.gpu else cpu(given.rounds)
+        found = gpu(hows=("eager",) if given.eager else ("eager", "compiled")) if given.gpu else cpu(given.rounds)
         out = given.out or RESULTS / f"observe-{'gpu' if given.gpu else 'cpu'}.json"
         out.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found, indent=1))

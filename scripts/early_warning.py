@@ -6,8 +6,8 @@
 
 Runs are small language models on bytes, watched at every step by `locater.Monitor`. Some are forced: high learning rate, no
 warm-up, large initial scale, half precision without a loss scale. Whether a run went wrong is decided by its loss, not by what was
-intended: the loss is not finite, or climbs 0.5 nats above its best so far and stays there over 20 steps, or is still more
-than 0.5 nats above the median healthy run of its kind at the end.
+intended: the smoothed loss stays 0.5 nats above its best so far, or above that of the usual run of its kind at the same step, for 30
+steps in a row, or is not finite. A collapse that only stalls the loss counts as much as a spike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from locater.train.corpus import embedded_text
 
 OUT = Path("docs/results/early-warning.json")
 STEPS, LENGTH, BATCH, WIDTH, LAYERS, HEADS = 500, 256, 32, 256, 6, 8
-RISE, LASTING, BEHIND = 0.5, 20, 0.5
+RISE, BEHIND, LASTING, SMOOTH = 0.5, 0.5, 30, 5
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ def plans() -> list[Plan]:
     """Forced ones, then healthy ones."""
     forced = [Plan(f"{kind} rate {rate:g}", kind, rate) for kind in ("gpt2", "llama") for rate in (1e-2, 3e-2, 1e-1)]
     forced += [Plan(f"{kind} rate 1e-2, no warm-up, no clipping", kind, 1e-2, warmup=0, clip=math.inf) for kind in ("gpt2", "llama")]
-    forced += [Plan(f"{kind} query-key scale {s:g}, rate 3e-3", kind, 3e-3, scale=s) for kind in ("gpt2", "llama") for s in (8, 32)]
+    forced += [Plan(f"{kind} query-key scale {s:g}, rate 3e-3", kind, 3e-3, scale=s) for kind in ("gpt2", "llama") for s in (32,)]
     forced += [Plan(f"{kind} initial spread 0.2, rate 3e-3", kind, 3e-3, spread=0.2) for kind in ("gpt2", "llama")]
     forced += [
         Plan(f"{kind} float16 without scale, rate {rate:g}", kind, rate, dtype="float16")
         for kind in ("gpt2", "llama")
         for rate in (3e-3, 1e-2)
     ]
-    forced += [Plan(f"qwen3 rate {rate:g}", "qwen3", rate) for rate in (1e-2, 3e-2, 1e-1)]
+    forced += [Plan(f"qwen3 rate {rate:g}", "qwen3", rate) for rate in (1e-2, 1e-1)]
     healthy = [Plan(f"{kind} rate {rate:g}, seed {seed}", kind, rate, seed=seed)
                for kind in ("gpt2", "llama", "qwen3") for rate in (3e-4, 1e-3) for seed in (1, 2)]  # fmt: skip
     return [*forced, *healthy, Plan("gpt2 rate 3e-3", "gpt2", 3e-3), Plan("llama rate 3e-3", "llama", 3e-3)]
@@ -145,20 +145,37 @@ def train(plan: Plan, data: Tensor, device: str) -> dict[str, Any]:
 # Judging
 
 
-def wrong_at(run: dict[str, Any], usual: float | None) -> int | None:
-    """The step at which the loss shows that the run has gone wrong; None for a healthy one."""
-    losses = [x["loss"] for x in run["steps"]]
+def smooth(run: dict[str, Any]) -> list[float]:
+    """Losses as means over the last SMOOTH steps; not finite stays so."""
+    losses = [math.inf if x["loss"] is None else x["loss"] for x in run["steps"]]
+    return [statistics.fmean(losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(losses))]
+
+
+def usual(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The median loss at every step of the runs that were meant to be healthy, by kind."""
+    found = {}
+    for kind in {run["plan"]["kind"] for run in runs}:
+        curves = [smooth(run) for run in runs if run["plan"]["kind"] == kind and "seed" in run["plan"]["name"]]
+        found[kind] = [statistics.median(at) for at in zip(*curves, strict=True)]
+    return found
+
+
+def wrong_at(run: dict[str, Any], healthy: list[float]) -> int | None:
+    """The first step from which on the loss shows that the run has gone wrong; None for a healthy one.
+
+    Wrong is 0.5 nats above the best so far, or above the usual loss at that step, for LASTING steps in a row, or not finite.
+    """
+    losses = smooth(run)
     best = math.inf
+    run_length = 0
     for step, loss in enumerate(losses):
-        if loss is None:
-            return step
-        after = losses[step : step + LASTING]
-        if loss > best + RISE and all(x is None or x > best + RISE for x in after):
-            return step
+        behind = not math.isfinite(loss) or loss > best + RISE or loss > healthy[min(step, len(healthy) - 1)] + BEHIND
+        run_length = run_length + 1 if behind else 0
+        if not math.isfinite(loss):
+            return step - run_length + 1
+        if run_length >= LASTING:
+            return step - LASTING + 1
         best = min(best, loss)
-    late = statistics.fmean(losses[-LASTING:])
-    if usual is not None and late > usual + BEHIND:
-        return next(i for i in range(len(losses)) if all(x > usual + BEHIND for x in losses[i:]))
     return None
 
 
@@ -182,6 +199,9 @@ def signals() -> dict[str, tuple[str, Any]]:
         found[f"|M| > {bound}"] = ("weights", lambda past, b=bound: _above(past[-1]["M"], b))
     for bound in (0.5, 0.9):
         found[f"first-key weight > {bound}"] = ("activations", lambda past, b=bound: _above(past[-1]["sink"], b))
+    both = ("max_logit", 200), ("spread", 5)
+    found["max logit > 200, or logit spread from weights > 5"] = ("both", lambda past: any(_above(past[-1][n], b) for n, b in both))
+    found["max logit > 200, and logit spread from weights > 5"] = ("both", lambda past: all(_above(past[-1][n], b) for n, b in both))
     found["a head is not finite"] = ("activations", lambda past: past[-1]["lost_heads"] > 0)
     for factor in (3, 10, 30):
         found[f"gradient norm > {factor} x its median of the last 50 steps"] = (
@@ -204,13 +224,14 @@ def _jump(past: list[dict[str, Any]], name: str, factor: float) -> bool:
     return past[-1][name] is None or (len(before) >= 10 and past[-1][name] > factor * statistics.median(before))
 
 
+def unforced(run: dict[str, Any]) -> bool:
+    """Whether a run was meant to be an ordinary one."""
+    return "seed" in run["plan"]["name"] or run["plan"]["name"] in ("gpt2 rate 3e-3", "llama rate 3e-3")
+
+
 def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    usual: dict[str, float] = {}
-    for kind in {run["plan"]["kind"] for run in runs}:
-        ends = [statistics.fmean(x["loss"] for x in run["steps"][-LASTING:]) for run in runs
-                if run["plan"]["kind"] == kind and wrong_at(run, None) is None]  # fmt: skip
-        usual[kind] = statistics.median(ends)
-    verdicts = [wrong_at(run, usual[run["plan"]["kind"]]) for run in runs]
+    healthy_curves = usual(runs)
+    verdicts = [wrong_at(run, healthy_curves[run["plan"]["kind"]]) for run in runs]
     rows = []
     for name, (reads, raised) in signals().items():
         at = [next((i for i in range(len(run["steps"])) if raised(run["steps"][: i + 1])), None) for run in runs]
@@ -219,26 +240,40 @@ def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
         rows.append({
             "signal": name, "reads": reads, "caught": len(leads), "missed": wrong - len(leads), "wrong": wrong,
             "false_alarms": sum(v is None and a is not None for v, a in zip(verdicts, at, strict=True)), "healthy": healthy,
+            "false_alarms_unforced": sum(v is None and a is not None and unforced(r) for v, a, r in zip(verdicts, at, runs, strict=True)),
+            "unforced": sum(map(unforced, runs)),
             "lead_median": statistics.median(leads) if leads else None, "lead_least": min(leads, default=None),
         })  # fmt: skip
     outcomes = [{"run": run["plan"]["name"], "wrong_at": v, "last_loss": run["steps"][-1]["loss"], "steps": len(run["steps"]),
                  "largest_logit": max((x["max_logit"] or 0 for x in run["steps"]), default=None)}
                 for run, v in zip(runs, verdicts, strict=True)]  # fmt: skip
-    return {"signals": rows, "runs": outcomes, "rule": {"rise": RISE, "lasting": LASTING, "behind": BEHIND}}
+    return {"signals": rows, "runs": outcomes, "rule": {"rise": RISE, "behind": BEHIND, "lasting": LASTING, "smooth": SMOOTH}}
 
 
-def show(found: dict[str, Any]) -> None:
-    print("| signal | reads | caught | missed | median lead (steps) | least lead | false alarms |")
-    print("|---|---|---|---|---|---|---|")
+def text(found: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    wrong, healthy = found["signals"][0]["wrong"], found["signals"][0]["healthy"]
+    lines = [
+        "# The early-warning record", "",
+        f"Made by `scripts/early_warning.py` on an {found['machine']['device']} (torch {found['machine']['torch']}); figures in "
+        f"`early-warning.json`. {wrong + healthy} runs of small language models on bytes ({LAYERS} layers, width {WIDTH}, {HEADS} heads, "
+        f"{LENGTH} tokens, batch {BATCH}, {STEPS} steps), each watched at every step. {wrong} went wrong and {healthy} did not, judged by "
+        f"the loss alone: smoothed over {SMOOTH} steps, it stayed {RISE} nats above its best, or above the usual run of its kind at that "
+        f"step, for {LASTING} steps. Of the {healthy} healthy runs {found['signals'][0]['unforced']} were ordinary; the rest were forced "
+        "and survived.", "",
+        "Lead is how many steps the alarm came before the loss showed it. An alarm after that counts as missed.", "",
+        "| signal | reads | caught | median lead | least lead | false alarms | of them in ordinary runs |", "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
     for row in found["signals"]:
-        lead = "-" if row["lead_median"] is None else f"{row['lead_median']:g}"
-        least = "-" if row["lead_least"] is None else f"{row['lead_least']}"
-        print(f"| {row['signal']} | {row['reads']} | {row['caught']} of {row['wrong']} | {row['missed']} | {lead} | {least} "
-              f"| {row['false_alarms']} of {row['healthy']} |")  # fmt: skip
-    print("\n| run | went wrong at step | last loss | largest logit |\n|---|---|---|---|")
+        lead, least = ("-" if row[x] is None else f"{row[x]:g}" for x in ("lead_median", "lead_least"))
+        name = row["signal"].replace("|", "\\|")
+        lines.append(f"| {name} | {row['reads']} | {row['caught']} of {wrong} | {lead} | {least} | {row['false_alarms']} of {healthy} "
+                     f"| {row['false_alarms_unforced']} of {row['unforced']} |")  # fmt: skip
+    lines += ["", "| run | went wrong at step | last loss | largest logit |", "|---|---|---|---|"]
     for run in found["runs"]:
         end = "not finite" if run["last_loss"] is None else f"{run['last_loss']:.2f}"
-        print(f"| {run['run']} | {'-' if run['wrong_at'] is None else run['wrong_at']} | {end} | {run['largest_logit']:.3g} |")
+        lines.append(f"| {run['run']} | {'-' if run['wrong_at'] is None else run['wrong_at']} | {end} | {run['largest_logit']:.3g} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -251,21 +286,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     given = parser.parse_args()
     if given.verb == "show":
-        show(json.loads(OUT.read_text()))
+        print(text(json.loads(OUT.read_text())))
     elif given.verb == "table":
         runs = [json.loads(path.read_text()) for path in sorted(given.folder.glob("*.json"))]
         order = {plan.name: i for i, plan in enumerate(plans())}
         runs.sort(key=lambda run: order[run["plan"]["name"]])
         found = {**judge(runs), "machine": runs[0]["machine"], "text": runs[0]["text"]}
         OUT.write_text(json.dumps(found, indent=1) + "\n")
-        show(found)
+        OUT.with_suffix(".md").write_text(text(found))
+        print(text(found))
     else:
         run_all(given)
 
 
 def run_all(given: argparse.Namespace) -> None:
-    text = read_text(given.text) if given.text else embedded_text()
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    words = read_text(given.text) if given.text else embedded_text()
+    data = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = {"device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(), "torch": torch.__version__}
     number, count = (int(x) for x in given.part.split("/"))

@@ -100,7 +100,7 @@ ROWS = {
     "repels-itself": {"M": -1.01},
     "antisymmetric": {"S": -0.6, "F": 1.0},
     "few-directions": {"skew": -0.8},
-    "exploding": {"max_logit": 101.0},
+    "exploding": {"max_logit": 201.0},
     "locked": {"entropy_ratio": 0.09},
     "sink": {"sink": 0.91},
 }
@@ -111,7 +111,7 @@ JUST_NOT = {
     "repels-itself": {"M": -0.99},
     "antisymmetric": {"S": -0.49, "F": 1.0},
     "few-directions": {"skew": 0.74},
-    "exploding": {"max_logit": 99.0},
+    "exploding": {"max_logit": 199.0},
     "locked": {"entropy_ratio": 0.11},
     "sink": {"sink": 0.89},
 }

@@ -33,6 +33,8 @@ def key_variance(F: float, key_bias: float) -> float:
     return F + key_bias**2
 
 
+EXPLODING = 200  # docs/results/early-warning.md: as many failures caught as with 100, half of the false alarms
+
 FLAGS: tuple[Flag, ...] = (
     Flag(
         "nonfinite", ("finite",), lambda finite, length: not finite,
@@ -65,8 +67,8 @@ FLAGS: tuple[Flag, ...] = (
         "No fault; Lambda comes from 4,096 draws here",
     ),
     Flag(
-        "exploding", ("max_logit",), lambda max_logit, length: max_logit > 100,
-        "logits beyond 100 were observed: the softmax saturates and half precision is near its limits",
+        "exploding", ("max_logit",), lambda max_logit, length: max_logit > EXPLODING,
+        f"logits beyond {EXPLODING} were observed: the softmax saturates and half precision is near its limits",
         "Clip or normalise queries and keys, or lower the learning rate",
     ),
     Flag(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "distance")
 SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of logits over unit tokens
-WARN_ON = "nonfinite, exploding, locked"
+WARN_ON = "nonfinite, exploding, spread>5"  # from docs/results/early-warning.md: early, and 3 false alarms each in 20 healthy runs
 LOG = "locater.jsonl"
 logger = logging.getLogger("locater")
 
@@ -43,7 +43,7 @@ class Monitor:
 
     `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close(); without
     any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in `observe`. `warn_on` are
-    flags and comparisons as for --fail-on, such as "exploding, max_logit>50"; `spectrum` adds M and the spread of each head's
+    flags and comparisons as for --fail-on, such as "exploding, entropy_ratio<0.1"; `spectrum` adds M and the spread of each head's
     query-key map, from its weights.
     """
 
