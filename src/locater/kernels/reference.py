@@ -110,7 +110,7 @@ def weight_at(q: Tensor, k: Tensor, terms: Terms, index: Tensor, log_sum_exp: Te
     if terms.bias is not None:
         shown = shown & (bias > -torch.inf)
     weight = torch.exp(logits - log_sum_exp)
-    return torch.where(shown & (log_sum_exp > -torch.inf), weight, torch.zeros_like(weight)), shown
+    return torch.where(shown & (log_sum_exp != -torch.inf), weight, torch.zeros_like(weight)), shown
 
 
 def _picked(held: Tensor, at: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
+from locater.probing.outside.parts import instead
 from locater.probing.site import Switch
 from locater.probing.tally import wide
 
@@ -136,25 +137,17 @@ def _stacks(model: nn.Module, attention: list[str]) -> dict[str, list[str]]:
 
 
 def listen(points: list[Stream], padding: Padding, switch: Switch) -> list[Callable[[], None]]:
-    """Hooks on every block; returns what takes them off."""
-    undo = []
-    for point in points:
-        if point.block < 0:
-            hook = point.module.register_forward_pre_hook(partial(_before, point, padding, switch), with_kwargs=True)
-        else:
-            hook = point.module.register_forward_hook(partial(_after, point, padding, switch))
-        undo.append(hook.remove)
-    return undo
+    """Listen at every block; returns what ends it, to be called in reverse."""
+    return [instead(point.module, "forward", partial(_block, point, padding, switch)) for point in points]
 
 
-def _before(point: Stream, padding: Padding, switch: Switch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if switch.on:
-        _survey(point, padding, args[0] if args else next(iter(kwargs.values())))
-
-
-def _after(point: Stream, padding: Padding, switch: Switch, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-    if switch.on:
+def _block(point: Stream, padding: Padding, switch: Switch, module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    if switch.on and point.block < 0:
+        _survey(point, padding, args[0] if args else next(iter(kw.values())))
+    out = forward(*args, **kw)
+    if switch.on and point.block >= 0:
         _survey(point, padding, out[0] if isinstance(out, tuple) else out)
+    return out
 
 
 def _survey(point: Stream, padding: Padding, x: Any) -> None:

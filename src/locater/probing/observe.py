@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +17,7 @@ from locater.heads import attention_layers
 from locater.heads.weights import WRAPPERS
 from locater.probing import interface, outside
 from locater.probing.hidden import Padding, SeenLayer, listen, streams
+from locater.probing.outside.parts import instead
 from locater.probing.seen import SeenHead, rows_of
 from locater.probing.site import Site, Switch, Wanted, enter, leave
 
@@ -84,10 +86,9 @@ class Observation:
                 for undo in outside.tap(site.module):
                     stack.callback(undo)
             padding = Padding()
-            for hook in (padding.before, self._count) if self.streams else (self._count,):
-                stack.callback(self.model.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for undo in listen(self.streams, padding, self.switch):
                 stack.callback(undo)
+            stack.callback(instead(self.model, "forward", partial(_passing, self, padding if self.streams else None)))
             self._open = stack.pop_all()
         return self
 
@@ -103,12 +104,9 @@ class Observation:
             self._open = None
         self.switch.on = False
 
-    def _count(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.every:  # in a training run: passes of an evaluation between steps are not part of a step
-            self.switch.on = self.due and module.training
-        elif not torch.compiler.is_compiling():  # a counter inside a graph would be compiled anew at each value
-            self.switch.on = self.passes % self.every == 0
-            self.passes += 1
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a model, such as a running average of it, is not observed."""
+        return
 
     @property
     def rows(self) -> list[SeenHead]:
@@ -165,7 +163,7 @@ class Observation:
 
     def _nothing(self) -> str:
         name = type(self.model).__name__
-        if not self.passes:
+        if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
         how = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         said = f" (attn_implementation {how!r})" if how else ""
@@ -173,6 +171,22 @@ class Observation:
             f"{name}: nothing was observed: its attention{said} does not pass where Locater listens. Run the module that was handed to "
             "observe(), load it with attn_implementation='sdpa' or 'eager', or describe its queries and keys with locater.register()"
         )
+
+
+def _passing(
+    watch: Observation | None, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
+) -> Any:
+    """Stands for the model's forward. No hook: hooks turn off PyTorch's fast path, and a compiled model does not notice late ones."""
+    if watch is None:
+        return forward(*args, **kw)
+    if padding is not None:
+        padding.before(model, args, kw)
+    if not watch.every:  # in a training run: passes of an evaluation between steps are not part of a step
+        watch.switch.on = watch.due and model.training
+    elif not torch.compiler.is_compiling():  # a counter inside a graph would be compiled anew at each value
+        watch.switch.on = watch.passes % watch.every == 0
+        watch.passes += 1
+    return forward(*args, **kw)
 
 
 def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:

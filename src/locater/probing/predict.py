@@ -96,6 +96,8 @@ def _longest(layer: AttentionLayer, projection: Projection, heads: int, before: 
     if before.kind == "none" or isinstance(projection, NormedProjection):
         return None
     weight, shift = folded(projection.weight().unflatten(0, (heads, -1)), projection, before)
+    sound = weight.isfinite().all(-1).all(-1)
     with one_thread():
-        top = torch.linalg.matrix_norm(weight.cpu(), 2)
+        top = torch.linalg.matrix_norm(weight.where(sound[:, None, None], 0.0).cpu(), 2)
+    top = top.where(sound.cpu(), torch.nan)
     return top * weight.shape[-1] ** 0.5 + shift.norm(dim=-1).cpu()

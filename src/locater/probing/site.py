@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ class Switch:
     """On or off, for all sites of one observation. Compiled graphs are guarded by it: two of them, and no operator in the second."""
 
     on: bool = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        return Switch(False)  # a copy of a model, such as a running average of it, is not observed
 
 
 @dataclass(frozen=True)

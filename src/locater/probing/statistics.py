@@ -126,8 +126,8 @@ def collected(model: nn.Module, held: list[Batch], progress: Progress | None = N
     found = [x for x in (here.input() for here in sums) if x is not None]
     if not found:
         raise LocaterError(f"{type(model).__name__}: no attention layer was called with tokens of a known shape")
-    shape = next((x.shape for part in held for x in part.values() if isinstance(x, Tensor) and x.ndim >= 2), (0, 0))
-    return Statistics(type(model).__name__, found[0].tokens, int(shape[1]), found)
+    length = next(here.length for here in sums if here.length)  # as the layer sees it: an image is a sequence of patches
+    return Statistics(type(model).__name__, found[0].tokens, length, found)
 
 
 @contextmanager
@@ -158,11 +158,12 @@ class _Sums:
         self.own: _Spread | None = None
         self.memory: _Spread | None = None
         self.first: Tensor | None = None
-        self.sequences = 0
+        self.sequences = self.length = 0
         self.kept: list[Tensor] = []
         self.moments: ChannelMoments | None = None
 
     def see(self, x: Tensor, memory: Tensor | None) -> None:
+        self.length = max(self.length, x.shape[1])
         real = self.padding.of(x, self.name)
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real.to(x.device)
         start = real.to(torch.int8).argmax(1)

@@ -1,9 +1,10 @@
-"""A scan as a table in the terminal: flagged heads first, a line per layer when there are many heads."""
+"""A scan, a comparison or a probe as tables in the terminal: flagged heads first, a line per layer when there are many heads."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,6 +12,8 @@ from rich.table import Table
 
 from locater.compare import Comparison, known_median
 from locater.findings import FLAGS
+from locater.probe import Probe, ProbeRow
+from locater.report.probe import KINDS, agreed, ran
 from locater.result import HeadRow, Scan
 
 ALL_HEADS = 48  # up to this many heads are shown one by one
@@ -19,6 +22,15 @@ LEGEND = (
     "M mean self-logit · √F spread of logits · S/F 1 symmetric, -1 antisymmetric · κ concentration · Λ localization by "
     "position · key bias spread of the key-only term · H expected entropy in nats"
 )
+PROBE_COLUMNS = {  # heading: column
+    "H": "entropy", "pred. H": "predicted_entropy", "prior H": "prior_entropy", "first": "sink", "pred. first": "predicted_sink",
+    "top": "max_probability", "distance": "distance", "max logit": "max_logit", "Λ": "localization",
+}  # fmt: skip
+PROBE_LEGEND = (
+    "H entropy in nats · first weight on the first token · top weight of the strongest token · distance in tokens · Λ localization by "
+    "position · pred. predicted from statistics of the input · prior from weights alone"
+)
+Row = TypeVar("Row", HeadRow, ProbeRow)
 
 
 def print_scan(scan: Scan, console: Console) -> None:
@@ -35,6 +47,55 @@ def print_scan(scan: Scan, console: Console) -> None:
     print_meanings(flagged, console)
     console.print(f"[dim]{LEGEND}[/dim]", highlight=False)
     _print_assumptions(scan, console)
+
+
+def print_probe(found: Probe, console: Console) -> None:
+    """How well predictions agree, the table, what the flags mean, and what kind of number each column is."""
+    console.print(f"{escape(ran(found))}\n[bold]{agreed(found)}[/bold]", highlight=False)
+    flagged = [row for row in found.rows if row.flags]
+    if len(found.rows) <= ALL_HEADS:
+        rest = [row for row in found.rows if not row.flags]
+        console.print(_probe_table([*flagged, *rest], "every head, flagged first", console.width))
+    else:
+        if flagged:
+            shown = _worst(flagged)
+            console.print(_probe_table(shown, f"{len(shown)} of {len(flagged)} flagged heads", console.width))
+        console.print(_probe_layers(found))
+    print_meanings(flagged, console)
+    console.print(f"[dim]{PROBE_LEGEND}[/dim]", highlight=False)
+    for kind, meaning in KINDS.items():
+        columns = [name for name, how in found.assumptions["how"].items() if how == kind]
+        if columns:
+            console.print(f"[bold]{kind}[/bold] ({meaning}): [dim]{', '.join(columns)}[/dim]", highlight=False)
+    for note in found.assumptions["notes"]:
+        console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
+
+
+def _probe_table(rows: Sequence[ProbeRow], title: str, width: int) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", show_lines=False, box=None, pad_edge=False)
+    narrow = {"pred. first", "top", "distance", "Λ"} if width < 100 else set()  # flags matter more than these
+    names = [name for name in PROBE_COLUMNS if name not in narrow]
+    for name in ("layer", "head", *names):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("flags")
+    for row in rows:
+        numbers = (_number(row[PROBE_COLUMNS[name]]) for name in names)
+        table.add_row(str(row.layer), str(row.head), *numbers, escape(" ".join(row.flags)), style="yellow" if row.flags else None)
+    return table
+
+
+def _probe_layers(found: Probe) -> Table:
+    table = Table(title="medians by layer", title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for name in ("layer", "heads", *PROBE_COLUMNS, "flagged"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("name", overflow="fold")
+    for entry in found.layers:
+        rows = [row for row in found.rows if row.layer == entry["layer"]]
+        cells = [_number(known_median([row[column] for row in rows])) for column in PROBE_COLUMNS.values()]
+        flagged = sum(bool(row.flags) for row in rows)
+        if rows:
+            table.add_row(str(entry["layer"]), str(len(rows)), *cells, str(flagged or ""), escape(entry["name"]))
+    return table
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
@@ -63,7 +124,7 @@ def print_comparison(found: Comparison, console: Console) -> None:
     console.print(f"{gained} heads gained a flag, {lost} lost one.", highlight=False)
 
 
-def print_meanings(rows: Iterable[HeadRow], console: Console) -> None:
+def print_meanings(rows: Iterable[HeadRow] | Iterable[ProbeRow], console: Console) -> None:
     """What each raised flag means and what to do, once each, with how many heads raise it."""
     counts = _flag_counts(rows)
     for flag in FLAGS:
@@ -72,7 +133,7 @@ def print_meanings(rows: Iterable[HeadRow], console: Console) -> None:
             console.print(f"[bold]{flag.name}[/bold] ({heads}): {flag.meaning}. [dim]{flag.way_out}.[/dim]", highlight=False)
 
 
-def _worst(flagged: Sequence[HeadRow]) -> list[HeadRow]:
+def _worst(flagged: Sequence[Row]) -> list[Row]:
     """One flag's heads should not hide another's: rarest flags first, as many as fit, then in model order."""
     counts = _flag_counts(flagged)
     chosen = sorted(flagged, key=lambda row: min(counts[name] for name in row.flags))[:MOST_FLAGGED]
@@ -117,15 +178,13 @@ def _layer_table(scan: Scan) -> Table:
 
 def _print_assumptions(scan: Scan, console: Console) -> None:
     a = scan.assumptions
-    console.print(
-        f"{a['prediction'].capitalize()}s, not measurements: from weights alone, for {a['length']} {a['tokens']}; weights {a['weights']}.",
-        highlight=False,
-    )
+    what = "Priors, not measurements: from weights alone" if a["prediction"] == "prior" else "Predictions, not measurements"
+    console.print(f"{what}, for {a['length']} {a['tokens']}; weights {a['weights']}.", highlight=False)
     for note in a["notes"]:
         console.print(f"[dim]- {note}[/dim]", highlight=False)
 
 
-def _flag_counts(rows: Iterable[HeadRow]) -> Counter[str]:
+def _flag_counts(rows: Iterable[HeadRow] | Iterable[ProbeRow]) -> Counter[str]:
     return Counter(name for row in rows for name in row.flags)
 
 

@@ -15,17 +15,19 @@ JITTER = 1e-6  # of the mean variance: covariances of few tokens are singular
 
 
 def root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """R with R R^T = covariance, where it is singular too.
+    """R with R R^T = covariance, where it is singular too (then to 1e-6 of the mean variance); NaN where it is not finite.
 
     >>> r = root(torch.diag(torch.tensor([4.0, 0.0])))
-    >>> torch.allclose(r @ r.mT, torch.diag(torch.tensor([4.0, 0.0])), atol=1e-4)
+    >>> torch.allclose(r @ r.mT, torch.diag(torch.tensor([4.0, 0.0])), atol=1e-5)
     True
     """
-    size = covariance.shape[-1]
-    ridge = JITTER * covariance.diagonal().mean() * torch.eye(size, dtype=covariance.dtype, device=covariance.device)
-    factor, failed = torch.linalg.cholesky_ex(covariance + ridge)
-    if not int(failed):
-        return factor
+    if not bool(covariance.isfinite().all()):
+        return torch.full_like(covariance, torch.nan)
+    unit = covariance.diagonal().mean() * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    for jitter in (0.0, JITTER):  # both are far cheaper than eigenvalues
+        factor, failed = torch.linalg.cholesky_ex(covariance + jitter * unit)
+        if not int(failed):
+            return factor
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp_min(0).sqrt()
 

@@ -1,0 +1,332 @@
+"""`probe()`: run a model over text or images and set what its heads do beside what theory predicts of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.errors import LocaterError
+from locater.findings import FLAGS, flags_of
+from locater.heads import AttentionLayer, attention_layers
+from locater.probing.circuits import PERIOD, Circuit, circuit_scores
+from locater.probing.hidden import SeenLayer
+from locater.probing.images import image_batches
+from locater.probing.load import load_model
+from locater.probing.observe import observe
+from locater.probing.predict import logit_bound, predict
+from locater.probing.seen import SeenHead
+from locater.probing.statistics import Progress, Statistics, collected, run
+from locater.probing.text import Batch, Text, batches
+from locater.result import SCHEMA, write_whole
+from locater.scan import LENGTH, scan
+from locater.version import __version__
+
+if TYPE_CHECKING:
+    import pandas
+
+TOKENS = 8192  # measured
+GATHERED = 4096  # for statistics, from another part of the text
+
+
+@dataclass(frozen=True)
+class ProbeRow:
+    """One head: measured, predicted from statistics of another part of the text, and what weights alone say (prior).
+
+    `HOW` says of each column what kind of number it is. None: not asked for, or it has no meaning here.
+    """
+
+    layer: int
+    head: int
+    kv_head: int
+    kind: str
+    name: str
+    rows: int
+    entropy: float | None = None
+    entropy_ratio: float | None = None
+    max_logit: float | None = None
+    max_probability: float | None = None
+    row_mass: float | None = None
+    participation: float | None = None
+    distance: float | None = None
+    self_mass: float | None = None
+    sink: float | None = None
+    rest_entropy: float | None = None
+    output_stable_rank: float | None = None
+    output_effective_rank: float | None = None
+    previous: float | None = None
+    duplicate: float | None = None
+    induction: float | None = None
+    predicted_entropy: float | None = None
+    predicted_sink: float | None = None
+    predicted_rest_entropy: float | None = None
+    M: float | None = None
+    F: float | None = None
+    localization: float | None = None
+    prior_entropy: float | None = None
+    prior_localization: float | None = None
+    logit_bound: float | None = None
+    flags: tuple[str, ...] = ()
+
+    def __getitem__(self, column: str) -> Any:
+        return getattr(self, column)
+
+
+MEASURED = (
+    "entropy", "entropy_ratio", "max_logit", "max_probability", "row_mass", "participation", "distance", "self_mass", "sink",
+    "rest_entropy", "output_stable_rank", "output_effective_rank", "previous", "duplicate", "induction",
+)  # fmt: skip
+PREDICTED = ("predicted_entropy", "predicted_sink", "predicted_rest_entropy", "M", "F", "localization")
+PRIOR = ("prior_entropy", "prior_localization")
+BOUND = ("logit_bound",)
+PROBE_COLUMNS = (*MEASURED, *PREDICTED, *PRIOR, *BOUND)
+PROBE_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*PROBE_COLUMNS, "finite", "S", "key_bias", "skew"})
+
+
+@dataclass(frozen=True, repr=False)
+class Probe:
+    """What `probe()` found."""
+
+    source: str
+    assumptions: dict[str, Any]
+    layers: list[dict[str, Any]]  # attention layers, with the statistics of their input
+    streams: list[SeenLayer]  # the residual stream between blocks
+    rows: list[ProbeRow]
+    agreement: dict[str, dict[str, float | None]]  # prediction: Spearman correlation and mean error against the measurement
+    statistics: Statistics | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return f"Probe({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers)"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document: schema, locater, source, assumptions, agreement, layers, streams, heads."""
+        return {
+            "schema": SCHEMA, "locater": __version__, "source": self.source, "assumptions": self.assumptions,
+            "agreement": self.agreement, "layers": self.layers, "streams": [asdict(x) for x in self.streams],
+            "heads": [asdict(row) for row in self.rows],
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document; the file appears whole or not at all."""
+        write_whole(Path(path), self.to_json() + "\n")
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the HTML page: self-contained, works offline."""
+        from locater.report.probe import probe_page
+
+        write_whole(Path(path), probe_page(self))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per head, as a pandas frame."""
+        import pandas
+
+        return pandas.DataFrame([asdict(row) for row in self.rows])
+
+
+def probe(
+    model: nn.Module | str,
+    text: Text | None = None,
+    *,
+    images: str | Path | None = None,
+    tokenizer: Any = None,
+    length: int = LENGTH,
+    tokens: int = TOKENS,
+    rows: int | None = None,
+    label: str | None = None,
+    progress: Progress | None = None,
+) -> Probe:
+    """Run `model` over about `tokens` tokens of `text` in sequences of `length`, and predict each head from another part of it.
+
+    `model` is a module or the folder of a checkpoint. `text` is a string, a path, token ids, or batches as the model takes them;
+    `images` in its place is a folder of pictures or an array. The first third of what is read gives the statistics behind the
+    predictions, the rest is measured; where there is only one batch both use it, and the result says so. `rows` samples that many
+    rows of each call; `label` is what the result calls the data.
+    """
+    if (text is None) == (images is None):
+        raise LocaterError("what to run the model on: give text or images, one of the two")
+    source = model if isinstance(model, str) else type(model).__name__
+    module = load_model(model) if isinstance(model, str) else model
+    if images is not None:
+        held = image_batches(module, images)
+    else:
+        _check_reads_text(module, text)
+        held = batches(module, text, tokenizer=tokenizer, length=length, tokens=tokens + max(length, tokens // 2))  # type: ignore[arg-type]
+    found = probed(module, held, source, rows=rows, progress=progress)
+    found.assumptions["data"] = label or next((str(x) for x in (images, text) if isinstance(x, Path) or (x is images and x)), None)
+    return found
+
+
+def _check_reads_text(module: nn.Module, text: Any) -> None:
+    wants = getattr(module, "main_input_name", "input_ids")
+    if isinstance(text, str | Path) and wants != "input_ids":
+        way_out = (
+            "give images= (--images PATH on the command line)" if wants == "pixel_values" else "from Python, give batches as it takes them"
+        )
+        raise LocaterError(f"{type(module).__name__} reads {wants}, not text: {way_out}")
+
+
+def probed(module: nn.Module, held: list[Batch], source: str, rows: int | None = None, progress: Progress | None = None) -> Probe:
+    """The same, from batches."""
+    gathering, measuring = _parts(held)
+    found = collected(module, gathering, progress)
+    scanned = scan(module, statistics=found, length=max(2, min(found.length, 4096)))
+    layers = list(attention_layers(module))
+    circuits = _circuits(module, gathering)
+    with observe(module, rest=True, outputs=True, hidden=True, rows=rows) as seen:
+        for part in progress(measuring, len(measuring)) if progress else measuring:
+            run(module, part)
+    predicted = {x.layer: predict(layers[x.layer], x, _length(found)) for x in found.inputs}
+    prior = {number: predict(layer, None, _length(found)) for number, layer in enumerate(layers)}
+    columns = [_columns(predicted.get(number), prior[number], layer) for number, layer in enumerate(layers)]
+    theory = {(row.layer, row.head): row for row in scanned.rows}
+    weights = {(row.layer, row.head): row.localization for row in scan(module, length=scanned.assumptions["length"]).rows}
+    length = scanned.assumptions["length"]
+    made = [_row(row, columns[row.layer], theory[row.layer, row.head], weights[row.layer, row.head], circuits, length) for row in seen.rows]
+    entries = [{**entry, **_input(found, entry["layer"])} for entry in scanned.layers]
+    assumed = _assumptions(scanned.assumptions, gathering, measuring, rows, seen.silent, circuits)
+    return Probe(source, assumed, entries, seen.layers, made, agreement(made), found)
+
+
+def _parts(held: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """For statistics and for measurement: the first third of the sequences and the others, where there is more than one.
+
+    Batches of tokens or images are cut in two where the third ends; others only where there is a single one.
+    """
+    if len(held) > 1 and not all({"input_ids", "pixel_values"} & part.keys() for part in held):
+        cut = max(1, len(held) // 3)
+        return held[:cut], held[cut:]
+    left = max(1, sum(_size(part) for part in held) // 3)
+    gathering: list[Batch] = []
+    measuring: list[Batch] = []
+    for part in held:
+        size, cut = _size(part), min(left, _size(part))
+        left -= cut
+        gathering += [{k: v[:cut] for k, v in part.items()}] if cut else []
+        measuring += [{k: v[cut:] for k, v in part.items()}] if cut < size else []
+    return (gathering, measuring) if measuring else (held, held)
+
+
+def _size(part: Batch) -> int:
+    return min((len(x) for x in part.values() if isinstance(x, Tensor) and x.ndim), default=1)
+
+
+def _length(found: Statistics) -> int:
+    return max(2, min(found.length, 1024))
+
+
+def _columns(predicted: Mapping[str, Tensor] | None, prior: Mapping[str, Tensor], layer: AttentionLayer) -> dict[str, list[float | None]]:
+    bound = logit_bound(layer)
+    made: dict[str, Tensor | None] = {f"predicted_{k}": (predicted or {}).get(k) for k in ("entropy", "sink", "rest_entropy")}
+    made |= {"prior_entropy": prior["entropy"], "logit_bound": bound}
+    return {name: [None] * layer.heads if held is None else [_finite(float(x)) for x in held] for name, held in made.items()}
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and math.isfinite(x) else None
+
+
+def _row(
+    row: SeenHead,
+    columns: Mapping[str, Sequence[float | None]],
+    theory: Any,
+    prior: float | None,
+    circuits: Mapping[Any, Circuit],
+    length: int,
+) -> ProbeRow:
+    own = {f.name for f in fields(ProbeRow)}
+    held = {name: value for name, value in vars(row).items() if name in own}
+    circuit = circuits.get((row.layer, row.head))
+    held |= vars(circuit) if circuit is not None else {}
+    held |= {name: values[row.head] for name, values in columns.items()}
+    held |= {"M": theory.M, "F": theory.F, "localization": theory.localization, "prior_localization": prior}
+    everything = {**vars(theory), **held, "finite": "nonfinite" not in (*row.flags, *theory.flags)}
+    return ProbeRow(**{**held, "flags": flags_of(everything, length)})
+
+
+def _input(found: Statistics, layer: int) -> dict[str, Any]:
+    given = next((x for x in found.inputs if x.layer == layer), None)
+    if given is None:
+        return {"input": None}
+    names = ("tokens", "mean_share", "kurtosis", "normality", "normality_expected")
+    held = {name: getattr(given, name) for name in names}
+    sound = [x for x in given.directions if math.isfinite(x)]
+    return {"input": {name: x if isinstance(x, int) else _finite(x) for name, x in held.items()} | {"directions": sound}}
+
+
+def _circuits(module: nn.Module, held: list[Batch]) -> dict[tuple[int, int], Circuit]:
+    if not held or "input_ids" not in held[0]:
+        return {}
+    try:
+        return circuit_scores(module)
+    except LocaterError:
+        return {}
+
+
+def _assumptions(
+    scanned: dict[str, Any],
+    gathering: list[Batch],
+    measuring: list[Batch],
+    rows: int | None,
+    silent: list[str],
+    circuits: Mapping[Any, Any],
+) -> dict[str, Any]:
+    notes = [note for note in scanned["notes"] if not note.startswith("position biases")]
+    if gathering is measuring:
+        notes.append("only one sequence: predictions use statistics of the same text that was measured")
+    if silent:
+        notes.append(f"not called, and left out: {', '.join(silent)}")
+    if circuits:
+        notes.append(f"previous, duplicate and induction: on {PERIOD} random tokens repeated once")
+    how = dict.fromkeys(MEASURED, "sampled" if rows else "exact")
+    how |= dict.fromkeys(("previous", "duplicate", "induction"), "exact")
+    how |= dict.fromkeys(PREDICTED, "predicted") | dict.fromkeys(PRIOR, "prior") | dict.fromkeys(BOUND, "bound")
+    return {
+        "prediction": "predicted", "how": how, "held_out": gathering is not measuring, "tokens": scanned["tokens"], "notes": notes,
+        "length": scanned["length"], "measured_sequences": _count(measuring), "statistics_sequences": _count(gathering),
+    }  # fmt: skip
+
+
+def _count(held: list[Batch]) -> int:
+    return sum(_size(part) for part in held)
+
+
+def agreement(rows: Sequence[ProbeRow]) -> dict[str, dict[str, float | None]]:
+    """How well each prediction does over heads: Spearman's rank correlation and the mean absolute error."""
+    pairs = {
+        "predicted_entropy": "entropy", "predicted_rest_entropy": "rest_entropy", "predicted_sink": "sink", "prior_entropy": "entropy",
+    }  # fmt: skip
+    found = {}
+    for predicted, measured in pairs.items():
+        both = [(row[predicted], row[measured]) for row in rows if row[predicted] is not None and row[measured] is not None]
+        if len(both) > 2:
+            a, b = torch.tensor(both, dtype=torch.float64).unbind(1)
+            found[predicted] = {"spearman": spearman(a, b), "error": float((a - b).abs().mean()), "heads": float(len(both))}
+    return found
+
+
+def spearman(a: Tensor, b: Tensor) -> float | None:
+    """Rank correlation, ties sharing their mean rank; None where one side is constant.
+
+    >>> round(spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 15.0])), 6)
+    0.5
+    """
+    x, y = (_ranked(t) for t in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    size = float(x.norm() * y.norm())
+    return float(x @ y) / size if size else None
+
+
+def _ranked(x: Tensor) -> Tensor:
+    _, inverse, counts = x.double().unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[inverse]
