@@ -1,0 +1,1 @@
+"""Controls in other people's trainers. Thin: what a control does is in `locater.control`."""

@@ -1,0 +1,144 @@
+"""Controls in the real trainers against a loop written by hand: the same weights after an epoch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from locater import LocaterError
+from locater.control.eigenspectrum import LocAteR
+from locater.integrations import hf
+from tests.families.decoders import GROUPED, make
+from tests.parity import redraw
+
+RATE, SIZE, COUNT = 0.5, 2, 14  # 7 micro-batches: the last group is short
+
+
+def llama() -> Any:
+    model = make("Llama", **GROUPED)
+    redraw(model, 0.3)
+    return model
+
+
+class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, 64, (8,), generator=torch.Generator().manual_seed(at))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Counting(LocAteR):
+    """Knows how often it was told of a step."""
+
+    steps = 0
+
+    def after_step(self) -> None:
+        super().after_step()
+        self.steps += 1
+
+
+def by_hand(model: Any, accumulate: int, clip: float | None, whole_groups: bool = False) -> Any:
+    """SGD with the penalty counted once per optimizer step. Lightning divides a short last group by the full size."""
+    control = LocAteR(shrink=0.05, hold=0.05).attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    data = Words()
+    batches = [[data[i] for i in range(at, min(at + SIZE, COUNT))] for at in range(0, COUNT, SIZE)]
+    for start in range(0, len(batches), accumulate):
+        group = batches[start : start + accumulate]
+        for rows in group:
+            batch = {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+            loss = model(**batch).loss / (accumulate if whole_groups else len(group))
+            loss.backward()
+        control.loss().backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        control.after_step()
+    return model
+
+
+def furthest(a: Any, b: Any) -> float:
+    return max(float((p - q).abs().max()) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_transformers_trainer(tmp_path: Path, accumulate: int, clip: float | None) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    start = llama()
+    settings = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=SIZE, gradient_accumulation_steps=accumulate, num_train_epochs=1,
+        max_grad_norm=clip or 0.0, learning_rate=RATE, lr_scheduler_type="constant", optim="sgd", report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, logging_steps=1, remove_unused_columns=False,
+    )  # fmt: skip
+    model = copy.deepcopy(start)
+
+    class InOrder(Trainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(model, settings, train_dataset=Words())
+    control = Counting(shrink=0.05, hold=0.05)
+    hf.attach(trainer, control)
+    trainer.train()
+    assert control.steps == -(-COUNT // SIZE // accumulate)
+    assert any("penalty" in entry for entry in trainer.state.log_history)
+    plain = copy.deepcopy(start)
+    assert furthest(model, by_hand(plain, accumulate, clip)) < 2e-6
+    assert furthest(start, model) > 1e-3
+    hf.detach(trainer)
+    hf.detach(trainer)
+    assert "compute_loss" not in vars(trainer)
+
+
+def test_misuse_of_the_trainer_is_told(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    trainer = Trainer(llama(), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    hf.attach(trainer, [LocAteR()])
+    with pytest.raises(LocaterError, match="has controls already"):
+        hf.attach(trainer, [LocAteR()])
+    with pytest.raises(LocaterError, match=r"no transformers\.Trainer"):
+        hf.attach(object(), [LocAteR()])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_lightning(tmp_path: Path, accumulate: int, clip: float | None) -> None:
+    import lightning
+
+    from locater.integrations.lightning import ControlCallback
+
+    start = llama()
+
+    class Lit(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = copy.deepcopy(start)
+
+        def training_step(self, batch: Any, at: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    control = Counting(shrink=0.05, hold=0.05)
+    trainer = lightning.Trainer(
+        max_epochs=1, accumulate_grad_batches=accumulate, gradient_clip_val=clip, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        callbacks=[ControlCallback(control)],
+    )  # fmt: skip
+    lit = Lit()
+    trainer.fit(lit, torch.utils.data.DataLoader(Words(), batch_size=SIZE))
+    assert control.steps == -(-COUNT // SIZE // accumulate)
+    assert furthest(lit.model, by_hand(copy.deepcopy(start), accumulate, clip, whole_groups=True)) < 2e-6
+    assert control.model is None
