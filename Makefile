@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests run in parallel processes: threads inside each would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-slow test-gpu lint bench census browser clean
+.PHONY: demo test test-slow test-gpu lint bench census surrogate browser clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html
@@ -31,6 +31,9 @@ lint: $(VENV)/.dev
 
 census: $(VENV)/.dev
 	$(BIN)/python scripts/census.py
+
+surrogate: $(VENV)/.dev
+	$(BIN)/python scripts/surrogate.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/checkpoint.py

@@ -73,12 +73,16 @@ def test_training_is_not_changed(tmp_path: Path) -> None:
         model = llama()
         monitor: Any = Monitor(tmp_path / "run.jsonl", every=2).attach(model) if watched else _Deaf()
         train(model, monitor, 5)
+        monitor.detach()
         found.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class _Deaf:
     def after_step(self, **_: Any) -> None:
+        return
+
+    def detach(self) -> None:
         return
 
 
@@ -103,6 +107,7 @@ def test_unobserved_steps_read_nothing_from_the_device(tmp_path: Path, monkeypat
     monitor.after_step(loss=torch.tensor(1.0))
     monitor.after_step(loss=torch.tensor(1.0))
     assert not reads
+    monitor.detach()
 
 
 def test_one_warning_per_head_and_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -95,7 +95,43 @@ def test_compiled_with_inductor_and_observed_again() -> None:
         torch.testing.assert_close(entropies(seen), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_monitor_on_the_inner_model_follows_the_compiled_one(tmp_path: Path) -> None:
+    """As trainers do it: the callback is given the model, the step runs its compiled form, compiled before or after."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from locater.probing import Monitor
+    from locater.report.sinks import read_run
+
+    model = llama().train()
+    expected = plain(model)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=graphs)
+    compiled(**BATCH, labels=BATCH["input_ids"], use_cache=False).loss.backward()
+    monitor = Monitor(tmp_path / "run.jsonl", every=3).attach(model)
+    for _ in range(7):
+        compiled(**BATCH, labels=BATCH["input_ids"], use_cache=False).loss.backward()
+        monitor.after_step()
+    monitor.detach()
+    steps = read_run(tmp_path / "run.jsonl").steps
+    assert [step["step"] for step in steps] == [1, 4, 7]
+    for step in steps:
+        torch.testing.assert_close(torch.tensor(step["heads"]["entropy"]).flatten(), expected, rtol=1e-5, atol=1e-5)
+    assert graphs.frame_count <= 3
+
+
 # Training
+
+
+def test_a_copy_taken_meanwhile_is_not_observed() -> None:
+    import copy
+
+    model = llama().eval()
+    with observe(model, hidden=True) as seen, torch.no_grad():
+        twin = copy.deepcopy(model)
+        a, b = model(**BATCH).logits, twin(**BATCH).logits
+    assert torch.equal(a, b)
+    assert seen.rows[0].rows == int(BATCH["attention_mask"].sum())
+    assert torch.equal(twin(**BATCH).logits, a)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -222,10 +258,11 @@ def test_ranks_add_up(tmp_path: Path) -> None:
 
 def test_every_third_pass() -> None:
     model = llama().eval()
-    with observe(model, every=3) as seen, torch.no_grad():
+    with observe(model, every=3, hidden=True) as seen, torch.no_grad():
         for _ in range(7):
             model(**BATCH)
     assert seen.rows[0].rows == 3 * int(BATCH["attention_mask"].sum())
+    assert [row.sequences for row in seen.layers] == [6, 6, 6]
 
 
 def test_a_sample_of_layers_and_heads_is_part_of_the_whole() -> None:

@@ -410,7 +410,7 @@ def test_warnings_are_marks_and_a_list(browser: Any, pages: dict[str, Path]) -> 
     assert visit.page.locator("#heatmap .mark").count() == 3
     assert visit.page.locator("#heads .mark").count() == 2
     assert visit.page.locator("button.flag").all_text_contents() == ["exploding · 1 head", "locked · 1 head"]
-    assert "logits beyond 100 were observed" in visit.text("#warnings")
+    assert "logits beyond 200 were observed" in visit.text("#warnings")
     assert "Clip or normalise queries and keys" in visit.text("#warnings")
     rows = visit.page.locator("#warnings tbody tr")
     assert [" ".join(text.split()) for text in rows.locator("td").all_text_contents()][:4] == ["30 to 70 (3 times)", "1", "2", "120 (100)"]

@@ -17,15 +17,16 @@ from locater.errors import LocaterError
 from locater.findings import FLAGS, flags_of
 from locater.heads import AttentionLayer, attention_layers
 from locater.probing.circuits import PERIOD, Circuit, circuit_scores
-from locater.probing.hidden import SeenLayer
+from locater.probing.hidden import SeenLayer, time_first
 from locater.probing.images import image_batches
 from locater.probing.load import load_model
 from locater.probing.observe import observe
 from locater.probing.predict import logit_bound, predict
+from locater.probing.running import run
 from locater.probing.seen import SeenHead
-from locater.probing.statistics import Progress, Statistics, collected, run
+from locater.probing.statistics import Input, Progress, Statistics, collected
 from locater.probing.text import Batch, Text, batches
-from locater.result import SCHEMA, write_whole
+from locater.result import SCHEMA, HeadRow, write_whole
 from locater.scan import LENGTH, scan
 from locater.version import __version__
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     import pandas
 
 TOKENS = 8192  # measured
-GATHERED = 4096  # for statistics, from another part of the text
+LONGEST = 1024  # tokens that heads are run on for predictions
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _check_reads_text(module: nn.Module, text: Any) -> None:
 
 def probed(module: nn.Module, held: list[Batch], source: str, rows: int | None = None, progress: Progress | None = None) -> Probe:
     """The same, from batches."""
-    gathering, measuring = _parts(held)
+    gathering, measuring = _parts(module, held)
     found = collected(module, gathering, progress)
     scanned = scan(module, statistics=found, length=max(2, min(found.length, 4096)))
     layers = list(attention_layers(module))
@@ -185,49 +186,66 @@ def probed(module: nn.Module, held: list[Batch], source: str, rows: int | None =
     with observe(module, rest=True, outputs=True, hidden=True, rows=rows) as seen:
         for part in progress(measuring, len(measuring)) if progress else measuring:
             run(module, part)
-    predicted = {x.layer: predict(layers[x.layer], x, _length(found)) for x in found.inputs}
-    prior = {number: predict(layer, None, _length(found)) for number, layer in enumerate(layers)}
-    columns = [_columns(predicted.get(number), prior[number], layer) for number, layer in enumerate(layers)]
-    theory = {(row.layer, row.head): row for row in scanned.rows}
-    weights = {(row.layer, row.head): row.localization for row in scan(module, length=scanned.assumptions["length"]).rows}
     length = scanned.assumptions["length"]
-    made = [_row(row, columns[row.layer], theory[row.layer, row.head], weights[row.layer, row.head], circuits, length) for row in seen.rows]
-    entries = [{**entry, **_input(found, entry["layer"])} for entry in scanned.layers]
+    plain = scan(module, length=length)
+    reached = sorted({row.layer for row in seen.rows})
+    inputs = {x.layer: x for x in found.inputs}
+    columns = {number: _columns(layers[number], inputs.get(number), _length(found)) for number in reached}
+    theory = {(row.layer, row.head): row for row in scanned.rows}
+    weights = {(row.layer, row.head): row.localization for row in plain.rows}
+    made = [
+        _row(row, columns[row.layer], theory.get((row.layer, row.head)), weights[row.layer, row.head], circuits, length)
+        for row in seen.rows
+    ]
+    entries = [{**entry, **_input(inputs.get(entry["layer"]))} for entry in plain.layers if entry["layer"] in columns]
     assumed = _assumptions(scanned.assumptions, gathering, measuring, rows, seen.silent, circuits)
     return Probe(source, assumed, entries, seen.layers, made, agreement(made), found)
 
 
-def _parts(held: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+def _parts(module: nn.Module, held: list[Batch]) -> tuple[list[Batch], list[Batch]]:
     """For statistics and for measurement: the first third of the sequences and the others, where there is more than one.
 
-    Batches of tokens or images are cut in two where the third ends; others only where there is a single one.
+    Batches of tokens or images are cut in two where the third ends; others only where there is a single one, and where sequences
+    come first in it.
     """
-    if len(held) > 1 and not all({"input_ids", "pixel_values"} & part.keys() for part in held):
+    known = all({"input_ids", "pixel_values"} & part.keys() for part in held)
+    if len(held) > 1 and not known:
         cut = max(1, len(held) // 3)
         return held[:cut], held[cut:]
+    if not known and any(time_first(part) for part in module.modules()):
+        return held, held
     left = max(1, sum(_size(part) for part in held) // 3)
     gathering: list[Batch] = []
     measuring: list[Batch] = []
     for part in held:
         size, cut = _size(part), min(left, _size(part))
         left -= cut
-        gathering += [{k: v[:cut] for k, v in part.items()}] if cut else []
-        measuring += [{k: v[cut:] for k, v in part.items()}] if cut < size else []
+        gathering += [_cut(part, size, slice(cut))] if cut else []
+        measuring += [_cut(part, size, slice(cut, None))] if cut < size else []
     return (gathering, measuring) if measuring else (held, held)
 
 
+def _cut(part: Batch, size: int, rows: slice) -> Batch:
+    """Some sequences of a batch; what is not there once per sequence (positions, switches) stays as it is."""
+    return {k: v[rows] if isinstance(v, Tensor) and v.ndim and len(v) == size else v for k, v in part.items()}
+
+
 def _size(part: Batch) -> int:
-    return min((len(x) for x in part.values() if isinstance(x, Tensor) and x.ndim), default=1)
+    """Sequences in a batch."""
+    tensors = [part[name] for name in ("input_ids", "pixel_values") if name in part] or list(part.values())
+    return next((len(x) for x in tensors if isinstance(x, Tensor) and x.ndim), 1)
 
 
 def _length(found: Statistics) -> int:
-    return max(2, min(found.length, 1024))
+    return max(2, min(found.length, LONGEST))
 
 
-def _columns(predicted: Mapping[str, Tensor] | None, prior: Mapping[str, Tensor], layer: AttentionLayer) -> dict[str, list[float | None]]:
-    bound = logit_bound(layer)
-    made: dict[str, Tensor | None] = {f"predicted_{k}": (predicted or {}).get(k) for k in ("entropy", "sink", "rest_entropy")}
-    made |= {"prior_entropy": prior["entropy"], "logit_bound": bound}
+def _columns(layer: AttentionLayer, given: Input | None, length: int) -> dict[str, list[float | None]]:
+    """What is computed of a layer's heads, at the lengths that it was given: towers and stacks differ in them."""
+    at, keys = (length, length) if given is None else (max(2, min(x or length, LONGEST)) for x in (given.length, given.memory_length))
+    predicted = {} if given is None else predict(layer, given, at, keys)
+    made: dict[str, Tensor | None] = {f"predicted_{k}": predicted.get(k) for k in ("entropy", "sink", "rest_entropy")}
+    made |= {"prior_entropy": predict(layer, None, at, keys)["entropy"], "logit_bound": logit_bound(layer)}
     return {name: [None] * layer.heads if held is None else [_finite(float(x)) for x in held] for name, held in made.items()}
 
 
@@ -238,7 +256,7 @@ def _finite(x: float | None) -> float | None:
 def _row(
     row: SeenHead,
     columns: Mapping[str, Sequence[float | None]],
-    theory: Any,
+    theory: HeadRow | None,
     prior: float | None,
     circuits: Mapping[Any, Circuit],
     length: int,
@@ -248,13 +266,13 @@ def _row(
     circuit = circuits.get((row.layer, row.head))
     held |= vars(circuit) if circuit is not None else {}
     held |= {name: values[row.head] for name, values in columns.items()}
-    held |= {"M": theory.M, "F": theory.F, "localization": theory.localization, "prior_localization": prior}
-    everything = {**vars(theory), **held, "finite": "nonfinite" not in (*row.flags, *theory.flags)}
+    known = {} if theory is None else vars(theory)
+    held |= {name: known.get(name) for name in ("M", "F", "localization")} | {"prior_localization": prior}
+    everything = {**known, **held, "finite": "nonfinite" not in (*row.flags, *known.get("flags", ()))}
     return ProbeRow(**{**held, "flags": flags_of(everything, length)})
 
 
-def _input(found: Statistics, layer: int) -> dict[str, Any]:
-    given = next((x for x in found.inputs if x.layer == layer), None)
+def _input(given: Input | None) -> dict[str, Any]:
     if given is None:
         return {"input": None}
     names = ("tokens", "mean_share", "kurtosis", "normality", "normality_expected")
@@ -280,7 +298,7 @@ def _assumptions(
     silent: list[str],
     circuits: Mapping[Any, Any],
 ) -> dict[str, Any]:
-    notes = [note for note in scanned["notes"] if not note.startswith("position biases")]
+    notes = [note for note in scanned["notes"] if not note.startswith(("position biases", "no statistics"))]
     if gathering is measuring:
         notes.append("only one sequence: predictions use statistics of the same text that was measured")
     if silent:

@@ -76,6 +76,8 @@ def scan(
         raise LocaterError(f"{weights.where}: no attention layer found")
     inputs = None if statistics is None else _inputs(statistics, [layer for _, layer in found], weights.where, length, raw)
     assumptions = _assumptions([layer for _, layer in found], length, raw, named=bool(query), statistics=statistics)
+    if inputs is not None:
+        found = [(number, layer) for number, layer in found if number in inputs]
     if shard is not None:
         found = _part(found, *shard)
     wanted = Wanted(length, raw, eigenvalues, details, inputs)
@@ -128,6 +130,8 @@ def _inputs(statistics: Statistics, layers: list[AttentionLayer], where: str, le
     found = {given.layer: given for given in statistics.inputs}
     for number, layer in enumerate(layers):
         given = found.get(number)
+        if number in statistics.silent:
+            continue
         if given is None or len(given.mean) != layer.width or given.kind != layer.kind:
             has = "nothing" if given is None else f"{given.kind}-attention of width {len(given.mean)}"
             raise LocaterError(
@@ -141,6 +145,9 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bo
     notes = []
     if statistics is not None:
         notes.append("expected entropy: each head run on normal tokens with the measured moments, the measured first token in its place")
+        if statistics.silent:
+            names = ", ".join(layers[number].name for number in statistics.silent if number < len(layers))
+            notes.append(f"no statistics, because no token reached them, and left out: {names}")
     if any(x.norm.kind == "none" for x in layers) and not raw:
         notes.append("layers without a known norm in front: their input is taken as unit tokens too")
     if any(x.query_norm or x.key_norm for x in layers) and not raw:

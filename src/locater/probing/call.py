@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
@@ -19,8 +19,9 @@ DENSE = 1 << 31  # elements of a block mask that may be written out
 class Call:
     """Queries (B, H, T, D) and keys (B, K, S, D) after norms and rotation, as they meet.
 
-    `mask` is True where a query may look. `bias` is added to scaled logits. `output` (B, T, H, V) is what the layer made of its
-    values, before the output map.
+    `mask` is True where a query may look. `bias` is added to scaled logits. `documents` numbers sequences that are packed one
+    after another. `output` (B, T, H, V) is what the layer made of its values, before the output map. `cut` marks sequences
+    whose first key is gone from a cache that holds a window.
     """
 
     query: Float[Tensor, "B H T D"]
@@ -30,11 +31,13 @@ class Call:
     window: int | None = None
     softcap: float | None = None
     padding: Bool[Tensor, "B S"] | None = None
+    documents: Int[Tensor, "B S"] | None = None
     mask: Bool[Tensor, "b h t S"] | None = None
     bias: Float[Tensor, "b h t S"] | None = None
     alibi: Float[Tensor, " H"] | None = None
     sinks: Float[Tensor, " H"] | None = None
     output: Float[Tensor, "B T H V"] | None = None
+    cut: Bool[Tensor, " B"] | None = None
 
     def masked(self, given: Tensor | None) -> Call:
         """With a mask as models pass it: boolean (True = look), additive, or two axes of padding."""
@@ -60,13 +63,38 @@ def from_interface(module: nn.Module, name: str, query: Tensor, key: Tensor, mas
         query.detach(), key.detach(), float(query.shape[-1] ** -0.5 if scale is None else scale), softcap=kw.get("softcap"),
         sinks=None if kw.get("s_aux") is None else kw["s_aux"].detach(),
         bias=None if kw.get("position_bias") is None else kw["position_bias"].detach(),
-        output=output.detach(),
+        output=output.detach(), cut=_cut(query, key, kw),
     )  # fmt: skip
     if mask is not None and not isinstance(mask, Tensor):
         return call.masked(_dense(mask, query, key))
     if mask is not None and mask.ndim == 4:  # holds causality and window
         return call.masked(mask[..., : key.shape[2]])
+    if mask is None and "flash" in name:
+        call = replace(call, documents=_documents(query, key, kw))
     return _causal_alone(call.masked(mask), module, name, kw)
+
+
+def _cut(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:
+    """Which sequences have left their first key behind, where a cache holds a window and is full; None where it is not."""
+    queries, keys = query.shape[2], key.shape[2]
+    window, positions = kw.get("sliding_window"), kw.get("position_ids")
+    if window is None or queries == keys or keys < window - 1 + queries:
+        return None
+    if isinstance(positions, Tensor) and positions.ndim == 2:
+        return (positions[:, -1] >= keys).expand(query.shape[0])
+    return torch.ones(query.shape[0], dtype=torch.bool, device=query.device)
+
+
+def _documents(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:
+    """Which document each token of a packed row belongs to: FlashAttention is told by lengths or positions, not by a mask."""
+    lengths, positions, tokens = kw.get("cu_seq_lens_k"), kw.get("position_ids"), key.shape[2]
+    if query.shape[0] != 1 or query.shape[2] != tokens:
+        return None
+    if isinstance(lengths, Tensor):
+        return torch.searchsorted(lengths[1:].contiguous(), torch.arange(tokens, device=key.device, dtype=lengths.dtype), right=True)[None]
+    if isinstance(positions, Tensor) and tuple(positions.shape) == (1, tokens):
+        return (positions == positions.min()).cumsum(-1)
+    return None
 
 
 def _causal_alone(call: Call, module: nn.Module, name: str, kw: dict[str, Any]) -> Call:

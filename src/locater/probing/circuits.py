@@ -14,7 +14,7 @@ from torch import nn
 
 from locater.errors import LocaterError
 from locater.probing.observe import observe
-from locater.probing.statistics import run
+from locater.probing.running import run
 
 PERIOD, SEQUENCES = 50, 4
 
@@ -40,8 +40,9 @@ def circuit_scores(model: nn.Module, period: int = PERIOD, sequences: int = SEQU
     if not rows or getattr(config, "is_encoder_decoder", False):
         raise LocaterError(f"{type(model).__name__}: circuit scores need one stack of layers over a vocabulary")
     period = min(period, (most or 2 * period) // 2 - 1)
-    special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id")}
-    allowed = torch.tensor([i for i in range(rows) if i not in special])
+    allowed = torch.tensor(sorted(set(range(rows)) - _special(config) - _special(text)))
+    if period < 3 or not len(allowed):
+        raise LocaterError(f"{type(model).__name__}: circuit scores need at least 8 positions and one token that is not special")
     generator = torch.Generator().manual_seed(seed)
     once = allowed[torch.randint(len(allowed), (sequences, period), generator=generator)]
     with observe(model, offsets=((1, period), (period, period), (period - 1, period))) as seen:
@@ -51,3 +52,9 @@ def circuit_scores(model: nn.Module, period: int = PERIOD, sequences: int = SEQU
         for row in seen.rows
         if row.kind == "self"
     }
+
+
+def _special(config: Any) -> set[int]:
+    """Ids that a model knows by role; some have a list of them."""
+    found = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask"))
+    return {i for ids in found if ids is not None for i in (ids if isinstance(ids, list | tuple) else [ids])}

@@ -65,29 +65,44 @@ class Padding:
     """Masks of the batch that is running, as the model was given them; which tokens of a stream are real."""
 
     def __init__(self) -> None:
-        self.given: dict[str, Tensor] = {}
+        self.given: dict[str, Tensor] = {}  # True where a token is real
+        self.length = 0  # tokens that the model was given
+        self.pair = False  # of stacks: the masks of one say nothing of the other
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = dict(kwargs)
         if args:
             names = list(inspect.signature(module.forward).parameters)
             named.update(zip(names, args, strict=False))
-        self.given = {
-            name: value.bool()
-            for name, value in named.items()
-            if name.endswith("attention_mask") and isinstance(value, Tensor) and value.ndim == 2
-        }
-        if isinstance(named.get("src_key_padding_mask"), Tensor):
-            self.given["attention_mask"] = ~named["src_key_padding_mask"].bool()
+        masks = {name: x for name, x in named.items() if name.endswith("mask") and isinstance(x, Tensor)}
+        self.given = {name: x.bool() for name, x in masks.items() if name.endswith("attention_mask") and x.ndim == 2}
+        # in PyTorch's own modules True hides, and a sequence may come without a batch
+        self.given |= {name: ~x.bool().view(-1, x.shape[-1]) for name, x in masks.items() if name.endswith("key_padding_mask")}
+        tokens = next((named[name] for name in ("input_ids", "inputs_embeds") if isinstance(named.get(name), Tensor)), None)
+        self.length = 0 if tokens is None else tokens.shape[1]
+        config = getattr(module, "config", None)
+        self.pair = bool(getattr(config, "is_encoder_decoder", False)) or {"src", "tgt"} <= named.keys()
 
     def of(self, x: Tensor, path: str) -> Tensor | None:
         """Real tokens (B, T) of a stream at `path`, None where every token is."""
-        names = ("decoder_attention_mask", "attention_mask") if "decoder" in path.split(".") else ("attention_mask",)
-        for name in names:
-            mask = self.given.get(name)
-            if mask is not None and mask.shape[0] == x.shape[0] and mask.shape[1] >= x.shape[1]:
-                return mask[:, -x.shape[1] :]
-        return None
+        parts = path.split(".")
+        if any(part.startswith("vis") for part in parts):  # a tower that sees: masks are of tokens
+            return None
+        if self.pair and "decoder" in parts:
+            return self._fitting(x, "decoder_attention_mask", "tgt_key_padding_mask")
+        return self._fitting(x, "attention_mask", "src_key_padding_mask", "key_padding_mask", "tgt_key_padding_mask")
+
+    def of_memory(self, memory: Tensor) -> Tensor | None:
+        """Real tokens (B, S) of what cross-attention looks at, None where every token is."""
+        own = ("attention_mask", "src_key_padding_mask") if self.pair else ()
+        return self._fitting(memory, "encoder_attention_mask", "memory_key_padding_mask", *own)
+
+    def _fitting(self, x: Tensor, *names: str) -> Tensor | None:
+        """The first of these masks that was given, if it speaks of x; a mask over cached tokens too ends with those of x."""
+        mask = next((self.given[name] for name in names if name in self.given), None)
+        if mask is None or mask.shape[0] != x.shape[0] or mask.shape[1] < x.shape[1]:
+            return None
+        return mask[:, -x.shape[1] :] if x.shape[1] in (mask.shape[1], self.length) else None
 
 
 @dataclass

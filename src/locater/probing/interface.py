@@ -8,79 +8,104 @@ modules that nobody listens to.
 
 from __future__ import annotations
 
+import inspect
 import sys
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from locater.probing.call import from_interface
-from locater.probing.site import KEY, listening
+from locater.probing.change import CHANGES, Asked, changed
+from locater.probing.site import KEY, described, listening
 
-_originals: dict[str, Callable[..., Any] | None] = {}
+_replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []  # table, name, what was there, ours
 _users = 0
+_named: dict[type[nn.Module], Callable[..., Any] | None] = {}
+_lock = threading.Lock()  # models may be observed in several threads
 
 
 def install() -> None:
-    """Put the listening functions into the table; they stay until the last user removes them."""
+    """Put the listening functions into the tables; they stay until the last user removes them."""
     global _users
-    table = _table()
-    if table is None:
-        return
-    if _users == 0:
-        for name in {*table, "eager"}:
-            _originals[name] = table.get(name)
-            table[name] = _listener(name, table.get(name))
-    _users += 1
+    with _lock:
+        held = [ours for _, _, _, ours in _replaced]
+        for at, table in enumerate(_tables()):
+            for name in {*table, *(("eager",) if at == 0 else ())}:
+                was = table.get(name)
+                if was not in held:  # of the second user on: only what has come meanwhile
+                    ours = table[name] = _listener(name, was)
+                    _replaced.append((table, name, was, ours))
+        _users += 1
 
 
 def remove() -> None:
     global _users
-    table = _table()
-    if table is None or _users == 0:
-        return
-    _users -= 1
-    if _users:
-        return
-    for name, original in _originals.items():
-        if original is None:
-            table.pop(name, None)
-        else:
-            table[name] = original
-    _originals.clear()
+    with _lock:
+        _users = max(0, _users - 1)
+        while not _users and _replaced:
+            table, name, was, ours = _replaced.pop()
+            if table.get(name) is not ours:
+                continue  # somebody has put another function there meanwhile
+            if was is None:
+                del table[name]
+            else:
+                table[name] = was
 
 
-def _table() -> dict[str, Callable[..., Any]] | None:
-    """The table, if transformers is in use."""
+def _tables() -> list[dict[str, Any]]:
+    """The table of all models and what was written over it, if transformers is in use."""
     if "transformers" not in sys.modules:
-        return None
-    from transformers.modeling_utils import AttentionInterface
+        return []
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    return AttentionInterface._global_mapping
+    return [AttentionInterface._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping]
 
 
 def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kw: Any) -> Any:
-        base = eager_function(module) if original is None else original
+        base = eager_function(type(module)) if original is None else original
+        if CHANGES in module.__dict__:
+            asked = changed(Asked(module, name, base, query, key, attention_mask, kw))
+            base, query, key, kw = asked.attend, asked.query, asked.key, asked.kw
         out = base(module, query, key, value, attention_mask, *args, **kw)
         if KEY in module.__dict__:
             sites = listening(module)
             if sites:
-                call = from_interface(module, name, query, key, attention_mask, kw, out[0])
-                for site in sites:
-                    site.see(call)
+                call = described(sites, from_interface, module, name, query, key, attention_mask, kw, out[0])
+                if call is not None:
+                    for site in sites:
+                        site.see(call)
         return out
 
     return attend
 
 
-def eager_function(module: nn.Module) -> Callable[..., Any]:
-    """The plain attention function beside the class of `module`, or beside the class it was derived from."""
-    for kind in type(module).__mro__:
-        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+def eager_function(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The plain attention function that a class of modules falls back on: the one its methods name, or else the one beside it."""
+    if kind not in _named and not torch.compiler.is_compiling():
+        _named[kind] = _function_named_by(kind)
+    found = _named.get(kind)
+    if found is not None:
+        return found
+    for base in kind.__mro__:
+        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
         if found is not None:
             return found
-    raise LookupError(f"{type(module).__name__}: no eager attention function beside it")
+    raise LookupError(f"{kind.__name__}: no eager attention function beside it")
+
+
+def _function_named_by(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """A file may hold several, one for pictures and one for text: a class names its own where it asks the table for another."""
+    for base in kind.__mro__:
+        for method in map(inspect.unwrap, filter(callable, vars(base).values())):
+            code = getattr(method, "__code__", None)
+            for name in () if code is None else code.co_names:
+                if name.endswith("eager_attention_forward") and name in method.__globals__:
+                    return cast(Callable[..., Any], method.__globals__[name])
+    return None
 
 
 def reaches(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ at the next observed one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ from locater.heads import attention_layers, effective
 from locater.probing.observe import Choice, Observation
 from locater.probing.seen import SeenHead
 from locater.probing.site import Wanted
+from locater.probing.tally import missed
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Monitor:
         self._names = sinks
         self._sinks: list[Sink] = []
         self._losses: list[tuple[int, Any]] = []
+        self._said: set[Any] = set()
         self._columns: tuple[str, ...] = ()
 
     # A loop of one's own
@@ -76,23 +79,42 @@ class Monitor:
         """Begin. The next step is observed; call `after_step` after each, and `detach` at the end."""
         if self.observation is not None:
             raise LocaterError("this monitor is attached already: detach it first, or make another")
+        self._said.clear()
         wanted, layers, heads = self._wanted
-        observation = Observation(model, wanted, layers, heads, every=0)
+        observation = Observation(model, wanted, layers, heads, every=0, lenient=True)
         if is_first_rank():
-            from locater.report.sinks import open_sink
-
-            self._sinks = [open_sink(spec) for spec in self._names or (Path(folder) / LOG,)]
-        observation.__enter__()
+            self._open_sinks(Path(folder))
+        try:
+            observation.__enter__()
+        except BaseException:
+            self._close()
+            raise
         self.observation = observation
         self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
         self._write(self._header(observation))
         self._arm()
         return self
 
+    def _open_sinks(self, folder: Path) -> None:
+        from locater.report.sinks import open_sink
+
+        if not self._names:
+            with contextlib.suppress(OSError):  # a trainer's folder may come with its first file; what is wrong is said below
+                folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for spec in self._names or (folder / LOG,):
+                self._sinks.append(open_sink(spec))
+        except BaseException:
+            self._close()
+            raise
+
     def after_step(self, loss: Tensor | float | None = None, step: int | None = None, **scalars: Tensor | float) -> list[dict[str, Any]]:
         """Call after each optimizer step. Returns the warnings that are new, which every rank gets."""
         if self.observation is None:
             raise LocaterError("this monitor is not attached: monitor.attach(model) comes first")
+        for name, held in {"loss": loss, **scalars}.items():
+            if isinstance(held, Tensor) and held.numel() != 1:  # told now, not at the observed step that would read it
+                raise LocaterError(f"{name} has shape {list(held.shape)}: give one number per step, such as {name}.mean()")
         observed = self.due
         self.step = self.step + 1 if step is None else step
         found: list[dict[str, Any]] = []
@@ -100,7 +122,8 @@ class Monitor:
             self._flush()
             found = self._observed(loss, scalars)
         elif loss is not None:
-            self._losses.append((self.step, loss.detach() if isinstance(loss, Tensor) else loss))
+            # a copy: the tensor may be written over before it is read, by the loop or by a CUDA graph
+            self._losses.append((self.step, loss.detach().clone() if isinstance(loss, Tensor) else loss))
         self._arm()
         return found
 
@@ -115,18 +138,21 @@ class Monitor:
     @property
     def due(self) -> bool:
         """Whether the step that is running is observed."""
-        return self.observation is not None and self.observation.due
+        return self.observation is not None and self.observation.switch.on
 
     def _arm(self) -> None:
         assert self.observation is not None
-        self.observation.due = self.step % self.every == 0
+        self.observation.switch.on = self.step % self.every == 0  # not by forward: a trainer may call parts of its module only
 
     def _close(self) -> None:
         observation, self.observation = self.observation, None
         if observation is not None:
             observation.close()
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                self._say(f"{type(sink).__name__}: {error}")
         self._sinks = []
 
     # Records
@@ -143,10 +169,19 @@ class Monitor:
         assert self.observation is not None
         self.observation.reduce()
         rows = self.observation.rows if any(self.observation.called) else []
+        if missed:
+            error = missed.pop()
+            self._say(f"the run goes on; calls that could not be counted are left out: {type(error).__name__}: {error}", about=missed)
+        elif not rows:
+            self._say(f"the model was not in training mode, or {self.observation.nothing()}", about=self.observation)
         self.observation.clear()
         table = {(row.layer, row.head): {name: row[name] for name in COLUMNS} | {"flags": row.flags} for row in rows}
-        if self.spectrum:
-            self._add_spectra(table)
+        if self.spectrum and rows:
+            try:
+                self._add_spectra(table)
+            except Exception as error:
+                self.spectrum = False
+                self._say(f"the run goes on without M and spread: {type(error).__name__}: {error}")
         held = {name: [[table.get((s.number, h), {}).get(name) for h in range(s.count)] for s in self.observation.sites]
                 for name in self._columns}  # fmt: skip
         self._write({
@@ -206,16 +241,31 @@ class Monitor:
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
-            sink.write(record)
+            try:
+                sink.write(record)
+            except Exception as error:  # a full disk or a lost connection; the next record is tried again
+                self._say(f"the run goes on without records: {type(sink).__name__}: {error}", about=sink)
+
+    def _say(self, what: str, about: Any = None) -> None:
+        """A warning that is no finding, once about each thing: what goes wrong here must not end a training run."""
+        key = id(about) if about is not None else what
+        if key not in self._said and is_first_rank():
+            logger.warning("step %d: %s", self.step, what)
+        self._said.add(key)
 
     # transformers.Trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
+        self._close()  # a run that failed may have left it attached: this trainer has no event for that
         self.step = int(state.global_step)
+        if getattr(args, "n_gpu", 1) > 1:
+            self._say("nn.DataParallel runs copies of the model, which are not observed: start one process per device with torchrun")
+            return
         self.attach(held["model"], args.output_dir or ".")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
-        self.after_step(step=int(state.global_step))
+        if self.observation is not None:
+            self.after_step(step=int(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **held: Any) -> None:
         if logs and "loss" in logs and self.observation is not None:
@@ -224,11 +274,12 @@ class Monitor:
     # lightning.Trainer
 
     def on_train_start(self, trainer: Any, module: nn.Module) -> None:
+        self._close()
         self.step = int(trainer.global_step)
         self.attach(module, trainer.log_dir or trainer.default_root_dir)
 
     def on_train_batch_end(self, trainer: Any, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if int(trainer.global_step) > self.step:  # once per optimizer step
+        if self.observation is not None and int(trainer.global_step) > self.step:  # once per optimizer step
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             self.after_step(loss if isinstance(loss, Tensor) else None, step=int(trainer.global_step))
 

@@ -62,16 +62,26 @@ class Observation:
     """A model under observation. Read `rows` inside the block or after it."""
 
     def __init__(
-        self, model: nn.Module, wanted: Wanted, layers: Choice = None, heads: Choice = None, every: int = 1, hidden: bool = False
+        self,
+        model: nn.Module,
+        wanted: Wanted,
+        layers: Choice = None,
+        heads: Choice = None,
+        every: int = 1,
+        hidden: bool = False,
+        lenient: bool = False,
     ) -> None:
+        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+            raise LocaterError("nn.DataParallel runs copies of the model, which are not observed: observe model.module on one device")
         self.model = model
         self.every = every
-        self.switch = Switch()
-        self.due = True  # with every=0: whether passes are observed now
+        # in a training run, passes of an evaluation between steps are not part of a step
+        self.switch = Switch(trained=None if every else model, lenient=lenient)
         self.sites = _sites(model, wanted, layers, heads, self.switch)
         self._modules = {id(site.module) for site in self.sites}
         self.streams = streams(model, [name for name, module in model.named_modules() if id(module) in self._modules]) if hidden else []
         self.passes = 0  # forward passes of `model` inside the block
+        self.over = True
         self._open: ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -85,24 +95,29 @@ class Observation:
                 stack.callback(leave, site)
                 for undo in outside.tap(site.module):
                     stack.callback(undo)
+            for part in _compiled(self.model):
+                stack.callback(instead(part, "forward", _through))
             padding = Padding()
             for undo in listen(self.streams, padding, self.switch):
                 stack.callback(undo)
-            stack.callback(instead(self.model, "forward", partial(_passing, self, padding if self.streams else None)))
+            # outside the graph of a module that was compiled in place: inside it passes could not be counted
+            entry = "forward" if self.model._compiled_call_impl is None else "_compiled_call_impl"
+            stack.callback(instead(self.model, entry, partial(_passing, self, padding if self.streams else None)))
             self._open = stack.pop_all()
+        self.over = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
         if kind is None and self.passes and not any(self.called):
-            raise LocaterError(self._nothing())
+            raise LocaterError(self.nothing())
 
     def close(self) -> None:
         """Take the listeners off; what was seen stays."""
         if self._open is not None:
             self._open.close()
             self._open = None
-        self.switch.on = False
+        self.switch.on, self.over = False, True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a model, such as a running average of it, is not observed."""
@@ -113,7 +128,7 @@ class Observation:
         """One row per head, layer by layer in the order of a scan. Layers that were not called have none."""
         found = [row for site in self.sites for row in rows_of(site)]
         if not found:
-            raise LocaterError(self._nothing())
+            raise LocaterError(self.nothing())
         return found
 
     @property
@@ -161,7 +176,8 @@ class Observation:
 
         return pandas.DataFrame([asdict(row) for row in self.rows])
 
-    def _nothing(self) -> str:
+    def nothing(self) -> str:
+        """Why there are no rows."""
         name = type(self.model).__name__
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
@@ -173,19 +189,25 @@ class Observation:
         )
 
 
-def _passing(
-    watch: Observation | None, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
-) -> Any:
+def _passing(watch: Observation, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     """Stands for the model's forward. No hook: hooks turn off PyTorch's fast path, and a compiled model does not notice late ones."""
-    if watch is None:
+    if watch.over:  # still below what somebody else has put on top
         return forward(*args, **kw)
     if padding is not None:
         padding.before(model, args, kw)
-    if not watch.every:  # in a training run: passes of an evaluation between steps are not part of a step
-        watch.switch.on = watch.due and model.training
-    elif not torch.compiler.is_compiling():  # a counter inside a graph would be compiled anew at each value
+    if watch.every and not torch.compiler.is_compiling():  # a counter inside a graph would be compiled anew at each value
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
+    return forward(*args, **kw)
+
+
+def _compiled(model: nn.Module) -> list[nn.Module]:
+    """Parts that may have graphs already. A graph notices a replaced forward, but not a new name in a table that it asked in vain."""
+    parts = [getattr(part, "_orig_mod", part if part._compiled_call_impl is not None else None) for part in model.modules()]
+    return [part for part in parts if isinstance(part, nn.Module)]
+
+
+def _through(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     return forward(*args, **kw)
 
 

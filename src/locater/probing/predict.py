@@ -19,43 +19,55 @@ SEQUENCES = 8
 
 
 @torch.no_grad()
-def predict(layer: AttentionLayer, given: Input | None, length: int, sequences: int = SEQUENCES, seed: int = 0) -> dict[str, Tensor]:
+def predict(
+    layer: AttentionLayer, given: Input | None, length: int, keys: int | None = None, sequences: int = SEQUENCES, seed: int = 0
+) -> dict[str, Tensor]:
     """Per head (H,): entropy and entropy_ratio with the measured first token in its place, rest_entropy and rest_entropy_ratio
-    without it, and sink, its weight. Without statistics (`given` None) tokens are standard normal: weights alone.
+    without it, and sink, its weight where it is in view. Without statistics (`given` None) tokens are standard normal: weights alone.
 
-    Cross-attention has no first token: rest_entropy is its entropy.
+    Cross-attention, where a row looks at `keys` tokens, has no first token that was measured apart, and so no sink.
     """
-    layer = layer if given is None else replace(layer, norm=Norm(), memory_norm=None)
-    x, memory = _tokens(layer, given, length, sequences, seed)
-    normalized = given is None
+    x, memory = _tokens(layer, given, length, keys or length, sequences, seed)
+    if given is None:
+        return on_tokens(layer, x, memory, normalized=True)
+    return on_tokens(replace(layer, norm=Norm(), memory_norm=None), x, memory)
+
+
+def on_tokens(layer: AttentionLayer, x: Tensor, memory: Tensor | None = None, normalized: bool = False) -> dict[str, Tensor]:
+    """The same columns, of the head run on tokens (B, T, d)."""
     q, k = layer.queries(x, None, normalized), layer.keys(x if memory is None else memory, None, normalized)
     terms = dict(
         scale=layer.scale, causal=layer.causal and layer.kind == "self", window=layer.window if layer.kind == "self" else None,
-        softcap=layer.softcap, sinks=None if layer.sinks is None else layer.sinks.float(), bias=_bias(layer, q, k),
+        softcap=layer.softcap, sinks=None if layer.sinks is None else layer.sinks.to(q), bias=_bias(layer, q, k),
     )  # fmt: skip
     whole = attention_statistics(q, k, **terms)  # type: ignore[arg-type]
-    if layer.kind == "cross":
-        found = {name: whole.reduced()[name] for name in ("entropy", "entropy_ratio")}
-        return {**found, **{f"rest_{name}": value for name, value in found.items()}}
-    later = torch.ones(len(x), length, dtype=torch.bool)
+    full = whole.reduced()
+    found = {name: full[name] for name in ("entropy", "entropy_ratio")}
+    if layer.kind == "self":
+        in_view = layer.visible(x.shape[1], x.shape[1])[0, 0, :, 0]
+        found["sink"] = whole.first_mass[..., in_view].mean((0, 2))  # type: ignore[index]
+    later = torch.ones(len(x), k.shape[2], dtype=torch.bool)
     later[:, 0] = False
     rest = attention_statistics(q, k, padding=later, extended=False, **{**terms, "sinks": None}).reduced()  # type: ignore[arg-type]
-    full = whole.reduced()
-    names = {"entropy": full["entropy"], "entropy_ratio": full["entropy_ratio"], "sink": full["first_mass"]}
-    return {**names, "rest_entropy": rest["entropy"], "rest_entropy_ratio": rest["entropy_ratio"]}
+    return {**found, "rest_entropy": rest["entropy"], "rest_entropy_ratio": rest["entropy_ratio"]}
 
 
-def _tokens(layer: AttentionLayer, given: Input | None, length: int, sequences: int, seed: int) -> tuple[Tensor, Tensor | None]:
+def _tokens(layer: AttentionLayer, given: Input | None, length: int, keys: int, sequences: int, seed: int) -> tuple[Tensor, Tensor | None]:
     if given is not None:
         x = gaussian_tokens(given.mean, given.covariance, sequences, length, None if layer.kind == "cross" else given.first, seed)
         if given.memory_mean is None or given.memory_covariance is None:
             return x, None
-        return x, gaussian_tokens(given.memory_mean, given.memory_covariance, sequences, length, None, seed + 1)
+        return x, gaussian_tokens(given.memory_mean, given.memory_covariance, sequences, keys, None, seed + 1)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sequences, length, layer.width, generator=generator)
     if layer.kind == "self":
-        return x, None
-    return x, torch.randn(sequences, length, layer.key.shape[1], generator=generator)
+        return _unit(x, layer.norm), None
+    return _unit(x, layer.norm), _unit(torch.randn(sequences, keys, layer.key.shape[1], generator=generator), layer.key_side_norm)
+
+
+def _unit(x: Tensor, norm: Norm) -> Tensor:
+    """Off the mean direction, which LayerNorm removes: covariance I - 11^T/d."""
+    return x - x.mean(-1, keepdim=True) if norm.kind == "layer" else x
 
 
 def _bias(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor | None:
@@ -73,8 +85,17 @@ def logit_bound(layer: AttentionLayer) -> Tensor | None:
     """No logit of a head (H,) can exceed this in size, whatever the text: scale * max |q| * max |k|; None where nothing bounds it.
 
     A norm in front makes |z| = sqrt(width), so |q| <= ||W_Q'||_2 sqrt(width) + |c_q|; a norm on the queries makes |q| <=
-    sqrt(head_dim) max|gain| + |bias|. Rotation changes no length. Position terms are added to logits and not bounded here.
+    sqrt(head_dim) max|gain| + |bias|. Rotation changes no length. Position terms are added to logits and not bounded here; a
+    soft-cap bounds everything.
     """
+    found = _product_bound(layer)
+    if layer.softcap is None:
+        return found
+    cap = torch.full((layer.heads,), layer.softcap)
+    return cap if found is None else found.clamp_max(layer.softcap)
+
+
+def _product_bound(layer: AttentionLayer) -> Tensor | None:
     if layer.bias is not None or layer.relative is not None:
         return None
     q = _longest(layer, layer.query, layer.heads, layer.norm, layer.query_norm)
@@ -82,16 +103,15 @@ def logit_bound(layer: AttentionLayer) -> Tensor | None:
     if q is None or k is None:
         return None
     amplitude = 1.0 if layer.rotary is None else max(1.0, layer.rotary.amplitude) ** 2
-    bound = abs(layer.scale) * amplitude * q * k.repeat_interleave(layer.group)
-    return bound if layer.softcap is None else bound.clamp_max(layer.softcap)
+    return abs(layer.scale) * amplitude * q * k.repeat_interleave(layer.group)
 
 
 def _longest(layer: AttentionLayer, projection: Projection, heads: int, before: Norm, own: Norm | None) -> Tensor | None:
     """Largest possible length of a head's queries or keys (heads,)."""
     if own is not None and own.kind != "none":
-        gain = torch.ones(1) if own.gain is None else own.gain.float().abs()
+        gain = torch.ones(1) if own.gain is None else own.gain.float().abs().cpu()
         size = (layer.head_dim**0.5) * gain.reshape(-1, gain.shape[-1]).amax(-1)
-        size = size if own.bias is None else size + own.bias.float().reshape(-1, own.bias.shape[-1]).norm(dim=-1)
+        size = size if own.bias is None else size + own.bias.float().cpu().reshape(-1, own.bias.shape[-1]).norm(dim=-1)
         return size.expand(heads) if len(size) in (1, heads) else None
     if before.kind == "none" or isinstance(projection, NormedProjection):
         return None

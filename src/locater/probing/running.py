@@ -1,20 +1,34 @@
-"""What attention layers are given: their inputs, as batches pass through a model."""
+"""What attention layers are given: their inputs, as batches pass through a model; and one pass of a model over a batch."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from locater.probing.hidden import time_first
+from locater.probing.text import Batch
 
 MEMORY = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+TOWERS = {"input_ids": "get_text_features", "pixel_values": "get_image_features"}
 
 
-def attention_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-    """The stream (B, T, d) that queries read and, for cross-attention, the one that keys read; None where it cannot be told."""
+@dataclass(frozen=True)
+class Read:
+    """The stream (B, T, d) that queries read and, for cross-attention, the one (B, S, e) that keys read."""
+
+    x: Tensor
+    memory: Tensor | None = None
+    real: Tensor | None = None  # (B, T), where x itself says which tokens there are: a nested tensor
+
+
+def attention_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read | None:
+    """What a call of an attention module reads, None where it cannot be told."""
     names = list(inspect.signature(module.forward).parameters)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if isinstance(module, nn.MultiheadAttention):
@@ -24,22 +38,51 @@ def attention_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         x = given.get(names[0]) if names else None
         x = kwargs.get("hidden_states") if x is None else x
         memory = next((given[name] for name in MEMORY if isinstance(given.get(name), Tensor)), None)
-    found = [_sequence(module, t) for t in (x, memory)]
-    return found[0], found[1]
+    if isinstance(x, Tensor) and x.is_nested:
+        lengths = torch.tensor([len(part) for part in x.unbind()], device=x.device)
+        x = torch.nested.to_padded_tensor(x, 0.0).detach()
+        return Read(x, None, torch.arange(x.shape[1], device=x.device) < lengths[:, None])
+    sequence = _sequence(module, x)
+    return None if sequence is None else Read(sequence, _sequence(module, memory))
 
 
 def _sequence(module: nn.Module, x: Any) -> Tensor | None:
-    if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+    if not isinstance(x, Tensor) or x.is_nested:
         return None
-    return (x.transpose(0, 1) if time_first(module) else x).detach()
+    if x.ndim == 2 and isinstance(module, nn.MultiheadAttention):
+        return x.detach()[None]
+    return (x.transpose(0, 1) if time_first(module) else x).detach() if x.ndim == 3 else None
 
 
-def on_input(module: nn.Module, see: Callable[[Tensor, Tensor | None], None]) -> Callable[[], None]:
-    """Call `see(x, memory)` at every call of an attention module; returns what takes it off."""
+def on_input(module: nn.Module, see: Callable[[Read], None]) -> Callable[[], None]:
+    """Call `see` at every call of an attention module; returns what takes it off."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x, memory = attention_input(module, args, kwargs)
-        if x is not None:
-            see(x, memory)
+        found = attention_input(module, args, kwargs)
+        if found is not None:
+            see(found)
 
     return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients, then as before."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+def run(model: nn.Module, batch: Batch) -> Any:
+    """One forward pass without gradients, on the model's device. Of two towers that meet at the end, the one that the batch is for."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    wanted = [method for name, method in TOWERS.items() if name in given]
+    forward = getattr(model, wanted[0]) if len(wanted) == 1 and all(hasattr(model, x) for x in TOWERS.values()) else model
+    with quiet(model):
+        return forward(**given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.probing.call import Call
-from locater.probing.tally import COLUMNS, MAXIMA, tally, wide
+from locater.probing.tally import COLUMNS, MAXIMA, missed, tally, wide
 
 if TYPE_CHECKING:
     from locater.heads import AttentionLayer
@@ -23,6 +23,8 @@ class Switch:
     """On or off, for all sites of one observation. Compiled graphs are guarded by it: two of them, and no operator in the second."""
 
     on: bool = True
+    trained: nn.Module | None = None  # listen only while this module is in training mode
+    lenient: bool = False  # a call that cannot be counted is left out, and the model runs on
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
         return Switch(False)  # a copy of a model, such as a running average of it, is not observed
@@ -59,6 +61,10 @@ class Site:
     picked: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        with torch.inference_mode(False):  # made there, they could be written to nowhere else
+            self._make()
+
+    def _make(self) -> None:
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         count, dtype = len(self.heads), wide(device)
         self.sums = torch.zeros(count, len(COLUMNS), dtype=dtype, device=device)
@@ -69,6 +75,10 @@ class Site:
         if self.wanted.outputs and self.layer is not None and self.layer.value is not None:
             size = self.layer.value.shape[0] // self.layer.kv_heads
             self.gram = torch.zeros(count, size, size, dtype=dtype, device=device)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing, in a copy of a model or in a saved one."""
+        return type(None), ()
 
     def clear(self) -> None:
         """Forget what was seen."""
@@ -82,15 +92,30 @@ class Site:
         wanted = self.wanted
         tally(
             call.query, call.key, self.sums, self.maxima, self.pairs, self.gram, call.scale, call.causal, self.kind == "self",
-            call.window or 0, call.softcap or 0.0, call.padding, call.mask, call.bias, call.alibi, call.sinks,
-            None if self.gram is None else call.output, self.picked, wanted.rows, wanted.rest,
-            [offset for offset, _ in wanted.offsets], [start for _, start in wanted.offsets],
+            call.window or 0, call.softcap or 0.0, call.padding, call.documents, call.mask, call.bias, call.alibi, call.sinks,
+            None if self.gram is None else call.output, self.picked, call.cut, wanted.rows, wanted.rest,
+            [offset for offset, _ in wanted.offsets], [start for _, start in wanted.offsets], self.switch.lenient,
         )  # fmt: skip
 
 
 def listening(module: nn.Module) -> tuple[Site, ...]:
     """Sites of a module that are switched on."""
-    return tuple(site for site in module.__dict__.get(KEY, ()) if site.switch.on)
+    return tuple(site for site in module.__dict__.get(KEY, ()) if site is not None and is_on(site.switch))
+
+
+def is_on(switch: Switch) -> bool:
+    return switch.on and (switch.trained is None or switch.trained.training)
+
+
+def described(sites: Sequence[Site], how: Callable[..., Call], *args: Any) -> Call | None:
+    """The call that `how` makes of what was intercepted; None where it cannot, and all who listen would rather miss it."""
+    try:
+        return how(*args)
+    except Exception as error:
+        if not all(site.switch.lenient for site in sites):
+            raise
+        missed.append(error)
+        return None
 
 
 def enter(site: Site) -> None:
@@ -98,7 +123,7 @@ def enter(site: Site) -> None:
 
 
 def leave(site: Site) -> None:
-    left = tuple(s for s in site.module.__dict__.get(KEY, ()) if s is not site)
+    left = tuple(s for s in site.module.__dict__.get(KEY, ()) if s is not site and s is not None)
     if left:
         site.module.__dict__[KEY] = left
     else:

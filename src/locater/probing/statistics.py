@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from locater.heads import Tokens, attention_layers
 from locater.heads.weights import WRAPPERS
 from locater.measures import ChannelMoments, normality_distance, top_directions
 from locater.probing.hidden import Padding
-from locater.probing.running import on_input
+from locater.probing.running import Read, on_input, run
 from locater.probing.text import Batch, Text, batches
+from locater.result import write_whole
 
 PRECISE = 1024  # up to this width covariances are summed in float64
 KEPT = 4096  # tokens kept for the test of normality
@@ -28,7 +31,8 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Input:
-    """What one attention layer reads, after the norm in front of it. The first token of a sequence is kept apart.
+    """What one attention layer reads, after the norm in front of it. The first token of a sequence is kept apart (not in
+    cross-attention, where it is no key).
 
     `mean_share` is |mean|^2 / E|x|^2, `kurtosis` the median excess over channels, `normality` the mean Kolmogorov distance of
     random projections to a normal and `normality_expected` what normal tokens of this number would show, `directions` the shares
@@ -49,6 +53,8 @@ class Input:
     normality: float | None = None
     normality_expected: float | None = None
     directions: tuple[float, ...] = ()
+    length: int = 0  # mean number of real tokens in a sequence
+    memory_length: int = 0
 
     def as_tokens(self) -> Tokens:
         """What `effective` folds in."""
@@ -65,14 +71,17 @@ class Statistics:
     tokens: int
     length: int
     inputs: list[Input] = field(default_factory=list)
+    silent: tuple[int, ...] = ()  # layers that no token reached: they have no input
 
     def __repr__(self) -> str:
         return f"Statistics({self.source!r}, {len(self.inputs)} layers, {self.tokens} tokens)"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to a file that `load` and `locater scan --statistics` read."""
-        held = {"schema": SCHEMA, "source": self.source, "tokens": self.tokens, "length": self.length}
-        torch.save({**held, "inputs": [asdict(x) for x in self.inputs]}, path)
+        """Write to a file that `load` and `locater scan --statistics` read; it appears whole or not at all."""
+        held = {"schema": SCHEMA, "source": self.source, "tokens": self.tokens, "length": self.length, "silent": self.silent}
+        file = io.BytesIO()
+        torch.save({**held, "inputs": [asdict(x) for x in self.inputs]}, file)
+        write_whole(Path(path), file.getvalue())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
@@ -80,7 +89,8 @@ class Statistics:
             held = torch.load(path, map_location="cpu", weights_only=True)
             if held["schema"] != SCHEMA:
                 raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
-            return cls(held["source"], held["tokens"], held["length"], [Input(**x) for x in held["inputs"]])
+            inputs = [Input(**x) for x in held["inputs"]]
+            return cls(held["source"], held["tokens"], held["length"], inputs, tuple(held["silent"]))
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
         except Exception as error:
@@ -116,38 +126,19 @@ def collected(model: nn.Module, held: list[Batch], progress: Progress | None = N
     padding = Padding()
     sums = []
     with ExitStack() as stack:
-        stack.callback(model.register_forward_pre_hook(padding.before, with_kwargs=True).remove)
         for number, layer in enumerate(attention_layers(model)):
             here = _Sums(number, layer.name, layer.kind, padding)
             stack.callback(on_input(modules[layer.name] if layer.name else model, here.see))
             sums.append(here)
         for part in progress(held, len(held)) if progress else held:
+            padding.before(model, (), part)
             run(model, part)
     found = [x for x in (here.input() for here in sums) if x is not None]
     if not found:
         raise LocaterError(f"{type(model).__name__}: no attention layer was called with tokens of a known shape")
     length = next(here.length for here in sums if here.length)  # as the layer sees it: an image is a sequence of patches
-    return Statistics(type(model).__name__, found[0].tokens, length, found)
-
-
-@contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients, then as before."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, was in training.items():
-            module.training = was
-
-
-def run(model: nn.Module, batch: Batch) -> Any:
-    """One forward pass without gradients, on the model's device."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with quiet(model):
-        return model(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()})
+    silent = {here.number for here in sums} - {x.layer for x in found}
+    return Statistics(type(model).__name__, found[0].tokens, length, found, tuple(sorted(silent)))
 
 
 class _Sums:
@@ -158,36 +149,38 @@ class _Sums:
         self.own: _Spread | None = None
         self.memory: _Spread | None = None
         self.first: Tensor | None = None
-        self.sequences = self.length = 0
+        self.sequences = self.real = self.length = 0
         self.kept: list[Tensor] = []
         self.moments: ChannelMoments | None = None
 
-    def see(self, x: Tensor, memory: Tensor | None) -> None:
-        self.length = max(self.length, x.shape[1])
-        real = self.padding.of(x, self.name)
+    def see(self, read: Read) -> None:
+        x, real = read.x, self.padding.of(read.x, self.name) if read.real is None else read.real
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real.to(x.device)
-        start = real.to(torch.int8).argmax(1)
-        some = real.any(1)
-        first = x[torch.arange(len(x), device=x.device), start][some].double().sum(0).cpu()
-        self.first = first if self.first is None else self.first + first
-        self.sequences += int(some.sum())
-        later = x[real & (torch.arange(x.shape[1], device=x.device) != start[:, None])]  # (tokens, d)
-        if not len(later):
-            return
-        self.own = self.own or _Spread(x)
-        self.own.add(later)
-        self.moments = (self.moments or ChannelMoments.empty(x.shape[-1], x.device)).add(later.float())
+        self.length = max(self.length, x.shape[1])
+        self.sequences += int(real.any(1).sum())
+        self.real += int(real.sum())
+        later = x[real] if self.kind == "cross" else x[self._split(x, real)]  # (tokens, d)
+        if len(later):
+            self.own = self.own or _Spread(x)
+            self.own.add(later)
+            self.moments = (self.moments or ChannelMoments.empty(x.shape[-1], x.device)).add(later.float())
         if sum(len(part) for part in self.kept) < KEPT:
             self.kept.append(later.float().cpu())
-        if memory is not None and self.kind == "cross":
-            shown = self.padding.given.get("attention_mask")
-            fits = shown is not None and shown.shape == memory.shape[:2]
-            self.memory = self.memory or _Spread(memory)
-            self.memory.add(memory[shown.to(memory.device)] if fits and shown is not None else memory.flatten(0, 1))
+        if read.memory is not None and self.kind == "cross":
+            shown = self.padding.of_memory(read.memory)
+            self.memory = self.memory or _Spread(read.memory)
+            self.memory.add(read.memory.flatten(0, 1) if shown is None else read.memory[shown.to(x.device)])
+
+    def _split(self, x: Tensor, real: Tensor) -> Tensor:
+        """Keep the first real token of each sequence apart; returns where the others are."""
+        start = real.to(torch.int8).argmax(1)
+        first = x[torch.arange(len(x), device=x.device), start][real.any(1)].double().sum(0).cpu()
+        self.first = first if self.first is None else self.first + first
+        return real & (torch.arange(x.shape[1], device=x.device) != start[:, None])
 
     def input(self) -> Input | None:
-        if self.own is None or self.moments is None or self.own.count < 2:
-            return None
+        if self.own is None or self.moments is None or (self.own.count < 2 if self.kind == "self" else self.memory is None):
+            return None  # a layer that pools may have one query
         mean, covariance = self.own.moments()
         memory = (None, None) if self.memory is None else self.memory.moments()
         normal = normality_distance(torch.cat(self.kept)[:KEPT])
@@ -197,14 +190,16 @@ class _Sums:
             self.number, self.name, self.kind, self.own.count, mean, covariance, first, memory[0], memory[1],
             mean_share=float(self.moments.mean_share), kurtosis=float(self.moments.median_kurtosis),
             normality=float(normal.mean), normality_expected=float(normal.expected), directions=tuple(found.principal.tolist()),
+            length=round(self.real / self.sequences), memory_length=0 if self.memory is None else round(self.memory.count / self.sequences),
         )  # fmt: skip
 
 
 class _Spread:
-    """Sums for a mean and a covariance."""
+    """Sums for a mean and a covariance, of tokens less the mean of the first that came: a large mean takes no digits then."""
 
     def __init__(self, like: Tensor) -> None:
         width = like.shape[-1]
+        self.shift: Tensor | None = None
         precise = width <= PRECISE and like.device.type != "mps"
         self.dtype = torch.float64 if precise else torch.float32
         self.count = 0
@@ -213,6 +208,8 @@ class _Spread:
 
     def add(self, x: Tensor) -> None:
         x = x.to(self.dtype)
+        self.shift = x.mean(0).nan_to_num() if self.shift is None else self.shift
+        x = x - self.shift
         self.count += len(x)
         self.total += x.sum(0)
         self.square += x.mT @ x
@@ -220,4 +217,5 @@ class _Spread:
     def moments(self) -> tuple[Tensor, Tensor]:
         mean = self.total / self.count
         covariance = self.square / self.count - torch.outer(mean, mean)
+        mean = mean if self.shift is None else mean + self.shift
         return mean.float().cpu(), ((covariance + covariance.mT) / 2).float().cpu()

@@ -6,6 +6,7 @@ Sums are float64 where the device has it. Nothing here waits for the device.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ COLUMNS = (
 )  # fmt: skip
 AT = {name: column for column, name in enumerate(COLUMNS)}
 MAXIMA = ("max_logit",)
+missed: deque[Exception] = deque(maxlen=1)  # why a call was left out, the last time
 _rows = torch.Generator()  # which rows are sampled
 
 
@@ -34,16 +36,42 @@ def wide(device: torch.device) -> torch.dtype:
 @torch.library.custom_op("locater::tally", mutates_args=("sums", "maxima", "pairs", "gram"))
 def tally(
     q: Tensor, k: Tensor, sums: Tensor, maxima: Tensor, pairs: Tensor, gram: Tensor | None, scale: float, causal: bool, own: bool,
-    window: int, softcap: float, padding: Tensor | None, mask: Tensor | None, bias: Tensor | None, alibi: Tensor | None,
-    sinks: Tensor | None, output: Tensor | None, heads: Tensor | None, rows: int, rest: bool, offsets: Sequence[int], starts: Sequence[int],
+    window: int, softcap: float, padding: Tensor | None, documents: Tensor | None, mask: Tensor | None, bias: Tensor | None,
+    alibi: Tensor | None, sinks: Tensor | None, output: Tensor | None, heads: Tensor | None, cut: Tensor | None, rows: int, rest: bool,
+    offsets: Sequence[int], starts: Sequence[int], lenient: bool,
 ) -> None:  # fmt: skip
     """Add one call to `sums` (H, COLUMNS), `maxima` (H, MAXIMA), `pairs` (H, offsets, 2) and `gram` (H, V, V).
 
-    `own` says that queries and keys are the same tokens; `window` and `softcap` are 0 for none; `heads` are those wanted; `rows`
-    is how many rows to sample, 0 for all. Called again in the backward pass by activation checkpointing, it does nothing.
+    `own` says that queries and keys are the same tokens; `window` and `softcap` are 0 for none; `heads` are those wanted; `cut`
+    (B,) marks sequences whose first key is gone from the cache; `rows` is how many rows to sample, 0 for all. `lenient` leaves out
+    what cannot be counted, for want of memory or whatever else, and keeps the reason in `missed`. Called again in the backward
+    pass by activation checkpointing, it does nothing.
     """
-    if torch._C._current_graph_task_id() != -1 or not q.shape[2] or not k.shape[2]:
+    if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
+    try:
+        _tally(q, k, sums, maxima, pairs, gram, scale, causal, own, window, softcap, padding, documents, mask, bias, alibi, sinks, output,
+               heads, cut, rows, rest, offsets, starts)  # fmt: skip
+    except Exception as error:
+        if not lenient:
+            raise
+        missed.append(error)
+        for held in (sums, pairs) if gram is None else (sums, pairs, gram):
+            held.zero_()  # some columns may have been added to, others not
+        maxima.fill_(-torch.inf)
+
+
+@tally.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _tally(
+    q: Tensor, k: Tensor, sums: Tensor, maxima: Tensor, pairs: Tensor, gram: Tensor | None, scale: float, causal: bool, own: bool,
+    window: int, softcap: float, padding: Tensor | None, documents: Tensor | None, mask: Tensor | None, bias: Tensor | None,
+    alibi: Tensor | None, sinks: Tensor | None, output: Tensor | None, heads: Tensor | None, cut: Tensor | None, rows: int, rest: bool,
+    offsets: Sequence[int], starts: Sequence[int],
+) -> None:  # fmt: skip
     if heads is not None:
         q, k, bias, mask = _some_heads(q, k, bias, mask, heads)
         alibi, sinks, output = (
@@ -51,12 +79,12 @@ def tally(
             None if sinks is None else sinks[heads],
             None if output is None else output[:, :, heads],
         )
-    terms = Terms(scale, causal, window or None, softcap or None, padding, None, mask, bias, alibi, sinks)
+    terms = Terms(scale, causal, window or None, softcap or None, padding, documents, mask, bias, alibi, sinks)
     with torch.autocast(q.device.type, enabled=False):
         terms = full_terms(terms, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        terms, counted, first = _placed(q, k, terms, own)
+        terms, counted, first = _placed(q, k, terms, own, cut)
         if 0 < rows < q.shape[2]:
-            q, terms, counted, output = _some_rows(q, k, terms, counted, output, rows)
+            q, terms, counted, first, output = _some_rows(q, k, terms, counted, first, output, rows)
         lse = _add(q, k, terms, counted, first, sums, maxima)
         if rest:
             _add_rest(q, k, terms, counted, first, sums)
@@ -65,11 +93,6 @@ def tally(
         if gram is not None and output is not None:
             o = (upcast(output) * counted[:, :, None, None]).transpose(1, 2)  # (B, H, T, V)
             gram += (o.mT @ o).sum(0)
-
-
-@tally.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None
 
 
 def _some_heads(
@@ -91,29 +114,50 @@ def _in_sight(terms: Terms) -> Tensor | None:
     return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 
-def _placed(q: Tensor, k: Tensor, terms: Terms, own: bool) -> tuple[Terms, Tensor, Tensor]:
-    """Terms with the queries' positions, the rows that count (B, T), the first key in sight of each sequence (B,).
+def _placed(q: Tensor, k: Tensor, terms: Terms, own: bool, cut: Tensor | None) -> tuple[Terms, Tensor, Tensor]:
+    """Terms with the queries' positions, the rows that count (B, T), the first key of each row's sequence (B, T), -1 where it is gone.
 
     A key that no query may look at is padding. Where queries and keys are the same tokens, its row is padding too. Among cached
-    keys a query's own is the last it sees: a cache may have room left after it.
+    keys a query's own is the last it sees, unless several see the same last: a cache may have room left after it.
     """
     B, T, S = q.shape[0], q.shape[2], k.shape[2]
     seen = _in_sight(terms)
     real = torch.ones(B, S, dtype=torch.bool, device=q.device) if seen is None else seen.any(1).expand(B, S)
     if terms.padding is not None:
         real = real & terms.padding
-    first = real.to(torch.int8).argmax(-1)
+    first = real.to(torch.int8).argmax(-1)[:, None].expand(B, T)
     if not own or S < T:
         return terms, torch.ones(B, T, dtype=torch.bool, device=q.device), first
     if T < S and seen is not None:
         last = torch.where(seen, torch.arange(S, device=q.device), -1).amax(-1).amax(0).expand(T)
-        terms = replace(terms, positions=last.clamp_min(0))
+        rising = ((last[1:] > last[:-1]) | (last[:-1] < 0)).all()
+        terms = replace(terms, positions=torch.where(rising, last, terms.at(T, S, q.device)).clamp_min(0))
+    if cut is not None:  # the oldest key of a window is none of note
+        first = torch.where(cut[:, None], -1, first)
+    elif T == S:
+        first = _first_of_document(terms, seen, first)
     return terms, real[:, terms.at(T, S, q.device)], first
 
 
+def _first_of_document(terms: Terms, seen: Tensor | None, first: Tensor) -> Tensor:
+    """The first key (B, T) where a sequence holds several documents: one begins where neither it nor what follows looks back."""
+    T = first.shape[1]
+    at = torch.arange(T, device=first.device)
+    if terms.documents is not None:
+        begins = torch.nn.functional.pad(terms.documents.diff(dim=-1) != 0, (1, 0), value=True)
+    elif seen is not None and seen.shape[1] == T > 1:
+        shown = seen if terms.padding is None else seen & terms.padding[:, None]
+        earliest = torch.where(shown.any(-1), shown.to(torch.int8).argmax(-1), T)
+        begins = (earliest.flip(-1).cummin(-1).values.flip(-1) >= at) & shown.diagonal(dim1=-2, dim2=-1)
+    else:
+        return first
+    found = torch.where(begins, at, -1).cummax(-1).values
+    return torch.where(found < 0, first, found)
+
+
 def _some_rows(
-    q: Tensor, k: Tensor, terms: Terms, counted: Tensor, output: Tensor | None, rows: int
-) -> tuple[Tensor, Terms, Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor, output: Tensor | None, rows: int
+) -> tuple[Tensor, Terms, Tensor, Tensor, Tensor | None]:
     """One row out of each of `rows` equal parts."""
     T, S = q.shape[2], k.shape[2]
     at = ((torch.arange(rows) + torch.rand(rows, generator=_rows)) * (T / rows)).long().clamp_max(T - 1).to(q.device)
@@ -122,14 +166,14 @@ def _some_rows(
         if held[name] is not None and held[name].shape[-2] != 1:
             held = {**held, name: held[name][..., at, :]}
     held = {**held, "positions": terms.at(T, S, q.device)[at]}
-    return q[:, :, at], Terms(**held), counted[:, at], None if output is None else output[:, at]
+    return q[:, :, at], Terms(**held), counted[:, at], first[:, at], None if output is None else output[:, at]
 
 
 def _add(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor, sums: Tensor, maxima: Tensor) -> Tensor:
     """Every column but those of the rest; returns the log-sum-exp of the rows."""
     found = attention_statistics(q, k, **vars(terms))
     shown = (found.visible > 0) & counted[:, None]
-    sink, look = weight_at(q, k, terms, first[:, None], found.log_sum_exp)
+    sink, look = weight_at(q, k, terms, first, found.log_sum_exp)
     _put(sums, shown, rows=None, entropy=found.entropy, row_mass=found.row_mass, max_probability=found.max_probability,
          participation=found.participation, distance=found.distance, self_mass=found.self_mass)  # fmt: skip
     _put(sums, shown & (found.visible > 1), wide_rows=None, entropy_ratio=found.entropy_ratio)
@@ -142,7 +186,8 @@ def _add(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor, sum
 
 def _add_rest(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor, sums: Tensor) -> None:
     """Entropy without the first key, which often takes weight that has nothing to do with content."""
-    later = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device).scatter(1, first[:, None], False)
+    B, S = k.shape[0], k.shape[2]
+    later = torch.ones(B, S + 1, dtype=torch.bool, device=k.device).scatter(1, torch.where(first < 0, S, first), False)[:, :S]
     padding = later if terms.padding is None else later & terms.padding
     found = attention_statistics(q, k, extended=False, **{**vars(terms), "padding": padding, "sinks": None})
     shown = (found.visible > 0) & counted[:, None]

@@ -13,7 +13,8 @@ from locater.errors import LocaterError, first_line
 
 OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")  # count positions from the padding id on
 Batch = dict[str, Tensor]
-Text = str | Path | Tensor | Sequence[str] | Iterable[Mapping[str, Tensor]]
+Text = str | Path | Tensor | Sequence[str] | Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]
+EMPTY = "the text is empty: give at least a few hundred words"
 
 
 def batches(
@@ -24,22 +25,24 @@ def batches(
     `text` is a string, the path of a text file, strings, token ids (N,) or (B, T), or batches as the model takes them, which are
     passed on as they are. A tokenizer is looked for where the model came from unless given.
     """
-    if isinstance(text, Path):
-        text = read_text(text)
-    if isinstance(text, str):
-        ids = _tokenized(model, text, tokenizer)
-    elif isinstance(text, Tensor):
+    if isinstance(text, Tensor):
+        if text.ndim not in (1, 2) or text.is_floating_point():
+            raise LocaterError(
+                f"a tensor of shape {list(text.shape)} ({text.dtype}): token ids are whole numbers, (tokens,) or (sequences, tokens)"
+            )
         if text.ndim == 2:
             return _checked(model, [{"input_ids": part} for part in text.split(batch)])
-        ids = ([], text.flatten().tolist(), [])
-    else:
-        held = list(text)
-        if not held:
-            raise LocaterError("the text is empty: give at least a few hundred words")
-        if isinstance(held[0], Mapping):
-            return _checked(model, [dict(part) for part in held])
-        ids = _tokenized(model, "\n".join(held), tokenizer)
-    return _checked(model, _cut(ids, length, tokens, batch, skip))
+        return _checked(model, _cut(([], text.tolist(), []), length, tokens, batch, skip))
+    held = [text] if isinstance(text, str | Path | Mapping) else list(text)
+    if held and all(isinstance(part, Mapping) for part in held):
+        return _checked(model, [dict(part) for part in held])  # type: ignore[arg-type]
+    if not all(isinstance(part, str | Path) for part in held):
+        wrong = next(type(part).__name__ for part in held if not isinstance(part, str | Path))
+        raise LocaterError(
+            f"text holds {wrong} objects: give a string, a path, strings, a tensor of token ids, or batches as the model takes them"
+        )
+    whole = "\n".join(read_text(part) if isinstance(part, Path) else str(part) for part in held)
+    return _checked(model, _cut(_tokenized(model, whole, tokenizer), length, tokens, batch, skip))
 
 
 def read_text(path: Path) -> str:
@@ -54,7 +57,7 @@ def read_text(path: Path) -> str:
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise LocaterError(f"{path}: cannot be read as text ({first_line(error)})") from None
     if not found.strip():
-        raise LocaterError(f"{path}: the text is empty: give at least a few hundred words")
+        raise LocaterError(f"{path}: {EMPTY}")
     return found
 
 
@@ -62,7 +65,8 @@ def tokenizer_for(model: Any, given: Any = None) -> Any:
     """A tokenizer: given, by path, or from where the model came from."""
     if given is not None and not isinstance(given, str | Path):
         return given
-    where = str(given) if given is not None else getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
+    config = getattr(model, "config", None)
+    where = str(given) if given is not None else getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
     way_out = "give one with tokenizer= (--tokenizer PATH on the command line), or token ids in place of text"
     if not where:
         raise LocaterError(f"{type(model).__name__}: it does not say where its tokenizer is: {way_out}")
@@ -79,12 +83,12 @@ def tokenizer_for(model: Any, given: Any = None) -> Any:
 def _tokenized(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
     """Special tokens in front, the text's own, special tokens behind."""
     if not text.strip():
-        raise LocaterError("the text is empty: give at least a few hundred words")
+        raise LocaterError(EMPTY)
     tok = tokenizer_for(model, tokenizer)
     bare = tok("a", add_special_tokens=False)["input_ids"]
     full = tok("a")["input_ids"]
-    at = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
-    before, after = (full[:at], full[at + len(bare) :]) if len(full) > len(bare) else ([], [])
+    at = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), None)
+    before, after = ([], []) if at is None else (full[:at], full[at + len(bare) :])
     return before, tok(text, add_special_tokens=False, verbose=False)["input_ids"], after
 
 
@@ -114,12 +118,16 @@ def _checked(model: Any, found: list[Batch]) -> list[Batch]:
         ids = held.get("input_ids")
         if ids is None:
             continue
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
             raise LocaterError("a batch's input_ids must be a tensor (sequences, tokens): pad ragged sequences and give an attention_mask")
         if most and ids.shape[1] > most:
             raise LocaterError(f"sequences of {ids.shape[1]} tokens, but the model has {most} positions: use length={most} or less")
-        if rows and int(ids.max()) >= rows:
-            raise LocaterError(f"token id {int(ids.max())} is beyond the model's vocabulary of {rows}: is this the model's own tokenizer?")
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in held:
+        low, high = int(ids.min()), int(ids.max())
+        if rows and (low < 0 or high >= rows):
+            wrong = low if low < 0 else high
+            raise LocaterError(f"token id {wrong} is beyond the model's vocabulary of {rows}: is this the model's own tokenizer?")
+        if getattr(config, "is_encoder_decoder", False) and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & held.keys():
             held["decoder_input_ids"] = ids
+            if "attention_mask" in held:
+                held["decoder_attention_mask"] = held["attention_mask"]
     return found

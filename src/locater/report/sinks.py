@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -46,7 +47,7 @@ def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
 
 
 class JsonlSink:
-    """One JSON object per line, appended and flushed record by record: a crash costs at most the line being written.
+    """One JSON object per line, appended and written record by record: a crash costs at most the line being written.
 
     What the file holds stays: a run that resumes adds its own `run` record and goes on below.
     """
@@ -55,7 +56,7 @@ class JsonlSink:
         self.path = Path(path)
         try:
             torn = self._torn()
-            self._file = self.path.open("ab")
+            self._file = self.path.open("ab", buffering=0)
             if torn:
                 self._put(b"\n")  # the half line keeps a line of its own; read_run() passes over it
         except OSError as error:
@@ -76,10 +77,13 @@ class JsonlSink:
         self._put(json.dumps(plain(record), separators=(",", ":"), allow_nan=False).encode() + b"\n")
 
     def _put(self, line: bytes) -> None:
+        start, left = self._file.seek(0, os.SEEK_END), memoryview(line)
         try:
-            self._file.write(line)
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(start)  # half a line would make what may follow unreadable
             raise LocaterError(f"{self.path}: cannot be written ({error.strerror})") from None
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """What taps are made of: methods replaced on one module and on its parts, to keep what passes through them during one call.
 
 No hooks: a compiled model does not notice hooks that come after its first call, but it does notice a replaced method. What
-is put in place is a `functools.partial` of the module, so that a deep copy taken meanwhile speaks of the copy. Queries, keys
-and outputs are kept as they were made, without their history.
+is put in place is a `functools.partial` that copies and pickles as the method it stands for. Queries, keys and outputs are kept
+as they were made, without their history.
 """
 
 from __future__ import annotations
@@ -16,24 +16,36 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.probing.call import Call
-from locater.probing.site import Site, listening
+from locater.probing.site import Site, described, listening
 
 Undo = Callable[[], None]
 Described = Callable[[nn.Module, "Passage"], Call]
+HELD = "_locater_held"  # on a stand-in: what was there before, and whether it is over
 
 
 def instead(module: nn.Module, name: str, heard: Callable[..., Any]) -> Undo:
     """Replace a method of one module by `heard(module, method, *args, **kwargs)`; returns what restores it."""
-    had, before = name in module.__dict__, module.__dict__.get(name)
-    module.__dict__[name] = partial(heard, module, getattr(module, name))
+    before, method = module.__dict__.get(name), getattr(module, name)
+    stand = partial(heard, module, method)
+    # trainers and generate() read the signature of forward: what they find decides how they call it
+    vars(stand).update(__wrapped__=method, __reduce_ex__=partial(_as_before, module, name, before), **{HELD: (before, over := [False])})
+    module.__dict__[name] = stand
 
     def undo() -> None:
-        if had:
-            module.__dict__[name] = before
-        else:
-            module.__dict__.pop(name, None)
+        over[0] = True
+        # those put on later may end later; what somebody else has put on top stays, with the stand-in below it idle
+        while isinstance(top := module.__dict__.get(name), partial) and HELD in vars(top) and vars(top)[HELD][1][0]:
+            if vars(top)[HELD][0] is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = vars(top)[HELD][0]
 
     return undo
+
+
+def _as_before(module: nn.Module, name: str, before: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """How a stand-in is copied and saved: as what it stands for, so that neither a copy nor a saved model knows of Locater."""
+    return (getattr, (module, name)) if before is None else (partial, (before,))
 
 
 class Passage:
@@ -61,17 +73,17 @@ class Passage:
             self.kept[name] = passed.detach()
 
 
-def along(module: nn.Module, described: Described, outputs: Sequence[str] = (), inputs: Sequence[str] = ()) -> Iterator[Undo]:
+def along(module: nn.Module, describe: Described, outputs: Sequence[str] = (), inputs: Sequence[str] = ()) -> Iterator[Undo]:
     """Keep what the named parts return or are given, and describe each call of the module when it ends."""
     passage = Passage(module)
-    yield instead(module, "forward", partial(_whole, passage, described))
+    yield instead(module, "forward", partial(_whole, passage, describe))
     for name in outputs:
         yield instead(getattr(module, name), "forward", partial(_keep_output, passage, name))
     for name in inputs:
         yield instead(getattr(module, name), "forward", partial(_keep_input, passage, name))
 
 
-def _whole(passage: Passage, described: Described, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _whole(passage: Passage, describe: Described, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     sites = listening(module)
     if not sites:
         return forward(*args, **kwargs)
@@ -79,7 +91,9 @@ def _whole(passage: Passage, described: Described, module: nn.Module, forward: C
     out = forward(*args, **kwargs)
     passage.args, passage.kwargs, passage.returned = args, kwargs, out
     with torch.no_grad():
-        tell(sites, described(module, passage))
+        call = described(sites, describe, module, passage)
+        if call is not None:
+            tell(sites, call)
     passage.args, passage.kwargs, passage.returned = (), {}, None
     passage.kept.clear()
     return out

@@ -1,0 +1,101 @@
+"""Changes to attention at the interface: an ordered list on a module, applied to queries, keys and function before each call.
+
+What is observed comes after them, so it is what really acts. A copy of a model, or a saved one, comes without its changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.probing.call import Call, from_interface
+
+CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a module asks of its attention function, which transformers calls `name`; `mask` and `kw` are as it hands them over."""
+
+    module: nn.Module
+    name: str
+    attend: Callable[..., Any]
+    query: Tensor  # (B, H, T, D)
+    key: Tensor  # (B, K, S, D)
+    mask: Any
+    kw: dict[str, Any]
+
+    @property
+    def scale(self) -> float:
+        """What multiplies q.k in this call; not the layer's scale where its queries are scaled before."""
+        kw = {"scaling": self.kw.get("scaling")}
+        return from_interface(self.module, self.name, self.query, self.key, None, kw, self.query).scale
+
+    def call(self) -> Call:
+        """The same as a call, with its gradients."""
+        held = from_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
+        bias = self.kw.get("position_bias")
+        if held.bias is not None and bias is not None:
+            held = replace(held, bias=bias[..., : held.bias.shape[-1]])
+        return replace(held, query=self.query, key=self.key[:, :, : held.key.shape[2]], sinks=self.kw.get("s_aux"), output=None)
+
+
+class Change:
+    """One change. Those with a lower `order` come first, whichever was put on first; equal ones in the order they were put on."""
+
+    order = 0
+    number = -1  # of this change among all that were ever put on
+
+    @property
+    def called(self) -> bool:
+        """Whether attention has been reached since it was put on."""
+        return self.number in _reached
+
+    def __call__(self, asked: Asked) -> Asked:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing, in a copy of a model or in a saved one."""
+        return type(None), ()
+
+
+def changes(module: nn.Module) -> tuple[Change, ...]:
+    return tuple(change for change in module.__dict__.get(CHANGES, ()) if change is not None)
+
+
+def changed(asked: Asked) -> Asked:
+    """After every change of its module."""
+    for change in changes(asked.module):
+        asked = change(asked)
+        _reach(change.number)
+    return asked
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _reach(number: int) -> bool:
+    """Noted when it runs, or when it is compiled: an attribute set in a checkpointed region would break the graph."""
+    _reached.add(number)
+    return True
+
+
+_reached: set[int] = set()
+_numbers = itertools.count()
+
+
+def put(module: nn.Module, change: Change) -> None:
+    change.number = next(_numbers)
+    module.__dict__[CHANGES] = tuple(sorted((*changes(module), change), key=lambda c: c.order))
+
+
+def take(module: nn.Module, change: Change) -> None:
+    _reached.discard(change.number)
+    left = tuple(c for c in changes(module) if c is not change)
+    if left:
+        module.__dict__[CHANGES] = left
+    else:
+        module.__dict__.pop(CHANGES, None)

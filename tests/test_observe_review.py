@@ -1,0 +1,381 @@
+"""What broke once: other people's wrappers and readers of `forward`, failures in the middle of a run, caches, packed sequences."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import locater
+from locater.errors import LocaterError
+from locater.probing import tally as tallying
+from locater.probing.call import from_interface
+from locater.probing.interface import eager_function
+from locater.report.sinks import JsonlSink, read_run
+
+transformers = pytest.importorskip("transformers")
+NUMBERS = ("rows", "entropy", "max_logit", "sink", "rest_entropy", "distance", "self_mass")
+
+
+def llama(how: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=how).eval()
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(1))
+
+
+def left_behind(model: nn.Module) -> list[str]:
+    return [name for part in model.modules() for name in part.__dict__ if name == "forward" or "locater" in name]
+
+
+def same_numbers(a: Any, b: Any) -> None:
+    for one, other in zip(a.rows, b.rows, strict=True):
+        for name in NUMBERS:
+            assert one[name] == (None if other[name] is None else pytest.approx(other[name], abs=1e-5)), (one.name, name)
+
+
+def test_generate_makes_the_same_mask_of_padding() -> None:
+    # without a mask, generate() makes one only if forward's signature has a place for it
+    model, ids = llama(), torch.tensor([[0, 0, 0, 5, 6, 7], [3, 4, 5, 6, 7, 8]])
+    how = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    plain = model.generate(ids, **how)
+    signature = inspect.signature(model.forward)
+    with locater.observe(model) as seen:
+        found = model.generate(ids, **how)
+        assert inspect.signature(model.forward) == signature
+    assert all(torch.equal(a, b) for a, b in zip(plain.logits, found.logits, strict=True))
+    assert seen.rows[0].rows == 3 + 6 + 2 * 5
+
+
+def test_a_saved_model_knows_nothing_of_the_observation() -> None:
+    model, ids, file = llama(), tokens(1, 4), io.BytesIO()
+    with locater.observe(model, hidden=True) as seen:
+        expected = model(ids).logits
+        torch.save(model, file)
+        copied = copy.deepcopy(model)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert b"locater.probing" not in file.getvalue()
+    for other in (loaded, copied):
+        assert torch.equal(other(ids).logits, expected)
+        with locater.observe(other) as again:
+            other(ids)
+        assert again.rows[0].rows == 4
+    assert seen.rows[0].rows == 4
+
+
+def test_observations_may_end_in_any_order() -> None:
+    model, ids = llama(), tokens(1, 4)
+    one, two = locater.observe(model, hidden=True), locater.observe(model, hidden=True)
+    one.__enter__()
+    two.__enter__()
+    model(ids)
+    one.close()
+    model(ids)
+    two.close()
+    assert (one.rows[0].rows, two.rows[0].rows) == (4, 8)
+    assert (one.passes, two.passes) == (1, 2)
+    assert (one.layers[0].sequences, two.layers[0].sequences) == (1, 2)
+    assert not left_behind(model)
+
+
+def test_a_wrapper_put_on_meanwhile_stays() -> None:
+    model, ids = llama(), tokens(1, 4)
+    with locater.observe(model) as seen:
+        inner = model.forward
+        model.forward = lambda *args, **kw: inner(*args, **kw).logits  # as accelerate does for mixed precision
+        model(ids)
+    assert isinstance(model(ids), Tensor)
+    assert seen.rows[0].rows == 4
+    assert seen.passes == 1
+
+
+def test_made_in_inference_mode_and_used_outside() -> None:
+    model, ids = llama(), tokens(1, 4)
+    with torch.inference_mode():
+        seen = locater.observe(model)
+    with seen:
+        model(ids)
+        seen.clear()
+        model(ids)
+    assert seen.rows[0].rows == 4
+
+
+def test_the_table_is_restored_from_threads_and_not_over_others() -> None:
+    from transformers.modeling_utils import AttentionInterface
+
+    table = AttentionInterface._global_mapping
+    before, rows = dict(table), set()
+
+    def work() -> None:
+        model = llama()
+        for _ in range(10):
+            with locater.observe(model) as seen:
+                model(tokens(1, 4))
+            rows.add(seen.rows[0].rows)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rows == {4}
+    assert table == before
+    original = table["sdpa"]
+    with locater.observe(model := llama()):
+        model(tokens(1, 4))
+        table["sdpa"] = other = lambda *args, **kw: original(*args, **kw)
+    assert table["sdpa"] is other
+    table["sdpa"] = original
+
+
+def test_a_function_written_over_the_table_is_heard() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
+
+    original = TABLE["sdpa"]
+    TABLE["sdpa"] = mine = lambda *args, **kw: original(*args, **kw)
+    try:
+        with locater.observe(model := llama()) as seen:
+            model(tokens(1, 4))
+        assert seen.rows[0].rows == 4
+        assert TABLE["sdpa"] is mine
+    finally:
+        del TABLE["sdpa"]
+
+
+def test_a_class_falls_back_on_the_function_it_names() -> None:
+    from transformers.models.llama4 import modeling_llama4 as llama4
+
+    assert eager_function(llama4.Llama4VisionAttention) is llama4.vision_eager_attention_forward
+    assert eager_function(llama4.Llama4TextAttention) is llama4.eager_attention_forward
+
+
+@pytest.mark.parametrize("how", ["whole", "in place", "blocks"])
+def test_compiled_before_and_eager(how: str) -> None:
+    torch._dynamo.reset()
+    model: Any = llama("eager")
+    ids = tokens(2, 6)
+    for part in model.model.layers if how == "blocks" else [model] if how == "in place" else []:
+        part.compile(backend="eager", fullgraph=True)
+    called = torch.compile(model, backend="eager", fullgraph=True) if how == "whole" else model
+    with torch.no_grad():
+        plain = called(ids, use_cache=False).logits
+        with locater.observe(called, every=2) as seen:
+            for _ in range(4):
+                found = called(ids, use_cache=False).logits
+    assert torch.equal(plain, found)
+    assert seen.rows[0].rows == 2 * 12
+    assert not left_behind(model)
+
+
+def test_a_mask_by_place_is_padding_of_the_stream_too() -> None:
+    model, ids, mask = llama(), tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[0, :4] = 0
+    with locater.observe(model, hidden=True) as by_place:
+        model(ids, mask)
+    with locater.observe(model, hidden=True) as by_name:
+        model(input_ids=ids, attention_mask=mask)
+    assert by_place.layers == by_name.layers
+
+
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+@pytest.mark.parametrize("length", [3, 7])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generating_beyond_a_window_is_one_pass(how: str, length: int, cache: str | None) -> None:
+    # the cache holds the window: its oldest key is no sink once the first of the sequence has left
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        sliding_window=4, layer_types=["sliding_attention", "full_attention"], pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.Gemma3ForCausalLM._from_config(config, attn_implementation=how).eval()
+    ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+    mask[0, :2] = 0
+    more = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    with locater.observe(model, rest=True) as seen:
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **more)
+    with torch.no_grad(), locater.observe(model, rest=True) as whole:
+        model(out[:, :-1], attention_mask=torch.cat([mask, mask.new_ones(2, 5)], 1), use_cache=False)
+    same_numbers(seen, whole)
+
+
+def test_packed_documents_have_a_first_key_each() -> None:
+    model, ids = llama(), tokens(1, 10)
+    with torch.no_grad():
+        with locater.observe(model, rest=True) as packed:
+            model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]), use_cache=False)
+        with locater.observe(model, rest=True) as apart:
+            model(ids[:, :4], use_cache=False)
+            model(ids[:, 4:], use_cache=False)
+    same_numbers(packed, apart)
+
+
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_k"])
+def test_flash_attention_is_told_of_documents_without_a_mask(told: str) -> None:
+    model, q = llama(), torch.randn(1, 4, 6, 8)
+    site = locater.observe(model, rest=True).sites[0]
+    kw = {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]), "cu_seq_lens_k": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    call = from_interface(site.module, "flash_attention_2", q, q[:, ::2], None, {"scaling": 1.0, told: kw[told]}, q.transpose(1, 2))
+    apart = locater.observe(model, rest=True)
+    for rows in (slice(0, 2), slice(2, 6)):
+        part = q[:, :, rows]
+        apart.sites[0].see(
+            from_interface(site.module, "flash_attention_2", part, part[:, ::2], None, {"scaling": 1.0}, part.transpose(1, 2))
+        )
+    site.see(call)
+    one, other = site.sums.clone(), apart.sites[0].sums.clone()
+    one[:, 0] = other[:, 0] = 0  # calls
+    assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_memories_of_both_sides_keep_positions() -> None:
+    torch.manual_seed(0)
+    config = transformers.XLNetConfig(vocab_size=50, d_model=32, n_layer=1, n_head=4, d_inner=48, mem_len=6)
+    model = transformers.XLNetModel(config).eval()
+    with torch.no_grad():
+        memory = model(tokens(1, 4), use_mems=True).mems
+        with locater.observe(model) as seen:
+            weights = model(tokens(1, 5), mems=memory, output_attentions=True).attentions[0][0]
+    T, S = weights.shape[-2:]
+    distance = (torch.arange(S - T, S)[:, None] - torch.arange(S)).abs()
+    for row in seen.rows:
+        assert row.distance == pytest.approx(float((weights[row.head] * distance).sum(-1).mean()), abs=1e-4)
+
+
+def test_an_empty_batch_adds_nothing() -> None:
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    with locater.observe(model) as seen:
+        model(*[torch.randn(1, 4, 16)] * 3)
+        model(*[torch.randn(0, 4, 16)] * 3)
+    assert seen.rows[0].rows == 4
+
+
+# In a training run
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().train()
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    monitor = locater.Monitor(sink, every=1).attach(model)
+    file = sink._file
+
+    class Full:
+        def write(self, line: Any) -> int:
+            if len(line) > 40:
+                return file.write(line[:40])  # some of it fits
+            raise OSError(28, "No space left on device")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(file, name)
+
+    with caplog.at_level(logging.WARNING, "locater"):
+        for step in range(5):
+            sink._file = Full() if step in (1, 2) else file  # type: ignore[assignment]
+            model(tokens(2, 6))
+            monitor.after_step(loss=1.0)
+    monitor.detach()
+    assert [record["step"] for record in read_run(tmp_path / "run.jsonl").steps] == [1, 4, 5]
+    assert sum("No space left" in record.message for record in caplog.records) == 1
+
+
+def test_what_cannot_be_counted_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model, original = llama().train(), tallying.attention_statistics
+
+    def fails(*args: Any, **kw: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monitor = locater.Monitor(tmp_path / "run.jsonl", every=1).attach(model)
+    with caplog.at_level(logging.WARNING, "locater"):
+        for step in range(4):
+            monkeypatch.setattr(tallying, "attention_statistics", fails if step in (1, 2) else original)
+            model(tokens(2, 6))
+            monitor.after_step()
+    monitor.detach()
+    held = [record["heads"]["entropy"][0][0] for record in read_run(tmp_path / "run.jsonl").steps]
+    assert [x is None for x in held] == [False, True, True, False]
+    assert sum("out of memory" in record.message for record in caplog.records) == 1
+    monkeypatch.setattr(tallying, "attention_statistics", fails)
+    with pytest.raises(RuntimeError, match="out of memory"), locater.observe(model):  # asked for by hand, it is told at once
+        model(tokens(2, 6))
+
+
+def test_a_run_in_which_nothing_is_heard_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = locater.Monitor(tmp_path / "run.jsonl", every=1).attach(model := llama().eval())
+    with caplog.at_level(logging.WARNING, "locater"):
+        for _ in range(3):
+            model(tokens(2, 6))
+            monitor.after_step()
+    monitor.detach()
+    assert sum("not in training mode" in record.message for record in caplog.records) == 1
+
+
+def test_parts_of_a_module_may_be_called_alone(tmp_path: Path) -> None:
+    # as a LightningModule does: its training_step calls what it holds, never its own forward
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+    whole = Whole().train()
+    monitor = locater.Monitor(tmp_path / "run.jsonl", every=2).attach(whole)
+    assert monitor.observation is not None
+    sums, calls = monitor.observation.sites[0].sums, []
+    for _ in range(4):
+        whole.inner(tokens(2, 6))
+        whole.eval()
+        whole.inner(tokens(2, 6))
+        whole.train()
+        calls.append(float(sums[0, 0]))
+        monitor.after_step()
+    monitor.detach()
+    assert calls == [1, 0, 1, 0]
+
+
+def test_losses_are_copied_and_must_be_numbers(tmp_path: Path) -> None:
+    monitor = locater.Monitor(tmp_path / "run.jsonl", every=3).attach(llama().train())
+    loss = torch.zeros(())
+    for _ in range(4):
+        monitor.after_step(loss=loss.add_(1))
+    with pytest.raises(LocaterError, match=r"shape \[3\]"):
+        monitor.after_step(loss=torch.ones(3))
+    monitor.detach()
+    assert read_run(tmp_path / "run.jsonl").losses == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_a_trainer_may_start_again_after_a_failure(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc]
+        steps = 0
+
+        def on_step_end(self, *args: Any, **held: Any) -> None:
+            self.steps += 1
+            if self.steps == 2:
+                raise RuntimeError("stop")
+
+    model = llama()
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens(6, 8)]
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[locater.Monitor(every=1), Fails()])
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer.train()
+    trainer.train()
+    assert not left_behind(model)
+    assert [record["step"] for record in read_run(tmp_path / "locater.jsonl").steps] == [1, 2, 3]
