@@ -221,3 +221,12 @@ def test_models_on_the_gpu(saved_llama: Path) -> None:
     for ours, row in zip(scan(model.cuda()).rows, wanted, strict=True):
         assert ours.trace == pytest.approx(row.trace, abs=1e-4)
         assert ours.localization == pytest.approx(row.localization, abs=1e-3)
+
+
+def test_terms_that_meet_content_are_named() -> None:
+    from tests.families.more_encoders import CASES
+
+    model = next(case for case in CASES if case.label == "xlnet").build()
+    found = scan(model)
+    assert {entry["positions"] for entry in found.layers} == {"relative"}
+    assert any("relative terms" in note for note in found.assumptions["notes"])

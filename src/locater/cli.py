@@ -17,14 +17,16 @@ from rich.console import Console
 from locater.compare import compare
 from locater.errors import LocaterError
 from locater.findings import Condition, parse_conditions
+from locater.papers.command import Shell, add_reproduce
 from locater.probe import PROBE_COLUMNS, PROBE_FLAGS, TOKENS, Probe, probe
 from locater.probing import Statistics
 from locater.result import NUMERIC_COLUMNS, SCAN_FLAGS, Scan, write_whole
 from locater.scan import LENGTH, scan
+from locater.train.command import add_train
 from locater.version import __version__
 
 app = typer.Typer(
-    help="An instrument for attention: find every head, read its query-key spectrum, predict what it will do.",
+    help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -270,6 +272,10 @@ def _progress(parts: Iterable[Any], total: int, what: str = "reading heads") -> 
 def _console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=int(os.environ.get("COLUMNS", "140")))
+
+
+add_train(app, _check_writable)
+add_reproduce(app, Shell(_check_writable, _console, _progress))
 
 
 def main() -> None:

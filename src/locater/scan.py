@@ -156,8 +156,8 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bo
         notes.append("norms inside query and key maps (latents, norms over all heads) in mean field, as stored weights too")
     if any(x.rotary for x in layers):
         notes.append("rotary positions: moments are those at offset 0")
-    if any(x.bias or x.softcap or x.sinks is not None for x in layers):
-        notes.append("position biases, soft-caps and sinks are in the layer but not in the prior: it speaks of the query-key map alone")
+    if any(x.bias or x.relative or x.softcap or x.sinks is not None for x in layers):
+        notes.append("position biases and relative terms, soft-caps and sinks are not in the prior: it speaks of the query-key map alone")
     if any(x.kind == "cross" for x in layers):
         notes.append("cross-attention: traces, M, S and localization have no meaning and are left out")
     weights = "effective: norm gains and biases folded into queries and keys"
@@ -196,6 +196,8 @@ def _query_key_norm(layer: AttentionLayer) -> bool:
 def _positions(layer: AttentionLayer) -> str | None:
     if layer.rotary:
         return "rotary"
+    if layer.relative:
+        return "relative"
     return type(layer.bias).__name__.lower() if layer.bias else None
 
 

@@ -22,7 +22,7 @@ def load_model(source: str) -> Any:
         raise LocaterError(f"{source}: a weights file alone does not run; give the folder that holds it and its config.json")
     if path.is_dir() and not (path / "config.json").is_file():
         raise LocaterError(f"{source}: no config.json in it, so its architecture is not known and it cannot be run")
-    if not path.exists() and source.count("/") != 1:
+    if not path.exists() and (source.count("/") != 1 or source[:1] in "/.~"):
         raise LocaterError(f"{source}: no such folder")
     try:
         config = AutoConfig.from_pretrained(source)
