@@ -1,1 +1,14 @@
-"""Text and training used by the demo and the experiments."""
+"""A small trainer: text or images in, a model that Locater reads and a log of its heads out.
+
+result = locater.train.run(Plan(steps=500, control=("locater(target=2)",), out="run"))
+result.report_loss, result.report_entropy
+model = locater.train.load(result.model)
+"""
+
+from locater.train.checkpoint import load
+from locater.train.loop import DivergedError, run
+from locater.train.model import Shape, Transformer
+from locater.train.plan import Plan, Result
+from locater.train.sweep import sweep
+
+__all__ = ["DivergedError", "Plan", "Result", "Shape", "Transformer", "load", "run", "sweep"]

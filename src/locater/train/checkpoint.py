@@ -1,0 +1,216 @@
+"""Checkpoints that are whole or not there: written beside, flushed to the disk, then renamed. A crash or a full disk costs none.
+
+A checkpoint is a folder that `locater scan` and, for causal models, transformers read, with state.pt for going on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.errors import LocaterError, first_line
+from locater.heads import open_source
+from locater.heads.readers import DTYPES
+from locater.result import write_whole
+from locater.train.model import Shape, Transformer
+from locater.train.plan import Plan
+from locater.train.tokenizer import CONFIG
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+KEPT = 2  # the last one, and one before it
+STATE = "state.pt"
+RESULT = "result.json"
+KINDS = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def run_folder(plan: Plan) -> Path:
+    """The run's folder, which holds this plan or none."""
+    folder = Path(plan.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocaterError(f"{folder}: cannot be made ({error.strerror}): give another --out") from None
+    path = folder / "plan.json"
+    if path.is_file():
+        other = plan.difference(Plan.load(path))
+        if other is not None:
+            raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
+    elif any(folder.glob("step-*")) or (folder / RESULT).is_file():
+        raise LocaterError(f"{folder}: holds checkpoints but no plan.json: give another --out")
+    else:
+        write_whole(path, plan.to_json() + "\n")
+    return folder
+
+
+def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | None = None) -> Path:
+    """Write `folder/name`; with `state` the checkpoint is one to go on from."""
+    target, beside = folder / name, folder / f".{name}.tmp"
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        _write(beside / "config.json", json.dumps(model.config, indent=2).encode() + b"\n")
+        _write(beside / "model.safetensors", *safetensors(model))
+        if (folder / "tokenizer.json").is_file():
+            _write(beside / "tokenizer.json", (folder / "tokenizer.json").read_bytes())
+            _write(beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n")
+        if state is not None:
+            with (beside / STATE).open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        _flush_folder(beside)
+        if target.exists():  # left by a run that went further before it was cut off; the same is written again
+            shutil.rmtree(target)
+        os.rename(beside, target)
+        _flush_folder(folder)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        shutil.rmtree(beside, ignore_errors=True)
+        last = latest(folder)
+        kept = f"{last} is kept, and the same command goes on from there" if last else "there is none before it"
+        why = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise LocaterError(f"{target}: the checkpoint cannot be written ({why}); {kept}") from None
+    return target
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    return sorted(p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / STATE).is_file())
+
+
+def latest(folder: Path) -> Path | None:
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def thin_out(folder: Path) -> None:
+    """Remove all but the last ones."""
+    for path in checkpoints(folder)[:-KEPT]:
+        gone = path.with_name(f".{path.name}.old")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)  # first out of sight: half a folder must not look like a checkpoint
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """A run's folder for this process alone; what a crash left half-done in it is cleared away."""
+    with (folder / ".lock").open("w") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+            except BlockingIOError:
+                raise LocaterError(f"{folder}: another process is training in it: wait for it, or give another --out") from None
+        for half in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
+            shutil.rmtree(half, ignore_errors=True)
+        yield
+
+
+def read_state(path: Path, device: torch.device) -> dict[str, Any]:
+    try:
+        held: dict[str, Any] = torch.load(path / STATE, map_location=device, weights_only=True)
+        return held
+    except Exception as error:  # a damaged file makes the unpickler raise anything at all
+        raise LocaterError(f"{path}: cannot be read ({first_line(error)}): remove it, and the one before it is used") from None
+
+
+def load(folder: str | os.PathLike[str]) -> Transformer:
+    """A model that was trained here, from the folder of its weights, ready to run."""
+    weights, config = open_source(Path(folder))
+    try:
+        model = Transformer(Shape.of(config))
+        model.load_state_dict({name: weights.read(name) for name in names_of(model)}, strict=False)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise LocaterError(f"{folder}: not a model that locater train saved ({first_line(error)})") from None
+    return model.eval()
+
+
+def names_of(model: Transformer) -> list[str]:
+    """Tensors of the model as it is without controls; the output map of text models is the table of tokens."""
+    with torch.device("meta"):
+        plain = Transformer(model.shape)
+    return [name for name in plain.state_dict() if name != "lm_head.weight" or model.shape.image is not None]
+
+
+def safetensors(model: Transformer) -> Iterator[bytes]:
+    """The weights as a safetensors file, part by part: the length of the header, the header, the data.
+
+    Tensors are taken by their path, so what a control computes a weight from is saved as the weight it makes.
+    """
+    tensors = {name: _at(model, name).detach().cpu().contiguous() for name in names_of(model)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in tensors.values():
+        yield tensor.view(torch.uint8).numpy().tobytes()
+
+
+@contextmanager
+def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of a run; those of the caller go on afterwards as if there had been none."""
+    before = random.getstate()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if device.type == "cuda" else ()):
+        try:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            yield
+        finally:
+            random.setstate(before)
+
+
+def random_state() -> dict[str, Any]:
+    """All random numbers that training or a control may draw on."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
+
+
+def restore_random(held: dict[str, Any]) -> None:
+    torch.set_rng_state(held["torch"].cpu())
+    if held["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([x.cpu() for x in held["cuda"]])
+    version, words, gauss = held["python"]
+    random.setstate((version, tuple(words), gauss))
+
+
+def _at(model: nn.Module, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(path), leaf)
+    return found
+
+
+def _write(path: Path, *parts: bytes) -> None:
+    with path.open("wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name == "posix":  # elsewhere folders cannot be opened
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

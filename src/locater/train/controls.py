@@ -1,0 +1,122 @@
+"""Controls by name: `locater(target=2, part=full)`. No code is run to read them: values are literals, or bare words for texts."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.control.base import Control, Controls, known_options
+from locater.errors import LocaterError
+
+
+def controls() -> dict[str, type[Control]]:
+    """Every control in `locater.control` by its name in lower case."""
+    import locater.control
+
+    kinds: list[type[Control]] = []
+    for module in pkgutil.iter_modules(locater.control.__path__):
+        held = vars(importlib.import_module(f"locater.control.{module.name}"))
+        kinds += [x for x in held.values() if isinstance(x, type) and issubclass(x, Control) and x.__module__ == held["__name__"]]
+    whole = [kind for kind in kinds if kind is not Controls and not any(kind in other.__mro__[1:] for other in kinds)]
+    return {_folded(kind.__name__): kind for kind in sorted(whole, key=lambda kind: kind.__name__.lower())}
+
+
+def parse_control(text: str) -> Control:
+    """A control from its description.
+
+    >>> parse_control("locater(target=free, shrink=0.02)")
+    LocAteR(shrink=0.02, hold=0.01, target='free', part='symmetric', layers=None, schedule=None)
+    """
+    name, options = _call(text)
+    known = controls()
+    if _folded(name) not in known:
+        raise LocaterError(f"no control {name!r}: there are {', '.join(known)}")
+    kind = known[_folded(name)]
+    valid = known_options(kind)
+    wrong = [option for option in options if option not in valid]
+    if wrong:
+        raise LocaterError(f"control {name} has no option {wrong[0]!r}: it has {', '.join(valid) or 'none'}")
+    try:
+        return kind(**options)
+    except (TypeError, ValueError) as error:
+        raise LocaterError(f"control {text!r}: {error}") from None
+
+
+def _call(text: str) -> tuple[str, dict[str, Any]]:
+    how = f"control {text!r}: write it as name or name(option=value, ...)"
+    try:
+        held = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise LocaterError(how) from None
+    if isinstance(held, ast.Name):
+        return held.id, {}
+    if not isinstance(held, ast.Call) or not isinstance(held.func, ast.Name) or held.args or any(k.arg is None for k in held.keywords):
+        raise LocaterError(how)
+    return held.func.id, {str(k.arg): _value(k.value, f"control {text!r}: {k.arg}") for k in held.keywords}
+
+
+def _value(node: ast.expr, where: str) -> Any:
+    if isinstance(node, ast.Name):
+        return node.id
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise LocaterError(f"{where}: a number, a word, a text or a list of them") from None
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def attach(texts: Sequence[str], model: nn.Module) -> Controls:
+    """All of them as one, attached."""
+    return Controls([parse_control(text) for text in texts]).attach(model)
+
+
+def parameters(held: Controls) -> list[nn.Parameter]:
+    """What controls have to learn beside the model."""
+    return [p for control in held.controls for p in getattr(control, "parameters", list)()]
+
+
+# What a control counts or averages belongs to the state of a run, as do parameters of its own.
+
+
+def state_of(held: Controls) -> list[dict[str, Any]]:
+    """Numbers and tensors that each control keeps, and its own state where it has one."""
+    return [
+        {
+            "kept": {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(control).items() if _plain(x)},
+            "state": getattr(control, "state_dict", dict)(),
+        }
+        for control in held.controls
+    ]
+
+
+@torch.no_grad()
+def restore(held: Controls, states: Sequence[dict[str, Any]]) -> None:
+    """Into attached controls of the same kinds."""
+    for control, state in zip(held.controls, states, strict=True):
+        for name, value in state["kept"].items():
+            there = getattr(control, name, None)
+            if isinstance(there, Tensor) and isinstance(value, Tensor) and there.shape == value.shape:
+                there.copy_(value)  # in place: others may hold the same tensor
+            else:
+                setattr(control, name, value)
+        if state["state"]:
+            control.load_state_dict(state["state"])  # type: ignore[attr-defined]
+
+
+def _plain(x: Any) -> bool:
+    if isinstance(x, nn.Parameter):
+        return False
+    if isinstance(x, list | tuple):
+        return all(map(_plain, x))
+    if isinstance(x, dict):
+        return all(isinstance(k, str | int) and _plain(v) for k, v in x.items())
+    return x is None or isinstance(x, bool | int | float | str | Tensor)

@@ -1,0 +1,166 @@
+"""Batches. The batch of a step is decided by the seed and the step's number alone, so the step is the whole position in the data."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError, first_line
+from locater.train.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
+from locater.train.plan import Plan
+from locater.train.tokenizer import Tokenizer, kept_tokenizer
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets; -100 marks a target that does not count
+IGNORED = -100
+NAMES = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+class Data(Protocol):
+    """What the loop asks of data. `facts` goes into the result."""
+
+    facts: dict[str, Any]
+
+    def batch(self, index: int) -> Batch: ...
+
+    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]: ...
+
+
+def draw(seed: int, index: int) -> torch.Generator:
+    """Random numbers of one batch."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + index)
+
+
+@dataclass
+class TextData:
+    """Token streams of the three splits."""
+
+    plan: Plan
+    tokenizer: Tokenizer
+    splits: dict[str, Tensor]
+    facts: dict[str, Any]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def mask(self) -> int:
+        """The token that hides another."""
+        return self.tokenizer.size
+
+    def batch(self, index: int) -> Batch:
+        """Sequences from anywhere in the training text."""
+        tokens, length, rng = self.splits["train"], self.plan.length, draw(self.plan.seed, index)
+        starts = torch.randint(len(tokens) - length, (self.plan.batch, 1), generator=rng)
+        at = (starts + torch.arange(length + 1)).to(self.device, non_blocking=True)
+        return self._pair(tokens[at].long(), rng)
+
+    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
+        """A split from its beginning, window by window; each token is a target once. Of the last window only a whole one counts."""
+        tokens, length = self.splits[name], self.plan.length
+        count = (len(tokens) - 1) // length
+        starts = torch.arange(count if most is None else min(count, most))[:, None] * length
+        for index, part in enumerate(starts.split(self.plan.batch)):
+            at = (part + torch.arange(length + 1)).to(self.device)
+            yield self._pair(tokens[at].long(), draw(0, index))  # one choice of hidden tokens, whatever the seed
+
+    def _pair(self, rows: Tensor, rng: torch.Generator) -> Batch:
+        if self.plan.task == "causal":
+            return rows[:, :-1], rows[:, 1:]
+        rows = rows[:, :-1]
+        hidden = (torch.rand(rows.shape, generator=rng) < self.plan.masked).to(rows.device)
+        hidden[:, 0] |= ~hidden.any(1)  # at least one, or there would be no loss
+        return rows.masked_fill(hidden, self.mask), rows.masked_fill(~hidden, IGNORED)
+
+
+@dataclass
+class ImageData:
+    """Images (N, height, width, channels) and labels (N,) of the three splits."""
+
+    plan: Plan
+    splits: dict[str, Batch]
+    facts: dict[str, Any]
+
+    def batch(self, index: int) -> Batch:
+        """The next images; each epoch has an order of its own, and its last images wait for another where they fill no batch."""
+        images, labels = self.splits["train"]
+        size = min(self.plan.batch, len(images))
+        epoch, at = divmod(index, len(images) // size)
+        rows = _order(self.plan.seed, epoch, len(images))[at * size : (at + 1) * size].to(images.device)
+        return images[rows], labels[rows]
+
+    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
+        images, labels = self.splits[name]
+        yield from zip(images[:most].split(self.plan.batch), labels[:most].split(self.plan.batch), strict=True)
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> Tensor:
+    return torch.randperm(count, generator=draw(seed, epoch))
+
+
+def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
+    """What a plan learns from; tokenizer.json is kept in `folder`."""
+    if plan.images is not None:
+        return read_images(plan, Path(plan.images), device)
+    documents = read_documents(plan.corpus) if plan.corpus else _embedded()
+    parts = split(documents)
+    tokenizer = kept_tokenizer(folder, plan.vocabulary, parts["train"])
+    joined = {name: JOINT.join(parts[name]) for name in ("train", "select", "report")}
+    splits = {name: tokenizer.encode(text).to(device) for name, text in joined.items()}
+    for name, tokens in splits.items():
+        if len(tokens) <= plan.length:
+            raise LocaterError(
+                f"{', '.join(plan.corpus)}: its {name} split has {len(tokens)} tokens, too few for sequences of {plan.length}: "
+                "give more text, or a smaller --length"
+            )
+    facts = {
+        "text": list(plan.corpus) or "locater.train.corpus.embedded_text",
+        "sha256": fingerprint(JOINT.join(documents)), "documents": len(documents),
+        "characters": {name: len(text) for name, text in joined.items()}, "bytes": {n: len(x.encode()) for n, x in joined.items()},
+        "tokens": {name: len(x) for name, x in splits.items()}, "vocabulary": tokenizer.size,
+    }  # fmt: skip
+    return TextData(plan, tokenizer, splits, facts, device)
+
+
+@lru_cache(maxsize=1)
+def _embedded() -> list[str]:
+    """Kept for the next run of a sweep: it takes a few seconds."""
+    return embedded_documents()
+
+
+def read_images(plan: Plan, path: Path, device: torch.device) -> ImageData:
+    """An .npz with train_images, train_labels, test_images and test_labels: the test split is reported, a tenth of the rest selects."""
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            missing = [name for name in NAMES if name not in held]
+            if missing:
+                raise LocaterError(f"{path}: holds no {missing[0]}; it should hold {', '.join(NAMES)}")
+            arrays = [held[name] for name in NAMES]
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        raise LocaterError(f"{path}: cannot be read as an .npz of images ({first_line(error)})") from None
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)).hexdigest()
+    images, labels, test_images, test_labels = (torch.from_numpy(x) for x in arrays)
+    for x, y in ((images, labels), (test_images, test_labels)):
+        _check_images(path, x, y, plan.patch)
+    order = torch.randperm(len(images), generator=draw(0, 0))
+    held_out = len(images) // 10
+    parts = {"select": order[:held_out], "train": order[held_out:]}
+    splits = {name: (images[at], labels[at]) for name, at in parts.items()} | {"report": (test_images, test_labels)}
+    ready = {n: ((x if x.ndim == 4 else x[..., None]).to(device), y.long().to(device)) for n, (x, y) in splits.items()}
+    shape, classes = list(ready["train"][0].shape[1:]), int(max(labels.max(), test_labels.max())) + 1
+    facts = {"images": str(path), "sha256": digest, "shape": shape, "classes": classes, "count": {n: len(y) for n, (_, y) in ready.items()}}
+    return ImageData(plan, ready, facts)
+
+
+def _check_images(path: Path, images: Tensor, labels: Tensor, patch: int) -> None:
+    if images.ndim not in (3, 4) or images.dtype != torch.uint8 or len(images) != len(labels) or labels.ndim != 1 or len(images) < 10:
+        raise LocaterError(f"{path}: images must be (N, height, width) or (N, height, width, channels) of uint8, N >= 10, and labels (N,)")
+    if images.shape[1] % patch or images.shape[2] % patch:
+        raise LocaterError(f"{path}: images of {images.shape[1]} x {images.shape[2]} do not divide into patches of {patch}: change --patch")

@@ -1,0 +1,192 @@
+"""A training run as data: `Plan` says everything that decides it, `Result` what came of it. Both go to JSON and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self, get_type_hints
+
+from locater.errors import LocaterError
+from locater.result import SCHEMA, write_whole
+from locater.version import __version__
+
+PACE = ("out", "log")  # of no consequence for the weights: a run may be moved, and tell more or less
+
+
+def option(default: Any, help: str, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field of the plan with what the command line says of it, and what values it takes."""
+    return field(default=default, metadata={"help": help, "least": least, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides a run. The command line offers the same fields: `--rate 1e-3` is `Plan(rate=1e-3)`.
+
+    >>> Plan(steps=10) == Plan.from_json(Plan(steps=10).to_json())
+    True
+    """
+
+    out: str = option("run", "Folder of the run.")
+    task: str = option("causal", "What is learned.", choices=("causal", "masked", "image"))
+    corpus: tuple[str, ...] = option((), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; none: Python's own.")
+    images: str | None = option(None, "Images and labels (.npz), for --task image.")
+    vocabulary: int = option(256, "Tokens: 256 are bytes; more are learned from the text (needs tokenizers).", least=256)
+    layers: int = option(4, "Blocks.", least=1)
+    width: int = option(128, "Channels of the residual stream.", least=2)
+    heads: int = option(4, "Query heads in a block.", least=1)
+    kv_heads: int | None = option(None, "Key heads in a block; as many as query heads unless given.", least=1)
+    hidden: int | None = option(None, "Channels of the MLP; unless given 8/3 of the width (swiglu) or 4 times (gelu).", least=1)
+    length: int = option(128, "Tokens in a sequence.", least=2)
+    patch: int = option(4, "Pixels on a side of an image's patch.", least=1)
+    positions: str | None = option(None, "rotary (for text unless given) or learned (for images).", choices=("rotary", "learned"))
+    mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu"))
+    scale: float = option(0.02, "Standard deviation of weights at the start.", least=0)
+    masked: float = option(0.15, "Share of tokens hidden, for --task masked.", least=0)
+    steps: int = option(1000, "Optimizer steps.", least=1)
+    batch: int = option(16, "Sequences in a forward pass.", least=1)
+    accumulate: int = option(1, "Forward passes in a step.", least=1)
+    rate: float = option(3e-3, "Learning rate at its highest.", least=0)
+    warmup: float = option(0.05, "Share of the steps over which the rate rises; then it falls as a cosine.", least=0)
+    floor: float = option(0.1, "Share of the rate that is left at the end.", least=0)
+    decay: float = option(0.1, "Weight decay of matrices.", least=0)
+    clip: float = option(1.0, "Largest norm of the gradient; 0 for no limit.", least=0)
+    control: tuple[str, ...] = option((), "A control, such as 'locater(target=2)'; may be repeated.")
+    seed: int = option(0, "Of the first weights and of the order of the data.", least=0)
+    observe: int = option(50, "Measure every head each so many steps; 0 for never.", least=0)
+    evaluate: int = option(200, "Loss on the select split each so many steps; 0 for only at the end.", least=0)
+    checkpoint: int = option(200, "Checkpoint each so many steps; 0 for none.", least=0)
+    log: int = option(10, "Tell of the run each so many steps.", least=1)
+    device: str = option("auto", "cpu, cuda, cuda:1, mps; auto takes what there is.")
+    precision: str = option("auto", "auto is bfloat16 on CUDA.", choices=("auto", "float32", "bfloat16"))
+    compile: bool = option(False, "torch.compile the model.")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            _check(item.name, getattr(self, item.name), item.metadata)
+        if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
+            raise LocaterError(f"width={self.width}, heads={self.heads}, kv_heads={self.kv_heads}: each must be a multiple of the next")
+        if (self.width // self.heads) % 2 and self.where == "rotary":
+            raise LocaterError(f"width={self.width}, heads={self.heads}: rotary positions turn pairs of channels; give heads an even size")
+        if (self.task == "image") != (self.images is not None):
+            raise LocaterError("task=image and images=PATH go together: give both or neither")
+        if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
+            raise LocaterError(
+                f"masked={self.masked}, warmup={self.warmup}, floor={self.floor}: these are shares, 1 at most (masked below 1)"
+            )
+
+    @property
+    def where(self) -> str:
+        """Kind of positions."""
+        return self.positions or ("learned" if self.task == "image" else "rotary")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, held: Mapping[str, Any]) -> Self:
+        """Refuses what is no field of a plan, and values of the wrong type."""
+        hints = {name: hint for name, hint in get_type_hints(cls).items() if name in {f.name for f in fields(cls)}}
+        unknown = [name for name in held if name not in hints]
+        if unknown:
+            raise LocaterError(f"a plan has no {unknown[0]!r}; it has {', '.join(hints)}")
+        return cls(**{name: _typed(name, value, hints[name]) for name, value in held.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        try:
+            held = json.loads(text)
+        except ValueError as error:
+            raise LocaterError(f"not a plan in JSON ({error})") from None
+        if not isinstance(held, dict):
+            raise LocaterError(f"a plan is a JSON object of options, not a {type(held).__name__}")
+        return cls.from_dict(held)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (LocaterError, UnicodeDecodeError) as error:
+            raise LocaterError(f"{path}: {error}") from None
+
+    def difference(self, other: Plan) -> str | None:
+        """The first option that makes another run of it, in words."""
+        ours, theirs = self.to_dict(), other.to_dict()
+        return next((f"{n}={theirs[n]!r}, here {ours[n]!r}" for n in ours if n not in PACE and ours[n] != theirs[n]), None)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run. Losses are those of the last step, in nats per token; choose by `select_loss`, report `report_loss`."""
+
+    plan: Plan
+    train_loss: float
+    select_loss: float
+    report_loss: float
+    report_entropy: float | None  # of attention, mean over heads, nats
+    bits_per_byte: float | None = None  # of text that was learned causally
+    accuracy: float | None = None  # of images
+    history: tuple[tuple[int, float], ...] = ()  # step and loss on the select split
+    parameters: int = 0
+    tokens: int = 0  # seen in training
+    seconds: float = 0.0  # of training, over all parts of a run that was interrupted
+    data: dict[str, Any] = field(default_factory=dict)  # hash of the text, sizes of the splits
+    model: str = ""  # folder of the final weights
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the report loss."""
+        return math.exp(min(self.report_loss, 700.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        held = {item.name: getattr(self, item.name) for item in fields(self)}
+        rate = self.tokens / self.seconds if self.seconds else None
+        history = [list(pair) for pair in self.history]
+        return {
+            "schema": SCHEMA, "locater": __version__, "source": self.model, **held, "plan": self.plan.to_dict(), "history": history,
+            "perplexity": self.perplexity, "tokens_per_second": rate,
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: Path) -> None:
+        write_whole(path, self.to_json() + "\n")
+
+    @classmethod
+    def from_dict(cls, held: Mapping[str, Any]) -> Self:
+        kept = {item.name: held[item.name] for item in fields(cls)}
+        return cls(**{**kept, "plan": Plan.from_dict(held["plan"]), "history": tuple((s, x) for s, x in held["history"])})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise LocaterError(f"{path}: not the result of a run ({error!r}): remove it to train again") from None
+
+
+def _check(name: str, value: Any, held: Mapping[str, Any]) -> None:
+    if held["choices"] and value is not None and value not in held["choices"]:
+        raise LocaterError(f"{name}={value!r}: choose {' or '.join(held['choices'])}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise LocaterError(f"{name}={value}: give a finite number")
+    if held["least"] is not None and value is not None and value < held["least"]:
+        raise LocaterError(f"{name}={value}: {held['least']} is the least")
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """The value as the field wants it; JSON has lists for tuples and may write 1 for 1.0."""
+    if hint == tuple[str, ...]:
+        if isinstance(value, list | tuple) and all(isinstance(x, str) for x in value):
+            return tuple(value)
+    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+        return value
+    raise LocaterError(f"{name}={value!r}: not a value of the right kind ({getattr(hint, '__name__', hint)})")

@@ -1,0 +1,61 @@
+"""What a plan means: the shape of its model, its optimizer, its learning rate at a step, its device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from locater.errors import LocaterError
+from locater.train.data import Data
+from locater.train.model import Shape
+from locater.train.plan import Plan
+
+
+def shape_of(plan: Plan, data: Data) -> Shape:
+    """The model that a plan asks for, on this data."""
+    facts = data.facts
+    image = tuple(facts["shape"]) if plan.task == "image" else None
+    wide = 4 * plan.width if plan.mlp == "gelu" else -(-8 * plan.width // 3 // 8) * 8  # as many weights either way
+    return Shape(
+        vocabulary=facts["classes"] if image else facts["vocabulary"] + (plan.task == "masked"),
+        layers=plan.layers, width=plan.width, heads=plan.heads, kv_heads=plan.kv_heads or plan.heads, hidden=plan.hidden or wide,
+        length=image[0] * image[1] // plan.patch**2 if image else plan.length, positions=plan.where, mlp=plan.mlp,
+        causal=plan.task == "causal", image=image, patch=plan.patch,
+    )  # fmt: skip
+
+
+def optimizer_for(plan: Plan, held: Sequence[nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay."""
+    groups = [
+        {"params": [p for p in held if p.ndim > 1], "weight_decay": plan.decay},
+        {"params": [p for p in held if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=device.type == "cuda")
+
+
+def rate_at(plan: Plan, step: int) -> float:
+    """Up in a line, down as a cosine.
+
+    >>> plan = Plan(steps=100, warmup=0.1, rate=1.0, floor=0.1)
+    >>> [round(rate_at(plan, step), 3) for step in (0, 9, 10, 55, 99)]
+    [0.1, 1.0, 1.0, 0.55, 0.1]
+    """
+    warm = int(plan.warmup * plan.steps)
+    if step < warm:
+        return plan.rate * (step + 1) / warm
+    done = (step - warm) / max(1, plan.steps - warm)
+    return plan.rate * (plan.floor + (1 - plan.floor) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except Exception as error:  # each backend raises its own kind
+        raise LocaterError(f"device={name!r}: not to be used here ({str(error).splitlines()[0]})") from None
+    return device

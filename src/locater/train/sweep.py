@@ -1,0 +1,146 @@
+"""Several runs of one plan. Each finished run is a line in results.jsonl, so that a sweep cut short loses one run at most."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from locater.errors import LocaterError
+from locater.train.loop import DivergedError, Tell, run
+from locater.train.plan import PACE, Plan
+
+RESULTS = "results.jsonl"
+
+
+def sweep(
+    plan: Plan, over: Mapping[str, Sequence[Any]], tell: Callable[[str], Tell] = lambda name: lambda event: None
+) -> list[dict[str, Any]]:
+    """Run every combination of the options in `over`, each in a folder of its own below `plan.out`; those with a line already are skipped.
+
+    Returns the lines of all: `name`, `status` ("done" or "diverged", then with `message`), and for those that are done a result.
+    """
+    plans = list(combinations(plan, over))
+    path = Path(plan.out) / RESULTS
+    _make(path)
+    for name, each in plans:
+        if _line_of(each, read_results(path)) is None:
+            _append(path, _run(name, each, tell(name)))
+    found = read_results(path)
+    return [line for _, each in plans if (line := _line_of(each, found)) is not None]
+
+
+def combinations(plan: Plan, over: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Plan]]:
+    """Names and plans, the last option changing fastest."""
+    for values in product(*over.values()):
+        name = ",".join(f"{option}={_shown(value)}" for option, value in zip(over, values, strict=True))
+        yield name, replace(plan, **dict(zip(over, values, strict=True)), out=str(Path(plan.out) / name))
+
+
+def parse_sweep(texts: Sequence[str], seeds: int | None) -> dict[str, list[Any]]:
+    """From the command line: `rate=1e-3,3e-3`, and how many seeds.
+
+    >>> parse_sweep(["rate=1e-3,3e-3", "control=none,locater(target=1, hold=0.1)"], 2)
+    {'rate': [0.001, 0.003], 'control': [(), ('locater(target=1, hold=0.1)',)], 'seed': [0, 1]}
+    """
+    hints = get_type_hints(Plan)
+    known = [item.name for item in fields(Plan) if item.name not in PACE]
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        name, sign, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not sign or name not in known:
+            raise LocaterError(f"--sweep {text!r}: write it as option=value,value with an option of {', '.join(known)}")
+        found[name] = [_value(name, part, hints[name]) for part in _parts(values)]
+        if len(set(found[name])) < len(found[name]) or not found[name]:
+            raise LocaterError(f"--sweep {text!r}: give each value once")
+    if seeds is not None:
+        if "seed" in found:
+            raise LocaterError("--seeds and --sweep seed=... exclude each other: give one")
+        found["seed"] = list(range(seeds))
+    return found
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Lines of finished runs; a line that was cut off is passed over."""
+    found = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            held = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(held, dict) and isinstance(held.get("plan"), dict):
+            found.append(held)
+    return found
+
+
+def _run(name: str, plan: Plan, tell: Tell) -> dict[str, Any]:
+    try:
+        return {"name": name, "status": "done", **run(plan, tell).to_dict()}
+    except DivergedError as error:  # a finding about these settings, not a reason to stop
+        return {"name": name, "status": "diverged", "message": str(error), "plan": plan.to_dict()}
+
+
+def _line_of(plan: Plan, lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    wanted = _identity(plan.to_dict())
+    return next((line for line in lines if _identity(line["plan"]) == wanted), None)
+
+
+def _identity(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if name not in PACE}
+
+
+def _make(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocaterError(f"{path.parent}: cannot be made ({error.strerror}): give another --out") from None
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    """One write of one line, on the disk before the next run begins; after half a line, on a line of its own."""
+    try:
+        torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        with path.open("ab") as file:
+            file.write((b"\n" if torn else b"") + json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be written ({error.strerror}); the same command goes on from here") from None
+
+
+def _parts(text: str) -> list[str]:
+    """Split at commas outside brackets."""
+    found, depth = [""], 0
+    for sign in text:
+        depth += (sign in "([") - (sign in ")]")
+        if sign == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += sign
+    return [part.strip() for part in found]
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    if hint == tuple[str, ...]:
+        return () if text in ("none", "") else (text,)
+    if text == "none" and type(None) in getattr(hint, "__args__", ()):
+        return None
+    kinds: dict[type, Callable[[str], Any]] = {bool: lambda x: {"true": True, "false": False}[x], int: int, float: float, str: str}
+    for kind, read in kinds.items():
+        if hint is kind or kind in getattr(hint, "__args__", ()):
+            try:
+                return read(text)
+            except (ValueError, KeyError):
+                break
+    raise LocaterError(f"--sweep {name}: {text!r} is not a value of it")
+
+
+def _shown(value: Any) -> str:
+    """A value as part of a folder's name."""
+    text = "+".join(value) or "none" if isinstance(value, tuple) else str(value)
+    return "".join(sign if sign.isalnum() or sign in "._+-=()" else "_" for sign in text)
