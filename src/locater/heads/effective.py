@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.heads.layer import AttentionLayer, Projection
+from locater.heads.layer import AttentionLayer, Fold, Projection
 from locater.heads.norm import Norm
 from locater.spectrum import Moments, cross_moments, moments, upcast
 from locater.theory.surrogate import root
@@ -67,8 +67,9 @@ def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = 
         query, query_shift = folded(_heads(layer.query, layer.heads), layer.query, layer.norm)
         key, key_shift = folded(_heads(layer.key, layer.kv_heads), layer.key, layer.key_side_norm)
     else:
-        query, query_shift = _measured(_heads(layer.query, layer.heads), layer.query, tokens)
-        key, key_shift = _measured(_heads(layer.key, layer.kv_heads), layer.key, tokens.memory or tokens)
+        read = _fold(tokens)
+        query, query_shift = _measured(layer.query, layer.heads, read)
+        key, key_shift = _measured(layer.key, layer.kv_heads, read if tokens.memory is None else _fold(tokens.memory))
     if layer.query_norm is not None:
         query, query_shift = _mean_field(query, query_shift, layer.query_norm)
     if layer.key_norm is not None:
@@ -101,10 +102,20 @@ def folded(weight: Tensor, projection: Projection, norm: Norm) -> tuple[Tensor, 
     return weight, shift
 
 
-def _measured(weight: Tensor, projection: Projection, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """(W R, W mean + b)."""
-    weight, shift = folded(weight, projection, Norm())
-    return weight @ root(tokens.covariance.to(weight)), shift + weight @ tokens.mean.to(weight)
+def _fold(tokens: Tokens) -> Fold:
+    """What takes W to (W R, W mean + b)."""
+    R = root(tokens.covariance)
+
+    def fold(weight: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+        weight, shift = folded(weight, projection, Norm())
+        return weight @ R.to(weight), shift + weight @ tokens.mean.to(weight)
+
+    return fold
+
+
+def _measured(projection: Projection, heads: int, fold: Fold) -> tuple[Tensor, Tensor]:
+    projection = projection.linear(fold)
+    return fold(_heads(projection, heads), projection)
 
 
 def _mean_field(weight: Tensor, shift: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:

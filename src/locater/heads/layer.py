@@ -22,6 +22,8 @@ from locater.heads.relative import RelativeTerms
 from locater.heads.rotary import Rotary
 
 Kind = Literal["self", "cross"]
+# (weight (blocks, rows, d), the projection it is of) -> (what acts on unit tokens (blocks, rows, d), the constant part (blocks, rows))
+Fold = Callable[[Tensor, "Projection"], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight().to(x), None if self.bias is None else self.bias.to(x))
+
+    def linear(self, fold: Fold) -> Projection:
+        """The linear map that stands for this one on tokens that `fold` folds in; only a map with a norm inside asks."""
+        return self
 
 
 @dataclass(frozen=True)

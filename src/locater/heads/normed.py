@@ -6,13 +6,14 @@ token's own root mean square stands that over unit tokens, so whoever wants a ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from locater.heads.effective import centred, folded, mean_field_gain
-from locater.heads.layer import Projection
+from locater.heads.layer import Fold, Projection
 from locater.heads.norm import Norm
 from locater.spectrum import upcast
 
@@ -34,6 +35,29 @@ class NormedProjection(Projection):
             y = self.up(y)
         return y if self.shared is None else _fronted(self.shared(x), y, self.heads)
 
+    def linear(self, fold: Fold) -> Projection:
+        """Its mean field, with the root mean square over the tokens that `fold` folds in."""
+        weight, bias = self._mean_field(fold)
+        return Projection(lambda: weight, self.shape, bias)
+
+    def _mean_field(self, fold: Fold) -> tuple[Tensor, Tensor]:
+        """(weight, bias)."""
+        down, inner = self.down, self.inner
+        weight = upcast(down.weight()).unflatten(0, (self.blocks, -1))
+        seen, shift = (centred(part, inner) for part in fold(weight, down))
+        gain = mean_field_gain(seen, shift, inner)  # (blocks, rows)
+        bias = weight.new_zeros(weight.shape[:2]) if down.bias is None else down.bias.to(weight).view(weight.shape[:2])
+        weight, bias = (centred(weight, inner) * gain[..., None]).flatten(0, 1), centred(bias, inner) * gain
+        bias = (bias if inner.bias is None else bias + inner.bias.to(weight)).flatten()
+        if self.up is not None:
+            rows = upcast(self.up.weight()).to(weight)
+            weight, bias = rows @ weight, rows @ bias if self.up.bias is None else rows @ bias + self.up.bias.to(weight)
+        if self.shared is not None:
+            first = bias.new_zeros(self.shared.shape[0]) if self.shared.bias is None else self.shared.bias.to(bias)
+            weight = _fronted(self.shared.weight().to(weight).mT, weight.mT, self.heads).mT
+            bias = _fronted(first, bias, self.heads)
+        return weight, bias
+
 
 def normed(
     down: Projection,
@@ -47,30 +71,16 @@ def normed(
 ) -> NormedProjection:
     """`before` is the norm in front of attention: unit tokens pass through its gain before they reach `down`."""
 
-    def mean_field() -> tuple[Tensor, Tensor]:
-        """(weight, bias) of the linear map that stands for this one."""
-        weight = upcast(down.weight()).unflatten(0, (blocks, -1))
-        seen, shift = (centred(part, inner) for part in folded(weight, down, before))
-        gain = mean_field_gain(seen, shift, inner)  # (blocks, rows)
-        bias = weight.new_zeros(weight.shape[:2]) if down.bias is None else down.bias.to(weight).view(weight.shape[:2])
-        weight, bias = (centred(weight, inner) * gain[..., None]).flatten(0, 1), centred(bias, inner) * gain
-        bias = (bias if inner.bias is None else bias + inner.bias.to(weight)).flatten()
-        if up is not None:
-            rows = upcast(up.weight()).to(weight)
-            weight, bias = rows @ weight, rows @ bias if up.bias is None else rows @ bias + up.bias.to(weight)
-        if shared is not None:
-            first = bias.new_zeros(shared.shape[0]) if shared.bias is None else shared.bias.to(bias)
-            weight, bias = _fronted(shared.weight().to(weight).mT, weight.mT, heads).mT, _fronted(first, bias, heads)
-        return weight, bias
-
     parts = (down, up, shared)
     # a bias is small but takes the matrices to compute, now and not when asked for; few checkpoints have one
     biased = inner.bias is not None or any(part is not None and part.bias is not None for part in parts)
     out = (up or down).shape[0] + (0 if shared is None else heads * shared.shape[0])
-    return NormedProjection(
-        lambda: mean_field()[0], (out, down.shape[1]), mean_field()[1] if biased else None,
+    fold = partial(folded, norm=before)
+    made = NormedProjection(
+        lambda: made._mean_field(fold)[0], (out, down.shape[1]), None,
         down=down, inner=inner, blocks=blocks, up=up, shared=shared, heads=heads,
     )  # fmt: skip
+    return replace(made, bias=made._mean_field(fold)[1]) if biased else made
 
 
 def _fronted(shared: Tensor, own: Tensor, heads: int) -> Tensor:

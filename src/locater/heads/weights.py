@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
+from locater.heads.places import Place, places
 
 Rows = Sequence[tuple[int, int]]  # half-open ranges of the first axis, in the order wanted
 
@@ -46,25 +47,36 @@ class DictWeights:
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-class ModuleWeights(DictWeights):
-    """The parameters and buffers of a live model, not copied and not detached: gradients flow through `read`.
+class ModuleWeights:
+    """The tensors that a live model computes with, not copied and not detached: gradients flow through `read`.
 
-    Wrappers that compile, checkpoint or shard a part put their own name into its path; it is taken out again here.
+    Wrappers that compile, checkpoint or shard a part put their own name into its path; it is taken out again here. Adapters,
+    parametrizations and shards are looked through (`heads/places.py`), at each `read` anew.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        tensors.update(module.named_buffers(remove_duplicate=False))
-        super().__init__({WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}, type(module).__name__)
+        found, modules = places(module)
+        self.where = type(module).__name__
         self.module = module
-        self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in module.named_modules()}
+        self._places = {WRAPPERS.sub("", place.name): place for place in found}
+        self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in modules.items()}
+
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def place(self, name: str) -> Place:
+        """The module that holds a tensor, and under which name."""
+        return self._places[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name].shape
 
     def submodule(self, path: str) -> nn.Module:
         """The module at a path without wrappers' names; "" is the model."""
         return self._modules[path] if path else self.module
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        tensor = self._tensors[name]
+        tensor = self._places[name].read()
         if tensor.device.type == "meta" or not tensor.numel():
             raise LocaterError(f"{self.where}: {name} holds no data (meta device, or sharded away): load or gather the weights first")
         return take_rows(tensor, rows)

@@ -67,7 +67,7 @@ def _tables() -> list[dict[str, Any]]:
 def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kw: Any) -> Any:
         base = eager_function(type(module)) if original is None else original
-        if CHANGES in module.__dict__:
+        if CHANGES in module.__dict__:  # by a control; who listens hears what is left of the call
             asked = changed(Asked(module, name, base, query, key, attention_mask, kw))
             base, query, key, kw = asked.attend, asked.query, asked.key, asked.kw
         out = base(module, query, key, value, attention_mask, *args, **kw)

@@ -1,0 +1,151 @@
+"""What controls of the forward pass share. They act at the attention interface of transformers, under any backend.
+
+Whichever is attached first, what acts on one call comes in this order: QKNorm, Temperature, LogitSoftcap, EntropyPenalty; then
+`observe` and `Monitor` see the result. So a temperature is not normalised away, and entropy is that of the map which acts. A scan
+reads weights and knows of none of them.
+
+Parameters of a control are its own: give `control.parameters()` to the optimizer, save `control.state_dict()` beside the model's,
+and average their gradients over ranks in a distributed run, since DDP and FSDP do not know of them. A copy of the model, such as
+a running average of it, comes without its controls.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.control.base import Control, Layers, device_of
+from locater.errors import LocaterError
+from locater.heads import AttentionLayer, attention_layers
+from locater.heads.weights import WRAPPERS
+from locater.probing import interface, outside
+from locater.probing.change import Change, put, take
+from locater.probing.outside.parts import instead
+
+NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module
+WORK = "GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, OPT, DeepSeek, BERT, T5, BART, Whisper, ViT, CLIP and their relatives do"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module whose attention a control changes."""
+
+    layer: AttentionLayer
+    module: nn.Module
+    device: torch.device
+
+    def parameter(self, values: Tensor, learn: bool) -> nn.Parameter:
+        """float32, where the module is."""
+        return nn.Parameter(values.to(self.device, torch.float32), requires_grad=learn)
+
+
+class ForwardChange(Change):
+    """A change with parameters by name."""
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return {}
+
+
+class ForwardControl(Control):
+    """A control that puts a change on each chosen attention module; `layers` are numbers as in a scan, all where None."""
+
+    layers: Layers = None
+
+    def _change(self, place: Place) -> ForwardChange:
+        raise NotImplementedError
+
+    def _attach(self, model: nn.Module) -> None:
+        made = [(place, self._change(place)) for place in places(model, self.layers, type(self).__name__)]
+        interface.install()
+        self._made = made
+        for place, change in made:
+            put(place.module, change)
+        # a model compiled before looks at the forward of its parts, and not at the table of attention functions
+        self._undo = [instead(place.module, "forward", _same) for place, _ in made]
+
+    def _detach(self, model: nn.Module) -> None:
+        for place, change in self._made:
+            take(place.module, change)
+        for undo in self._undo:
+            undo()
+        interface.remove()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What there is to learn, for the optimizer."""
+        return [p for p in self._named().values() if p.requires_grad]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Its parameters by layer, to be saved beside those of the model."""
+        return {name: p.detach() for name, p in self._named().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Into an attached control of the same kind."""
+        held = self._named()
+        if held.keys() != state.keys() or any(held[name].shape != value.shape for name, value in state.items()):
+            raise LocaterError(f"{type(self).__name__}: this state is of other layers or heads than those it is attached to")
+        with torch.no_grad():
+            for name, value in state.items():
+                held[name].copy_(value)
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        _ = self.attached
+        return {f"{place.layer.name}.{name}": p for place, change in self._made for name, p in change.named().items()}
+
+    def after_step(self) -> None:
+        if not any(change.called for _, change in self._made):
+            raise LocaterError(
+                f"{type(self).__name__}: a step has passed and attention of {type(self.attached).__name__} was not reached: "
+                "run the model that was handed to attach(), under attn_implementation='sdpa' or 'eager'"
+            )
+
+
+def _same(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    return forward(*args, **kw)
+
+
+def places(model: nn.Module, chosen: Layers, who: str) -> list[Place]:
+    """Every chosen attention module once; raises where one is out of reach."""
+    modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in model.named_modules()}
+    found = list(attention_layers(model))
+    wrong = [i for i in chosen or () if not 0 <= i < len(found)]
+    if wrong or (chosen is not None and not chosen):
+        raise LocaterError(f"layers={list(chosen or ())}: there are {len(found)}, numbered from 0")
+    held: dict[int, Place] = {}
+    for layer in found if chosen is None else [found[i] for i in chosen]:
+        module = modules[layer.name] if layer.name else model
+        outside.refuse(module, layer.name)
+        if not _asks(module):
+            kind = type(module).__name__
+            raise LocaterError(
+                f"{layer.name or kind}: {kind} does not pass the attention interface of transformers, where {who} acts; {WORK}. "
+                "A model that is part one and part other: layers=[...]"
+            )
+        held.setdefault(id(module), Place(layer, module, device_of(module)))
+    return list(held.values())
+
+
+def _asks(module: nn.Module) -> bool:
+    """Whether the code of a module takes its attention function from the table of transformers, in every case."""
+    if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2 with an attention of its own
+        return False
+    return any("ALL_ATTENTION_FUNCTIONS" in names for names in _code_names(type(module)))
+
+
+def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
+    for base in kind.__mro__:
+        for method in map(inspect.unwrap, filter(callable, vars(base).values())):
+            code = getattr(method, "__code__", None)
+            if code is not None:
+                yield code.co_names
+
+
+def per_head(values: Tensor, count: int, what: str, layer: AttentionLayer) -> Tensor:
+    """`values` (heads,), which must be as many as there are heads in the call."""
+    if len(values) != count:
+        raise LocaterError(f"{layer.name}: {count} {what} heads arrived and {len(values)} were expected; split heads are not controlled")
+    return values

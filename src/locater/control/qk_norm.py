@@ -1,0 +1,104 @@
+"""QKNorm: queries and keys of every head at a learned length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from locater.attention.qk_norm import NormKind, qk_norm
+from locater.control.base import Layers
+from locater.control.forward import NORM, ForwardChange, ForwardControl, Place, per_head
+from locater.control.rows import real_tokens
+from locater.errors import LocaterError
+from locater.probing.change import Asked
+
+
+class QKNorm(ForwardControl):
+    """q and k become g_q q / rms(q) and g_k k / rms(k), with one learned gain per query head and per key head.
+
+    So |logit| <= scale head_dim |g_q g_k|, which is sqrt(head_dim) |g_q g_k| for the usual scale: `bounds()`. It acts where queries
+    meet keys, after rotation. One gain per head commutes with rotation, and rotation keeps lengths, so the logits are those of a norm
+    before it; gains per channel would not do. For the same reason `kind="layer"`, which takes the mean over channels off first, is
+    refused where there is rotation: it would make logits depend on absolute positions.
+
+    `init="keep"` starts from the lengths that the first call of each layer brings (root mean square over its tokens, padding left
+    out), so that the scale of logits is kept; a number starts every gain there, 1.0 as in Qwen3. Keys come out of a cache as they
+    went in and are normalised at every call. Where a model scales its queries before the call (OPT, Whisper), it is scaled again.
+
+    >>> QKNorm(init=1.0)
+    QKNorm(kind='rms', learn=True, eps=1e-06, init=1.0, layers=None)
+    """
+
+    def __init__(
+        self, kind: NormKind = "rms", learn: bool = True, eps: float = 1e-6, init: float | Literal["keep"] = "keep", layers: Layers = None
+    ) -> None:
+        if kind not in ("rms", "layer"):
+            raise LocaterError(f"kind={kind!r}: choose rms or layer")
+        if isinstance(init, str) and init != "keep":
+            raise LocaterError(f"init={init!r}: a number above 0, or keep")
+        if not isinstance(init, str) and not (init > 0 and math.isfinite(init)):
+            raise LocaterError(f"init={init}: a number above 0, or keep")
+        if not (eps >= 0 and math.isfinite(eps)):
+            raise LocaterError(f"eps={eps}: 0 or a little above")
+        self.kind, self.learn, self.eps, self.init, self.layers = kind, learn, eps, init, layers
+
+    def _change(self, place: Place) -> ForwardChange:
+        layer, kind = place.layer, self.kind
+        if kind == "layer" and layer.rotary is not None:
+            raise LocaterError(f"{layer.name}: kind='layer' after rotation would break relative positions; kind='rms' commutes with it")
+        start = 1.0 if isinstance(self.init, str) else self.init
+        gains = [place.parameter(torch.full((n,), start), self.learn) for n in (layer.heads, layer.kv_heads)]
+        return _Normed(place, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        for _, change in self._made:
+            assert isinstance(change, _Normed)
+            change.ready = True
+
+    def bounds(self) -> dict[str, list[float]]:
+        """The largest |logit| there can be, of every head by layer; before the first call of `init="keep"` it is that of gains of 1."""
+        _ = self.attached
+        return {place.layer.name: change.bound().tolist() for place, change in self._made if isinstance(change, _Normed)}
+
+
+class _Normed(ForwardChange):
+    order = NORM
+
+    def __init__(self, place: Place, kind: NormKind, eps: float, query_gain: nn.Parameter, key_gain: nn.Parameter, ready: bool) -> None:
+        self.place, self.kind, self.eps, self.ready = place, kind, eps, ready
+        self.query_gain, self.key_gain = query_gain, key_gain
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return {"query_gain": self.query_gain, "key_gain": self.key_gain}
+
+    def bound(self) -> Tensor:
+        layer = self.place.layer
+        gains = self.query_gain.detach() * self.key_gain.detach().repeat_interleave(layer.group)
+        return abs(layer.scale) * layer.head_dim * gains.abs()
+
+    def __call__(self, asked: Asked) -> Asked:
+        layer, q, k = self.place.layer, asked.query, asked.key
+        query_gain = per_head(self.query_gain, q.shape[1], "query", layer)
+        key_gain = per_head(self.key_gain, k.shape[1], "key", layer)
+        again = layer.scale / asked.scale  # what the model has multiplied its queries by, which the norm takes off
+        if not self.ready:
+            with torch.no_grad():
+                call = asked.call()
+                rows, keys = real_tokens(call, layer.kind == "self")
+                query_gain.copy_(self._length(q, rows) / again)
+                key_gain.copy_(self._length(call.key, keys))
+            self.ready = True
+        return replace(asked, query=qk_norm(q, query_gain * again, self.kind, self.eps), key=qk_norm(k, key_gain, self.kind, self.eps))
+
+    def _length(self, x: Tensor, real: Tensor) -> Tensor:
+        """Root mean square (H,) of x (B, H, T, D) over channels and real tokens (B, T)."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.kind == "layer":
+            wide = wide - wide.mean(-1, keepdim=True)
+        real = real[:, None, :, None].to(wide)
+        return ((wide.square() * real).sum((0, 2, 3)) / (real.sum() * x.shape[-1]).clamp_min(1)).sqrt()

@@ -1,0 +1,120 @@
+"""Entropy of every row of an intercepted call, with gradients, and which rows count.
+
+The numbers are those of `kernels.attention_entropy`. As an operator of its own it leaves a compiled model one graph, and gives the
+number of keys in sight from the same pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locater.kernels import Terms, attention_statistics, reference
+from locater.kernels.dispatch import default_backend
+from locater.kernels.terms import full_terms
+from locater.probing.call import Call
+
+
+def row_entropy(call: Call, own: bool) -> tuple[Tensor, Tensor]:
+    """Entropy and number of visible keys, both (B, H, T); none visible in rows of padding. `own`: queries and keys are the same tokens.
+
+    >>> x = torch.zeros(1, 1, 3, 4)
+    >>> entropy, visible = row_entropy(Call(x, x, 0.5, causal=True), own=True)
+    >>> entropy.exp().round().flatten().tolist(), visible.flatten().tolist()
+    ([1.0, 2.0, 3.0], [1, 2, 3])
+    """
+    found = _rows(
+        call.query, call.key, own, call.scale, call.causal, call.window or 0, call.softcap or 0.0, call.padding,
+        call.documents, call.mask,
+        *(None if x is None else x.detach() for x in (call.bias, call.alibi, call.sinks)),
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def terms_of(call: Call) -> Terms:
+    """What decides its rows besides queries and keys."""
+    terms = Terms(
+        call.scale, call.causal, call.window, call.softcap, call.padding, call.documents, call.mask, call.bias, call.alibi, call.sinks
+    )
+    B, H, T, _ = call.query.shape
+    return full_terms(terms, B, H, T, call.key.shape[2])
+
+
+def real_tokens(call: Call, own: bool) -> tuple[Tensor, Tensor]:
+    """Which queries (B, T) and keys (B, S) are no padding: a key is that no query may look at, and its query where they are the same."""
+    return _real(call.query, call.key, own, terms_of(call))
+
+
+def _real(q: Tensor, k: Tensor, own: bool, terms: Terms) -> tuple[Tensor, Tensor]:
+    B, T, S = q.shape[0], q.shape[2], k.shape[2]
+    keys = torch.ones(B, S, dtype=torch.bool, device=q.device)
+    if terms.mask is not None:
+        keys = keys & terms.mask.any(1).any(1)
+    if terms.bias is not None:
+        keys = keys & (terms.bias > -torch.inf).any(1).any(1)
+    if terms.padding is not None:
+        keys = keys & terms.padding
+    return keys if own and T == S else torch.ones(B, T, dtype=torch.bool, device=q.device), keys
+
+
+def _call(q: Tensor, k: Tensor, *given: Any) -> Call:
+    scale, causal, window, softcap, *tensors = given
+    return Call(q, k, scale, causal, window or None, softcap or None, *tensors)
+
+
+@torch.library.custom_op("locater::row_entropy", mutates_args=())
+def _rows(
+    q: Tensor, k: Tensor, own: bool, scale: float, causal: bool, window: int, softcap: float, padding: Tensor | None,
+    documents: Tensor | None, mask: Tensor | None, bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Entropy, visible keys, log-sum-exp and mass of every row."""
+    with torch.autocast(q.device.type, enabled=False):
+        terms = terms_of(_call(q, k, scale, causal, window, softcap, padding, documents, mask, bias, alibi, sinks))
+        found = attention_statistics(q, k, extended=False, **vars(terms))
+        counted = _real(q, k, own, terms)[0][:, None]
+    visible = torch.where(counted, found.visible, 0)
+    return found.entropy.clone(), visible, found.log_sum_exp.clone(), found.row_mass.clone()
+
+
+@_rows.register_fake
+def _(q: Tensor, k: Tensor, *given: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return row, torch.empty_like(row, dtype=torch.int64), torch.empty_like(row), torch.empty_like(row)
+
+
+@torch.library.custom_op("locater::row_entropy_gradient", mutates_args=())
+def _gradient(
+    q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor, scale: float, causal: bool, window: int,
+    softcap: float, padding: Tensor | None, documents: Tensor | None, mask: Tensor | None, bias: Tensor | None, alibi: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        terms = terms_of(_call(q, k, scale, causal, window, softcap, padding, documents, mask, bias, alibi, sinks))
+        if default_backend(q, terms) == "torch":
+            return reference.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
+        from locater.kernels import triton_kernels
+
+        return triton_kernels.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
+
+
+@_gradient.register_fake
+def _(q: Tensor, k: Tensor, *given: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(k, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, _, *given = inputs
+    entropy, _, lse, mass = output
+    ctx.numbers = given[:4]  # scale, causal, window, softcap
+    ctx.save_for_backward(q, k, lse, entropy, mass, *given[4:])
+
+
+def _backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    q, k, lse, entropy, mass, *given = ctx.saved_tensors
+    dq, dk = _gradient(q, k, lse, entropy, mass, grad, *ctx.numbers, *given)
+    return dq, dk, *(None,) * 11
+
+
+_rows.register_autograd(_backward, setup_context=_keep)
