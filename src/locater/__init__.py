@@ -2,6 +2,7 @@
 
 from locater import heads, kernels, theory
 from locater.compare import Comparison, compare
+from locater.control import LocAteR
 from locater.errors import LocaterError
 from locater.heads import AttentionLayer, attention_layers, register
 from locater.probe import Probe, probe
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionLayer",
     "Comparison",
     "HeadRow",
+    "LocAteR",
     "LocaterError",
     "Moments",
     "Monitor",

@@ -3,6 +3,8 @@
     control = locater.LocAteR().attach(model)
     (loss + control.loss()).backward(); optimizer.step(); control.after_step()
     control.detach()
+
+A control that is detached leaves no trace, but for what it says it leaves.
 """
 
 from __future__ import annotations
@@ -103,7 +105,12 @@ def self_layers(model: nn.Module, chosen: Layers) -> list[AttentionLayer]:
 
     Read anew at each call: what is folded into a layer, such as 1 + gain, belongs to the weights of that moment.
     """
-    found = list(attention_layers(model))
+    return chosen_layers(attention_layers(model), chosen, type(model).__name__)
+
+
+def chosen_layers(layers: Iterable[AttentionLayer], chosen: Layers, where: str) -> list[AttentionLayer]:
+    """Those numbered in `chosen`, without cross-attention."""
+    found = list(layers)
     if chosen is not None:
         wrong = [i for i in chosen if not 0 <= i < len(found)]
         if wrong:
@@ -111,7 +118,7 @@ def self_layers(model: nn.Module, chosen: Layers) -> list[AttentionLayer]:
         found = [found[i] for i in chosen]
     kept = [layer for layer in found if layer.kind == "self"]
     if not kept:
-        raise LocaterError(f"{type(model).__name__}: no self-attention among the chosen layers, so there is nothing to control")
+        raise LocaterError(f"{where}: no self-attention among the chosen layers, so there is nothing to control")
     return kept
 
 

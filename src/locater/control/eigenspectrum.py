@@ -17,10 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from locater.control.base import Control, Layers, self_layers
+from locater.control.base import Control, Layers, device_of, self_layers
+from locater.control.folded import FoldedMaps
 from locater.errors import LocaterError
-from locater.heads import Effective, effective
-from locater.spectrum import Moments
 
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 
@@ -57,42 +56,51 @@ class LocAteR(Control):
 
     def _attach(self, model: nn.Module) -> None:
         layers = self_layers(model, self.layers)
-        if not any(w.requires_grad for layer in layers for w in (layer.query.weight(), layer.key.weight())):
+        if not any(part.weight().requires_grad for layer in layers for part in (layer.query, layer.key)):
             raise LocaterError(f"{type(model).__name__}: none of its query and key maps is trained, so a penalty would change nothing")
-        self.step = 0
+        self.maps, self.step = FoldedMaps(model, self.layers), 0
+        self._set_strength()
+
+    def _detach(self, model: nn.Module) -> None:
+        del self.maps
 
     def loss(self) -> Tensor:
         """The penalty of this step, in float32 at least, whatever autocast is on."""
-        model = self.attached
-        strength = 1.0 if self.schedule is None else float(self.schedule(self.step))
-        with torch.autocast(next(model.parameters()).device.type, enabled=False):
-            parts = [self.of(moments, scale).sum() for moments, scale in grouped(self_layers(model, self.layers))]
-        return strength * torch.stack(parts).sum()
+        with torch.autocast(device_of(self.attached).type, enabled=False):
+            parts = [self.of(query, key, scale.unsqueeze(-1)).sum() for query, key, scale in self.maps()]
+        total = torch.stack(parts).sum()
+        return total if self.strength is None else self.strength * total
 
-    def of(self, m: Moments, scale: Tensor) -> Tensor:
-        """The penalty of every head, from its moments and logit scales."""
-        M = scale * m.trace
-        square = m.symmetric_sq if self.part == "symmetric" else (2 * m.frobenius_sq + m.trace_of_square) / 3
-        V = scale**2 * square
+    def of(self, query: Tensor, key: Tensor, scale: Tensor | float) -> Tensor:
+        """The penalty of every head (..., H), from queries (..., H, h, d), keys (..., K, h, d) and logit scales."""
+        trace, square, size = traces(query, key)
+        M = scale * trace
+        V = scale**2 * ((square + size) / 2 if self.part == "symmetric" else (2 * size + square) / 3)
         if self.target == "free":
-            return self.shrink * (V - M**2 / m.head_dim)
+            return self.shrink * (V - M**2 / query.shape[-2])
         assert not isinstance(self.target, str)
         return self.shrink * V + self.hold * (M - self.target) ** 2
 
     def after_step(self) -> None:
         self.step += 1
+        self._set_strength()
+
+    def _set_strength(self) -> None:
+        """What the schedule says of this step; a tensor, because a compiled step would be compiled anew for another number."""
+        self.strength = None if self.schedule is None else torch.tensor(float(self.schedule(self.step)))
 
 
-def grouped(layers: list) -> list[tuple[Moments, Tensor]]:  # type: ignore[type-arg]
-    """Moments of all heads with their scales, layers of one shape together: a few large products in place of many small ones."""
-    folded = [effective(layer) for layer in layers]
-    shapes: dict[tuple[torch.Size, torch.Size], list[Effective]] = {}
-    for held in folded:
-        shapes.setdefault((held.query.shape, held.key.shape), []).append(held)
-    found = []
-    for same in shapes.values():
-        query, key = torch.stack([x.query for x in same]), torch.stack([x.key for x in same])  # (L, H, h, d)
-        flat = Effective(query.flatten(0, 1), key.flatten(0, 1), query.new_zeros(0), 1.0).moments()
-        scales = torch.tensor([x.scale for x in same], device=query.device, dtype=query.dtype)
-        found.append((flat, scales.repeat_interleave(query.shape[1])))
-    return found
+def traces(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """tr W, tr W^2 and ||W||_F^2 of W = W_Q^T W_K for every head (..., H); no d x d matrix and no copy of grouped keys.
+
+    As in `Moments`, whose properties remember their value behind a lock, which torch.compile cannot trace.
+
+    >>> row = torch.tensor([[[1.0, 2.0]]])
+    >>> [float(x) for x in traces(row, row)]     # W = [[1, 2], [2, 4]]
+    [5.0, 25.0, 25.0]
+    """
+    groups = query.unflatten(-3, (key.shape[-3], -1))  # (..., K, group, h, d)
+    met = (groups.flatten(-3, -2) @ key.mT).unflatten(-2, groups.shape[-3:-1])  # (..., K, group, h, h): G transposed
+    query_gram, key_gram = groups @ groups.mT, (key @ key.mT).unsqueeze(-3)
+    found = met.diagonal(dim1=-2, dim2=-1).sum(-1), (met * met.mT).sum((-2, -1)), (query_gram * key_gram).sum((-2, -1))
+    return found[0].flatten(-2), found[1].flatten(-2), found[2].flatten(-2)

@@ -1,0 +1,24 @@
+"""Interventions: each can be attached to a model, adds to the loss or acts after a step, and can be taken off again."""
+
+from locater.control.base import Control, Controls
+from locater.control.eigenspectrum import LocAteR
+from locater.control.entropy import EntropyPenalty
+from locater.control.mimetic import Mimetic
+from locater.control.qk_clip import QKClip
+from locater.control.qk_norm import QKNorm
+from locater.control.sigma_reparam import SigmaReparam
+from locater.control.softcap import LogitSoftcap
+from locater.control.temperature import Temperature
+
+__all__ = [
+    "Control",
+    "Controls",
+    "EntropyPenalty",
+    "LocAteR",
+    "LogitSoftcap",
+    "Mimetic",
+    "QKClip",
+    "QKNorm",
+    "SigmaReparam",
+    "Temperature",
+]

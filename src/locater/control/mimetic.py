@@ -1,0 +1,97 @@
+"""Mimetic initialisation: start each head with the mean self-logit that training would give it. docs/theory.md section 8.
+
+    W_K <- W_K + c W_Q    with c such that    M = s tr(W_Q^T W_K) = target
+
+Most of what LocAteR gains at toy size comes with this start, so every comparison should have it as an arm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from locater.control.base import Control, Layers, self_layers
+from locater.control.eigenspectrum import traces
+from locater.control.writing import check_writable, rewrite
+from locater.errors import LocaterError
+from locater.heads import AttentionLayer, Projection, effective
+from locater.heads.effective import folded
+from locater.heads.normed import NormedProjection
+
+STEPS = 100  # of Newton's method; without a norm on the keys the first is exact
+
+
+class Mimetic(Control):
+    """Give every head the mean self-logit M = target when attached. An initialisation: `loss()` is zero, and `detach` leaves the
+    weights as training has made them since.
+
+    M is that of the effective map at offset 0, norms folded in. Heads that share a key share c, and get the target in their mean.
+    After Trockman and Kolter (2023), who copy a share of the spectrum; here the share is what the target asks for.
+
+    >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
+    >>> _ = Mimetic(target=2.0).attach(model)
+    >>> layer = self_layers(model, None)[0]
+    >>> [round(M, 4) for M in (layer.scale * effective(layer).moments().trace).tolist()]
+    [2.0, 2.0]
+    """
+
+    def __init__(self, target: float = 2.0, layers: Layers = None) -> None:
+        self.target, self.layers = target, layers
+
+    def _attach(self, model: nn.Module) -> None:
+        layers = self_layers(model, self.layers)
+        with torch.no_grad():
+            for layer in layers:
+                check_writable(model, layer.name, _stored(layer.key, layer.name))
+            wanted = [self._key(layer) for layer in layers]  # all of them before any is written
+        for layer, weight in zip(layers, wanted, strict=True):
+            rewrite(model, layer.name, partial(_stored, layer.key, layer.name), weight)
+
+    def _key(self, layer: AttentionLayer) -> Tensor:
+        """The key map (K h, d) with which every group has the wanted mean."""
+        query = _stored(layer.query, layer.name).weight().double().unflatten(0, (layer.kv_heads, layer.group, -1)).mean(1)  # (K, h, d)
+        key = _stored(layer.key, layer.name).weight().double().unflatten(0, (layer.kv_heads, -1))
+        share = torch.zeros(layer.kv_heads, dtype=torch.float64, device=key.device)
+        for _ in range(STEPS):
+            with torch.enable_grad():
+                share = share.detach().requires_grad_()
+                M = _mean_logits(layer, (key + share[:, None, None] * query).flatten(0, 1))
+                slope = torch.autograd.grad(M.sum(), share)[0]
+            off = (self.target - M).detach()
+            if float(off.abs().max()) <= 1e-9 * max(1.0, abs(self.target)):
+                return (key + share.detach()[:, None, None] * query).flatten(0, 1)
+            share = share.detach() + off / slope
+            if not bool(share.isfinite().all()):
+                break
+        far = _mean_logits(layer, (key + (1e6 if self.target > 0 else -1e6) * query).flatten(0, 1))
+        raise LocaterError(
+            f"{layer.name}: norms on its queries and keys bound the self-logit that a share of the query map can give, "
+            f"to {float(far.abs().min()):.3g} here: target={self.target} is beyond it"
+        )
+
+
+def _mean_logits(layer: AttentionLayer, key: Tensor) -> Tensor:
+    """M of each group (K,), were `key` (K h, d) its key map; float64."""
+    query = _stored(layer.query, layer.name).weight().double()
+    maps = effective(replace(layer, query=_with(layer, layer.query, query), key=_with(layer, layer.key, key)))
+    trace, _, _ = traces(maps.query, maps.key)
+    return layer.scale * trace.unflatten(0, (layer.kv_heads, -1)).mean(1)
+
+
+def _with(layer: AttentionLayer, projection: Projection, weight: Tensor) -> Projection:
+    """A projection with another weight stored."""
+    new = replace(_stored(projection, layer.name), weight=lambda: weight)
+    return replace(projection, down=new).linear(partial(folded, norm=layer.norm)) if isinstance(projection, NormedProjection) else new
+
+
+def _stored(projection: Projection, name: str) -> Projection:
+    """The map in front of a norm on queries or keys: what is stored."""
+    if not isinstance(projection, NormedProjection):
+        return projection
+    if projection.up is not None:
+        raise LocaterError(f"{name}: its keys pass a narrow latent, which has no room for a share of the query map: leave this layer out")
+    return projection.down

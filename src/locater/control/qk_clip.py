@@ -1,0 +1,138 @@
+"""QK-Clip (Kimi K2, arXiv 2507.20534): after a step, scale down the maps of heads whose logits grew past a limit.
+
+    gamma = limit / max logit        W_Q <- gamma^alpha W_Q        W_K <- gamma^(1 - alpha) W_K        biases alike
+
+Only heads over the limit are touched, and on the same batch their largest logit is then the limit itself. The maximum is that of
+the forward passes since the last step, over all ranks; it is of the weights before the optimizer's step, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from locater.control.base import Control
+from locater.control.writing import check_writable, rewrite
+from locater.errors import LocaterError
+from locater.heads import AttentionLayer, Projection, attention_layers
+from locater.heads.normed import NormedProjection
+from locater.probing.observe import Observation
+from locater.probing.site import Wanted
+
+Part = Callable[[AttentionLayer], Projection]
+
+
+class QKClip(Control):
+    """Keep every head's largest logit at or below `limit`, by its weights. Acts in `after_step`, on every `every`-th step.
+
+    Heads that share a key are clipped through their queries alone, which reaches the limit without touching the others. Latent
+    attention (DeepSeek): sqrt(gamma) for the channels that do not turn, gamma for the query's rotary channels, and the rotary
+    key that all heads share stays. Models with norms on queries and keys are refused: the norm undoes the scaling. So are
+    logits with a position bias, relative terms or a soft cap, where scaling the maps does not scale the logit. `clipped` counts
+    the heads scaled so far. The optimizer's moments are left as they are.
+
+    >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
+    >>> control = QKClip(limit=0.01).attach(model)
+    >>> _ = model(torch.randn(1, 8, 16)); control.after_step(); control.clipped
+    2
+    >>> control.detach()
+    """
+
+    def __init__(self, limit: float = 100.0, alpha: float = 0.5, every: int = 1) -> None:
+        if limit <= 0:
+            raise LocaterError(f"limit={limit}: a logit above 0")
+        if not 0 <= alpha <= 1:
+            raise LocaterError(f"alpha={alpha}: the queries' share of the scaling, from 0 to 1")
+        if every < 1:
+            raise LocaterError(f"every={every}: count from 1, which looks at each step")
+        self.limit, self.alpha, self.every = limit, alpha, every
+        self.clipped = self.step = 0
+
+    def _attach(self, model: nn.Module) -> None:
+        for layer in attention_layers(model):
+            _refuse(layer)
+            for part in (_query, _key):
+                check_writable(model, layer.name, part(layer))
+        self.clipped = self.step = 0
+        self.observation = Observation(model, Wanted(0), every=0)
+        self.observation.__enter__()
+        self.observation.switch.on = True
+
+    def _detach(self, model: nn.Module) -> None:
+        self.observation.close()
+        del self.observation
+
+    def after_step(self) -> None:
+        model, seen = self.attached, self.observation
+        if seen.switch.on:
+            seen.reduce()
+            tops = [site.maxima[:, 0].cpu().clone() for site in seen.sites]  # (H,) of each layer; -inf where it was not called
+            if all(bool((top == -torch.inf).all()) for top in tops):
+                raise LocaterError(f"{type(model).__name__}: no training pass was seen since the last step, so no logit is known")
+            seen.clear()
+            for number, top in enumerate(tops):
+                over = top.isfinite() & (top > self.limit)  # a head that has no finite logit is past what scaling can mend
+                if bool(over.any()):
+                    self._clip(model, number, torch.where(over, self.limit / top, torch.ones_like(top)).double())
+                    self.clipped += int(over.sum())
+        self.step += 1
+        seen.switch.on = self.step % self.every == 0
+
+    def _clip(self, model: nn.Module, number: int, gamma: Tensor) -> None:
+        """Scale the maps of one layer; `gamma` (H,) is 1 for heads that stay."""
+        layer = _layer(model, number)
+        turning = 0 if layer.rotary is None else layer.rotary.channels
+        if isinstance(layer.key, NormedProjection):  # latent attention: rotary channels come first
+            query = gamma.sqrt()[:, None].repeat(1, layer.head_dim)
+            query[:, :turning] = gamma[:, None]
+            _scale(model, number, _query, query.flatten())
+            _scale(model, number, _key, gamma.sqrt().repeat_interleave(layer.head_dim - turning))
+        elif layer.group > 1:
+            _scale(model, number, _query, gamma.repeat_interleave(layer.head_dim))
+        else:
+            _scale(model, number, _query, (gamma**self.alpha).repeat_interleave(layer.head_dim))
+            _scale(model, number, _key, (gamma ** (1 - self.alpha)).repeat_interleave(layer.head_dim))
+
+
+def _scale(model: nn.Module, number: int, part: Part, factors: Tensor) -> None:
+    """Multiply the rows of a map and its bias."""
+    layer = _layer(model, number)
+    read = part(layer)
+    factors = factors.to(read.weight().device)
+    weight = (read.weight().detach().double() * factors[:, None]).to(read.weight().dtype)
+    bias = None if read.bias is None else (read.bias.detach().double() * factors).to(read.bias.dtype)
+    rewrite(model, layer.name, lambda: part(_layer(model, number)), weight, bias)
+
+
+def _layer(model: nn.Module, number: int) -> AttentionLayer:
+    return list(attention_layers(model))[number]
+
+
+def _query(layer: AttentionLayer) -> Projection:
+    return _last(layer.query)
+
+
+def _key(layer: AttentionLayer) -> Projection:
+    return _last(layer.key)
+
+
+def _last(projection: Projection) -> Projection:
+    """The map after the latent, where there is one."""
+    if isinstance(projection, NormedProjection):
+        assert projection.up is not None
+        return projection.up
+    return projection
+
+
+def _refuse(layer: AttentionLayer) -> None:
+    normed = [part for part in (layer.query, layer.key) if isinstance(part, NormedProjection) and part.up is None]
+    if layer.query_norm is not None or layer.key_norm is not None or normed:
+        raise LocaterError(
+            f"{layer.name}: a norm follows its queries and keys, so scaling their maps changes nothing: QK-Clip is not for it"
+        )
+    for term, what in ((layer.bias, "a position bias"), (layer.relative, "relative terms"), (layer.softcap, "a soft cap")):
+        if term is not None:
+            raise LocaterError(f"{layer.name}: its logits have {what}, so scaling its maps does not scale them: QK-Clip is not for it")

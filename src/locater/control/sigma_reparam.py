@@ -1,0 +1,148 @@
+"""sigma-Reparam (Zhai et al., ICML 2023): every linear map as its direction times a learned spectral norm.
+
+    W_hat = gamma W / sigma(W)        sigma = v^T W u        v = W u / |W u|,  u = W^T v / |W^T v|: one step per training pass
+
+u and v count as constants, sigma does not: gradients know that scaling W changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from locater.control.base import Control, Layers
+from locater.control.folded import Recorder
+from locater.errors import LocaterError
+from locater.heads import AttentionLayer, layers_of
+from locater.heads.places import Place, is_a
+from locater.heads.readers import config_of
+from locater.probing.hidden import streams
+from locater.spectrum import upcast
+
+Only = Literal["linear", "query-key"]
+
+
+class SigmaReparam(Control):
+    """Every linear map of the blocks that hold the chosen attention layers, or only query and key maps with only="query-key".
+
+    gamma="spectral" starts each gamma at the map's own norm, so that outputs do not change when attached (Apple's PyTorch
+    release); a number starts all of them there (the paper: 1.0). Attach before the optimizer is made, so that it gets the
+    gammas, and before torch.compile. A fused map has one gamma; experts stored as one tensor are left as they are. `detach`
+    leaves the weights that were in effect: outputs stay, and the names of parameters are as they were.
+
+    >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
+    >>> control = SigmaReparam(gamma=1.0).attach(model)
+    >>> round(float(torch.linalg.matrix_norm(model.layers[0].linear1.weight, 2).detach()), 4), len(control.parts)
+    (1.0, 4)
+    >>> control.detach()
+    """
+
+    def __init__(self, layers: Layers = None, gamma: Literal["spectral"] | float = "spectral", only: Only = "linear") -> None:
+        if isinstance(gamma, str) and gamma != "spectral":
+            raise LocaterError(f"gamma={gamma!r}: a number, or spectral")
+        if only not in ("linear", "query-key"):
+            raise LocaterError(f"only={only!r}: choose linear or query-key")
+        self.layers, self.gamma, self.only = layers, gamma, only
+
+    def _attach(self, model: nn.Module) -> None:
+        places = _places(model, self.layers, self.only)
+        made = next((place for place in places if parametrize.is_parametrized(place.module, place.attribute)), None)
+        if made is not None:
+            raise LocaterError(f"{made.name}: it is parametrized already: take that off first")
+        self.places = [(place, list(place.module._parameters)) for place in places]
+        self.parts: list[SpectralScale] = []
+        for place in places:
+            part = SpectralScale(getattr(place.module, place.attribute).detach(), self.gamma)
+            parametrize.register_parametrization(place.module, place.attribute, part)
+            self.parts.append(part)
+        self._hook = model.register_forward_pre_hook(self._before_pass)
+
+    def _before_pass(self, model: nn.Module, args: Any) -> None:
+        """One step of power iteration; on the model, because checkpointing calls its blocks again in the backward pass."""
+        if model.training:
+            for (place, _), part in zip(self.places, self.parts, strict=True):
+                part.advance(place.module.parametrizations[place.attribute].original)  # type: ignore[index,union-attr]
+
+    def _detach(self, model: nn.Module) -> None:
+        self._hook.remove()
+        for place, _ in self.places:
+            parametrize.remove_parametrizations(place.module, place.attribute, leave_parametrized=True)
+        for place, order in self.places:  # optimizers and checkpoints go by the order
+            held = dict(place.module._parameters)
+            place.module._parameters.clear()
+            place.module._parameters.update({name: held[name] for name in order})
+        self.places, self.parts = [], []
+
+
+class SpectralScale(nn.Module):
+    """W -> gamma W / sigma(W), a map of more than two axes as its first against the rest."""
+
+    def __init__(self, weight: Tensor, gamma: Literal["spectral"] | float) -> None:
+        super().__init__()
+        W = upcast(weight).flatten(1)
+        gram = (W @ W.mT if W.shape[0] <= W.shape[1] else W.mT @ W).double()
+        top = torch.linalg.eigh(gram)[1][:, -1].to(W)
+        v = top if W.shape[0] <= W.shape[1] else W @ top
+        self.register_buffer("v", v / v.norm())
+        u = W.mT @ self.v
+        self.register_buffer("u", u / u.norm())
+        start = self.sigma(W) if isinstance(gamma, str) else torch.tensor(float(gamma))
+        self.gamma = nn.Parameter(start.to(W).clone())
+
+    u: Tensor
+    v: Tensor
+
+    def forward(self, weight: Tensor) -> Tensor:
+        with torch.autocast(weight.device.type, enabled=False):
+            return (self.gamma / self.sigma(upcast(weight).flatten(1)) * upcast(weight)).to(weight.dtype)
+
+    def sigma(self, W: Tensor) -> Tensor:
+        return self.v.clone() @ (W @ self.u.clone())  # copies: the next pass changes them in place, maybe before this one's backward
+
+    @torch.no_grad()
+    def advance(self, weight: Tensor) -> None:
+        with torch.autocast(weight.device.type, enabled=False):
+            W = upcast(weight).flatten(1)
+            v = W @ self.u
+            self.v.copy_(v / v.norm())
+            u = W.mT @ self.v
+            self.u.copy_(u / u.norm())
+
+
+def _places(model: nn.Module, chosen: Layers, only: Only) -> list[Place]:
+    """Where the maps are, each once."""
+    weights = Recorder(model)
+    found = list(layers_of(weights, config_of(model)))
+    wrong = [i for i in chosen or () if not 0 <= i < len(found)]
+    if wrong:
+        raise LocaterError(f"layers={list(chosen or ())}: there are {len(found)}, numbered from 0")
+    layers = found if chosen is None else [found[i] for i in chosen]
+    weights.held.clear()  # what is read from here on are maps
+    for layer in layers:
+        layer.query.weight(), layer.key.weight()
+    held = [weights.place(name) for name, tensor in weights.held.items() if tensor.ndim >= 2]
+    if only == "linear":
+        held += [place for path in _blocks(model, weights, layers) for place in _linear(path, weights.submodule(path))]
+    once = {(id(place.module), place.attribute): place for place in held}
+    return list(once.values())
+
+
+def _blocks(model: nn.Module, weights: Recorder, layers: list[AttentionLayer]) -> list[str]:
+    """Paths of the blocks that hold these layers; the attention module's parent where there is no list of blocks."""
+    wanted = {id(weights.submodule(layer.name)) for layer in layers}
+    names = [path for path, module in model.named_modules() if id(module) in wanted]
+    blocks = list(dict.fromkeys(stream.name for stream in streams(model, names)))
+    return list(dict.fromkeys(next((b for b in blocks if f"{name}.".startswith(f"{b}.")), name.rpartition(".")[0]) for name in names))
+
+
+def _linear(path: str, block: nn.Module) -> list[Place]:
+    parts = [(f"{path}.{name}", part) for name, part in block.named_modules()]
+    return [
+        Place(f"{name}.weight", p, "weight")
+        for name, p in parts
+        if isinstance(p, nn.Linear) or is_a(p, "transformers.pytorch_utils", "Conv1D")
+    ]

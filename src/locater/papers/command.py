@@ -1,0 +1,119 @@
+"""`locater reproduce`: options, files and the terminal; the work is in `paper.py` and in the papers."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from locater.errors import LocaterError, first_line
+from locater.papers.paper import Paper, Setting, chosen, reproduce
+from locater.result import write_whole
+
+Name = Annotated[str | None, typer.Argument(help="A paper, as --list names it; all of them without.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Minutes on two cores in place of long runs.")]
+Listed = Annotated[bool, typer.Option("--list", help="Show papers and their claims, and measure nothing.")]
+ClaimId = Annotated[str | None, typer.Option("--claim", metavar="ID", help="One claim (a2), or all of a letter (a).")]
+Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")]
+Report = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Write a Markdown page with figures.")]
+Images = Annotated[str | None, typer.Option("--images", metavar="FOLDER", help="Where its figures go; beside the page unless given.")]
+Models = Annotated[str | None, typer.Option("--models", metavar="FOLDER", help="Folder of more trained models to test claims on.")]
+Earlier = Annotated[str | None, typer.Option("--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring.")]
+
+
+@dataclass(frozen=True)
+class Shell:
+    """What the command line lends to a command: a check of targets, a console, a progress bar."""
+
+    check: Callable[[str | None, str | None], None]
+    console: Callable[[], Console]
+    progress: Callable[..., Iterable[Any]]
+
+
+def add_reproduce(app: typer.Typer, shell: Shell) -> None:
+    """Put the command into the command line."""
+
+    @app.command("reproduce")
+    def reproduce_command(
+        paper: Name = None,
+        quick: Quick = False,
+        show: Listed = False,
+        claim: ClaimId = None,
+        json: Json = None,
+        report: Report = None,
+        images: Images = None,
+        models: Models = None,
+        earlier: Earlier = None,
+    ) -> None:
+        """Run a paper's claims: stated beside measured, with spread and verdict. A claim that fails is a finding, not an error."""
+        from locater.papers.report import print_claims
+
+        wanted = _wanted(paper, claim)
+        if show:
+            for each in wanted:
+                print_claims(each, shell.console())
+            return
+        _check(shell, json, report, images, models, earlier, len(wanted))
+        for each in wanted:
+            bar = partial(shell.progress, what=each.name)
+            setting = Setting(quick, None if models is None else Path(models), bar)
+            document = reproduce(each, setting, claim).to_dict() if earlier is None else _read(Path(earlier), each)
+            _deliver(document, each, json, report, images, shell.console())
+
+
+def _wanted(name: str | None, claim: str | None) -> list[Paper]:
+    from locater.papers import PAPERS, paper
+
+    found = list(PAPERS.values()) if name is None else [paper(name)]
+    if claim is not None:
+        for each in found:
+            chosen(each, claim)
+    return found
+
+
+def _check(
+    shell: Shell, json: str | None, report: str | None, images: str | None, models: str | None, earlier: str | None, papers: int
+) -> None:
+    """Refuse what could not be written or read before hours of work."""
+    shell.check(json, report)
+    if papers > 1 and (json, report, earlier) != (None, None, None):
+        raise LocaterError("--json, --report and --from are for one paper: name it (--list shows them)")
+    if images is not None and report is None:
+        raise LocaterError(f"--images {images}: figures belong to a page; give --report too")
+    for folder in (images, models):
+        if folder is not None and not Path(folder).is_dir():
+            raise LocaterError(f"{folder}: no such folder")
+
+
+def _read(path: Path, paper: Paper) -> dict[str, Any]:
+    try:
+        document = jsonlib.loads(path.read_text())
+        if document["paper"] != paper.name or not document["claims"]:
+            raise ValueError(f"it is of {document['paper']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LocaterError(f"{path}: not the JSON of locater reproduce {paper.name} ({first_line(error)})") from None
+    return dict(document)
+
+
+def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console) -> None:
+    from locater.papers.report import print_verdicts, write_report
+
+    text = jsonlib.dumps(document, indent=1, allow_nan=False)
+    if json not in (None, "-"):
+        write_whole(Path(str(json)), text + "\n")
+    if report is not None:
+        write_report(document, paper, Path(report), Path(report).parent if images is None else Path(images))
+    if json == "-":
+        print(text)
+        return
+    console.print(document["source"], markup=False, highlight=False)
+    print_verdicts(document, console)
+    for what, path in (("Data", json), ("Page", report)):
+        if path is not None:
+            console.print(f"{what} written to {path}", markup=False, highlight=False)

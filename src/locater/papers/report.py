@@ -1,0 +1,99 @@
+"""A reproduction as a table in the terminal, and as a Markdown page with figures, both from the JSON document alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from locater.papers.paper import Paper
+from locater.result import write_whole
+
+STYLES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
+
+
+def stated(entry: Mapping[str, Any]) -> str:
+    """`at most 0.05`, `about 0.064 ± 0.008`."""
+    room = f" ± {entry['tolerance']:g}" if entry["relation"] == "about" else ""
+    return f"{entry['relation']} {entry['stated']:g}{room}"
+
+
+def measured(entry: Mapping[str, Any]) -> str:
+    """`0.029 ± 0.015`, or a dash."""
+    if entry["measured"] is None:
+        return "-"
+    value, spread = entry["measured"], entry["spread"]
+    return f"{value:.3g}" + (f" ± {spread:.2g}" if spread else "")
+
+
+def count(claims: list[dict[str, Any]]) -> str:
+    """`9 hold, 3 fail, 6 undecided`."""
+    said = [entry["verdict"] for entry in claims]
+    return f"{said.count('holds')} hold, {said.count('fails')} fail, {said.count('undecided')} undecided"
+
+
+def print_verdicts(document: Mapping[str, Any], console: Console) -> None:
+    """One line per claim."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for name in ("id", "stated", "measured"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("claim", overflow="fold")
+    for entry in document["claims"]:
+        said = entry["verdict"]
+        table.add_row(entry["id"], stated(entry), measured(entry), f"[{STYLES[said]}]{said}[/]", escape(entry["claim"]))
+    console.print(table)
+    console.print(f"{count(document['claims'])} (± is the spread; --json has the numbers behind each)", highlight=False)
+
+
+def print_claims(paper: Paper, console: Console) -> None:
+    """What `--list` shows."""
+    console.print(f"[bold]{paper.name}[/bold]  {escape(paper.source)}", highlight=False)
+    for study in paper.studies:
+        how = "" if study.measure is not None else f" [dim](undecided: needs {escape(study.needs)})[/dim]"
+        console.print(f"  {escape(study.title)}{how}", highlight=False)
+        for claim in study.claims:
+            console.print(f"    [bold]{claim.id}[/bold]  {escape(claim.says)}", highlight=False)
+
+
+def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: Path) -> list[Path]:
+    """Write the page and its figures; returns the files written."""
+    more, figures = paper.page(dict(document)) if paper.page is not None else ([], {})
+    written = []
+    for name, drawing in figures.items():
+        target = images / f"{paper.name}-{name}.svg"
+        write_whole(target, drawing)
+        written.append(target)
+        link = Path(os.path.relpath(target.resolve(), path.resolve().parent)).as_posix()
+        more = [line.replace(f"(figure:{name})", f"({link})") for line in more]
+    write_whole(path, "\n".join([*page(document, paper), *more, ""]))
+    return [path, *written]
+
+
+def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
+    """Heading, verdicts, and how it was run."""
+    claims, held = document["claims"], document["assumptions"]
+    quick = " --quick" if held["quick"] else ""
+    lines = [
+        f"# {paper.title}", "",
+        f"{paper.source}. Made by `locater reproduce {paper.name}{quick} --json ... --report ...`;",
+        "every number is in the JSON beside this page.", "",
+        f"{count(claims)}. A claim holds or fails where the whole of measured ± spread is on one side of what is stated.", "",
+        "| | claim | quantity | stated | measured | verdict |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for entry in claims:
+        by = "" if entry["by"] == "paper" else " (this project's notes)"
+        said = f"**{entry['verdict']}**" if entry["verdict"] == "fails" else entry["verdict"]
+        lines.append(f"| {entry['id']} | {entry['claim']}{by} | {entry['quantity']} | {stated(entry)} | {measured(entry)} | {said} |")
+    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in held["processor_seconds"].items())
+    lines += ["", f"torch {held['torch']}, Python {held['python']}, threads: {held['threads']}. Processor time: {took}."]
+    waiting = [entry for entry in claims if entry["waits_for"]]
+    if waiting:
+        lines += ["", "Not decided yet:", ""]
+        lines += [f"- {entry['id']}: waits for {entry['waits_for']}; then `{entry['command']}`" for entry in waiting]
+    return lines
