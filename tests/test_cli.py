@@ -161,3 +161,12 @@ def test_shards_from_the_command_line(run: Run, saved_llama: Path) -> None:
     assert [len(part["heads"]) for part in found] == [4, 8]
     for wrong in ("0/2", "3/2", "2", "a/b"):
         assert run("scan", saved_llama, "--shard", wrong).status == 2
+
+
+def test_importing_the_package_stays_light() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, locater; print(sorted({'torch._dynamo', 'transformers', 'lightning', 'pandas', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

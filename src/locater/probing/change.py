@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from locater.probing.call import Call, from_interface
@@ -76,13 +75,14 @@ def changed(asked: Asked) -> Asked:
     return asked
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reach(number: int) -> bool:
     """Noted when it runs, or when it is compiled: an attribute set in a checkpointed region would break the graph."""
     _reached.add(number)
     return True
 
 
+# what torch.compiler.assume_constant_result does, without the second that its import takes
+_reach._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _reached: set[int] = set()
 _numbers = itertools.count()
 
