@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,3 +53,13 @@ def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=64, initializer_range=0.2)).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _nobody_listens_on() -> Iterator[None]:
+    """A test that leaves something attached would change what the tests after it see."""
+    from locater.probing import interface
+
+    before = interface._users
+    yield
+    assert interface._users == before, "something was left attached"

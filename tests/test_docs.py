@@ -80,3 +80,11 @@ def test_the_early_warning_record_is_that_of_the_runs() -> None:
         lead = f"{row['lead_median']:.0f}"
         line = f"{said} | {row['caught']} of {row['wrong']} | {lead} | {row['false_alarms']} | {row['false_alarms_unforced']} |"
         assert line in quoted, line
+
+
+def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "benchmarks" / "observe.py"))["table"]()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    text = (ROOT / "docs" / "observe.md").read_text()
+    assert rows
+    assert all(row in text for row in rows)
