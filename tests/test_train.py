@@ -16,7 +16,7 @@ import torch
 
 from locater import LocaterError, attention_layers, observe
 from locater.control.base import Control
-from locater.train import Plan, Shape, Transformer, load
+from locater.train import Plan, Shape, Transformer, load, run
 from locater.train import checkpoint as checkpoints
 from locater.train.controls import attach, controls, parse_control, restore, state_of
 from locater.train.corpus import read_documents, split
@@ -350,3 +350,10 @@ def test_the_state_of_controls_goes_on() -> None:
     assert vars(second.controls[0])["count"] == 5
     assert linked.tolist() == [1, 1], "restored in place, and not what came after the state was taken"
     assert "model" not in state[0]["kept"]
+
+
+@pytest.mark.parametrize("control", ["nope(x=1)", "locater(shrnk=1)"])
+def test_a_control_that_is_none_leaves_no_folder(control: str, tmp_path: Path) -> None:
+    with pytest.raises(LocaterError, match=r"no control 'nope'|no option 'shrnk'"):
+        run(Plan(out=str(tmp_path / "run"), control=(control,)))
+    assert not (tmp_path / "run").exists()

@@ -17,7 +17,7 @@ from locater.control.base import Controls
 from locater.errors import LocaterError
 from locater.probing import Monitor, observe
 from locater.train import checkpoint
-from locater.train.controls import attach, parameters, restore, state_of
+from locater.train.controls import attach, parameters, parse_control, restore, state_of
 from locater.train.data import Batch, Data, open_data
 from locater.train.health import LastSeen, culprit
 from locater.train.model import Transformer
@@ -38,10 +38,12 @@ def run(plan: Plan, tell: Tell = lambda event: None) -> Result:
 
     `tell` is handed a dictionary each `plan.log` steps: step, loss, perplexity, select_loss, entropy, tokens_per_second, seconds_left.
     """
+    for text in plan.control:  # before a folder is made for a run that cannot begin
+        parse_control(text)
+    device = device_of(plan.device)
     folder = checkpoint.run_folder(plan)
     if (folder / checkpoint.RESULT).is_file():
         return Result.load(folder / checkpoint.RESULT)
-    device = device_of(plan.device)
     with checkpoint.alone(folder), checkpoint.own_randomness(plan.seed, device):
         training = Training.begin(plan, folder, device, tell)
         try:
