@@ -142,3 +142,50 @@ def test_lightning(tmp_path: Path, accumulate: int, clip: float | None) -> None:
     assert control.steps == -(-COUNT // SIZE // accumulate)
     assert furthest(lit.model, by_hand(copy.deepcopy(start), accumulate, clip, whole_groups=True)) < 2e-6
     assert control.model is None
+
+
+TWO = """
+import os, sys, torch
+from transformers import Trainer, TrainingArguments
+from locater.control.eigenspectrum import LocAteR
+from locater.integrations import hf
+from tests.test_integrations import RATE, Words, llama
+settings = TrainingArguments(
+    sys.argv[1], per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1, max_grad_norm=0.5, learning_rate=RATE,
+    lr_scheduler_type="constant", optim="sgd", report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, logging_steps=1,
+    remove_unused_columns=False, ddp_backend="gloo",
+)
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+model = llama()
+trainer = InOrder(model, settings, train_dataset=Words())
+hf.attach(trainer, LocAteR(shrink=0.05, hold=0.05))
+trainer.train()
+if os.environ["RANK"] == "0":
+    torch.save(model.state_dict(), sys.argv[1] + "/two.pt")
+"""
+
+
+def test_transformers_trainer_in_two_processes(tmp_path: Path) -> None:
+    """Two processes of one sequence each see the batches that one process of two sees."""
+    import os
+    import socket
+    import subprocess
+    import sys
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", TWO, str(tmp_path)], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, cwd=Path.cwd(),
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for r in range(2)
+    ]  # fmt: skip
+    said = [run.communicate(timeout=180)[0] for run in runs]
+    assert (tmp_path / "two.pt").is_file(), said
+    model = llama()
+    model.load_state_dict(torch.load(tmp_path / "two.pt"))
+    assert furthest(model, by_hand(llama(), 2, 0.5)) < 2e-6
