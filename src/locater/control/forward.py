@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from locater.control.base import Control, Layers, device_of
 from locater.errors import LocaterError
 from locater.heads import AttentionLayer, attention_layers
-from locater.heads.weights import WRAPPERS
+from locater.heads.weights import ModuleWeights
 from locater.probing import interface, outside
 from locater.probing.change import Change, put, take
 from locater.probing.outside.parts import instead
@@ -110,14 +110,14 @@ def _same(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any)
 
 def places(model: nn.Module, chosen: Layers, who: str) -> list[Place]:
     """Every chosen attention module once; raises where one is out of reach."""
-    modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in model.named_modules()}
+    weights = ModuleWeights(model)
     found = list(attention_layers(model))
     wrong = [i for i in chosen or () if not 0 <= i < len(found)]
     if wrong or (chosen is not None and not chosen):
         raise LocaterError(f"layers={list(chosen or ())}: there are {len(found)}, numbered from 0")
     held: dict[int, Place] = {}
     for layer in found if chosen is None else [found[i] for i in chosen]:
-        module = modules[layer.name] if layer.name else model
+        module = weights.submodule(layer.name)
         outside.refuse(module, layer.name)
         if not _asks(module):
             kind = type(module).__name__

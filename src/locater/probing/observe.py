@@ -14,7 +14,7 @@ from torch import nn
 
 from locater.errors import LocaterError
 from locater.heads import attention_layers
-from locater.heads.weights import WRAPPERS
+from locater.heads.weights import ModuleWeights
 from locater.probing import interface, outside
 from locater.probing.hidden import Padding, SeenLayer, listen, streams
 from locater.probing.outside.parts import instead
@@ -134,7 +134,7 @@ class Observation:
     @property
     def called(self) -> list[bool]:
         """Whether each site was called since the last `clear`."""
-        return [bool(rows_of(site)) for site in self.sites]
+        return [site.called for site in self.sites]
 
     @property
     def layers(self) -> list[SeenLayer]:
@@ -212,11 +212,11 @@ def _through(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: A
 
 
 def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
-    modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in model.named_modules()}
+    weights = ModuleWeights(model)
     held = list(enumerate(attention_layers(model)))
     found = []
     for number, layer in _chosen(held, layers, "layers"):
-        module = modules[layer.name] if layer.name else model
+        module = weights.submodule(layer.name)
         outside.refuse(module, layer.name)
         picked = [head for head, _ in _chosen(list(enumerate(range(layer.heads))), heads, "heads")]
         found.append(Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, wanted, layer))

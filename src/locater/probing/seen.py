@@ -57,9 +57,9 @@ MEANS = {  # column: the column that counts its rows
 
 def rows_of(site: Site) -> list[SeenHead]:
     """One row per head that was listened to; none where nothing was called."""
-    sums, pairs = site.sums.cpu().double(), site.pairs.cpu().double()
-    if not float(sums[:, AT["calls"]].nan_to_num().max() if len(sums) else 0):
+    if not site.called:
         return []
+    sums, pairs = site.sums.cpu().double(), site.pairs.cpu().double()
     tops = site.maxima.cpu()[:, 0].tolist()
     ranks = None if site.gram is None else ranks_of_gram(site.gram.cpu())
     return [_row(site, at, sums[at].tolist(), tops[at], pairs[at].tolist(), ranks) for at in range(len(site.heads))]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.probing.call import Call
-from locater.probing.tally import COLUMNS, MAXIMA, missed, tally, wide
+from locater.probing.tally import AT, COLUMNS, MAXIMA, missed, tally, wide
 
 if TYPE_CHECKING:
     from locater.heads import AttentionLayer
@@ -79,6 +79,11 @@ class Site:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()
+
+    @property
+    def called(self) -> bool:
+        """Whether anything was counted since the last `clear`."""
+        return bool((self.sums[:, AT["calls"]] > 0).any())
 
     def clear(self) -> None:
         """Forget what was seen."""

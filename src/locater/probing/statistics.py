@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
 from locater.heads import Tokens, attention_layers
-from locater.heads.weights import WRAPPERS
+from locater.heads.weights import ModuleWeights
 from locater.measures import ChannelMoments, normality_distance, top_directions
 from locater.probing.hidden import Padding
 from locater.probing.running import Read, on_input, run
@@ -122,13 +122,13 @@ def statistics(
 
 def collected(model: nn.Module, held: list[Batch], progress: Progress | None = None) -> Statistics:
     """The same, from batches."""
-    modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in model.named_modules()}
+    weights = ModuleWeights(model)
     padding = Padding()
     sums = []
     with ExitStack() as stack:
         for number, layer in enumerate(attention_layers(model)):
             here = _Sums(number, layer.name, layer.kind, padding)
-            stack.callback(on_input(modules[layer.name] if layer.name else model, here.see))
+            stack.callback(on_input(weights.submodule(layer.name), here.see))
             sums.append(here)
         for part in progress(held, len(held)) if progress else held:
             padding.before(model, (), part)

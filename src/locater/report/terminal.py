@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from rich.console import Console
@@ -35,16 +35,7 @@ Row = TypeVar("Row", HeadRow, ProbeRow)
 
 def print_scan(scan: Scan, console: Console) -> None:
     """Table, what the flags mean, and what was assumed."""
-    flagged = [row for row in scan.rows if row.flags]
-    if len(scan.rows) <= ALL_HEADS:
-        rest = [row for row in scan.rows if not row.flags]
-        console.print(_head_table([*flagged, *rest], "every head, flagged first", console.width))
-    else:
-        if flagged:
-            shown = _worst(flagged)
-            console.print(_head_table(shown, f"{len(shown)} of {len(flagged)} flagged heads", console.width))
-        console.print(_layer_table(scan))
-    print_meanings(flagged, console)
+    _print_heads(scan.rows, _head_table, lambda: _layer_table(scan), console)
     console.print(f"[dim]{LEGEND}[/dim]", highlight=False)
     _print_assumptions(scan, console)
 
@@ -52,16 +43,7 @@ def print_scan(scan: Scan, console: Console) -> None:
 def print_probe(found: Probe, console: Console) -> None:
     """How well predictions agree, the table, what the flags mean, and what kind of number each column is."""
     console.print(f"{escape(ran(found))}\n[bold]{agreed(found)}[/bold]", highlight=False)
-    flagged = [row for row in found.rows if row.flags]
-    if len(found.rows) <= ALL_HEADS:
-        rest = [row for row in found.rows if not row.flags]
-        console.print(_probe_table([*flagged, *rest], "every head, flagged first", console.width))
-    else:
-        if flagged:
-            shown = _worst(flagged)
-            console.print(_probe_table(shown, f"{len(shown)} of {len(flagged)} flagged heads", console.width))
-        console.print(_probe_layers(found))
-    print_meanings(flagged, console)
+    _print_heads(found.rows, _probe_table, lambda: _probe_layers(found), console)
     console.print(f"[dim]{PROBE_LEGEND}[/dim]", highlight=False)
     for kind, meaning in KINDS.items():
         columns = [name for name, how in found.assumptions["how"].items() if how == kind]
@@ -69,6 +51,22 @@ def print_probe(found: Probe, console: Console) -> None:
             console.print(f"[bold]{kind}[/bold] ({meaning}): [dim]{', '.join(columns)}[/dim]", highlight=False)
     for note in found.assumptions["notes"]:
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
+
+
+def _print_heads(
+    rows: Sequence[Row], table: Callable[[Sequence[Row], str, int], Table], by_layer: Callable[[], Table], console: Console
+) -> None:
+    """Every head, flagged first, or, of many, the flagged ones and a line per layer; then what the flags mean."""
+    flagged: list[Row] = [row for row in rows if row.flags]
+    if len(rows) <= ALL_HEADS:
+        rest: list[Row] = [row for row in rows if not row.flags]
+        console.print(table(flagged + rest, "every head, flagged first", console.width))
+    else:
+        if flagged:
+            shown = _worst(flagged)
+            console.print(table(shown, f"{len(shown)} of {len(flagged)} flagged heads", console.width))
+        console.print(by_layer())
+    print_meanings(flagged, console)
 
 
 def _probe_table(rows: Sequence[ProbeRow], title: str, width: int) -> Table:
