@@ -241,10 +241,11 @@ def test_bad_images_are_refused(tmp_path: Path, change: dict[str, Any], said: st
 # The model
 
 
-def test_transformers_computes_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_transformers_computes_the_same(tmp_path: Path, qk_norm: bool) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = Transformer(Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48, length=12))
+    model = Transformer(Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48, length=12, qk_norm=qk_norm))
     redraw(model)
     (tmp_path / "tokenizer.json").write_text(ByteTokenizer().to_json())
     folder = checkpoints.save(tmp_path, "model", model)

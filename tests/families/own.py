@@ -66,6 +66,8 @@ SIZES: dict[str, Any] = dict(vocabulary=64, layers=2, width=32, heads=4, kv_head
 SHAPES = {
     "locater-llama": Shape(**{**SIZES, "kv_heads": 2}),
     "locater-causal": Shape(**SIZES, positions="learned"),
+    "locater-qwen3": Shape(**{**SIZES, "heads": 8, "kv_heads": 2}, qk_norm=True),
+    "locater-normed": Shape(**SIZES, causal=False, mlp="gelu", qk_norm=True),
     "locater-masked": Shape(**SIZES, causal=False, mlp="gelu"),
     "locater-image": Shape(**{**SIZES, "length": 4}, causal=False, positions="learned", image=(8, 8, 3)),
 }

@@ -15,8 +15,17 @@ from locater.control.base import Control, Controls, known_options
 from locater.errors import LocaterError
 
 
+OFFERED: list[type[Control]] = []
+
+
+def offer(kind: type[Control]) -> type[Control]:
+    """A control from elsewhere, to be known by its name in this process; serves as a decorator."""
+    OFFERED.append(kind)
+    return kind
+
+
 def controls() -> dict[str, type[Control]]:
-    """Every control in `locater.control` by its name in lower case."""
+    """Every control in `locater.control`, and those that were offered, by name in lower case."""
     import locater.control
 
     kinds: list[type[Control]] = []
@@ -24,7 +33,7 @@ def controls() -> dict[str, type[Control]]:
         held = vars(importlib.import_module(f"locater.control.{module.name}"))
         kinds += [x for x in held.values() if isinstance(x, type) and issubclass(x, Control) and x.__module__ == held["__name__"]]
     whole = [kind for kind in kinds if kind is not Controls and not any(kind in other.__mro__[1:] for other in kinds)]
-    return {_folded(kind.__name__): kind for kind in sorted(whole, key=lambda kind: kind.__name__.lower())}
+    return {_folded(kind.__name__): kind for kind in sorted([*whole, *OFFERED], key=lambda kind: kind.__name__.lower())}
 
 
 def parse_control(text: str) -> Control:

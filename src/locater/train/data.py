@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,10 +17,11 @@ from torch import Tensor
 from locater.errors import LocaterError, first_line
 from locater.train.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
 from locater.train.plan import Plan
-from locater.train.tokenizer import Tokenizer, kept_tokenizer
+from locater.train.tokenizer import Tokenizer, kept_tokenizer, make_tokenizer
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets; -100 marks a target that does not count
 IGNORED = -100
+HELD_OUT = 2048  # sequences of a split that is made rather than read
 NAMES = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -100,6 +101,28 @@ class ImageData:
         yield from zip(images[:most].split(self.plan.batch), labels[:most].split(self.plan.batch), strict=True)
 
 
+@dataclass
+class SortData:
+    """Numbers below `vocabulary` in random order, and the same in order; made as they are asked for."""
+
+    plan: Plan
+    facts: dict[str, Any]
+    device: torch.device
+
+    def batch(self, index: int) -> Batch:
+        return self._pair(self.plan.batch, draw(self.plan.seed, index))
+
+    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
+        """Sequences that belong to the split; no seed of a plan draws them."""
+        left, size = min(HELD_OUT, most or HELD_OUT), self.plan.batch
+        for index, begin in enumerate(range(0, left, size)):
+            yield self._pair(min(size, left - begin), draw(-1 - ("select", "report").index(name), index))
+
+    def _pair(self, rows: int, rng: torch.Generator) -> Batch:
+        numbers = torch.randint(self.plan.vocabulary, (rows, self.plan.length), generator=rng).to(self.device)
+        return numbers, numbers.sort(-1).values
+
+
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int) -> Tensor:
     return torch.randperm(count, generator=draw(seed, epoch))
@@ -109,11 +132,11 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
     """What a plan learns from; tokenizer.json is kept in `folder`."""
     if plan.images is not None:
         return read_images(plan, Path(plan.images), device)
-    documents = read_documents(plan.corpus) if plan.corpus else _embedded()
-    parts = split(documents)
-    tokenizer = kept_tokenizer(folder, plan.vocabulary, parts["train"])
-    joined = {name: JOINT.join(parts[name]) for name in ("train", "select", "report")}
-    splits = {name: tokenizer.encode(text).to(device) for name, text in joined.items()}
+    if plan.task == "sort":
+        return SortData(plan, {"numbers": plan.vocabulary, "vocabulary": plan.vocabulary, "sha256": "made by the seed"}, device)
+    text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
+    tokenizer = kept_tokenizer(folder, plan.vocabulary, partial(_learned, plan.vocabulary, text))
+    splits = {name: tokens.to(device) for name, tokens in _encoded(tokenizer, text).items()}
     for name, tokens in splits.items():
         if len(tokens) <= plan.length:
             raise LocaterError(
@@ -122,11 +145,35 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
             )
     facts = {
         "text": list(plan.corpus) or "locater.train.corpus.embedded_text",
-        "sha256": fingerprint(JOINT.join(documents)), "documents": len(documents),
-        "characters": {name: len(text) for name, text in joined.items()}, "bytes": {n: len(x.encode()) for n, x in joined.items()},
+        "sha256": text.sha256, "documents": text.count,
+        "characters": {name: len(x) for name, x in text.joined.items()}, "bytes": {n: len(x.encode()) for n, x in text.joined.items()},
         "tokens": {name: len(x) for name, x in splits.items()}, "vocabulary": tokenizer.size,
     }  # fmt: skip
     return TextData(plan, tokenizer, splits, facts, device)
+
+
+class Text:
+    """Documents by split; two of the same text are equal, so that the runs of a sweep learn its tokens and encode it once."""
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        self.sha256, self.count, self.parts = fingerprint(JOINT.join(documents)), len(documents), split(documents)
+        self.joined = {name: JOINT.join(self.parts[name]) for name in ("train", "select", "report")}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Text) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+
+@lru_cache(maxsize=1)
+def _learned(vocabulary: int, text: Text) -> Tokenizer:
+    return make_tokenizer(vocabulary, text.parts["train"])
+
+
+@lru_cache(maxsize=1)
+def _encoded(tokenizer: Tokenizer, text: Text) -> dict[str, Tensor]:
+    return {name: tokenizer.encode(joined) for name, joined in text.joined.items()}
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,7 @@
 """One set of blocks for a causal language model, a masked one and an image classifier.
 
-Names and numbers are those of Llama: a causal model with rotary positions and SwiGLU is saved as one, and transformers loads it. The
-others are of the type `locater`, which is registered here. Axes in comments: B sequences, T tokens, d channels, H heads.
+Names and numbers are those of Llama: a causal model with rotary positions and SwiGLU is saved as one, with QK-norm as Qwen3, and
+transformers loads it. The others are of the type `locater`, which is registered here. Axes in comments: B sequences, T tokens, d channels, H heads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.heads import AttentionLayer, Weights, register
+from locater.heads.build import norm
 from locater.heads.decoder import decoder_layers
 from locater.probing.interface import _listener
 
@@ -44,6 +45,7 @@ class Shape:
     length: int = 128
     positions: str = "rotary"
     mlp: str = "swiglu"
+    qk_norm: bool = False
     causal: bool = True
     image: tuple[int, int, int] | None = None
     patch: int = 4
@@ -55,16 +57,16 @@ class Shape:
     def config(self) -> Config:
         """What transformers and `locater scan` read."""
         held = Config(
-            model_type="llama" if self.is_llama else MODEL_TYPE, vocab_size=self.vocabulary, num_hidden_layers=self.layers,
+            model_type=("qwen3" if self.qk_norm else "llama") if self.is_llama else MODEL_TYPE, vocab_size=self.vocabulary, num_hidden_layers=self.layers,
             hidden_size=self.width, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.width // self.heads,
             intermediate_size=self.hidden, max_position_embeddings=self.length, hidden_act="silu" if self.mlp == "swiglu" else "gelu",
             rms_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": THETA}, attention_bias=False, mlp_bias=False,
             tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype="float32",
         )  # fmt: skip
         if self.is_llama:
-            return Config(held, architectures=["LlamaForCausalLM"])
+            return Config(held, architectures=["Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLM"])
         return Config(
-            held, positions=self.positions, mlp=self.mlp, is_causal=self.causal,
+            held, qk_norm=self.qk_norm, positions=self.positions, mlp=self.mlp, is_causal=self.causal,
             image=None if self.image is None else list(self.image), patch=self.patch,
         )  # fmt: skip
 
@@ -76,6 +78,7 @@ class Shape:
             kv_heads="num_key_value_heads", hidden="intermediate_size", length="max_position_embeddings",
         )  # fmt: skip
         found: dict[str, Any] = {ours: config[theirs] for ours, theirs in names.items()}
+        found["qk_norm"] = config["model_type"] == "qwen3" or config.get("qk_norm", False)
         if config["model_type"] == MODEL_TYPE:
             image = config["image"]
             found |= dict(positions=config["positions"], mlp=config["mlp"], causal=config["is_causal"], patch=config["patch"])
@@ -105,9 +108,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=False)
         self.v_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.q_norm = nn.RMSNorm(self.size, EPS) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.size, EPS) if shape.qk_norm else None
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = (m(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))  # (B, H, T, h)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if turn is not None:
             q, k = rotate(q, *turn), rotate(k, *turn)
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -219,7 +226,10 @@ def patches(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 def layers(weights: Weights, config: dict[str, Any]) -> Iterator[AttentionLayer]:
     """Attention of the type `locater`, for `locater.attention_layers`."""
     for layer in decoder_layers(weights, config):
-        yield replace(layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None)
+        normed = {}
+        if config.get("qk_norm"):
+            normed = {f"{kind}_norm": norm(weights, f"{layer.name}.{kind[0]}_norm", "rms", EPS) for kind in ("query", "key")}
+        yield replace(layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None, **normed)
 
 
 register(MODEL_TYPE, layers)

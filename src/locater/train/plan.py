@@ -30,7 +30,7 @@ class Plan:
     """
 
     out: str = option("run", "Folder of the run.")
-    task: str = option("causal", "What is learned.", choices=("causal", "masked", "image"))
+    task: str = option("causal", "What is learned.", choices=("causal", "masked", "image", "sort"))
     corpus: tuple[str, ...] = option((), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; none: Python's own.")
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
     vocabulary: int = option(256, "Tokens: 256 are bytes; more are learned from the text (needs tokenizers).", least=256)
@@ -42,6 +42,7 @@ class Plan:
     length: int = option(128, "Tokens in a sequence.", least=2)
     patch: int = option(4, "Pixels on a side of an image's patch.", least=1)
     positions: str | None = option(None, "rotary (for text unless given) or learned (for images).", choices=("rotary", "learned"))
+    qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
     mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu"))
     scale: float = option(0.02, "Standard deviation of weights at the start.", least=0)
     masked: float = option(0.15, "Share of tokens hidden, for --task masked.", least=0)
@@ -72,6 +73,8 @@ class Plan:
             raise LocaterError(f"width={self.width}, heads={self.heads}: rotary positions turn pairs of channels; give heads an even size")
         if (self.task == "image") != (self.images is not None):
             raise LocaterError("task=image and images=PATH go together: give both or neither")
+        if self.task == "sort" and self.corpus:
+            raise LocaterError(f"task=sort makes its own numbers: leave out corpus={self.corpus[0]}")
         if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
             raise LocaterError(
                 f"masked={self.masked}, warmup={self.warmup}, floor={self.floor}: these are shares, 1 at most (masked below 1)"
@@ -130,7 +133,7 @@ class Result:
     report_loss: float
     report_entropy: float | None  # of attention, mean over heads, nats
     bits_per_byte: float | None = None  # of text that was learned causally
-    accuracy: float | None = None  # of images
+    accuracy: float | None = None  # of images, and of numbers put in order
     history: tuple[tuple[int, float], ...] = ()  # step and loss on the select split
     parameters: int = 0
     tokens: int = 0  # seen in training

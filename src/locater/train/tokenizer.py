@@ -6,7 +6,7 @@ Both are saved as tokenizer.json, which transformers reads, so `locater probe` r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,11 +87,11 @@ def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
     return PairTokenizer(held)
 
 
-def kept_tokenizer(folder: Path, vocabulary: int, texts: Iterable[str]) -> Tokenizer:
+def kept_tokenizer(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
     """The tokenizer that a run's folder holds, or a new one, kept there: a run that goes on reads with the same."""
     path = folder / "tokenizer.json"
     if vocabulary == BYTES or not path.is_file():
-        made = make_tokenizer(vocabulary, texts)
+        made = make()
         write_whole(path, made.to_json())
         return made
     try:

@@ -21,6 +21,7 @@ from locater.probing.observe import observe
 from locater.probing.running import quiet
 from locater.scan import scan
 from locater.spectrum import one_thread
+from locater.train.controls import offer
 
 STEPS, SEEDS = {True: 800, False: 3000}, {True: 2, False: 4}
 BATCH, LENGTH, RATE, WARM = 8, 64, 3e-3, 40
@@ -30,12 +31,16 @@ SHAPE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_att
 CHECKED = 32  # sequences of validation
 
 
+@offer
 class RawSquare(Control):
     """The trap: strength * s^2 tr W^2, which a rotation takes below zero without bound."""
 
+    def __init__(self, strength: float = STRENGTH) -> None:
+        self.strength = strength
+
     def loss(self) -> Tensor:
         parts = [effective(layer) for layer in attention_layers(self.attached)]
-        return STRENGTH * torch.stack([held.scale**2 * held.moments().trace_of_square.sum() for held in parts]).sum()
+        return self.strength * torch.stack([held.scale**2 * held.moments().trace_of_square.sum() for held in parts]).sum()
 
 
 ARMS: dict[str, Any] = {
