@@ -98,7 +98,7 @@ def _processor() -> str:
 # GPU
 
 
-def gpu(steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("eager", "compiled")) -> dict[str, Any]:
+def gpu(out: Path, steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("eager", "compiled")) -> dict[str, Any]:
     """Training steps of GPT-2 small in bfloat16, watched and not, in turns; then the same compiled."""
     from locater.probing import Monitor
 
@@ -122,6 +122,7 @@ def gpu(steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("eager", "co
             step()
         found[how] = _turns(step, run, Monitor, steps, every)
         found[how] |= _one_observed(step, run, Monitor)
+        out.write_text(json.dumps(found, indent=1) + "\n")  # after each: a part that fails loses no other
         torch._dynamo.reset()
     return found
 
@@ -215,8 +216,8 @@ def main() -> None:
     elif given.table:
         table()
     else:
-        found = gpu(hows=("eager",) if given.eager else ("eager", "compiled")) if given.gpu else cpu(given.rounds)
         out = given.out or RESULTS / f"observe-{'gpu' if given.gpu else 'cpu'}.json"
+        found = gpu(out, hows=("eager",) if given.eager else ("eager", "compiled")) if given.gpu else cpu(given.rounds)
         out.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found, indent=1))
 
