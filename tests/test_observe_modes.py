@@ -95,8 +95,9 @@ def test_compiled_with_inductor_and_observed_again() -> None:
         torch.testing.assert_close(entropies(seen), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_monitor_on_the_inner_model_follows_the_compiled_one(tmp_path: Path) -> None:
-    """As trainers do it: the callback is given the model, the step runs its compiled form, compiled before or after."""
+@pytest.mark.parametrize("given", ["inner", "compiled"])
+def test_a_monitor_follows_a_compiled_model(given: str, tmp_path: Path) -> None:
+    """Trainers give the callback the model and run its compiled form; a loop by hand may give the compiled form itself."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     from locater.probing import Monitor
@@ -107,7 +108,7 @@ def test_a_monitor_on_the_inner_model_follows_the_compiled_one(tmp_path: Path) -
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=graphs)
     compiled(**BATCH, labels=BATCH["input_ids"], use_cache=False).loss.backward()
-    monitor = Monitor(tmp_path / "run.jsonl", every=3).attach(model)
+    monitor = Monitor(tmp_path / "run.jsonl", every=3).attach(model if given == "inner" else compiled)
     for _ in range(7):
         compiled(**BATCH, labels=BATCH["input_ids"], use_cache=False).loss.backward()
         monitor.after_step()

@@ -42,9 +42,9 @@ def observe(
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built.
 
     `every` observes one forward pass in that many. `layers` and `heads` are numbers, or how many to take evenly; `rows` is how
-    many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks of head outputs, `hidden`
-    measures of the stream between blocks, and `offsets` the weight on the key that many tokens before (a pair adds the first
-    row to count).
+    many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks and singular values of
+    head outputs, `hidden` measures of the stream between blocks, and `offsets` the weight on the key that many tokens before (a
+    pair adds the first row to count).
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -76,7 +76,7 @@ class Observation:
         self.model = model
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
-        self.switch = Switch(trained=None if every else model, lenient=lenient)
+        self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
         self.sites = _sites(model, wanted, layers, heads, self.switch)
         self._modules = {id(site.module) for site in self.sites}
         self.streams = streams(model, [name for name, module in model.named_modules() if id(module) in self._modules]) if hidden else []
