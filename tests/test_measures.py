@@ -107,6 +107,7 @@ def test_ranks_are_those_of_the_singular_values(tokens: int, width: int, centred
     for i, m in enumerate(sequences(x, real)):
         m = m - m.mean(0) if centred else m
         s = np.linalg.svd(m, compute_uv=False)
+        assert found.singular_values[i, : len(s)].numpy() == pytest.approx(s, abs=1e-7 * s[0])
         s = s * (s > 1e-13 * s[0])
         assert found.stable[i].item() == pytest.approx((s**2).sum() / s[0] ** 2)
         assert found.effective[i].item() == pytest.approx(math.exp(stats.entropy(s / s.sum())))
@@ -121,6 +122,7 @@ def test_a_gram_matrix_gives_the_ranks_of_its_factor() -> None:
     same(wide.stable, ranks(x).stable.tolist())
     same(wide.effective, ranks(x).effective.tolist(), 1e-6)
     same(wide.numerical, [6, 6, 6, 6])
+    assert wide.singular_values[:, :6].numpy() == pytest.approx(s, rel=1e-9)
     assert ranks_of_gram((x @ x.mT).reshape(2, 2, 6, 6)).stable.shape == (2, 2)
 
 

@@ -146,3 +146,52 @@ def compare(row: SeenHead, maps: Tensor, counted: Tensor, own: Record, same_toke
         whole = torch.where(maps > 0, own.logits[:, row.head].double(), -torch.inf)[counted]
         assert row.max_logit is not None
         assert math.isclose(row.max_logit, float(whole.max()), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+def test_singular_values_are_those_of_all_outputs_one_below_the_other(how: str) -> None:
+    case = next(c for c in CASES if c.label == "llama")
+    model: Any = model_of(case)  # float64; its eager softmax is float32, and NaN where a row sees nothing, so padding comes last
+    whole = {k: v.flip(1) for k, v in batch_of(case).items()}
+    calls = [whole, {k: v[:, 1:-1] for k, v in whole.items()}]
+    assert not all(bool(batch["attention_mask"].all()) for batch in calls)
+    outputs = explicit_outputs(use(model, "eager"), calls)
+    use(model, how)
+    with observe(model, outputs=True) as seen, torch.no_grad():
+        for batch in calls:
+            model(**batch)
+    for row in seen.rows:
+        s = torch.linalg.svdvals(outputs[row.layer][row.head])
+        assert row.output_singular_values == pytest.approx(s.tolist(), abs=1e-6 * float(s[0]))
+        assert row.output_stable_rank == pytest.approx(float(s.square().sum() / s[0] ** 2), rel=1e-5)
+        p = s / s.sum()
+        assert row.output_effective_rank == pytest.approx(float(torch.special.entr(p).sum().exp()), rel=1e-5)
+    with observe(model) as seen, torch.no_grad():
+        model(**calls[0])
+    assert all(row.output_singular_values is None for row in seen.rows)  # not asked for
+
+
+def explicit_outputs(model: Any, calls: list[dict[str, Tensor]]) -> list[list[Tensor]]:
+    """A_h V_h (rows, d_head) of each layer's heads: the model's own maps times its own values, real rows of every call."""
+    values: list[Tensor] = []
+    hooks = [b.self_attn.v_proj.register_forward_hook(lambda module, args, out: values.append(out)) for b in model.model.layers]
+    found: list[list[list[Tensor]]] = [[[] for _ in range(model.config.num_attention_heads)] for _ in hooks]
+    for batch in calls:
+        values.clear()
+        with torch.no_grad():
+            maps = model(**batch, output_attentions=True, use_cache=False).attentions
+        for number, (A, v) in enumerate(zip(maps, values, strict=True)):
+            V = v.unflatten(-1, (model.config.num_key_value_heads, -1))  # (B, S, key heads, d_head)
+            group = A.shape[1] // V.shape[2]
+            for head, rows in enumerate(found[number]):
+                rows.append((A[:, head] @ V[:, :, head // group])[batch["attention_mask"].bool()])
+    for hook in hooks:
+        hook.remove()
+    return [[torch.cat(rows) for rows in layer] for layer in found]
+
+
+def test_a_layer_that_hands_no_outputs_over_has_no_singular_values() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1, enable_nested_tensor=False)
+    with observe(model, outputs=True) as seen:
+        model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)))
+    assert all(row.output_singular_values is None for row in seen.rows)

@@ -8,7 +8,7 @@ large numbers. A value that does not exist (no tokens, a zero matrix, something 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +19,7 @@ from locater.spectrum import one_thread, upcast
 
 NOISE = 1e-14  # of a channel: a token closer to the mean than this differs from it by the rounding of the mean alone
 MASSIVE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al. 2024
+CENTRES = ("mean", "midrange", "svd")
 BLOCK = 4096  # tokens that are upcast at a time where the float64 copy of all of them is not needed
 
 Sequences = Float[Tensor, "batch tokens width"]
@@ -33,12 +34,47 @@ Verdict = Bool[Tensor, "batch"]
 # --- how alike the tokens are -----------------------------------------------------------------------------------------
 
 
-def rank_residual(x: Sequences, real: Real | None = None, norm: str = "composite") -> PerSequence:
+def composite_norm(x: Float[Tensor, "*n tokens width"]) -> Float[Tensor, "*n"]:
+    """sqrt(||X||_1 ||X||_inf), the root of the largest column abs-sum times the largest row abs-sum (Dong, Cordonnier, Loukas 2021).
+
+    Homogeneous and sub-multiplicative, and no norm: it breaks the triangle inequality, which each of its two factors obeys.
+
+    >>> row, column = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    >>> [round(composite_norm(x).item() ** 2, 6) for x in (row, column, row + column)]          # sqrt 2 + sqrt 2 < 3
+    [2.0, 2.0, 9.0]
+    """
+    top = x.double().abs().amax((-2, -1))
+    return _composite(_scaled(x.double(), (-2, -1))) * top
+
+
+def token_residual(
+    x: Float[Tensor, "*n tokens width"], real: Bool[Tensor, "*n tokens"] | None = None, centre: str = "mean"
+) -> Float[Tensor, "*n tokens width"]:
+    """What is left of X once the part that all tokens share is taken out; padding is 0. `centre` says which part.
+
+    "mean": 1 v^T, v the mean over tokens. Whatever v is best for `composite_norm`, the mean is at most 2 (1 - 1/n) times worse.
+    "midrange": 1 v^T, v halfway between the least and the largest of each channel, the best v for the largest entry.
+    "svd": the closest matrix of rank one, in which tokens share a direction and not a length.
+
+    >>> x = torch.tensor([[0.0, 1.0], [0.0, 1.0], [3.0, 1.0]])
+    >>> [token_residual(x, centre=name)[:, 0].tolist() for name in ("mean", "midrange")]
+    [[-1.0, -1.0, 2.0], [-1.5, -1.5, 1.5]]
+    >>> bool(token_residual(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), centre="svd").abs().max() < 1e-14)
+    True
+    """
+    if centre not in CENTRES:
+        raise LocaterError(f"centre={centre!r} is not known: use one of {', '.join(CENTRES)}")
+    x, keep = _filled(x, real)
+    without = {"mean": _centred, "midrange": _without_midrange, "svd": _without_first}[centre]
+    return without(x, keep)
+
+
+def rank_residual(x: Sequences, real: Real | None = None, norm: str = "composite", centre: str = "mean") -> PerSequence:
     """||X - 1 mean^T|| / ||X||: the distance from all tokens being equal. 0 is rank collapse (Dong, Cordonnier, Loukas 2021).
 
     `norm` is "composite", sqrt(max column abs-sum * max row abs-sum) with tokens as rows, which is what their figures show, or
     "frobenius", whose square is one minus the share of the mean in the energy. The paper subtracts the closest 1 v^T; its
-    figure code the mean over tokens, as here, which is closest in the Frobenius norm only.
+    figure code the mean over tokens, as here, which is closest in the Frobenius norm only. Other centres: `token_residual`.
 
     >>> x = torch.tensor([[[3.0, 1.0], [1.0, 1.0]]])          # mean (2, 1), residual [[1, 0], [-1, 0]]
     >>> round(rank_residual(x).item() ** 2, 6), round(rank_residual(x, norm="frobenius").item() ** 2, 6)
@@ -48,7 +84,7 @@ def rank_residual(x: Sequences, real: Real | None = None, norm: str = "composite
         raise LocaterError(f"norm={norm!r} is not known: use 'composite' or 'frobenius'")
     size = _composite if norm == "composite" else _frobenius
     x, keep = _clean(x, real)
-    return size(_centred(x, keep)) / size(x)
+    return size(token_residual(x, keep, centre)) / size(x)
 
 
 def token_cosine(x: Sequences, real: Real | None = None, centred: bool = False) -> PerSequence:
@@ -79,6 +115,7 @@ class Ranks:
     stable: Float[Tensor, "*n"]  # sum s^2 / max s^2
     effective: Float[Tensor, "*n"]  # exp of the entropy of s / sum s
     numerical: Float[Tensor, "*n"]  # how many s > tolerance * max s; a float, so that NaN can be said
+    singular_values: Float[Tensor, "*n D"]  # s, largest first, as they came: those that count as zero above are still in it
 
 
 def singular_values(gram: Float[Tensor, "*n D D"]) -> Float[Tensor, "*n D"]:
@@ -122,7 +159,9 @@ def ranks(x: Sequences, real: Real | None = None, centred: bool = False, toleran
     (1.0, 1.0, 1.0)
     """
     eps = torch.finfo(upcast(x).dtype).eps
-    x, keep = _clean(x, real)
+    x, keep = _filled(x, real)
+    size = x.abs().amax((-2, -1)).unsqueeze(-1)
+    x = _scaled(x, (-2, -1))
     x = _centred(x, keep) if centred else x
     tokens, width = x.shape[-2:]
     found = singular_values(x @ x.mT if tokens <= width else x.mT @ x)
@@ -130,7 +169,7 @@ def ranks(x: Sequences, real: Real | None = None, centred: bool = False, toleran
     floor = (n.clamp_max(width) * torch.finfo(torch.float64).eps).sqrt()
     usual = n.clamp_min(width) * eps if tolerance is None else torch.full_like(floor, tolerance)
     found = found.masked_fill((n == 0).unsqueeze(-1), math.nan)
-    return _ranks(found, floor, usual)
+    return replace(_ranks(found, floor, usual), singular_values=found * size)
 
 
 # --- what sticks out --------------------------------------------------------------------------------------------------
@@ -355,8 +394,14 @@ def _scaled(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 def _clean(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """x in float64 with padding at zero and the largest entry of each sequence at 1; and which tokens are real."""
+    x, keep = _filled(x, real)
+    return _scaled(x, (-2, -1)), keep
+
+
+def _filled(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x in float64 with padding at zero; and which tokens are real."""
     keep = torch.ones_like(x[..., 0], dtype=torch.bool) if real is None else real
-    return _scaled(x.masked_fill(~keep.unsqueeze(-1), 0).double(), (-2, -1)), keep  # filled, not multiplied: padding may be NaN
+    return x.masked_fill(~keep.unsqueeze(-1), 0).double(), keep  # filled, not multiplied: padding may be NaN
 
 
 def _centred(x: Tensor, keep: Tensor) -> Tensor:
@@ -364,6 +409,21 @@ def _centred(x: Tensor, keep: Tensor) -> Tensor:
     mean = x.sum(-2, keepdim=True) / keep.sum(-1).clamp_min(1)[..., None, None]
     rest = (x - mean).masked_fill(~keep.unsqueeze(-1), 0)
     return rest.masked_fill(rest.abs() <= NOISE * x.abs().amax(-2, keepdim=True), 0)
+
+
+def _without_midrange(x: Tensor, keep: Tensor) -> Tensor:
+    absent = ~keep.unsqueeze(-1)
+    middle = x.masked_fill(absent, -math.inf).amax(-2, keepdim=True) / 2 + x.masked_fill(absent, math.inf).amin(-2, keepdim=True) / 2
+    return (x - middle).masked_fill(absent, 0)
+
+
+def _without_first(x: Tensor, keep: Tensor) -> Tensor:
+    """x less its first singular triple; NaN for a matrix that is not finite, where the solver would raise."""
+    finite = x.isfinite().all(-1).all(-1)[..., None, None]
+    with one_thread():
+        U, s, Vh = torch.linalg.svd(x.masked_fill(~finite, 0), full_matrices=False)
+    rest = (x - U[..., :, :1] * s[..., None, :1] * Vh[..., :1, :]).masked_fill(~finite, math.nan)
+    return rest.masked_fill(~keep.unsqueeze(-1), 0)
 
 
 def _composite(x: Tensor) -> Tensor:
@@ -386,10 +446,11 @@ def _eigenvalues(symmetric: Tensor) -> Tensor:
     return values.masked_fill(~finite, math.nan)
 
 
-def _ranks(s: Tensor, floor: Tensor, tolerance: Tensor) -> Ranks:
-    top = s[..., 0]
-    s = (s / torch.where(top == 0, 1, top).unsqueeze(-1)).where(s > (floor * top).unsqueeze(-1), 0)
+def _ranks(found: Tensor, floor: Tensor, tolerance: Tensor) -> Ranks:
+    top = found[..., 0]
+    s = (found / torch.where(top == 0, 1, top).unsqueeze(-1)).where(found > (floor * top).unsqueeze(-1), 0)
     stable = s.square().sum(-1)
     effective = torch.special.entr(s / s.sum(-1, keepdim=True)).sum(-1).exp()
     numerical = (s > tolerance.unsqueeze(-1)).sum(-1).double()
-    return Ranks(*(found.where(top > 0, top) for found in (stable, effective, numerical)))  # 0 stays 0 and NaN stays NaN
+    stable, effective, numerical = (x.where(top > 0, top) for x in (stable, effective, numerical))  # 0 stays 0 and NaN stays NaN
+    return Ranks(stable, effective, numerical, found)

@@ -19,6 +19,12 @@ class SeenHead:
     `entropy` is in nats; with sinks a row's weights sum to `row_mass` < 1 and entropy is that of the weights as they act.
     `sink` is the weight on the first key in sight, `rest_entropy` the entropy without it, weights made to sum to 1 again.
     `how` is "exact" when every row counted, "sampled" otherwise.
+
+    `output_singular_values` are the d_head singular values of A_h V_h, largest first: of the matrix whose rows are the head's outputs
+    at all counted tokens of all sequences and calls, from the same sum of Gram matrices as the two ranks. They grow with the root of
+    the number of tokens; over sqrt(rows) they do not. In float32 those under 3.5e-4 sqrt(d_head) of the first are rounding. They
+    are d_head numbers per head: the steps that `Monitor` logs and the heads that `probe` lists do without. None where all outputs are
+    zero or the layer hands none over (`nn.MultiheadAttention`).
     """
 
     layer: int
@@ -71,8 +77,10 @@ def _row(site: Site, at: int, sums: list[float], top: float, pairs: list[list[fl
     rows = int(sums[AT["rows"]])
     if site.kind != "self":  # queries and keys are different tokens
         found["distance"] = found["self_mass"] = None
-    if ranks is not None and site.gram is not None:
+    if ranks is not None:
         found["output_stable_rank"], found["output_effective_rank"] = (_finite(float(x[at])) for x in (ranks.stable, ranks.effective))
+        values = tuple(ranks.singular_values[at].tolist())
+        found["output_singular_values"] = values if any(values) and all(map(math.isfinite, values)) else None
     finite = all(math.isfinite(sums[AT[name]]) for name in MEANS) and not math.isnan(top) and top < math.inf
     head = site.heads[at]
     return SeenHead(

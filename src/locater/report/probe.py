@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from locater.findings import FLAGS
+from locater.findings import EXPLODING, FLAGS
 from locater.probe import Probe, ProbeRow
 from locater.probing.hidden import SeenLayer
 from locater.report.html import assemble, layer_note, short_name, significant
@@ -35,7 +35,7 @@ COLUMNS = tuple(Column(*line) for line in (
     ("sink", "weight on the first token", "sink", 0.1,
      "Attention that rests on the first token. Above 0.9 the head is idle on this input."),
     ("max_logit", "largest logit", "max_logit", 5.0,
-     "Largest score of any pair before the softmax. Beyond 100 half precision is near its limits."),
+     f"Largest score of any pair before the softmax. Beyond {EXPLODING} half precision is near its limits."),
     ("max_probability", "strongest token", "share", 0.2, "Weight of the token that gets most, mean over tokens. 1 is one-hot."),
     ("participation", "tokens that share the weight", "participation", 4.0,
      "1 over the sum of squared weights: how many tokens really share a token's attention."),

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 from locater.errors import LocaterError
-from locater.findings import FLAGS
+from locater.findings import EXPLODING, FLAGS
 from locater.report.html import assemble, short_name
 from locater.report.log import Record, Run, RunReader, find_log
 from locater.version import __version__
@@ -42,7 +42,7 @@ def assemble_page(name: str, data: dict[str, Any], live: bool) -> str:
     """The page around packed data, which may still be empty when `live`."""
     flags = {flag.name: {"meaning": flag.meaning, "way_out": flag.way_out, "needs": flag.needs} for flag in FLAGS}
     words = {"TITLE": f"{name} · Locater", "HEADING": name, "FOOTER": f"Made by Locater {__version__} from a run's log."}
-    return assemble("watch", words, {"live": live, "flags": flags, **data})
+    return assemble("watch", words, {"live": live, "flags": flags, "exploding": EXPLODING, **data})
 
 
 def thin(run: Run) -> tuple[list[Record], int]:

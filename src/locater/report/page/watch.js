@@ -10,7 +10,7 @@ const charts = {}; // what is drawn where, for the pointer: {sx, box, rows, cell
 const METRICS = {
   entropy_ratio: ["entropy ratio", 1, 1, "Entropy of attention over the log of the keys in view. 1: all keys alike (rank collapse). Towards 0: one key takes all (entropy collapse)."],
   entropy: ["entropy (nats)", 1, 0, "Entropy of a row of attention, mean over rows. It grows with the number of keys in view; the ratio does not."],
-  max_logit: ["largest logit", 5, 0, "Largest logit before the softmax. Beyond 100 the softmax saturates and half precision is near its limits."],
+  max_logit: ["largest logit", 5, 0, `Largest logit before the softmax. Beyond ${DATA.exploding} the softmax saturates and half precision is near its limits.`],
   max_probability: ["strongest key", 0.2, 0, "Weight of the strongest key, mean over rows. 1 is one-hot."],
   first_mass: ["weight on the first key", 0.1, 0, "Attention that rests on the first key: above 0.9 the head is idle on this text."],
   sink: ["weight on the first key", 0.1, 0, "Attention that rests on the first key: above 0.9 the head is idle on this text."],
