@@ -1,5 +1,17 @@
 """Predictions from moments and sizes. Pure functions: tensors in, tensors out."""
 
+from locater.theory.collapse import (
+    Block,
+    attention_bound,
+    beta,
+    contraction_order,
+    contraction_rate,
+    depth_residuals,
+    hidden_states,
+    layer_bound,
+    mlp_lipschitz,
+    skip_bound,
+)
 from locater.theory.entropy import entropy_floor, entropy_floor_of_range, entropy_ratio, expected_entropy
 from locater.theory.localization import (
     REGIMES,
@@ -13,23 +25,59 @@ from locater.theory.localization import (
     signal_propagation,
     unit_moments,
 )
+from locater.theory.paths import (
+    FrozenLayer,
+    Path,
+    all_paths,
+    apply_layers,
+    frozen_layers,
+    length_contributions,
+    length_weights,
+    path_counts,
+    path_lengths,
+    path_sum,
+    skip_weight,
+    terms_by_length,
+)
 from locater.theory.walk import Walks, simulate
 
 __all__ = [
     "REGIMES",
+    "Block",
+    "FrozenLayer",
+    "Path",
     "Walks",
+    "all_paths",
+    "apply_layers",
+    "attention_bound",
+    "beta",
     "continuum",
+    "contraction_order",
+    "contraction_rate",
+    "depth_residuals",
     "entropy_floor",
     "entropy_floor_of_range",
     "entropy_ratio",
     "expected_entropy",
+    "frozen_layers",
+    "hidden_states",
+    "layer_bound",
+    "length_contributions",
+    "length_weights",
     "localization",
     "mixture_continuum",
     "mixture_localization",
     "mixture_propagation",
+    "mlp_lipschitz",
+    "path_counts",
+    "path_lengths",
+    "path_sum",
     "phase_diagram",
     "regime",
     "signal_propagation",
     "simulate",
+    "skip_bound",
+    "skip_weight",
+    "terms_by_length",
     "unit_moments",
 ]
