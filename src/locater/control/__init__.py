@@ -8,6 +8,7 @@ from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm
 from locater.control.sigma_reparam import SigmaReparam
 from locater.control.softcap import LogitSoftcap
+from locater.control.surgery import Surgery
 from locater.control.temperature import Temperature
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "QKClip",
     "QKNorm",
     "SigmaReparam",
+    "Surgery",
     "Temperature",
 ]
