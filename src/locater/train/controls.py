@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from locater.control.base import Control, Controls, known_options
 from locater.errors import LocaterError
 
-
 OFFERED: list[type[Control]] = []
 
 

@@ -137,7 +137,8 @@ class Training:
         per_byte = facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2) if self.plan.task == "causal" else None
         result = Result(
             self.plan, self.loss, self._evaluate("select")[0], report, sum(entropies) / len(entropies) if entropies else None,
-            bits_per_byte=None if per_byte is None else report * per_byte, accuracy=correct if self.plan.task in ("image", "sort") else None,
+            bits_per_byte=None if per_byte is None else report * per_byte,
+            accuracy=correct if self.plan.task in ("image", "sort") else None,
             history=tuple(self.history), parameters=sum(p.numel() for p in self.model.parameters()),
             tokens=self.step * self._tokens, seconds=self.seconds, data=facts, model=str(target),
         )  # fmt: skip

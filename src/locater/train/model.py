@@ -1,7 +1,9 @@
 """One set of blocks for a causal language model, a masked one and an image classifier.
 
 Names and numbers are those of Llama: a causal model with rotary positions and SwiGLU is saved as one, with QK-norm as Qwen3, and
-transformers loads it. The others are of the type `locater`, which is registered here. Axes in comments: B sequences, T tokens, d channels, H heads.
+transformers loads it. The others are of the type `locater`, which is registered here.
+
+Axes in comments: B sequences, T tokens, d channels, H heads.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ class Shape:
 
     def config(self) -> Config:
         """What transformers and `locater scan` read."""
+        kind = "qwen3" if self.qk_norm else "llama"
         held = Config(
-            model_type=("qwen3" if self.qk_norm else "llama") if self.is_llama else MODEL_TYPE, vocab_size=self.vocabulary, num_hidden_layers=self.layers,
+            model_type=kind if self.is_llama else MODEL_TYPE, vocab_size=self.vocabulary, num_hidden_layers=self.layers,
             hidden_size=self.width, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.width // self.heads,
             intermediate_size=self.hidden, max_position_embeddings=self.length, hidden_act="silu" if self.mlp == "swiglu" else "gelu",
             rms_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": THETA}, attention_bias=False, mlp_bias=False,
@@ -226,10 +229,12 @@ def patches(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 def layers(weights: Weights, config: dict[str, Any]) -> Iterator[AttentionLayer]:
     """Attention of the type `locater`, for `locater.attention_layers`."""
     for layer in decoder_layers(weights, config):
-        normed = {}
-        if config.get("qk_norm"):
-            normed = {f"{kind}_norm": norm(weights, f"{layer.name}.{kind[0]}_norm", "rms", EPS) for kind in ("query", "key")}
-        yield replace(layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None, **normed)
+        placed = replace(layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None)
+        if not config.get("qk_norm"):
+            yield placed
+            continue
+        query, key = (norm(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
+        yield replace(placed, query_norm=query, key_norm=key)
 
 
 register(MODEL_TYPE, layers)

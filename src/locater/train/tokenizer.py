@@ -28,6 +28,8 @@ class Tokenizer(Protocol):
 
     def to_json(self) -> str: ...
 
+    def __hash__(self) -> int: ...
+
 
 class ByteTokenizer:
     """Every byte of UTF-8 is a token.
