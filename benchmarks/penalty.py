@@ -1,4 +1,6 @@
-"""What LocAteR costs: its loss and gradient beside one training step of a GPT-2-small shape, and beside the d x d penalty.
+"""What LocAteR costs: training steps of a GPT-2-small shape with it and without, in turns; and its loss and gradient alone, beside
+those of the d x d penalty. On a GPU the whole step is what counts: alone, the penalty is a few dozen small kernels that the processor
+waits for, while in a step it hands them over long before the device has come to them.
 
 python benchmarks/penalty.py              on the CPU, one thread; writes benchmarks/results/penalty-cpu.json
 python benchmarks/penalty.py --gpu        on a GPU, bf16 autocast, compiled; writes benchmarks/results/penalty-gpu.json
@@ -56,6 +58,11 @@ def timed(work: Callable[[], None], times: int, cuda: bool) -> float:
     return best
 
 
+def several(step: Callable[..., None], **how: Any) -> None:
+    for _ in range(10 if torch.cuda.is_available() else 2):
+        step(**how)
+
+
 def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
     cuda = device == "cuda"
     model = model_of(device)
@@ -71,9 +78,9 @@ def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
     run: Any = torch.compile(forward) if cuda else forward
     loss: Any = torch.compile(control.loss) if cuda else control.loss
 
-    def step(x: Tensor = ids) -> None:
+    def step(x: Tensor = ids, charged: bool = False) -> None:
         optimizer.zero_grad()
-        run(x).backward()
+        (run(x) + loss() if charged else run(x)).backward()
         optimizer.step()
 
     with torch.no_grad():
@@ -81,15 +88,19 @@ def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
     assert abs(ours - theirs) < 1e-4 * abs(theirs), (ours, theirs)
     for _ in range(3 if cuda else 1):  # compile, allocate
         step(ids if cuda else ids[:1, :8])
+        step(ids if cuda else ids[:1, :8], charged=True)
         loss().backward()
     found = {
         "penalty": timed(lambda: loss().backward(), 10, cuda),
         "naive penalty": timed(lambda: naive(model).backward(), 10 if cuda else 2, cuda),
         "training step": timed(step, steps, cuda),
     }
+    turns = [(timed(lambda: several(step), 1, cuda), timed(lambda: several(step, charged=True), 1, cuda)) for _ in range(7 if cuda else 1)]
+    ratios = sorted(b / a for a, b in turns)
     return {
         "machine": torch.cuda.get_device_name() if cuda else f"{platform.processor() or platform.machine()}, 1 thread",
         "torch": torch.__version__, "shape": {"model": "GPT-2 small", "batch": batch, "length": length}, "seconds": found,
+        "step with / step without": ratios[len(ratios) // 2], "ratios": ratios,
         "penalty / training step": found["penalty"] / found["training step"], "penalty / naive": found["penalty"] / found["naive penalty"],
     }  # fmt: skip
 

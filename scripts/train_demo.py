@@ -1,8 +1,9 @@
-"""Make the checkpoint that `locater demo` scans: a small rotary decoder trained on the text inside CPython.
+"""Make the checkpoints that `locater demo` scans: a small rotary decoder trained on the text inside CPython, and its LocAteR twin.
 
-    .venv/bin/python scripts/train_demo.py            # about 9 minutes on two cores
+    .venv/bin/python scripts/train_demo.py                                 # about 9 minutes on two cores
+    .venv/bin/python scripts/train_demo.py --control "locater(target=2)" --out src/locater/demo/twin
 
-Writes src/locater/demo/: config.json, model.safetensors (bfloat16), tokenizer.json and training.json, which records
+Writes src/locater/demo/ or another folder: config.json, model.safetensors (bfloat16), tokenizer.json and training.json, which records
 the recipe, the text's hash and the losses. Byte-pair vocabulary and weights both come from the embedded text alone.
 """
 
@@ -19,6 +20,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from locater.train.controls import attach
 from locater.train.corpus import embedded_text, fingerprint
 
 OUT = Path(__file__).parents[1] / "src" / "locater" / "demo"
@@ -51,6 +53,7 @@ def main() -> None:
     ask.add_argument("--length", type=int, default=256)
     ask.add_argument("--rate", type=float, default=3e-3)
     ask.add_argument("--seed", type=int, default=0)
+    ask.add_argument("--control", help="such as 'locater(target=2)', as locater train takes it; none unless given")
     args = ask.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 
@@ -75,6 +78,7 @@ def main() -> None:
         eos_token_id=None,
     )
     model = LlamaForCausalLM(config)
+    control = attach([args.control] if args.control else [], model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(args.seed)
     warm, began = 100, time.time()
@@ -84,19 +88,21 @@ def main() -> None:
             group["lr"] = args.rate * share
         rows = batches(train, args.batch, args.length, generator)
         loss = model(input_ids=rows, labels=rows).loss
-        loss.backward()
+        (loss + control.loss()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        control.after_step()
         if step % 50 == 0:
             print(f"step {step:5d}  loss {loss.item():.3f}  {time.time() - began:6.0f} s", flush=True)
 
+    control.detach()
     model.eval()
     final = validation_loss(model, valid, args.length)
     model.to(torch.bfloat16).save_pretrained(args.out)
     (args.out / "generation_config.json").unlink(missing_ok=True)
     record = {
-        "command": "python scripts/train_demo.py",
+        "command": "python scripts/train_demo.py" + (f' --control "{args.control}"' if args.control else ""),
         "text": "locater.train.corpus.embedded_text",
         "text_sha256": fingerprint(text),
         "characters": len(text),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,9 @@ Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write 
 Report = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Write a Markdown page with figures.")]
 Images = Annotated[str | None, typer.Option("--images", metavar="FOLDER", help="Where its figures go; beside the page unless given.")]
 Models = Annotated[str | None, typer.Option("--models", metavar="FOLDER", help="Folder of more trained models to test claims on.")]
+Runs = Annotated[str | None, typer.Option("--runs", metavar="PATH", help="Training runs to judge claims by, a line of JSON each.")]
+Data = Annotated[str | None, typer.Option("--data", metavar="FOLDER", help="With --jobs: where the data of training runs is.")]
+Jobs = Annotated[int, typer.Option("--jobs", min=0, help="Make the runs that --runs lacks, so many at a time (hours without a GPU).")]
 Earlier = Annotated[str | None, typer.Option("--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring.")]
 
 
@@ -50,6 +54,9 @@ def add_reproduce(app: typer.Typer, shell: Shell) -> None:
         images: Images = None,
         models: Models = None,
         earlier: Earlier = None,
+        runs: Runs = None,
+        data: Data = None,
+        jobs: Jobs = 0,
     ) -> None:
         """Run a paper's claims: stated beside measured, with spread and verdict. A claim that fails is a finding, not an error."""
         from locater.papers.report import print_claims
@@ -60,9 +67,10 @@ def add_reproduce(app: typer.Typer, shell: Shell) -> None:
                 print_claims(each, shell.console())
             return
         _check(shell, json, report, images, models, earlier, len(wanted))
+        _check_runs(runs, data, jobs)
         for each in wanted:
             bar = partial(shell.progress, what=each.name)
-            setting = Setting(quick, None if models is None else Path(models), bar)
+            setting = Setting(quick, _path(models), bar, _path(runs), _path(data), jobs, partial(print, file=sys.stderr))
             document = reproduce(each, setting, claim).to_dict() if earlier is None else _read(Path(earlier), each)
             _deliver(document, each, json, report, images, shell.console())
 
@@ -89,6 +97,19 @@ def _check(
     for folder in (images, models):
         if folder is not None and not Path(folder).is_dir():
             raise LocaterError(f"{folder}: no such folder")
+
+
+def _check_runs(runs: str | None, data: str | None, jobs: int) -> None:
+    if jobs and (runs is None or data is None):
+        raise LocaterError(f"--jobs {jobs}: training needs --runs PATH for its results and --data FOLDER for what it learns from")
+    if runs is not None and not jobs and not Path(runs).is_file():
+        raise LocaterError(f"{runs}: no such file; give the lines that an earlier --jobs wrote")
+    if data is not None and not Path(data).is_dir():
+        raise LocaterError(f"{data}: no such folder")
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _read(path: Path, paper: Paper) -> dict[str, Any]:

@@ -28,11 +28,19 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a study may use: how long it may take, where more trained models are, and the text that they are run on."""
+    """What a study may use: how long it may take, where more trained models are, and the text that they are run on.
+
+    Studies of training runs read `runs`, lines of JSON; with `jobs` they make the lines that it lacks, so many at a time, on what is in
+    the folder `data`.
+    """
 
     quick: bool = True
     models: Path | None = None
     progress: Progress | None = None
+    runs: Path | None = None
+    data: Path | None = None
+    jobs: int = 0
+    tell: Callable[[str], None] = lambda text: None
 
     @cached_property
     def text(self) -> str:
@@ -55,6 +63,7 @@ class Study:
     measure: Callable[[Setting], Mapping[str, Measured]] | None = None
     needs: str = ""  # what an undecided study waits for
     on_models: bool = False  # whether it runs trained models, those of `Setting.models` too
+    on_runs: bool = False  # whether it judges training runs
 
 
 @dataclass(frozen=True)
@@ -124,8 +133,9 @@ def chosen(paper: Paper, claim: str | None) -> list[Claim]:
 
 def command(paper: Paper, claim: Claim, study: Study, setting: Setting) -> str:
     """What decides a claim from a shell."""
-    how = " --quick" if setting.quick and study.measure is not None else ""
-    return f"locater reproduce {paper.name} --claim {claim.id}{how}" + (" --models FOLDER" if study.on_models and setting.models else "")
+    how = " --quick" if setting.quick and study.measure is not None and not study.on_runs else ""
+    where = " --models FOLDER" if study.on_models and setting.models else " --runs FILE" if study.on_runs else ""
+    return f"locater reproduce {paper.name} --claim {claim.id}{how}{where}"
 
 
 def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Bao, Hataya and Karakida (2024): attention localizes when the eigenvalues of the query-key map concentrate around a mean."""
 
 from locater.papers.bao2024 import gaussian, propagation, softmax, training
+from locater.papers.bao2024.judged import STUDIES
 from locater.papers.bao2024.page import page
-from locater.papers.bao2024.pending import STUDIES
 from locater.papers.paper import Paper
 
 PAPER = Paper(

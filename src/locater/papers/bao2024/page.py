@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from locater.papers.bao2024.runs_page import SECTIONS
 from locater.papers.figures import Cells, Panel, Series, draw
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -15,8 +16,10 @@ def page(document: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
     lines: list[str] = []
     figures: dict[str, str] = {}
-    for part, needs in ((_propagation, "a1"), (_softmax, "b1"), (_gaussian, "g1"), (_training, "d1")):
-        if needs in found:
+    own = ((_propagation, ("a1",)), (_softmax, ("b1",)), (_gaussian, ("g1",)), (_training, ("d1",)))
+    (first, *rest) = SECTIONS
+    for part, needs in (first, *own, *rest):
+        if set(needs) <= found.keys():
             more, drawn = part(found)
             lines += ["", *more]
             figures |= drawn

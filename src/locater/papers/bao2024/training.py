@@ -167,31 +167,30 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     table = {arm: [vars(runs[arm, seed]) for seed in seeds] for arm in ARMS}
     settings = {"steps": STEPS[setting.quick], "rate": RATE, "batch": BATCH, "length": LENGTH, "strength": STRENGTH}
 
+    def differences(arm: str, name: str) -> list[float]:
+        return [getattr(runs[arm, s], name) - getattr(runs["no penalty", s], name) for s in seeds]
+
     def change(arm: str, name: str) -> Measured:
-        return _range([getattr(runs[arm, s], name) - getattr(runs["no penalty", s], name) for s in seeds])
+        return seeds_range(differences(arm, name))
 
     def symmetry(arm: str) -> list[float]:
         return [runs[arm, s].trace_of_square / runs[arm, s].frobenius_sq for s in seeds]
 
     return {
-        "d1": _range_of(change("mean only", "loss"), {"runs": table, "settings": settings}),
+        "d1": seeds_range(differences("mean only", "loss"), {"runs": table, "settings": settings}),
         "d2": change("scale only", "entropy"),
         "d3": change("scale only", "loss"),
         "d4": change("both", "loss"),
         "d5": change("both", "entropy"),
-        "d6": _range([runs["both", s].M for s in seeds]),
-        "d7": _range([a - b for a, b in zip(symmetry("raw tr W^2"), symmetry("no penalty"), strict=True)]),
+        "d6": seeds_range([runs["both", s].M for s in seeds]),
+        "d7": seeds_range([a - b for a, b in zip(symmetry("raw tr W^2"), symmetry("no penalty"), strict=True)]),
     }
 
 
-def _range(values: list[float]) -> Measured:
+def seeds_range(values: list[float], more: Mapping[str, Any] | None = None) -> Measured:
     """The middle of the seeds' range and its half-width: the verdict then asks all seeds to agree."""
     low, high = min(values), max(values)
-    return Measured((low + high) / 2, (high - low) / 2, f"half the range of {len(values)} seeds", {"by_seed": values})
-
-
-def _range_of(found: Measured, more: Mapping[str, Any]) -> Measured:
-    return Measured(found.value, found.spread, found.spread_of, {**found.numbers, **more})
+    return Measured((low + high) / 2, (high - low) / 2, f"half the range of {len(values)} seeds", {"by_seed": values, **(more or {})})
 
 
 STUDY = Study("parts of the penalty, direction of effects", CLAIMS, measure)

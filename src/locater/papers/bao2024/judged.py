@@ -1,0 +1,284 @@
+"""Claims c to f, h and i, judged by the training runs of `arms.py`: those in the file of `Setting.runs`, or made when asked for.
+
+Differences are taken within a seed, which fixes first weights and order of the data. A measurement is the middle of the seeds' range
+and its spread half of that range, so that a verdict asks all seeds to agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from locater.papers.bao2024.arms import (
+    BOTH,
+    ELSEWHERE,
+    LEARNED,
+    PARTS,
+    PLAIN,
+    RIVALS,
+    STRENGTHS,
+    TARGETS,
+    curve,
+    entropy_rows,
+    rows_of,
+    stability_rows,
+)  # fmt: skip
+from locater.papers.bao2024.training import seeds_range
+from locater.papers.claim import Claim, Measured
+from locater.papers.paper import Setting, Study
+from locater.papers.runs import Arm, Row, Runs, complete
+
+Line = Mapping[str, Any]
+NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER to make those that it lacks"
+SURVIVED = 0.5  # nats above the plain run at the coolest of the hot rates
+TUNED = "each at its best of three rates"
+
+CLAIMS = {
+    "c": (
+        Claim("c1", "LocAteR lowers validation perplexity", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0),
+        Claim("c2", "LocAteR raises attention entropy", f"change of mean attention entropy by LocAteR, {TUNED}", "at least", 0.0),
+    ),
+    "d": (
+        Claim("d8", "Holding the mean alone lowers the loss (prototype: -0.015)", f"change of report loss by mean only, {TUNED}",
+              "at most", 0.0, by="notes"),
+        Claim("d9", "Shrinking the scale alone raises entropy (prototype: +0.3)", f"change of entropy by scale only, {TUNED}",
+              "at least", 0.0, by="notes"),
+        Claim("d10", "Shrinking the scale alone does not lower the loss (prototype: +0.015)",
+              f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="notes"),
+        Claim("d11", "The larger the mean, the lower the loss (prototype: from -1 to 4)",
+              "rank correlation of the target, -2 to 8, with report loss under LocAteR", "at most", -0.8, by="notes"),
+        Claim("d12", "The sign of the mean matters: positive helps, negative hurts",
+              "report loss with target 2 less that with target -2", "at most", 0.0, by="notes"),
+        Claim("d13", "Raw tr W^2 lets the map grow without bound", "log10 of Frobenius^2 under it over that without",
+              "at least", 1.0, by="notes"),
+        Claim("d14", "With learned positions, holding the mean alone lowers the loss", f"change of report loss by mean only, {TUNED}",
+              "at most", 0.0, by="notes"),
+        Claim("d15", "With learned positions, LocAteR lowers the loss", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0),
+        Claim("d16", "With learned positions, shrinking the scale alone does not lower the loss",
+              f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="notes"),
+    ),
+    "e": (
+        Claim("e1", "LocAteR does better than an initialisation with the same mean",
+              f"report loss of LocAteR less that of mimetic initialisation, {TUNED}", "at most", 0.0, by="notes"),
+        Claim("e2", "LocAteR does better than QK-norm", f"report loss of LocAteR less that of QK-norm, {TUNED}",
+              "at most", 0.0, by="notes"),
+        Claim("e3", "LocAteR adds to mimetic initialisation", f"change of report loss by LocAteR on top of it, {TUNED}",
+              "at most", 0.0, by="notes"),
+        Claim("e4", "LocAteR adds to QK-norm", f"change of report loss by LocAteR on top of it, {TUNED}", "at most", 0.0, by="notes"),
+        Claim("e6", "LocAteR adds to more weight decay", f"change of report loss by LocAteR on top of a decay of 0.3, {TUNED}",
+              "at most", 0.0, by="notes"),
+        Claim("e5", "No rival does better than LocAteR", f"report loss of LocAteR less that of the best rival, {TUNED}",
+              "at most", 0.0, by="notes"),
+    ),
+    "f": (
+        Claim("f1", "A masked language model gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="notes"),
+        Claim("f2", "An image classifier gains too", f"change of test accuracy by LocAteR, {TUNED}", "at least", 0.0, by="notes"),
+        Claim("f3", "Sorting gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="notes"),
+    ),
+    "h": (
+        Claim("h1", "Raising entropy improves perplexity, the mean held",
+              "change of report loss by an entropy floor of 0.75, M held at 2", "at most", 0.0),
+        Claim("h2", "Lowering entropy costs perplexity, the mean held",
+              "change of report loss by an entropy ceiling of 0.35, M held at 2", "at least", 0.0),
+        Claim("h3", "Raising the mean improves perplexity, nothing else held",
+              "change of report loss by M from 0 to 4 under mean only", "at most", 0.0, by="notes"),
+    ),
+    "i": (
+        Claim("i1", "With LocAteR a model trains at rates at which the plain one fails",
+              "highest rate survived with LocAteR over that without", "at least", 2.0),
+        Claim("i2", "It trains there as well as with QK-norm", "report loss of LocAteR less that of QK-norm, at the hottest rate",
+              "at most", 0.0, by="notes"),
+    ),
+}  # fmt: skip
+
+
+def measure(letter: str) -> Callable[[Setting], Mapping[str, Measured]]:
+    def measured(setting: Setting) -> Mapping[str, Measured]:
+        if setting.runs is None:
+            return {}
+        runs = Runs(setting.runs)
+        if setting.jobs:
+            assert setting.data is not None
+            complete(lambda held: rows_of([letter], held), runs, setting.data, setting.jobs, setting.tell)
+        return JUDGES[letter](runs)
+
+    return measured
+
+
+def _c(runs: Runs) -> dict[str, Measured]:
+    table = _table(runs, [PLAIN, BOTH])
+    return _known({"c1": _change(runs, BOTH, PLAIN, "report_loss", {"arms": table}), "c2": _change(runs, BOTH, PLAIN, "entropy")})
+
+
+def _d(runs: Runs) -> dict[str, Measured]:
+    rate, mean, scale, raw = PLAIN.rate(runs), PARTS["mean only"], PARTS["scale only"], PARTS["raw tr W^2"]
+    if rate is None:
+        return {}
+    curves = {
+        "targets": {name: _points(runs, curve(held, name, rate)) for name, held in TARGETS.items()},
+        "strengths": {name: _points(runs, curve(held, name, rate)) for name, held in STRENGTHS.items()},
+    }
+    both = curve(TARGETS["both"], "both", rate)
+    found = {
+        "d8": _change(
+            runs, mean, PLAIN, "report_loss", {"arms": _table(runs, [PLAIN, BOTH, *PARTS.values()]), "curves": curves, "rate": rate}
+        ),
+        "d9": _change(runs, scale, PLAIN, "entropy"),
+        "d10": _change(runs, scale, PLAIN, "report_loss"),
+        "d11": _by_seed(runs, list(both.values()), lambda lines: spearman(list(both), [x["report_loss"] for x in lines])),
+        "d12": _by_seed(runs, [both[2.0], both[-2.0]], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"]),
+        "d13": _change(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
+        "d14": _change(runs, LEARNED["mean only"], LEARNED["none"], "report_loss", {"arms": _table(runs, LEARNED.values())}),
+        "d15": _change(runs, LEARNED["LocAteR"], LEARNED["none"], "report_loss"),
+        "d16": _change(runs, LEARNED["scale only"], LEARNED["none"], "report_loss"),
+    }
+    return _known(found)
+
+
+def _e(runs: Runs) -> dict[str, Measured]:
+    mimetic, normed = RIVALS["mimetic"], RIVALS["QK-norm"]
+    rivals = [arm for arm in RIVALS.values() if "LocAteR" not in arm.name and arm.ends(runs)]
+    best = min(rivals, key=lambda arm: _mean(arm.ends(runs) or (), "report_loss"), default=None)
+    found = {
+        "e1": _change(runs, BOTH, mimetic, "report_loss", {"arms": _table(runs, [PLAIN, BOTH, *RIVALS.values()])}),
+        "e2": _change(runs, BOTH, normed, "report_loss"),
+        "e3": _change(runs, RIVALS["mimetic + LocAteR"], mimetic, "report_loss"),
+        "e4": _change(runs, RIVALS["QK-norm + LocAteR"], normed, "report_loss"),
+        "e6": _change(runs, RIVALS["weight decay 0.3 + LocAteR"], RIVALS["weight decay 0.3"], "report_loss"),
+        "e5": None if best is None else _change(runs, BOTH, best, "report_loss", {"best": best.name}),
+    }
+    return _known(found)
+
+
+def _f(runs: Runs) -> dict[str, Measured]:
+    table = _table(runs, [arm for pair in ELSEWHERE.values() for arm in pair])
+    kinds = (("f1", "masked", "report_loss"), ("f2", "image", "accuracy"), ("f3", "sort", "report_loss"))
+    found = {key: _change(runs, ELSEWHERE[name][1], ELSEWHERE[name][0], what, {"arms": table}) for key, name, what in kinds}
+    return _known(found)
+
+
+def _h(runs: Runs) -> dict[str, Measured]:
+    rate = PLAIN.rate(runs)
+    if rate is None:
+        return {}
+    pushed, means = entropy_rows(rate), curve(TARGETS["mean only"], "mean only", rate)
+    points = {name: _lines(runs, rows) for name, rows in {**pushed, "M held at 2": means[2.0]}.items()}
+    shown = {name: [_end(line) for line in lines] for name, lines in points.items() if lines}
+
+    def change(of: Sequence[Row], against: Sequence[Row], more: Mapping[str, Any] | None = None) -> Measured | None:
+        return _by_seed(runs, [of, against], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"], more)
+
+    return _known({
+        "h1": change(pushed["floor 0.75"], means[2.0], {"points": shown, "means": _points(runs, means)}),
+        "h2": change(pushed["ceiling 0.35"], means[2.0]),
+        "h3": change(means[4.0], means[0.0]),
+    })  # fmt: skip
+
+
+def _i(runs: Runs) -> dict[str, Measured]:
+    """A run survives a rate where it ends within `SURVIVED` of the plain run at the coolest."""
+    held = stability_rows()
+    losses = {
+        name: {rate: [_loss(runs.of(row)) for row in rows] for rate, rows in by_rate.items()}
+        for name, by_rate in held.items()
+        if all(runs.of(row) is not None for rows in by_rate.values() for row in rows)
+    }
+    if not {"none", "LocAteR", "QK-norm"} <= losses.keys():
+        return {}
+    coolest, hottest = min(losses["none"]), max(losses["none"])
+    limits = [loss + SURVIVED for loss in losses["none"][coolest]]
+    survived = {
+        name: [max((rate for rate in by_rate if by_rate[rate][seed] < limits[seed]), default=0.0) for seed in range(len(limits))]
+        for name, by_rate in losses.items()
+    }
+    ratios = [a / b for a, b in zip(survived["LocAteR"], survived["none"], strict=True)]
+    ahead = [a - b for a, b in zip(losses["LocAteR"][hottest], losses["QK-norm"][hottest], strict=True)]
+    steps = next(iter(held["none"].values()))[0].plan.steps
+    numbers = {"losses": losses, "survived": survived, "limits": limits, "steps": steps}
+    return {"i1": seeds_range(ratios, numbers), "i2": seeds_range(ahead)}
+
+
+JUDGES: dict[str, Callable[[Runs], dict[str, Measured]]] = {"c": _c, "d": _d, "e": _e, "f": _f, "h": _h, "i": _i}
+TITLES = {
+    "c": "LocAteR against no penalty", "d": "mean against scale", "e": "rivals on the same footing", "f": "beyond the paper's task",
+    "h": "is it the entropy", "i": "stability",
+}  # fmt: skip
+STUDIES = tuple(Study(TITLES[letter], CLAIMS[letter], measure(letter), NEEDS, on_runs=True) for letter in CLAIMS)
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation.
+
+    >>> spearman([1, 2, 3, 4], [1, 10, 100, 1000]), spearman([1, 2, 3], [3, 2, 1])
+    (1.0, -1.0)
+    """
+    ranks = [[sorted(x).index(value) for value in x] for x in (a, b)]
+    middle = (len(a) - 1) / 2
+    over = sum((p - middle) * (q - middle) for p, q in zip(*ranks, strict=True))
+    return over / math.prod(math.sqrt(sum((p - middle) ** 2 for p in r)) for r in ranks)
+
+
+def _known(found: Mapping[str, Measured | None]) -> dict[str, Measured]:
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _change(
+    runs: Runs, arm: Arm, against: Arm, what: str | Callable[[Line], float], more: Mapping[str, Any] | None = None
+) -> Measured | None:
+    """Of the ends of two arms, seed by seed; None where one has none."""
+    of, base = arm.ends(runs), against.ends(runs)
+    if of is None or base is None:
+        return None
+    read = what if callable(what) else lambda line: float(line[what])
+    return seeds_range([read(a) - read(b) for a, b in zip(of, base, strict=True)], more)
+
+
+def _by_seed(
+    runs: Runs, groups: Sequence[Sequence[Row]], of: Callable[[list[Line]], float], more: Mapping[str, Any] | None = None
+) -> Measured | None:
+    """A number for each seed, from one line of each group."""
+    found = [_lines(runs, rows) for rows in groups]
+    if not all(found):
+        return None
+    return seeds_range([of(list(lines)) for lines in zip(*found, strict=True)], more)
+
+
+def _lines(runs: Runs, rows: Iterable[Row]) -> list[Line]:
+    """Ends of these runs; none unless all are there."""
+    found = [runs.of(row) for row in rows]
+    done = [line for line in found if line is not None and line["status"] == "done"]
+    return list(done) if len(done) == len(found) else []
+
+
+def _loss(line: Line | None) -> float:
+    return float(line["report_loss"]) if line is not None and line["status"] == "done" else math.inf
+
+
+def _mean(lines: Sequence[Line], name: str) -> float:
+    return sum(float(line[name]) for line in lines) / len(lines) if lines else math.nan
+
+
+def _end(line: Line) -> dict[str, Any]:
+    return {"loss": line["report_loss"], "entropy": line["entropy"], "M": line["heads"]["M"], "F": line["heads"]["F"]}
+
+
+def _points(runs: Runs, held: Mapping[float, Sequence[Row]]) -> list[dict[str, Any]]:
+    """A curve: its variable, and the ends of its seeds."""
+    found = {x: _lines(runs, rows) for x, rows in held.items()}
+    return [{"x": x, "ends": [_end(line) for line in lines]} for x, lines in found.items() if lines]
+
+
+def _table(runs: Runs, arms: Iterable[Arm]) -> list[dict[str, Any]]:
+    """Arms as the page shows them."""
+    found = []
+    for arm in arms:
+        ends = arm.ends(runs)
+        tried = [runs.of(arm.row(rate, 0)) for rate in arm.rates]
+        if ends:
+            selected = [None if line is None or line["status"] != "done" else line["select_loss"] for line in tried]
+            found.append({
+                "arm": arm.name, "rates": list(arm.rates), "select_loss": selected, "rate": arm.rate(runs),
+                "ends": [{**_end(line), "accuracy": line["accuracy"]} for line in ends], "device": ends[0]["device"],
+            })  # fmt: skip
+    return found
