@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,22 @@ def test_the_table_of_kernels_is_that_of_the_results() -> None:
         json.loads((ROOT / "benchmarks/results/attention.json").read_text())
     )
     assert made in (ROOT / "docs" / "kernels.md").read_text(), "python benchmarks/attention.py --table"
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_the_readme_runs_as_written(number: int, tmp_path: Path) -> None:
+    """Each example as a script of its own, in an empty folder; the monitor's log is there afterwards and has both observed steps."""
+    done = subprocess.run([sys.executable, "-c", BLOCKS[number]], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (log,) = tmp_path.rglob("locater.jsonl")
+    kinds = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [x for x in kinds if x["kind"] == "step"]
+    assert [x["step"] for x in steps] == [1, 11]
+    first, last = (sum(sum(row) for row in x["heads"]["M"]) / 8 for x in steps)
+    assert last > first + 0.01, "the penalty takes M towards its target"
 
 
 def test_the_readme_quotes_the_benchmark() -> None:

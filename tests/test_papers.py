@@ -286,5 +286,5 @@ def test_a_short_run_moves_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(plain.M) < 0.3
     assert held.M > plain.M + 0.5
     assert torch.equal(next(training.batches(data, 1, 3)), next(training.batches(data, 1, 3)))
-    spread = training._range([1.0, 4.0])
+    spread = training.seeds_range([1.0, 4.0])
     assert (spread.value, spread.spread) == (2.5, 1.5)

@@ -118,7 +118,8 @@ def stability(found: Entries) -> Part:
         Series(name, [(float(rate), sum(losses) / len(losses)) for rate, losses in by_rate.items()], "line" if n < 5 else "dashed", n)
         for n, (name, by_rate) in enumerate(held["losses"].items())
     ]
-    panel = Panel(f"{held['steps']} steps, mean of two seeds", "learning rate", "report loss", series, "log", x_limits=(5e-3, 0.12), y_limits=(4, 7.5))
+    title = f"{held['steps']} steps, mean of two seeds"
+    panel = Panel(title, "learning rate", "report loss", series, "log", x_limits=(5e-3, 0.12), y_limits=(4, 7.5))
     rates = list(next(iter(held["losses"].values())))
     lines = ["## i. Hot learning rates", "", "![stability](figure:stability)", ""]
     lines += [f"| | {' | '.join(f'{float(rate):g}' for rate in rates)} | survived up to |", "|---|" + "---|" * (len(rates) + 1)]
