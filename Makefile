@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 .PHONY: demo test test-slow test-gpu lint bench census surrogate browser clean
 
 demo: $(VENV)/.core
-	$(BIN)/locater demo --json demo.json --report demo.html
+	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
 
 test: $(VENV)/.dev lint
 	$(PYTEST) -n 2
@@ -55,4 +55,4 @@ $(VENV)/.bench: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo.json demo.html
+	rm -rf $(VENV) demo.json demo.html demo-twin.html

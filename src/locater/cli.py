@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json as jsonlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from locater.compare import compare
+from locater.compare import Comparison, compare
 from locater.errors import LocaterError
 from locater.findings import Condition, parse_conditions
 from locater.papers.command import Shell, add_reproduce
@@ -105,13 +106,36 @@ def probe_command(
 
 
 @app.command()
-def demo(json: JsonPath = None, report: ReportPath = None) -> None:
-    """Scan the small trained model that comes with the package."""
-    _check_writable(json, report)
-    found = scan(str(files("locater") / "demo"), details=report is not None)
-    _deliver(found, json, report, eigenvalues=False)
+def demo(
+    json: JsonPath = None,
+    report: ReportPath = None,
+    twin: Annotated[str | None, typer.Option(metavar="PATH", help="Write a page that sets the model beside its LocAteR twin.")] = None,
+) -> None:
+    """Scan the small trained model that comes with the package, and set it beside its twin that was trained with LocAteR."""
+    _check_writable(json, report, twin)
+    models = [str(files("locater") / "demo"), str(files("locater") / "demo" / "twin")]
+    _deliver(scan(models[0], details=report is not None), json, report, eigenvalues=False)
+    side = compare(*models)
+    if twin is not None:
+        side.report(twin)
     if json != "-":
-        _console().print("This was the model inside the package. Now one of yours: [bold]locater scan PATH[/bold]")
+        _show_twin(side, models, twin)
+
+
+def _show_twin(side: Comparison, models: list[str], page: str | None) -> None:
+    from locater.report.terminal import print_comparison
+
+    plain, held = (jsonlib.loads((Path(folder) / "training.json").read_text()) for folder in models)
+    console = _console()
+    console.print(
+        f"\nA: this model, {plain['command']}: validation loss {plain['validation_loss']:.4f}\n"
+        f"B: its twin, {held['command']}: validation loss {held['validation_loss']:.4f}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    print_comparison(side, console)
+    if page is not None:
+        console.print(f"Both side by side: {page}", markup=False, highlight=False)
+    console.print("These were the models inside the package. Now one of yours: [bold]locater scan PATH[/bold]")
 
 
 @app.command("compare")
