@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import locater
 from locater.errors import LocaterError
 from locater.probing import tally as tallying
-from locater.probing.call import from_interface
+from locater.probing.call import Call, from_interface
 from locater.probing.interface import eager_function
 from locater.report.sinks import JsonlSink, read_run
 
@@ -262,6 +262,29 @@ def test_an_empty_batch_adds_nothing() -> None:
         model(*[torch.randn(1, 4, 16)] * 3)
         model(*[torch.randn(0, 4, 16)] * 3)
     assert seen.rows[0].rows == 4
+
+
+def test_what_padding_holds_does_not_reach_the_outputs() -> None:
+    q, output = torch.randn(1, 4, 6, 8), torch.randn(1, 6, 4, 8)
+    padding = torch.ones(1, 6, dtype=torch.bool)
+    padding[0, :2] = False
+    grams = []
+    for held in (0.0, torch.nan):
+        site = locater.observe(llama(), outputs=True).sites[0]
+        output[:, :2] = held
+        site.see(Call(q, q[:, ::2], 1.0, causal=True, padding=padding, output=output))
+        grams.append(site.gram)
+    assert grams[0] is not None
+    assert torch.equal(*grams)
+    assert float(grams[0].abs().sum()) > 0
+
+
+def test_ranks_of_outputs_that_nobody_hands_over_are_not_known() -> None:
+    with locater.observe(model := nn.MultiheadAttention(16, 2, batch_first=True), outputs=True) as seen:
+        model(*[torch.randn(1, 4, 16)] * 3)
+    for row in seen.rows:
+        assert row.entropy is not None
+        assert (row.output_stable_rank, row.output_effective_rank, row.output_singular_values) == (None, None, None)
 
 
 # In a training run

@@ -17,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from locater.control.base import Layers, chosen_layers
 from locater.heads import AttentionLayer, Effective, effective, layers_of
+from locater.heads.folded import Recorder
 from locater.heads.readers import config_of
-from locater.heads.weights import ModuleWeights, Rows, take_rows
+from locater.heads.weights import ModuleWeights
 
 
 class FoldedMaps:
@@ -73,19 +74,6 @@ class FoldedMaps:
             query, key = torch.stack([x.query for x in same]), torch.stack([x.key for x in same])
             found += [query, key, torch.tensor([x.scale for x in same], dtype=query.dtype, device=query.device)]
         return found
-
-
-class Recorder(ModuleWeights):
-    """Remembers what was read, and hands out what it is given in its place."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.held: dict[str, Tensor] = {}
-
-    def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        if name not in self.held:
-            self.held[name] = super().read(name)
-        return take_rows(self.held[name], rows)
 
 
 def _kind(x: Tensor) -> Any:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from locater.control.base import Control, Layers
-from locater.control.folded import Recorder
 from locater.errors import LocaterError
 from locater.heads import AttentionLayer, layers_of
+from locater.heads.folded import Recorder
 from locater.heads.places import Place, is_a
 from locater.heads.readers import config_of
 from locater.probing.hidden import streams

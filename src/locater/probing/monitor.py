@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.findings import FLAGS, Condition, key_variance, parse_conditions
 from locater.heads import attention_layers, effective
+from locater.heads.folded import FoldedStacks, Spectra, spectra_of
 from locater.probing.observe import Choice, Observation
-from locater.probing.seen import SeenHead
-from locater.probing.site import Wanted
+from locater.probing.seen import fetched, held_by, numbers_of, totals
+from locater.probing.site import Site, Wanted
 from locater.probing.tally import missed
 from locater.version import __version__
 
@@ -38,6 +39,8 @@ SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of
 WARN_ON = "nonfinite, exploding, spread>5"  # from docs/results/early-warning.md: early, and 3 false alarms each in 20 healthy runs
 LOG = "locater.jsonl"
 logger = logging.getLogger("locater")
+Table = dict[tuple[int, int], dict[str, Any]]  # (layer, head): columns
+_MEANS = tuple(name for name in COLUMNS if name != "max_logit")
 
 
 class Monitor:
@@ -72,6 +75,7 @@ class Monitor:
         self._losses: list[tuple[int, Any]] = []
         self._said: set[Any] = set()
         self._columns: tuple[str, ...] = ()
+        self._stacks: FoldedStacks | None = None
 
     # A loop of one's own
 
@@ -91,6 +95,10 @@ class Monitor:
             raise
         self.observation = observation
         self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
+        self._stacks = None
+        if self.spectrum:
+            with contextlib.suppress(Exception):  # what cannot be recorded is read layer by layer, and what cannot be read is told then
+                self._stacks = FoldedStacks(model, [site.number for site in observation.sites])
         self._write(self._header(observation))
         self._arm()
         return self
@@ -119,7 +127,6 @@ class Monitor:
         self.step = self.step + 1 if step is None else step
         found: list[dict[str, Any]] = []
         if observed:
-            self._flush()
             found = self._observed(loss, scalars)
         elif loss is not None:
             # a copy: the tensor may be written over before it is read, by the loop or by a CUDA graph
@@ -131,7 +138,7 @@ class Monitor:
         """End: take the listeners off, write what is left, close the sinks. May be called twice."""
         if self.observation is None:
             return
-        self._flush()
+        self._flush([_number(loss) for _, loss in self._losses])
         self._write({"kind": "end", "step": self.step, "time": time.time()})
         self._close()
 
@@ -145,7 +152,7 @@ class Monitor:
         self.observation.switch.on = self.step % self.every == 0  # not by forward: a trainer may call parts of its module only
 
     def _close(self) -> None:
-        observation, self.observation = self.observation, None
+        observation, self.observation, self._stacks = self.observation, None, None
         if observation is not None:
             observation.close()
         for sink in self._sinks:
@@ -166,77 +173,86 @@ class Monitor:
         }  # fmt: skip
 
     def _observed(self, loss: Any, scalars: dict[str, Any]) -> list[dict[str, Any]]:
+        """All is computed before anything is read, so that the device is waited for once."""
         assert self.observation is not None
         self.observation.reduce()
-        rows = self.observation.rows if any(self.observation.called) else []
+        sites, (spectra, failed) = self.observation.sites, self._spectra()
+        losses = [*(held for _, held in self._losses), loss, *scalars.values()]
+        plain = [i for i, x in enumerate(losses) if type(x) in (Tensor, nn.Parameter)]
+        of_sites, of_weights = held_by(sites), [x for part in spectra for x in part.tensors]
+        numbers = fetched([*of_sites, *of_weights, *(losses[i] for i in plain)])
+        self.observation.clear()
+        for i, (number,) in zip(plain, numbers[len(of_sites) + len(of_weights) :], strict=True):
+            losses[i] = number
+        written = [_number(x) for x in losses]
+        self._flush(written)
+        table = _table(sites, numbers[: len(of_sites)])
         if missed:
             error = missed.pop()
             self._say(f"the run goes on; calls that could not be counted are left out: {type(error).__name__}: {error}", about=missed)
-        elif not rows:
+        elif not table:
             self._say(f"the model was not in training mode, or {self.observation.nothing()}", about=self.observation)
-        self.observation.clear()
-        table = {(row.layer, row.head): {name: row[name] for name in COLUMNS} | {"flags": row.flags} for row in rows}
-        if self.spectrum and rows:
-            try:
-                self._add_spectra(table)
-            except Exception as error:
-                self.spectrum = False
-                self._say(f"the run goes on without M and spread: {type(error).__name__}: {error}")
-        held = {name: [[table.get((s.number, h), {}).get(name) for h in range(s.count)] for s in self.observation.sites]
-                for name in self._columns}  # fmt: skip
+        if failed is not None and table:
+            self.spectrum = False
+            self._say(f"the run goes on without M and spread: {type(failed).__name__}: {failed}")
+        _add_spectra(table, spectra, numbers[len(of_sites) :])
+        held = {name: [[table.get((s.number, h), {}).get(name) for h in range(s.count)] for s in sites] for name in self._columns}
+        count = len(scalars)
         self._write({
-            "kind": "step", "step": self.step, "time": time.time(), "loss": _number(loss),
-            "scalars": {name: _number(x) for name, x in scalars.items()}, "heads": held,
+            "kind": "step", "step": self.step, "time": time.time(), "loss": written[-1 - count],
+            "scalars": dict(zip(scalars, written[len(written) - count :], strict=True)), "heads": held,
         })  # fmt: skip
-        return self._warn(rows, table)
+        return self._warn(table)
 
     @torch.no_grad()
-    def _add_spectra(self, table: dict[tuple[int, int], dict[str, Any]]) -> None:
-        """M and the spread of logits over unit tokens, from the weights as they are now."""
+    def _spectra(self) -> tuple[list[Spectra], Exception | None]:
+        """Of the weights as they are now, or why there are none."""
         assert self.observation is not None
-        layers = list(attention_layers(self.observation.model))  # read again: folded gains belong to the weights of this step
-        for site in self.observation.sites:
-            folded = effective(layers[site.number])
-            moments, scale = folded.moments(), folded.scale
-            F, bias = (scale**2 * moments.frobenius_sq).tolist(), folded.key_bias.tolist()
-            M = None if moments.cross is None else (scale * moments.trace).tolist()
-            for head in site.heads:
-                row = table.get((site.number, head))
-                if row is not None:
-                    row["spread"] = _number(math.sqrt(max(0.0, key_variance(F[head], bias[head]))))
-                    row["M"] = None if M is None else _number(M[head])
+        if not self.spectrum:
+            return [], None
+        if self._stacks is not None:
+            try:
+                return self._stacks.spectra(), None
+            except Exception:
+                self._stacks = None  # and from here on layer by layer
+        try:
+            layers = list(attention_layers(self.observation.model))  # read again: folded gains belong to the weights of this step
+            return [spectra_of(site.number, effective(layers[site.number])) for site in self.observation.sites], None
+        except Exception as error:
+            return [], error
 
-    def _warn(self, rows: Sequence[SeenHead], table: dict[tuple[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
+    def _warn(self, table: Table) -> list[dict[str, Any]]:
         found = []
-        for row in rows:
+        for (layer, head), held in table.items():
             for condition in self.conditions:
-                key = (row.layer, row.head, condition.text)
-                held = table[row.layer, row.head]
+                key = (layer, head, condition.text)
                 if key not in self.warned and condition.test(held):
                     self.warned.add(key)
-                    found.append(self._warning(row, held, condition))
+                    found.append(self._warning(layer, head, held, condition))
         for record in found:
             self._write(record)
             if is_first_rank():
                 logger.warning(record["message"])
         return found
 
-    def _warning(self, row: SeenHead, held: dict[str, Any], condition: Condition) -> dict[str, Any]:
+    def _warning(self, layer: int, head: int, held: dict[str, Any], condition: Condition) -> dict[str, Any]:
+        assert self.observation is not None
+        name = next(site.name for site in self.observation.sites if site.number == layer)
         flag = next((f for f in FLAGS if f.name == condition.text), None)
         column = condition.column or (flag.needs[0] if flag else None)
         value = held.get(column) if column else None
         shown = "" if value is None else f" ({column} {value:.4g})"
         said = f"{flag.meaning}. {flag.way_out}" if flag else f"crossed {condition.text}"
-        message = f"step {self.step}: {row.name} head {row.head}: {condition.text}{shown}: {said}"
+        message = f"step {self.step}: {name} head {head}: {condition.text}{shown}: {said}"
         return {
-            "kind": "warning", "step": self.step, "time": time.time(), "layer": row.layer, "head": row.head, "name": row.name,
+            "kind": "warning", "step": self.step, "time": time.time(), "layer": layer, "head": head, "name": name,
             "flag": condition.text, "value": value, "threshold": condition.bound, "message": message,
         }  # fmt: skip
 
-    def _flush(self) -> None:
+    def _flush(self, numbers: Sequence[float | None]) -> None:
         """Losses of the steps in between, read now that the device is waited for anyway."""
-        for step, loss in self._losses:
-            self._write({"kind": "loss", "step": step, "loss": _number(loss)})
+        for (step, _), number in zip(self._losses, numbers, strict=False):
+            self._write({"kind": "loss", "step": step, "loss": number})
         self._losses.clear()
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -303,6 +319,32 @@ class Monitor:
         if name.startswith("on_") or name in ("setup", "teardown"):
             return _nothing  # an event of a trainer that a monitor has no use for
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+
+def _table(sites: Sequence[Site], numbers: Sequence[list[float]]) -> Table:
+    """Columns and flags of every head of the sites that were called."""
+    found: Table = {}
+    for site, total in zip(sites, totals(sites, numbers), strict=True):
+        if total.called:
+            for head, sums, top in zip(site.heads, total.sums, total.tops, strict=True):
+                found[site.number, head] = numbers_of(site.kind, sums, top, _MEANS)
+    return found
+
+
+def _add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[list[float]]) -> None:
+    """M and the spread of logits over unit tokens; `numbers` are those of `Spectra.tensors`, one after another."""
+    left = iter(numbers)
+    for part in spectra:
+        F, term = next(left), next(left)
+        trace = None if part.trace is None else next(left)
+        count = len(F) // len(part.layers)
+        for at, (layer, scale) in enumerate(zip(part.layers, part.scales, strict=True)):
+            for head in range(count):
+                row = table.get((layer, head))
+                if row is not None:
+                    i = at * count + head
+                    row["spread"] = _number(math.sqrt(max(0.0, key_variance(scale**2 * F[i], scale * term[i]))))
+                    row["M"] = None if trace is None else _number(scale * trace[i])
 
 
 def _nothing(*args: Any, **held: Any) -> None:

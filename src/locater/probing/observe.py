@@ -18,8 +18,8 @@ from locater.heads.weights import ModuleWeights
 from locater.probing import interface, outside
 from locater.probing.hidden import Padding, SeenLayer, listen, streams
 from locater.probing.outside.parts import instead
-from locater.probing.seen import SeenHead, rows_of
-from locater.probing.site import Site, Switch, Wanted, enter, leave
+from locater.probing.seen import SeenHead, fetched, held_by, rows_of, totals
+from locater.probing.site import Site, Switch, Wanted, clear, enter, leave
 
 if TYPE_CHECKING:
     import pandas
@@ -126,7 +126,7 @@ class Observation:
     @property
     def rows(self) -> list[SeenHead]:
         """One row per head, layer by layer in the order of a scan. Layers that were not called have none."""
-        found = [row for site in self.sites for row in rows_of(site)]
+        found = rows_of(self.sites)
         if not found:
             raise LocaterError(self.nothing())
         return found
@@ -134,7 +134,7 @@ class Observation:
     @property
     def called(self) -> list[bool]:
         """Whether each site was called since the last `clear`."""
-        return [site.called for site in self.sites]
+        return [total.called for total in totals(self.sites, fetched(held_by(self.sites)))]
 
     @property
     def layers(self) -> list[SeenLayer]:
@@ -148,8 +148,7 @@ class Observation:
 
     def clear(self) -> None:
         """Forget what was seen so far."""
-        for site in self.sites:
-            site.clear()
+        clear(self.sites)
         for point in self.streams:
             point.sums.zero_()
 

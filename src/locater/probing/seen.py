@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from locater.findings import flags_of
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from locater.findings import FLAGS
 from locater.measures import Ranks, ranks_of_gram
 from locater.probing.site import Site
-from locater.probing.tally import AT
+from locater.probing.tally import AT, wide
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class SeenHead:
     at all counted tokens of all sequences and calls, from the same sum of Gram matrices as the two ranks. They grow with the root of
     the number of tokens; over sqrt(rows) they do not. In float32 those under 3.5e-4 sqrt(d_head) of the first are rounding. They
     are d_head numbers per head: the steps that `Monitor` logs and the heads that `probe` lists do without. None where all outputs are
-    zero or the layer hands none over (`nn.MultiheadAttention`).
+    zero or the layer hands none over (`nn.MultiheadAttention`, which leaves both ranks None too).
     """
 
     layer: int
@@ -61,33 +66,97 @@ MEANS = {  # column: the column that counts its rows
 }  # fmt: skip
 
 
-def rows_of(site: Site) -> list[SeenHead]:
-    """One row per head that was listened to; none where nothing was called."""
-    if not site.called:
-        return []
-    sums, pairs = site.sums.cpu().double(), site.pairs.cpu().double()
-    tops = site.maxima.cpu()[:, 0].tolist()
-    ranks = None if site.gram is None else ranks_of_gram(site.gram.cpu())
-    return [_row(site, at, sums[at].tolist(), tops[at], pairs[at].tolist(), ranks) for at in range(len(site.heads))]
+PLACES = {name: (AT[name], AT[count]) for name, count in MEANS.items()}
+SHOWN = [  # the other flags need weights
+    (flag.name, flag.needs[0], flag.rule) for flag in FLAGS if len(flag.needs) == 1 and flag.needs[0] in {*MEANS, "max_logit", "finite"}
+]
 
 
-def _row(site: Site, at: int, sums: list[float], top: float, pairs: list[list[float]], ranks: Ranks | None) -> SeenHead:
-    found: dict[str, Any] = {name: _over(sums[AT[name]], sums[AT[count]]) for name, count in MEANS.items()}
-    found["max_logit"] = _finite(top)
-    rows = int(sums[AT["rows"]])
-    if site.kind != "self":  # queries and keys are different tokens
-        found["distance"] = found["self_mass"] = None
-    if ranks is not None:
+@dataclass(frozen=True)
+class Totals:
+    """What a site has added up, per head that was listened to, as plain numbers."""
+
+    sums: list[list[float]]
+    tops: list[float]
+    pairs: list[list[list[float]]]
+
+    @property
+    def called(self) -> bool:
+        return any(row[AT["calls"]] > 0 for row in self.sums)
+
+
+def held_by(sites: Iterable[Site]) -> list[Tensor]:
+    """The tensors that `totals` wants as numbers."""
+    return [held for site in sites for held in (site.sums, site.maxima, site.pairs)]
+
+
+def totals(sites: Sequence[Site], numbers: Iterable[list[float]]) -> list[Totals]:
+    """One per site, from the numbers of `held_by`."""
+    found, left = [], iter(numbers)
+    for site in sites:
+        (sums, tops, pairs), count = (next(left) for _ in range(3)), len(site.heads)
+        rows, offsets = list(_parts(sums, count)), len(site.wanted.offsets)
+        found.append(Totals(rows, tops, [list(_parts(part, offsets)) for part in _parts(pairs, count)]))
+    return found
+
+
+def _parts(numbers: list[float], count: int) -> Iterator[list[float]]:
+    size = len(numbers) // max(1, count)
+    return (numbers[i * size : (i + 1) * size] for i in range(count))
+
+
+@torch.no_grad()
+def fetched(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers in each of these tensors, waiting once for each device."""
+    kinds: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for i, x in enumerate(tensors):
+        kinds.setdefault(x.device, {}).setdefault(x.dtype, []).append(i)
+    found: dict[int, list[float]] = {}
+    for device, of_dtype in kinds.items():
+        parts = [_flatten_dense_tensors([tensors[i] for i in which]).to(wide(device)) for which in of_dtype.values()]
+        flat, start = torch.cat(parts).tolist(), 0
+        for i in (i for which in of_dtype.values() for i in which):
+            end = start + tensors[i].numel()
+            found[i], start = flat[start:end], end
+    return [found[i] for i in range(len(tensors))]
+
+
+def rows_of(sites: Sequence[Site]) -> list[SeenHead]:
+    """One row per head that was listened to, of the sites that were called."""
+    found: list[SeenHead] = []
+    for site, total in zip(sites, totals(sites, fetched(held_by(sites))), strict=True):
+        if total.called:
+            ranks = None if site.gram is None else ranks_of_gram(site.gram.cpu())
+            found += [_row(site, at, total, ranks) for at in range(len(site.heads))]
+    return found
+
+
+def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
+    sums = total.sums[at]
+    found = numbers_of(site.kind, sums, total.tops[at])
+    if ranks is not None and sums[AT["outputs"]]:
         found["output_stable_rank"], found["output_effective_rank"] = (_finite(float(x[at])) for x in (ranks.stable, ranks.effective))
         values = tuple(ranks.singular_values[at].tolist())
         found["output_singular_values"] = values if any(values) and all(map(math.isfinite, values)) else None
-    finite = all(math.isfinite(sums[AT[name]]) for name in MEANS) and not math.isnan(top) and top < math.inf
     head = site.heads[at]
     return SeenHead(
-        site.number, head, head // site.group, site.kind, site.name, rows, "sampled" if site.wanted.rows else "exact", **found,
-        offsets={offset: _over(*pairs[i]) for i, (offset, _) in enumerate(site.wanted.offsets)},
-        flags=flags_of({**found, "finite": finite}, length=2),
+        site.number, head, head // site.group, site.kind, site.name, int(sums[AT["rows"]]), "sampled" if site.wanted.rows else "exact",
+        **found, offsets={offset: _over(*total.pairs[at][i]) for i, (offset, _) in enumerate(site.wanted.offsets)},
     )  # fmt: skip
+
+
+def numbers_of(kind: str, sums: list[float], top: float, names: Iterable[str] = tuple(MEANS)) -> dict[str, Any]:
+    """Means of these names, the largest logit and the flags of one head of a layer of this kind."""
+    found: dict[str, Any] = {"finite": all(map(math.isfinite, sums)) and top < math.inf, "max_logit": _finite(top)}
+    for name in names:
+        total, count = PLACES[name]
+        found[name] = _over(sums[total], sums[count])
+    if kind != "self":  # queries and keys are different tokens
+        found.update({name: None for name in ("distance", "self_mass") if name in found})
+    flags = [name for name, column, rule in SHOWN if (value := found.get(column)) is not None and rule(value, length=2)]
+    found["flags"] = tuple(flags)
+    del found["finite"]
+    return found
 
 
 def _over(total: float, count: float) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.probing.call import Call
-from locater.probing.tally import AT, COLUMNS, MAXIMA, missed, tally, wide
+from locater.probing.tally import COLUMNS, MAXIMA, missed, tally, wide
 
 if TYPE_CHECKING:
     from locater.heads import AttentionLayer
@@ -80,18 +80,6 @@ class Site:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()
 
-    @property
-    def called(self) -> bool:
-        """Whether anything was counted since the last `clear`."""
-        return bool((self.sums[:, AT["calls"]] > 0).any())
-
-    def clear(self) -> None:
-        """Forget what was seen."""
-        for held in (self.sums, self.pairs, self.gram):
-            if held is not None:
-                held.zero_()
-        self.maxima.fill_(-torch.inf)
-
     def see(self, call: Call) -> None:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
         wanted = self.wanted
@@ -101,6 +89,16 @@ class Site:
             None if self.gram is None else call.output, self.picked, call.cut, wanted.rows, wanted.rest,
             [offset for offset, _ in wanted.offsets], [start for _, start in wanted.offsets], self.switch.lenient,
         )  # fmt: skip
+
+
+def clear(sites: Sequence[Site]) -> None:
+    """Forget what was seen, of all sites together."""
+    if not sites:
+        return
+    maxima = [site.maxima for site in sites]
+    added = [held for site in sites for held in (site.sums, site.pairs, site.gram) if held is not None and held.numel()]
+    torch._foreach_zero_([*added, *maxima])
+    torch._foreach_sub_(maxima, torch.inf)
 
 
 def listening(module: nn.Module) -> tuple[Site, ...]:

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from locater.kernels import attention_statistics
 from locater.kernels.reference import weight_at
-from locater.kernels.terms import Terms, full_terms
+from locater.kernels.terms import AttentionStatistics, Terms, full_terms
 from locater.spectrum import upcast
 
-# One column per sum over the rows that count. A mean is a column over its count.
+# One column per sum over the rows that count, counts before what they count. A mean is a column over its count.
 COLUMNS = (
-    "calls", "rows", "entropy", "row_mass", "max_probability", "participation", "distance", "self_mass",
-    "wide_rows", "entropy_ratio", "first_rows", "sink", "rest_rows", "rest_entropy", "wide_rest_rows", "rest_entropy_ratio",
+    "calls", "rows", "wide_rows", "first_rows",
+    "entropy", "row_mass", "max_probability", "participation", "distance", "self_mass", "entropy_ratio", "sink",
+    "rest_rows", "wide_rest_rows", "rest_entropy", "rest_entropy_ratio", "outputs",
 )  # fmt: skip
 AT = {name: column for column, name in enumerate(COLUMNS)}
 MAXIMA = ("max_logit",)
+STACKED = 1 << 25  # numbers that are brought together to be summed at once
 missed: deque[Exception] = deque(maxlen=1)  # why a call was left out, the last time
 _rows = torch.Generator()  # which rows are sampled
 
@@ -33,8 +37,7 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-@torch.library.custom_op("locater::tally", mutates_args=("sums", "maxima", "pairs", "gram"))
-def tally(
+def _kernel(
     q: Tensor, k: Tensor, sums: Tensor, maxima: Tensor, pairs: Tensor, gram: Tensor | None, scale: float, causal: bool, own: bool,
     window: int, softcap: float, padding: Tensor | None, documents: Tensor | None, mask: Tensor | None, bias: Tensor | None,
     alibi: Tensor | None, sinks: Tensor | None, output: Tensor | None, heads: Tensor | None, cut: Tensor | None, rows: int, rest: bool,
@@ -50,8 +53,9 @@ def tally(
     if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
     try:
-        _tally(q, k, sums, maxima, pairs, gram, scale, causal, own, window, softcap, padding, documents, mask, bias, alibi, sinks, output,
-               heads, cut, rows, rest, offsets, starts)  # fmt: skip
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
+            _tally(q, k, sums, maxima, pairs, gram, scale, causal, own, window, softcap, padding, documents, mask, bias, alibi, sinks,
+                   output, heads, cut, rows, rest, offsets, starts)  # fmt: skip
     except Exception as error:
         if not lenient:
             raise
@@ -61,9 +65,21 @@ def tally(
         maxima.fill_(-torch.inf)
 
 
-@tally.register_fake
-def _(*args: object, **kwargs: object) -> None:
+# Not torch.library.custom_op, whose wrappers in Python take as long as what is counted here. There is nothing to differentiate.
+_library = torch.library.Library("locater", "FRAGMENT")
+_library.define(
+    "tally" + torch.library.infer_schema(_kernel, mutates_args=("sums", "maxima", "pairs", "gram")), tags=torch.Tag.pt2_compliant_tag
+)
+_library.impl("tally", _disable_dynamo(_kernel), "CompositeExplicitAutograd")
+_library.impl("tally", torch.library.fallthrough_kernel, "Autograd")
+tally = torch.ops.locater.tally.default
+
+
+def _fake(*args: object, **kwargs: object) -> None:
     return None
+
+
+torch.library.register_fake("locater::tally", _fake, lib=_library)
 
 
 def _tally(
@@ -80,19 +96,24 @@ def _tally(
             None if output is None else output[:, :, heads],
         )
     terms = Terms(scale, causal, window or None, softcap or None, padding, documents, mask, bias, alibi, sinks)
-    with torch.autocast(q.device.type, enabled=False):
-        terms = full_terms(terms, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        terms, counted, first = _placed(q, k, terms, own, cut)
-        if 0 < rows < q.shape[2]:
-            q, terms, counted, first, output = _some_rows(q, k, terms, counted, first, output, rows)
-        lse = _add(q, k, terms, counted, first, sums, maxima)
-        if rest:
-            _add_rest(q, k, terms, counted, first, sums)
-        for column, (offset, start) in enumerate(zip(offsets, starts, strict=True)):
-            _add_pairs(q, k, terms, counted, lse, offset, start, pairs[:, column])
-        if gram is not None and output is not None:
-            o = (upcast(output) * counted[:, :, None, None]).transpose(1, 2)  # (B, H, T, V)
-            gram += (o.mT @ o).sum(0)
+    more = rest or bool(offsets) or (gram is not None and output is not None)
+    B, T, S = q.shape[0], q.shape[2], k.shape[2]
+    if not more and T <= S and not 0 < rows < T and all(x is None for x in (padding, documents, mask, bias, cut)):
+        _add_whole(q, k, terms, sums, maxima)
+        return
+    terms = full_terms(terms, B, q.shape[1], T, S)
+    terms, counted, first = _placed(q, k, terms, own, cut)
+    if 0 < rows < T:
+        q, terms, counted, first, output = _some_rows(q, k, terms, counted, first, output, rows)
+    lse = _add(q, k, terms, counted, first, sums, maxima)
+    if rest:
+        _add_rest(q, k, terms, counted, first, sums)
+    for column, (offset, start) in enumerate(zip(offsets, starts, strict=True)):
+        _add_pairs(q, k, terms, counted, lse, offset, start, pairs[:, column])
+    if gram is not None and output is not None:
+        o = upcast(output).masked_fill(~counted[:, :, None, None], 0).transpose(1, 2)  # (B, H, T, V)
+        gram += (o.mT @ o).sum(0)
+        sums[:, AT["outputs"]].add_(1)
 
 
 def _some_heads(
@@ -169,18 +190,34 @@ def _some_rows(
     return q[:, :, at], Terms(**held), counted[:, at], first[:, at], None if output is None else output[:, at]
 
 
+def _add_whole(q: Tensor, k: Tensor, terms: Terms, sums: Tensor, maxima: Tensor) -> None:
+    """As `_add`, of a call without masks but causal and window: every row counts, and how many keys each sees is known by its place."""
+    B, T, S = q.shape[0], q.shape[2], k.shape[2]
+    found = attention_statistics(q, k, **vars(terms))
+    several = terms.window is None or terms.window > 1
+    wide = 0 if not several or S < 2 else T - 1 if terms.causal and T == S else T  # the others are the first rows
+    look = T if terms.window is None else min(max(terms.window - (S - T), 0), T)
+    ratio = found.entropy / torch.log(found.visible[:1, :1].clamp_min(2).to(found.entropy.dtype))
+    if wide < T:
+        ratio[:, :, : T - wide].zero_()
+    top = torch.exp(found.max_logit - found.log_sum_exp)
+    columns = (found.entropy, found.row_mass, top, found.participation, found.distance, found.self_mass, ratio, found.first_mass)
+    torch._foreach_add_(sums.unbind(1)[: AT["entropy"]], (1.0, float(B * T), float(B * wide), float(B * look)))
+    _put(sums, "entropy", columns)
+    _raise(maxima, found.max_logit)
+
+
 def _add(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor, sums: Tensor, maxima: Tensor) -> Tensor:
     """Every column but those of the rest; returns the log-sum-exp of the rows."""
     found = attention_statistics(q, k, **vars(terms))
     shown = (found.visible > 0) & counted[:, None]
     sink, look = weight_at(q, k, terms, first, found.log_sum_exp)
-    _put(sums, shown, rows=None, entropy=found.entropy, row_mass=found.row_mass, max_probability=found.max_probability,
-         participation=found.participation, distance=found.distance, self_mass=found.self_mass)  # fmt: skip
-    _put(sums, shown & (found.visible > 1), wide_rows=None, entropy_ratio=found.entropy_ratio)
-    _put(sums, shown & look, first_rows=None, sink=sink)
-    sums[:, AT["calls"]] += 1
-    top = torch.where(shown, found.max_logit, torch.full_like(found.max_logit, -torch.inf)).amax((0, 2))
-    maxima[:, 0] = torch.maximum(maxima[:, 0], top.to(maxima))  # NaN wins, as it should
+    ratio, wide = _ratio(found, shown)
+    sums[:, AT["calls"]].add_(1)
+    _put(sums, "rows", (shown, wide, shown & look))
+    columns = (found.entropy, found.row_mass, found.max_probability, found.participation, found.distance, found.self_mass, ratio, sink)
+    _put(sums, "entropy", columns, ~shown)
+    _raise(maxima, found.max_logit.masked_fill(~shown, -torch.inf))
     return found.log_sum_exp
 
 
@@ -191,15 +228,32 @@ def _add_rest(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor
     padding = later if terms.padding is None else later & terms.padding
     found = attention_statistics(q, k, extended=False, **{**vars(terms), "padding": padding, "sinks": None})
     shown = (found.visible > 0) & counted[:, None]
-    _put(sums, shown, rest_rows=None, rest_entropy=found.entropy)
-    _put(sums, shown & (found.visible > 1), wide_rest_rows=None, rest_entropy_ratio=found.entropy_ratio)
+    ratio, wide = _ratio(found, shown)
+    _put(sums, "rest_rows", (shown, wide))
+    _put(sums, "rest_entropy", (found.entropy, ratio), ~shown)
 
 
-def _put(sums: Tensor, where: Tensor, **columns: Tensor | None) -> None:
-    """Add the sum of each column over the rows in `where`; None counts them."""
-    for name, value in columns.items():
-        held = where if value is None else torch.where(where, value, torch.zeros_like(value))
-        sums[:, AT[name]] += held.sum((0, 2), dtype=sums.dtype)
+def _ratio(found: AttentionStatistics, shown: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy over the log of the visible keys, 0 in rows that see fewer than two; and the rows that see more."""
+    wide = shown & (found.visible > 1)
+    ratio = found.entropy / torch.log(found.visible.clamp_min(2).to(found.entropy.dtype))
+    return ratio.masked_fill_(~wide, 0), wide
+
+
+def _put(sums: Tensor, start: str, columns: Sequence[Tensor | None], hidden: Tensor | None = None) -> None:
+    """Add the sums over the rows that are not `hidden` of numbers (B, H, T) to the column `start` and those after it."""
+    held, at = [x for x in columns if x is not None], AT[start]
+    together = max(1, STACKED // held[0].numel())
+    for begin in range(0, len(held), together):
+        part = torch.stack(held[begin : begin + together])
+        if hidden is not None:
+            part.masked_fill_(hidden, 0)
+        sums.narrow(1, at + begin, len(part)).add_(part.sum((1, 3), dtype=sums.dtype).T)  # `sums[...] +=` would copy once more
+
+
+def _raise(maxima: Tensor, logits: Tensor) -> None:
+    held = maxima[:, 0]
+    torch.maximum(held, logits.amax((0, 2)).to(held.dtype), out=held)  # NaN wins, as it should
 
 
 def _add_pairs(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, lse: Tensor, offset: int, start: int, into: Tensor) -> None:
@@ -208,5 +262,5 @@ def _add_pairs(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, lse: Tensor,
     wanted = positions >= max(start, offset)
     weight, look = weight_at(q, k, terms, torch.where(wanted, positions - offset, torch.full_like(positions, -1))[None], lse)
     shown = counted[:, None] & look
-    into[:, 0] += torch.where(shown, weight, torch.zeros_like(weight)).sum((0, 2), dtype=into.dtype)
-    into[:, 1] += shown.sum((0, 2), dtype=into.dtype)
+    into[:, 0].add_(torch.where(shown, weight, torch.zeros_like(weight)).sum((0, 2), dtype=into.dtype))
+    into[:, 1].add_(shown.sum((0, 2), dtype=into.dtype))
