@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", choices=CONTENDERS)
-    parser.add_argument("--eager", action="store_true", help="with --gpu: without the compiled part")
+    parser.add_argument("--only", choices=("eager", "compiled"), help="with --gpu: this part alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -217,7 +217,7 @@ def main() -> None:
         table()
     else:
         out = given.out or RESULTS / f"observe-{'gpu' if given.gpu else 'cpu'}.json"
-        found = gpu(out, hows=("eager",) if given.eager else ("eager", "compiled")) if given.gpu else cpu(given.rounds)
+        found = gpu(out, hows=(given.only,) if given.only else ("compiled", "eager")) if given.gpu else cpu(given.rounds)
         out.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found, indent=1))
 

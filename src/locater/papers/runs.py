@@ -218,9 +218,13 @@ class Arm:
         if best is not None:
             yield from (self.row(best, seed) for seed in range(1, self.seeds))
 
-    def ends(self, runs: Runs) -> list[dict[str, Any]] | None:
-        """Lines of all seeds at the best rate; None while one is missing."""
+    def so_far(self, runs: Runs) -> list[dict[str, Any]]:
+        """Lines of the seeds at the best rate, those that there are."""
         best = self.rate(runs)
         lines = [] if best is None else [runs.of(self.row(best, seed)) for seed in range(self.seeds)]
-        found = [line for line in lines if line is not None and line["status"] == "done"]
-        return found if best is not None and len(found) == self.seeds else None
+        return [line for line in lines if line is not None and line["status"] == "done"]
+
+    def ends(self, runs: Runs) -> list[dict[str, Any]] | None:
+        """The same of all seeds; None while one is missing."""
+        found = self.so_far(runs)
+        return found if len(found) == self.seeds else None

@@ -122,14 +122,23 @@ def _d(runs: Runs) -> dict[str, Measured]:
     both = curve(TARGETS["both"], "both", rate)
     found = {
         "d8": _change(
-            runs, mean, PLAIN, "report_loss", {"arms": _table(runs, [PLAIN, BOTH, *PARTS.values()]), "curves": curves, "rate": rate}
+            runs,
+            mean,
+            PLAIN,
+            "report_loss",
+            {
+                "arms": _table(runs, [PLAIN, BOTH, *PARTS.values()]),
+                "learned": _table(runs, LEARNED.values()),
+                "curves": curves,
+                "rate": rate,
+            },
         ),
         "d9": _change(runs, scale, PLAIN, "entropy"),
         "d10": _change(runs, scale, PLAIN, "report_loss"),
         "d11": _by_seed(runs, list(both.values()), lambda lines: spearman(list(both), [x["report_loss"] for x in lines])),
         "d12": _by_seed(runs, [both[2.0], both[-2.0]], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"]),
         "d13": _change(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
-        "d14": _change(runs, LEARNED["mean only"], LEARNED["none"], "report_loss", {"arms": _table(runs, LEARNED.values())}),
+        "d14": _change(runs, LEARNED["mean only"], LEARNED["none"], "report_loss"),
         "d15": _change(runs, LEARNED["LocAteR"], LEARNED["none"], "report_loss"),
         "d16": _change(runs, LEARNED["scale only"], LEARNED["none"], "report_loss"),
     }
@@ -270,10 +279,10 @@ def _points(runs: Runs, held: Mapping[float, Sequence[Row]]) -> list[dict[str, A
 
 
 def _table(runs: Runs, arms: Iterable[Arm]) -> list[dict[str, Any]]:
-    """Arms as the page shows them."""
+    """Arms as the page shows them, with the seeds that there are; verdicts take whole arms alone."""
     found = []
     for arm in arms:
-        ends = arm.ends(runs)
+        ends = arm.so_far(runs)
         tried = [runs.of(arm.row(rate, 0)) for rate in arm.rates]
         if ends:
             selected = [None if line is None or line["status"] != "done" else line["select_loss"] for line in tried]

@@ -1,0 +1,160 @@
+"""What each attention mechanism costs beside PyTorch's fused attention, forward and backward, and how that grows with T.
+
+python benchmarks/mechanisms.py            the CPU part, one thread, contenders in turns
+python benchmarks/mechanisms.py --gpu      the same on a GPU, in bfloat16
+python benchmarks/mechanisms.py --table    prints what benchmarks/results/mechanisms-*.json holds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from locater.attention import mechanism, mechanisms
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Setting:
+    device: str
+    dtype: torch.dtype
+    heads: int
+    lengths: tuple[int, int, int]
+    rounds: int
+    size: int = 64
+
+
+CPU = Setting("cpu", torch.float32, 4, (512, 1024, 2048), 5)
+GPU = Setting("cuda", torch.bfloat16, 16, (2048, 4096, 8192), 7)
+EXTRA = {"fastmax, order 1": ("fastmax", {"order": 1})}
+
+
+def contenders() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Label: name of a mechanism and options that are no tensors. SDPA is PyTorch's function itself."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {"SDPA": ("", {"is_causal": True}), "SDPA, all keys": ("", {})}
+    for m in mechanisms():
+        found[m.name] = (m.name, {})
+    return found | EXTRA
+
+
+def options(name: str, heads: int, length: int, like: Tensor) -> dict[str, Any]:
+    """What a mechanism needs; gates and gains take gradients as they would in a model."""
+    made: dict[str, dict[str, Callable[[], Tensor]]] = {
+        "learned_sink": {"sinks": lambda: torch.zeros(heads)},
+        "hybrid_normalized": {"mix": lambda: torch.full((heads,), 0.5)},
+        "differential": {"lam": lambda: torch.full((heads,), 0.5)},
+        "delta": {"beta": lambda: torch.full((1, heads, length), 0.5)},
+        "gated_delta": {"beta": lambda: torch.full((1, heads, length), 0.5), "log_decay": lambda: torch.full((1, heads, length), -0.1)},
+    }
+    return {key: make().to(like.device).requires_grad_() for key, make in made.get(name, {}).items()}
+
+
+def once(label: str, setting: Setting, length: int, backward: bool) -> float:
+    """Seconds of one call, causal unless the mechanism refuses that."""
+    name, fixed = contenders()[label]
+    shape = (1, setting.heads, length, setting.size)
+    q, k, v = (torch.randn(shape, device=setting.device, dtype=setting.dtype, requires_grad=backward) for _ in range(3))
+    kw = fixed | (options(name, setting.heads, length, q) if name else {})
+    call: Callable[..., Tensor] = scaled_dot_product_attention
+    if name:
+        call, kw["causal"] = mechanism(name), mechanism(name).is_causal_safe
+    clock = time.perf_counter if setting.device == "cuda" else time.process_time  # one thread: what others run on the machine stays out
+    _wait(setting)
+    began = clock()
+    with torch.set_grad_enabled(backward):
+        out = call(q, k, v, **kw)
+        if backward:
+            out.backward(torch.ones_like(out))
+    _wait(setting)
+    return clock() - began
+
+
+def _wait(setting: Setting) -> None:
+    if setting.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Medians over rounds; in each round every contender has its turn."""
+    torch.manual_seed(0)
+    seconds: dict[str, dict[str, dict[str, float]]] = {label: {} for label in contenders()}
+    for length in setting.lengths:
+        for backward in (False, True):
+            runs: dict[str, list[float]] = {label: [] for label in contenders()}
+            for turn in range(setting.rounds + 1):  # the first is a warm-up
+                for label in contenders():
+                    taken = once(label, setting, length, backward)
+                    if turn:
+                        runs[label].append(taken)
+            for label, found in runs.items():
+                seconds[label].setdefault(str(length), {})["both" if backward else "forward"] = statistics.median(found)
+    machine = torch.cuda.get_device_name() if setting.device == "cuda" else f"{_processor()}, {torch.get_num_threads()} thread"
+    kind = str(setting.dtype).removeprefix("torch.")
+    shape = f"batch 1, {setting.heads} heads of {setting.size}, {kind}, causal where that is possible"
+    return {
+        "machine": machine, "torch": torch.__version__, "shape": shape, "rounds": setting.rounds,
+        "clock": "wall time" if setting.device == "cuda" else "processor time",
+        "lengths": list(setting.lengths), "seconds": seconds, "all_keys": [label for label in seconds if not _is_causal(label)],
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _is_causal(label: str) -> bool:
+    name, fixed = contenders()[label]
+    return mechanism(name).is_causal_safe if name else "is_causal" in fixed
+
+
+def table(held: dict[str, Any]) -> str:
+    """Times at the longest T, in brackets as a multiple of SDPA's that sees as much; growth from the shortest T."""
+    short, *_, long = map(str, held["lengths"])
+    ratio = held["lengths"][-1] // held["lengths"][0]
+    lines = [
+        f"{held['machine']}, torch {held['torch']}, {held['shape']}; T = {int(long):,}; "
+        f"{held['clock']}, median of {held['rounds']} rounds.\n",
+        f"| | forward | forward and backward | growth for {ratio} times the tokens |",
+        "|---|---|---|---|",
+    ]
+    for label, found in held["seconds"].items():
+        plain = held["seconds"]["SDPA, all keys" if label in held["all_keys"] else "SDPA"][long]
+        cells = [f"{1e3 * found[long][key]:,.0f} ms ({found[long][key] / plain[key]:.2f})" for key in ("forward", "both")]
+        lines.append(f"| {label} | {' | '.join(cells)} | {found[long]['both'] / found[short]['both']:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.table:
+        for path in sorted(RESULTS.glob("mechanisms-*.json")):
+            print(table(json.loads(path.read_text())) + "\n")
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    found = measure(GPU if given.gpu else CPU)
+    out = given.out or RESULTS / f"mechanisms-{'gpu' if given.gpu else 'cpu'}.json"
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
