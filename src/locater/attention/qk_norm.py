@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from locater.attention.inputs import Inputs
+from locater.attention.softmax import softmax_attention, softmax_map
+from locater.errors import LocaterError
 
 NormKind = Literal["rms", "layer"]
 
@@ -31,3 +36,29 @@ def unit(x: Tensor, kind: NormKind, eps: float) -> Tensor:
     if kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+def qk_norm_attention(
+    x: Inputs, *, query_gain: Tensor | None = None, key_gain: Tensor | None = None, kind: NormKind = "rms", eps: float = 1e-6
+) -> Tensor:
+    """Softmax attention of normalised queries and keys; gains (H,) and (K,) are 1 unless given."""
+    return softmax_attention(_normed(x, query_gain, key_gain, kind, eps))
+
+
+def qk_norm_map(
+    x: Inputs, *, query_gain: Tensor | None = None, key_gain: Tensor | None = None, kind: NormKind = "rms", eps: float = 1e-6
+) -> Tensor:
+    return softmax_map(_normed(x, query_gain, key_gain, kind, eps))
+
+
+def _normed(x: Inputs, query_gain: Tensor | None, key_gain: Tensor | None, kind: NormKind, eps: float) -> Inputs:
+    if kind not in ("rms", "layer"):
+        raise LocaterError(f"kind={kind!r}: choose rms or layer")
+    out = []
+    for name, y, gain in (("query_gain", x.q, query_gain), ("key_gain", x.k, key_gain)):
+        if gain is None:
+            gain = y.new_ones(y.shape[1])
+        elif tuple(gain.shape) != (y.shape[1],):
+            raise LocaterError(f"{name} has shape {list(gain.shape)}, not [{y.shape[1]}] (one per head)")
+        out.append(qk_norm(y, gain, kind, eps))
+    return replace(x, q=out[0], k=out[1])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.attention.inputs import Inputs
+from locater.attention.softmax import by_rows
 from locater.errors import LocaterError
 from locater.kernels import Terms
 
@@ -56,3 +60,18 @@ def softcap_attention(
     weights = logits.softmax(-1)[..., :S].masked_fill(hidden, 0.0).to(query.dtype)
     mixed = torch.nn.functional.dropout(weights, dropout) if dropout else weights
     return mixed @ value, weights
+
+
+def capped_attention(x: Inputs, *, cap: float = 50.0) -> Tensor:
+    """`softcap_attention` as a mechanism of the registry, some rows at a time."""
+    return by_rows(x, lambda some: softcap_attention(some.q, some.k, some.v, _terms(some, cap))[0])
+
+
+def capped_map(x: Inputs, *, cap: float = 50.0) -> Tensor:
+    return softcap_attention(x.q, x.k, x.v, _terms(x, cap))[1]
+
+
+def _terms(x: Inputs, cap: float) -> Terms:
+    if not (cap > 0 and math.isfinite(cap)):
+        raise LocaterError(f"cap={cap}: a number above 0")
+    return Terms(x.usual_scale, causal=x.causal, softcap=cap, padding=x.padding, mask=x.mask)

@@ -1,0 +1,163 @@
+"""What every mechanism is given: queries, keys, values, who sees whom, and a scale; checked once.
+
+Axes: B batch, H query heads, K key heads, T queries, S keys, D size of a query, E size of a value. Query head h uses key head
+h // (H / K). Queries are the last T of S positions, so cached keys need nothing special.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from locater.errors import LocaterError
+from locater.kernels.terms import Terms, full_terms
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Operands of one call. Booleans are True for what may be seen, or is a real token."""
+
+    q: Float[Tensor, "B H T D"]
+    k: Float[Tensor, "B K S D"]
+    v: Float[Tensor, "B K S E"]
+    causal: bool = False
+    mask: Bool[Tensor, "b h t S"] | None = None  # axes b, h, t of size 1 are shared
+    padding: Bool[Tensor, "B S"] | None = None
+    query_padding: Bool[Tensor, "B T"] | None = None
+    scale: float | None = None
+
+    @property
+    def T(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def S(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def has_row_mask(self) -> bool:
+        """Whether the mask has a row per query."""
+        return self.mask is not None and self.mask.shape[2] > 1
+
+    def scale_or(self, default: float) -> float:
+        return default if self.scale is None else self.scale
+
+    @property
+    def usual_scale(self) -> float:
+        """The scale given, or 1 / sqrt(D)."""
+        return self.scale_or(self.q.shape[3] ** -0.5)
+
+    def visible(self) -> Bool[Tensor, "b h T S"]:
+        """Who sees whom, written out."""
+        terms = Terms(1.0, causal=self.causal, padding=self.padding, mask=self.mask)
+        return terms.visible(slice(0, self.T), self.T, self.S, self.q.device)
+
+    def real_keys(self) -> Bool[Tensor, "b h 1 S"] | None:
+        """Keys that padding, and a mask of one row for all queries, leave in view; None where that is all of them."""
+        shared = None if self.has_row_mask else self.mask
+        if self.padding is None:
+            return shared
+        padding = self.padding[:, None, None]
+        return padding if shared is None else padding & shared
+
+    def real_queries(self) -> Bool[Tensor, "B 1 T 1"] | None:
+        """Queries that are tokens, for what is summed over queries; those of the keys where there are as many of both."""
+        real = self.query_padding
+        if real is None and self.padding is not None:
+            if self.T != self.S:
+                raise LocaterError(f"padding is of {self.S} keys, and sums over {self.T} queries need query_padding (batch, queries) too")
+            real = self.padding
+        return None if real is None else real[:, None, :, None]
+
+    def per_query_head(self, x: Tensor) -> Tensor:
+        """(B, K, ...) to (B, H, ...)."""
+        return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
+
+    def grouped(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q (B, K, G, T, D), k (B, K, 1, S, D), v (B, K, 1, S, E), real keys (b, K or 1, G or 1, S, 1); float32 at least."""
+        K, keep = self.k.shape[1], self.real_keys()
+        if keep is not None:  # a mask per query head tells the heads of a group apart
+            keep = keep.mT.unflatten(1, (K, -1) if keep.shape[1] > 1 else (1, 1))
+        return widen(self.q).unflatten(1, (K, -1)), widen(self.k)[:, :, None], widen(self.v)[:, :, None], keep
+
+    def mean_in_view(self, values: Float[Tensor, "B K S n"]) -> Float[Tensor, "B h t n"]:
+        """The mean of `values` over the keys that each query sees, zero where it sees none; float32 at least.
+
+        One row where all queries see the same keys, a prefix sum where they are causal; heads are those of keys unless masks differ.
+        """
+        values = widen(values)
+        if self.has_row_mask:
+            seen = self.visible().to(values)
+            total, count = seen @ self.per_query_head(values), seen.sum(-1, keepdim=True)
+        else:
+            keep = self.real_keys()
+            weight = values.new_ones(1, 1, self.S, 1) if keep is None else keep.mT.to(values)
+            total, count = (values if weight.shape[1] == 1 else self.per_query_head(values)) * weight, weight
+            if self.causal:
+                total, count = (x.cumsum(2)[:, :, self.S - self.T :] for x in (total, count))
+            else:
+                total, count = total.sum(2, keepdim=True), count.sum(2, keepdim=True)
+        return total / count.clamp_min(1)
+
+
+def widen(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x / |x| per token; zero stays zero."""
+    return functional.normalize(x, dim=-1)
+
+
+def head_values(given: float | Tensor, x: Inputs, what: str) -> float | Tensor:
+    """A number, or one per query head (H,) brought to (H, 1, 1)."""
+    if not isinstance(given, Tensor) or given.ndim == 0:
+        return given
+    if tuple(given.shape) != (x.heads,):
+        raise LocaterError(f"{what} has shape {list(given.shape)}: a number, or one per query head [{x.heads}]")
+    return given[:, None, None]
+
+
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, padding: Tensor | None, query_padding: Tensor | None,
+    scale: float | None,
+) -> Inputs:  # fmt: skip
+    """Inputs whose shapes and kinds fit."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise LocaterError(f"{name} has shape {list(x.shape)}; it has four axes: batch, heads, tokens, size")
+        if not x.is_floating_point() or x.dtype != q.dtype:
+            raise LocaterError(f"{name} is {_kind(x)} and q {_kind(q)}: one floating type for q, k and v")
+    B, H, T, D = q.shape
+    K, S = k.shape[1:3]
+    if k.shape[0] != B or k.shape[3] != D or not K or H % K:
+        raise LocaterError(f"k has shape {list(k.shape)}, which does not fit q {list(q.shape)}: same batch and size, heads that divide")
+    if v.shape[:3] != k.shape[:3]:
+        raise LocaterError(f"v has shape {list(v.shape)}, which does not fit k {list(k.shape)}: same batch, heads and tokens")
+    if not S:
+        raise LocaterError("k has no tokens: there is nothing to look at")
+    if causal and T > S:
+        raise LocaterError(f"{T} queries and {S} keys cannot be causal: queries are the last of the keys' positions")
+    if scale is not None and not (math.isfinite(scale) and scale != 0):
+        raise LocaterError(f"scale={scale}: a finite number other than 0, or None for the mechanism's own")
+    for name, given in (("mask", mask), ("padding", padding), ("query_padding", query_padding)):
+        if given is not None and given.dtype != torch.bool:
+            raise LocaterError(f"{name} is {_kind(given)}: a boolean tensor, True for what is seen; of an additive mask, mask == 0")
+    terms = full_terms(Terms(1.0, mask=mask, padding=padding), B, H, T, S)
+    if query_padding is not None and tuple(query_padding.shape) != (B, T):
+        raise LocaterError(f"query_padding has shape {list(query_padding.shape)}, not [{B}, {T}] (batch, queries)")
+    return Inputs(q, k, v, causal, terms.mask, padding, query_padding, scale)
+
+
+def _kind(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

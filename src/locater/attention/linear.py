@@ -1,0 +1,86 @@
+"""Linear attention (Katharopoulos et al. 2020), and how any map with finitely many features is applied without its matrix.
+
+A_ij = f_ij / sum_j' f_ij' with f_ij = phi(q_i).phi(k_j) >= 0, so sum_j f_ij v_j = phi(q_i)^T sum_j phi(k_j) v_j^T: one matrix of
+sums, of a size that does not grow with T, is read by every query. Causal: it grows chunk by chunk, and inside a chunk f is
+written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from locater.attention.inputs import Inputs, widen
+
+CHUNK = 128  # tokens
+Features = Callable[[Tensor], Tensor]  # (..., n, D) to (..., n, F)
+Kernel = Callable[[Tensor, Tensor], Tensor]  # (..., n, D), (..., m, D) to (..., n, m)
+
+
+def linear_attention(x: Inputs) -> Tensor:
+    """phi(x) = elu(x) + 1 of scale q and of k; the scale is 1 unless given.
+
+    >>> from locater.attention import mechanism
+    >>> mechanism("linear").map(torch.zeros(1, 1, 1, 2), torch.tensor([[[[0.0, 0.0], [1.0, 3.0]]]]))     # phi(k) sums to 2 and 6
+    tensor([[[[0.2500, 0.7500]]]])
+    """
+    q, k, v, keep = x.grouped()
+    q, k = elu_features(q * x.scale_or(1.0)), elu_features(k)
+    return factorised(q, k, v, keep, lambda y: y, _dot, x).to(x.v.dtype)
+
+
+def linear_map(x: Inputs) -> Tensor:
+    q, k = elu_features(widen(x.q) * x.scale_or(1.0)), elu_features(widen(x.per_query_head(x.k)))
+    return kernel_map(x, _dot(q, k))
+
+
+def elu_features(x: Tensor) -> Tensor:
+    """elu(x) + 1, which is exp(x) below 0; that form keeps its digits.
+
+    >>> elu_features(torch.tensor([-40.0, 0.0, 2.0]))
+    tensor([4.2484e-18, 1.0000e+00, 3.0000e+00])
+    """
+    return torch.where(x > 0, x + 1, x.clamp_max(0).exp())
+
+
+def _dot(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT
+
+
+def factorised(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: Features, kernel: Kernel, x: Inputs) -> Tensor:
+    """sum_j f_ij v_j / sum_j f_ij (B, H, T, E), zero where the sum of weights is. q, k, v, keep are as `Inputs.grouped` gives them.
+
+    `kernel(q, k)` is f written out, for the chunks on the diagonal; it must equal features(q) features(k)^T.
+    """
+    T, S, size = x.T, x.S, x.v.shape[3]
+    v = functional.pad(v, (0, 1), value=1.0)  # the last column sums up the weights
+    if keep is not None:
+        v = v * keep
+    past = S - T if x.causal else S  # keys that every query sees
+    state = features(k[..., :0, :]).mT @ v[..., :0, :]  # (..., F, E + 1), zeros
+    for at in range(0, past, CHUNK):
+        some = slice(at, min(at + CHUNK, past))
+        state = state + features(k[..., some, :]).mT @ v[..., some, :]
+    out = []
+    for at in range(0, T, CHUNK):
+        queries = q[..., at : at + CHUNK, :]
+        sums = features(queries) @ state
+        if x.causal:
+            some = slice(past + at, min(past + at + CHUNK, S))
+            sums = sums + kernel(queries, k[..., some, :]).tril() @ v[..., some, :]
+            state = state + features(k[..., some, :]).mT @ v[..., some, :]
+        out.append(sums)
+    both = torch.cat(out, -2).flatten(1, 2)
+    weight = both[..., size:]
+    none = weight <= 0
+    return (both[..., :size] / weight.masked_fill(none, 1.0)).masked_fill(none, 0.0)
+
+
+def kernel_map(x: Inputs, scores: Tensor) -> Tensor:
+    """f_ij / sum_j f_ij over the keys in view: the explicit, quadratic form."""
+    scores = scores.masked_fill(~x.visible(), 0.0)
+    weight = scores.sum(-1, keepdim=True)
+    return scores / weight.masked_fill(weight <= 0, 1.0)
