@@ -169,11 +169,12 @@ def test_an_earlier_run_must_be_of_this_paper(tmp_path: Path) -> None:
         command_module._read(path, PAPERS["bao2024"])
 
 
-def test_the_kept_result_is_of_the_claims_as_they_stand() -> None:
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_kept_result_is_of_the_claims_as_they_stand(name: str) -> None:
     """docs/results is made by the command: same claims, same statements, verdicts that follow from its numbers, same page."""
     folder = Path(__file__).parents[1] / "docs" / "results"
-    document = json.loads((folder / "bao2024.json").read_text())
-    paper = PAPERS["bao2024"]
+    document = json.loads((folder / f"{name}.json").read_text())
+    paper = PAPERS[name]
     known = {claim.id: claim for claim in paper.claims}
     assert [entry["id"] for entry in document["claims"]] == list(known)
     for entry in document["claims"]:
@@ -183,13 +184,14 @@ def test_the_kept_result_is_of_the_claims_as_they_stand() -> None:
         assert (entry["verdict"], entry["decided"]) == (said, said != "undecided")
 
 
-def test_the_kept_page_comes_from_the_kept_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_kept_page_comes_from_the_kept_numbers(name: str, tmp_path: Path) -> None:
     docs = Path(__file__).parents[1] / "docs"
-    document = json.loads((docs / "results" / "bao2024.json").read_text())
+    document = json.loads((docs / "results" / f"{name}.json").read_text())
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
-    written = write_report(document, PAPERS["bao2024"], tmp_path / "results" / "bao2024.md", tmp_path / "images")
-    assert len(written) == 6
+    written = write_report(document, PAPERS[name], tmp_path / "results" / f"{name}.md", tmp_path / "images")
+    assert len(written) == 1 + len(list((docs / "images").glob(f"{name}-*.svg")))
     for path in written:
         assert path.read_text() == (docs / path.relative_to(tmp_path)).read_text(), path.name
 

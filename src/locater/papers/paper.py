@@ -75,6 +75,7 @@ class Paper:
     source: str
     studies: tuple[Study, ...]
     page: Callable[[dict[str, Any]], tuple[list[str], dict[str, str]]] | None = None  # more of a report: lines, and figures by name
+    lead: Callable[[dict[str, Any]], list[str]] | None = None  # what a report says first
 
     @property
     def claims(self) -> list[Claim]:
@@ -144,6 +145,9 @@ def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str,
     held: dict[str, Any] = {"quick": setting.quick, "seconds": {k: x[0] for k, x in seconds.items()}}
     held |= {"processor_seconds": {k: x[1] for k, x in seconds.items()}, "torch": torch.__version__, "python": platform.python_version()}
     held["threads"] = 1 if setting.quick else torch.get_num_threads()
+    if setting.runs is not None and setting.runs.is_file():
+        text = setting.runs.read_text(encoding="utf-8")
+        held["runs"] = {"lines": len(text.splitlines()), "sha256": fingerprint(text)}
     if "text" in vars(setting):
         held["text_sha256"] = fingerprint(setting.text)
     held["verdict"] = "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else undecided"

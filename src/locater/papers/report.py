@@ -78,11 +78,12 @@ def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: 
 def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
     """Heading, verdicts, and how it was run."""
     claims, held = document["claims"], document["assumptions"]
-    quick = " --quick" if held["quick"] else ""
+    how = " --quick" * held["quick"] + " --runs ..." * ("runs" in held)
     lines = [
         f"# {paper.title}", "",
-        f"{paper.source}. Made by `locater reproduce {paper.name}{quick} --json ... --report ...`;",
-        "every number is in the JSON beside this page.", "",
+        f"{paper.source}. Made by `locater reproduce {paper.name}{how} --json ... --report ...`;",
+        "every number is in the JSON beside this page.", "", *(paper.lead(dict(document)) if paper.lead is not None else []),
+        "## Verdicts", "",
         f"{count(claims)}. A claim holds or fails where the whole of measured ± spread is on one side of what is stated.", "",
         "| | claim | quantity | stated | measured | verdict |", "|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from locater.papers.bao2024 import gaussian, propagation, softmax, training
 from locater.papers.bao2024.judged import STUDIES
-from locater.papers.bao2024.page import page
+from locater.papers.bao2024.page import lead, page
 from locater.papers.paper import Paper
 
 PAPER = Paper(
@@ -11,6 +11,7 @@ PAPER = Paper(
     "Bao, Hataya and Karakida, Self-attention Networks Localize When QK-eigenspectrum Concentrates (ICML 2024, arXiv 2402.02098)",
     (propagation.STUDY, softmax.STUDY, gaussian.STUDY, training.STUDY, *STUDIES),
     page,
+    lead,
 )
 
 __all__ = ["PAPER"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater.papers.bao2024.runs_page import SECTIONS
+from locater.papers.bao2024.runs_page import SECTIONS, answer
 from locater.papers.figures import Cells, Panel, Series, draw
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -17,13 +17,18 @@ def page(document: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     lines: list[str] = []
     figures: dict[str, str] = {}
     own = ((_propagation, ("a1",)), (_softmax, ("b1",)), (_gaussian, ("g1",)), (_training, ("d1",)))
-    (first, *rest) = SECTIONS
-    for part, needs in (first, *own, *rest):
+    for part, needs in (*own, *SECTIONS):
         if set(needs) <= found.keys():
             more, drawn = part(found)
             lines += ["", *more]
             figures |= drawn
     return lines, figures
+
+
+def lead(document: Mapping[str, Any]) -> list[str]:
+    """What LocAteR buys, where the runs that tell are at hand."""
+    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
+    return [*answer(found), ""] if {"d8", "e1"} <= found.keys() else []
 
 
 def _propagation(found: Entries) -> tuple[list[str], dict[str, str]]:

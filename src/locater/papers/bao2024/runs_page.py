@@ -17,7 +17,7 @@ HEAD = [
 ]
 
 
-def answer(found: Entries) -> Part:
+def answer(found: Entries) -> list[str]:
     """The first thing to read: what LocAteR buys over no penalty, over two rivals, and through which of its parts."""
     arms = {arm["arm"]: arm for arm in [*found["d8"]["arms"], *found["e1"]["arms"]]}
     plain, ours = arms["none"], arms["LocAteR"]
@@ -41,7 +41,7 @@ def answer(found: Entries) -> Part:
         lines.append(
             f"- Hot learning rates: the plain model fails beyond {min(held['none']):g}, with LocAteR it trains at {min(held['LocAteR']):g}."
         )
-    return [*lines, "", "Brackets hold the range of the seeds."], {}
+    return [*lines, "", "Brackets hold the range of the seeds."]
 
 
 def effect(arms: Mapping[str, Mapping[str, Any]], of: str, against: str) -> str:
@@ -146,7 +146,7 @@ def stability(found: Entries) -> Part:
 
 
 SECTIONS = (
-    (answer, ("d8", "e1")), (rivals, ("e1",)), (curves, ("d8",)), (elsewhere, ("f1",)), (entropy, ("h1",)), (stability, ("i1",)),
+    (rivals, ("e1",)), (curves, ("d8",)), (elsewhere, ("f1",)), (entropy, ("h1",)), (stability, ("i1",)),
 )  # fmt: skip
 
 
