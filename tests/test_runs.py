@@ -114,11 +114,3 @@ def test_without_runs_nothing_is_decided_and_the_way_is_named() -> None:
     assert [v.verdict for v in found.verdicts] == ["undecided", "undecided"]
     assert "--runs FILE" in found.verdicts[0].waits_for
     assert found.verdicts[0].command == "locater reproduce bao2024 --claim c1 --runs FILE"
-
-
-def test_rank_correlation_is_that_of_numpy() -> None:
-    import numpy as np
-
-    a, b = [0.3, -1.0, 2.5, 0.1, 9.0], [1.0, 0.5, -2.0, 4.0, 3.0]
-    expected = np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1]
-    assert judged.spearman(a, b) == pytest.approx(expected)

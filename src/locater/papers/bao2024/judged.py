@@ -10,6 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from locater.papers.bao2024.arms import (
     BOTH,
     ELSEWHERE,
@@ -28,6 +31,7 @@ from locater.papers.bao2024.training import seeds_range
 from locater.papers.claim import Claim, Measured
 from locater.papers.paper import Setting, Study
 from locater.papers.runs import Arm, Row, Runs, complete
+from locater.probe import spearman
 
 Line = Mapping[str, Any]
 NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER to make those that it lacks"
@@ -135,7 +139,7 @@ def _d(runs: Runs) -> dict[str, Measured]:
         ),
         "d9": _change(runs, scale, PLAIN, "entropy"),
         "d10": _change(runs, scale, PLAIN, "report_loss"),
-        "d11": _by_seed(runs, list(both.values()), lambda lines: spearman(list(both), [x["report_loss"] for x in lines])),
+        "d11": _by_seed(runs, list(both.values()), lambda lines: spearman(torch.tensor(list(both)), _losses(lines)) or 0.0),
         "d12": _by_seed(runs, [both[2.0], both[-2.0]], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"]),
         "d13": _change(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
         "d14": _change(runs, LEARNED["mean only"], LEARNED["none"], "report_loss"),
@@ -216,18 +220,6 @@ TITLES = {
 STUDIES = tuple(Study(TITLES[letter], CLAIMS[letter], measure(letter), NEEDS, on_runs=True) for letter in CLAIMS)
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation.
-
-    >>> spearman([1, 2, 3, 4], [1, 10, 100, 1000]), spearman([1, 2, 3], [3, 2, 1])
-    (1.0, -1.0)
-    """
-    ranks = [[sorted(x).index(value) for value in x] for x in (a, b)]
-    middle = (len(a) - 1) / 2
-    over = sum((p - middle) * (q - middle) for p, q in zip(*ranks, strict=True))
-    return over / math.prod(math.sqrt(sum((p - middle) ** 2 for p in r)) for r in ranks)
-
-
 def _known(found: Mapping[str, Measured | None]) -> dict[str, Measured]:
     return {key: value for key, value in found.items() if value is not None}
 
@@ -258,6 +250,10 @@ def _lines(runs: Runs, rows: Iterable[Row]) -> list[Line]:
     found = [runs.of(row) for row in rows]
     done = [line for line in found if line is not None and line["status"] == "done"]
     return list(done) if len(done) == len(found) else []
+
+
+def _losses(lines: Sequence[Line]) -> Tensor:
+    return torch.tensor([line["report_loss"] for line in lines])
 
 
 def _loss(line: Line | None) -> float:
