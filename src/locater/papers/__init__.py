@@ -3,9 +3,10 @@
 from locater.errors import LocaterError
 from locater.papers.bao2024 import PAPER as BAO2024
 from locater.papers.claim import Claim, Measured, Verdict, judge, verdict_of
+from locater.papers.dong2021 import PAPER as DONG2021
 from locater.papers.paper import Paper, Reproduction, Setting, Study, chosen, reproduce
 
-PAPERS = {paper.name: paper for paper in (BAO2024,)}
+PAPERS = {paper.name: paper for paper in (BAO2024, DONG2021)}
 
 
 def paper(name: str) -> Paper:

@@ -36,6 +36,9 @@ class Panel:
     x_scale: Scale = "linear"
     x_limits: Point | None = None
     y_limits: Point | None = None
+    y_scale: Scale = "linear"
+    legend: Literal["", "top left", "bottom left", "top right", "bottom right"] = ""  # "": where the fewest points are
+    clip: bool = False  # hide what is outside of the limits
 
 
 @dataclass(frozen=True)
@@ -50,25 +53,55 @@ class Cells:
     values: Sequence[Sequence[float]]
 
 
-def draw(panels: Sequence[Panel | Cells]) -> str:
-    """Panels side by side as one SVG document.
+@dataclass(frozen=True)
+class Contour:
+    """Where numbers on a field's grid pass a level; None is no number."""
+
+    values: Sequence[Sequence[float | None]]
+    level: float
+    colour: str = "#222"
+    style: Literal["line", "dashed", "dotted"] = "line"
+
+
+@dataclass(frozen=True)
+class Field:
+    """Numbers from -1 to 1 over a plane with two logarithmic axes: coloured cells around the grid's points, lines and words on top.
+
+    Cells at 0 have the colour `clear`, cells without a number are grey. `lines` are contours on the same grid, `words` are (x, y, text).
+    """
+
+    title: str
+    x: str
+    y: str
+    columns: Sequence[float]
+    rows: Sequence[float]
+    values: Sequence[Sequence[float | None]]
+    lines: Sequence[Contour] = ()
+    words: Sequence[tuple[float, float, str]] = ()
+    clear: str = "#dcebd6"
+
+
+def draw(panels: Sequence[Panel | Cells | Field], columns: int = 0) -> str:
+    """Panels as one SVG document, side by side unless `columns` says how many stand in a row.
 
     >>> draw([Panel("a", "x", "y", [Series("s", [(0.0, 1.0), (1.0, 2.0)])])]).startswith("<svg")
     True
     """
-    width = WIDTH * len(panels)
+    columns = columns or len(panels)
+    width, height = WIDTH * columns, HEIGHT * math.ceil(len(panels) / columns)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, sans-serif" font-size="11" fill="#222">',
-        f'<rect width="{width}" height="{HEIGHT}" fill="#fff"/>',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
     ]
     for number, panel in enumerate(panels):
-        inside = _cells(panel) if isinstance(panel, Cells) else _plot(panel)
-        parts += [f'<g transform="translate({number * WIDTH} 0)">', *_frame(panel), *inside, "</g>"]
+        inside = _cells(panel) if isinstance(panel, Cells) else _field(panel) if isinstance(panel, Field) else _plot(panel)
+        place = f"{number % columns * WIDTH} {number // columns * HEIGHT}"
+        parts += [f'<g transform="translate({place})">', *_frame(panel), *inside, "</g>"]
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _frame(panel: Panel | Cells) -> list[str]:
+def _frame(panel: Panel | Cells | Field) -> list[str]:
     middle, centre = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
     return [
         f'<text x="{LEFT}" y="18" font-weight="600">{escape(panel.title)}</text>',
@@ -79,21 +112,25 @@ def _frame(panel: Panel | Cells) -> list[str]:
 
 def _plot(panel: Panel) -> list[str]:
     points = [point for series in panel.series for point in series.points]
-    low_x, high_x = panel.x_limits or _limits([p[0] for p in points])
-    low_y, high_y = panel.y_limits or _limits([p[1] for p in points])
+    low_x, high_x = panel.x_limits or _limits([p[0] for p in points], panel.x_scale)
+    low_y, high_y = panel.y_limits or _limits([p[1] for p in points], panel.y_scale)
     x = _axis(low_x, high_x, LEFT, WIDTH - RIGHT, panel.x_scale)
-    y = _axis(low_y, high_y, HEIGHT - BOTTOM, TOP, "linear")
+    y = _axis(low_y, high_y, HEIGHT - BOTTOM, TOP, panel.y_scale)
     parts = []
     for tick in _ticks(low_x, high_x, panel.x_scale):
         parts.append(_line(x(tick), HEIGHT - BOTTOM, x(tick), TOP))
-        parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{tick:g}</text>')
-    for tick in _ticks(low_y, high_y, "linear"):
+        parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{_number(tick)}</text>')
+    for tick in _ticks(low_y, high_y, panel.y_scale):
         parts.append(_line(LEFT, y(tick), WIDTH - RIGHT, y(tick)))
-        parts.append(f'<text x="{LEFT - 5}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        parts.append(f'<text x="{LEFT - 5}" y="{y(tick) + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     drawn = [[(x(a), y(b)) for a, b in series.points] for series in panel.series]
-    for series, at in zip(panel.series, drawn, strict=True):
-        parts += _series(series, at)
-    return parts + _legend(panel.series, [point for at in drawn for point in at])
+    lines = [part for series, at in zip(panel.series, drawn, strict=True) for part in _series(series, at)]
+    if panel.clip:  # a document inside shows nothing beyond its edges
+        box = f"{LEFT} {TOP} {WIDTH - LEFT - RIGHT} {HEIGHT - TOP - BOTTOM}"
+        place = dict(zip(("x", "y", "width", "height"), box.split(), strict=True))
+        lines = [f'<svg {" ".join(f"{k}={chr(34)}{v}{chr(34)}" for k, v in place.items())} viewBox="{box}">', *lines, "</svg>"]
+    parts += lines
+    return parts + _legend(panel.series, [point for at in drawn for point in at], panel.legend)
 
 
 def _series(series: Series, at: list[Point]) -> list[str]:
@@ -105,12 +142,21 @@ def _series(series: Series, at: list[Point]) -> list[str]:
     return [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes}/>']
 
 
-def _legend(series: Sequence[Series], taken: list[Point]) -> list[str]:
-    """In the corner where the fewest points are."""
+def _legend(series: Sequence[Series], taken: list[Point], where: str = "") -> list[str]:
+    """In the corner that is given, or else where the fewest points are."""
     shown = [s for s in series if s.name]
+    if not shown:
+        return []
     wide, high = 30 + 6.5 * max((len(s.name) for s in shown), default=0), 14 * len(shown) + 6
-    corners = [(x, y) for x in (LEFT + 4, WIDTH - RIGHT - wide) for y in (TOP + 2, HEIGHT - BOTTOM - high)]
-    left, top = min(corners, key=lambda c: sum(c[0] <= a <= c[0] + wide and c[1] <= b <= c[1] + high for a, b in taken))
+    corners = {
+        f"{v} {h}": (x, y)
+        for h, x in (("left", LEFT + 4), ("right", WIDTH - RIGHT - wide))
+        for v, y in (("top", TOP + 2), ("bottom", HEIGHT - BOTTOM - high))
+    }
+    left, top = min(
+        [corners[where]] if where else corners.values(),
+        key=lambda c: sum(c[0] <= a <= c[0] + wide and c[1] <= b <= c[1] + high for a, b in taken),
+    )
     parts = [f'<rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high}" fill="#fff" fill-opacity="0.8"/>']
     for number, s in enumerate(shown):
         y = top + 14 + 14 * number
@@ -136,6 +182,66 @@ def _cells(panel: Cells) -> list[str]:
     return parts
 
 
+def _field(panel: Field) -> list[str]:
+    x = _axis(
+        panel.columns[0] ** 1.5 / panel.columns[1] ** 0.5, panel.columns[-1] ** 1.5 / panel.columns[-2] ** 0.5, LEFT, WIDTH - RIGHT, "log"
+    )
+    y = _axis(panel.rows[0] ** 1.5 / panel.rows[1] ** 0.5, panel.rows[-1] ** 1.5 / panel.rows[-2] ** 0.5, HEIGHT - BOTTOM, TOP, "log")
+    wide, high = (WIDTH - LEFT - RIGHT) / len(panel.columns), (HEIGHT - TOP - BOTTOM) / len(panel.rows)
+    parts = []
+    for row, values in zip(panel.rows, panel.values, strict=True):
+        for column, value in zip(panel.columns, values, strict=True):
+            fill = "#e9e9e9" if value is None else panel.clear if value == 0 else _shade(math.copysign(0.12 + 0.88 * abs(value), value))
+            at = f'x="{x(column) - wide / 2:.1f}" y="{y(row) - high / 2:.1f}"'
+            parts.append(f'<rect {at} width="{wide + 0.3:.1f}" height="{high + 0.3:.1f}" fill="{fill}"/>')
+    for line in panel.lines:
+        dashes = {"line": "", "dashed": ' stroke-dasharray="6 3"', "dotted": ' stroke-dasharray="1.5 2.5"'}[line.style]
+        path = " ".join(f"M{x(a):.1f},{y(b):.1f}L{x(c):.1f},{y(d):.1f}" for (a, b), (c, d) in contour(panel.columns, panel.rows, line))
+        parts.append(f'<path d="{path}" fill="none" stroke="{line.colour}" stroke-width="1.8"{dashes}/>')
+    parts += [
+        f'<text x="{x(a):.1f}" y="{y(b):.1f}" text-anchor="middle" font-weight="600">{escape(text)}</text>' for a, b, text in panel.words
+    ]
+    for tick in _powers(panel.columns):
+        parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{tick:g}</text>')
+    for tick in _powers(panel.rows):
+        parts.append(f'<text x="{LEFT - 5}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    return parts
+
+
+def _powers(values: Sequence[float]) -> list[float]:
+    """Powers of four among the values' range."""
+    low, high = (math.log(v, 4) for v in (values[0], values[-1]))
+    return [4.0**k for k in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)]
+
+
+def contour(columns: Sequence[float], rows: Sequence[float], line: Contour) -> list[tuple[Point, Point]]:
+    """Segments between the points where the level is passed on the four edges of each cell of the grid; logarithmic in between.
+
+    >>> contour([1.0, 4.0], [1.0, 4.0], Contour([[0.0, 1.0], [0.0, 1.0]], 0.5))
+    [((2.0, 1.0), (2.0, 4.0))]
+    """
+    found = []
+    for i in range(len(rows) - 1):
+        for j in range(len(columns) - 1):
+            corners = [(i, j), (i, j + 1), (i + 1, j + 1), (i + 1, j)]
+            held = [line.values[a][b] for a, b in corners]
+            if any(value is None for value in held):
+                continue
+            passed = []
+            for (a, b), (c, d), u, v in zip(corners, corners[1:] + corners[:1], held, held[1:] + held[:1], strict=True):
+                assert u is not None
+                assert v is not None
+                if (u < line.level) != (v < line.level):
+                    share = (line.level - u) / (v - u)
+                    passed.append((_between(columns[b], columns[d], share), _between(rows[a], rows[c], share)))
+            found += [(passed[k], passed[k + 1]) for k in range(0, len(passed) - 1, 2)]
+    return found
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low if low == high else low * (high / low) ** share
+
+
 def _shade(value: float) -> str:
     """White at 0, blue at 1, red at -1."""
     end = (33, 84, 145) if value >= 0 else (168, 62, 38)
@@ -149,15 +255,24 @@ def _axis(low: float, high: float, start: float, stop: float, scale: Scale) -> C
     return lambda value: start + (f(value) - a) / ((b - a) or 1.0) * (stop - start)
 
 
-def _limits(values: Sequence[float]) -> Point:
+def _number(tick: float) -> str:
+    """As short as it can be: 1e-7, not 1e-07."""
+    return f"{tick:g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e") if not 1e-3 <= abs(tick) < 1e5 and tick else f"{tick:g}"
+
+
+def _limits(values: Sequence[float], scale: Scale = "linear") -> Point:
     low, high = min(values), max(values)
+    if scale == "log":
+        room = (high / low) ** 0.06
+        return low / room, high * room
     room = (high - low) * 0.06 or 1.0
     return low - room, high + room
 
 
 def _ticks(low: float, high: float, scale: Scale) -> list[float]:
     if scale == "log":
-        return [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+        first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+        return [10.0**k for k in range(first, last + 1, 1 + (last - first) // 8)]
     step = 10.0 ** math.floor(math.log10((high - low) / 3))
     step *= next(k for k in (1, 2, 5, 10) if (high - low) / (step * k) <= 6)
     return [round(k * step, 10) for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
