@@ -17,6 +17,7 @@ from locater.papers import PAPERS, Claim, Measured, Paper, Setting, Study, chose
 from locater.papers import command as command_module
 from locater.papers.bao2024 import gaussian, propagation, softmax, training
 from locater.papers.figures import Cells, Panel, Series, draw
+from locater.papers.paper import joined
 from locater.papers.report import measured, stated, write_report
 from tests.conftest import Result
 
@@ -167,6 +168,19 @@ def test_an_earlier_run_must_be_of_this_paper(tmp_path: Path) -> None:
     path.write_text(reproduce(toy({"x1": 0.0})).to_json())
     with pytest.raises(LocaterError, match=r"x\.json.*toy"):
         command_module._read(path, PAPERS["bao2024"])
+
+
+def test_runs_of_several_claims_are_joined(tmp_path: Path) -> None:
+    """Each claim from the last run that measured it; one that was not measured takes nothing away."""
+    paper = toy({"x1": 0.0, "x2": 0.5})
+    first, second = (json.loads(reproduce(paper).to_json()) for _ in range(2))
+    second["claims"] = [{**x, "measured": 9.0} for x in second["claims"] if x["id"] == "x1"] + [
+        {**x, "measured": None} for x in second["claims"] if x["id"] == "x2"
+    ]
+    second["assumptions"]["quick"] = False
+    found = joined([first, second], paper)
+    assert [(x["id"], x["measured"]) for x in found["claims"] if x["id"] in ("x1", "x2")] == [("x1", 9.0), ("x2", 0.5)]
+    assert (found["assumptions"]["quick"], found["assumptions"]["joined"]) == (False, 2)
 
 
 @pytest.mark.parametrize("name", PAPERS)

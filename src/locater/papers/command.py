@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from locater.errors import LocaterError, first_line
-from locater.papers.paper import Paper, Setting, chosen, reproduce
+from locater.papers.paper import Paper, Setting, chosen, joined, reproduce
 from locater.result import write_whole
 
 Name = Annotated[str | None, typer.Argument(help="A paper, as --list names it; all of them without.")]
@@ -28,7 +28,9 @@ Models = Annotated[str | None, typer.Option("--models", metavar="FOLDER", help="
 Runs = Annotated[str | None, typer.Option("--runs", metavar="PATH", help="Training runs to judge claims by, a line of JSON each.")]
 Data = Annotated[str | None, typer.Option("--data", metavar="FOLDER", help="With --jobs: where the data of training runs is.")]
 Jobs = Annotated[int, typer.Option("--jobs", min=0, help="Make the runs that --runs lacks, so many at a time (hours without a GPU).")]
-Earlier = Annotated[str | None, typer.Option("--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring.")]
+Earlier = Annotated[
+    list[str] | None, typer.Option("--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring; several are joined.")
+]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def add_reproduce(app: typer.Typer, shell: Shell) -> None:
         for each in wanted:
             bar = partial(shell.progress, what=each.name)
             setting = Setting(quick, _path(models), bar, _path(runs), _path(data), jobs, partial(print, file=sys.stderr))
-            document = reproduce(each, setting, claim).to_dict() if earlier is None else _read(Path(earlier), each)
+            document = joined([_read(Path(x), each) for x in earlier], each) if earlier else reproduce(each, setting, claim).to_dict()
             _deliver(document, each, json, report, images, shell.console())
 
 
@@ -86,11 +88,11 @@ def _wanted(name: str | None, claim: str | None) -> list[Paper]:
 
 
 def _check(
-    shell: Shell, json: str | None, report: str | None, images: str | None, models: str | None, earlier: str | None, papers: int
+    shell: Shell, json: str | None, report: str | None, images: str | None, models: str | None, earlier: list[str] | None, papers: int
 ) -> None:
     """Refuse what could not be written or read before hours of work."""
     shell.check(json, report)
-    if papers > 1 and (json, report, earlier) != (None, None, None):
+    if papers > 1 and (json or report or earlier):
         raise LocaterError("--json, --report and --from are for one paper: name it (--list shows them)")
     if images is not None and report is None:
         raise LocaterError(f"--images {images}: figures belong to a page; give --report too")

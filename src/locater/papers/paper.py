@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,6 +122,21 @@ def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = 
             seconds[study.title] = [round(time.perf_counter() - began[0], 1), round(time.process_time() - began[1], 1)]
         verdicts += [verdict_of(c, found.get(c.id), command(paper, c, study, setting), study.needs) for c in asked]
     return Reproduction(paper, tuple(verdicts), _assumptions(setting, seconds))
+
+
+def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
+    """Several runs as one document: of a claim that several measured, the last; in the paper's order. `command` tells how each was run."""
+    claims: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        claims |= {x["id"]: x for x in document["claims"] if x["measured"] is not None or x["id"] not in claims}
+    order = [claim.id for claim in paper.claims if claim.id in claims]
+    held = dict(documents[-1]["assumptions"])
+    for name in ("seconds", "processor_seconds"):
+        held[name] = {k: v for document in documents for k, v in document["assumptions"][name].items()}
+    held["quick"] = all(document["assumptions"]["quick"] for document in documents)
+    if len(documents) > 1:
+        held["joined"] = len(documents)
+    return {**documents[-1], "assumptions": held, "claims": [claims[name] for name in order]}
 
 
 def chosen(paper: Paper, claim: str | None) -> list[Claim]:

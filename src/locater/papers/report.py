@@ -78,11 +78,8 @@ def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: 
 def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
     """Heading, verdicts, and how it was run."""
     claims, held = document["claims"], document["assumptions"]
-    how = " --quick" * held["quick"] + " --runs ..." * ("runs" in held)
     lines = [
-        f"# {paper.title}", "",
-        f"{paper.source}. Made by `locater reproduce {paper.name}{how} --json ... --report ...`;",
-        "every number is in the JSON beside this page.", "", *(paper.lead(dict(document)) if paper.lead is not None else []),
+        f"# {paper.title}", "", *_made_by(paper, held), "", *(paper.lead(dict(document)) if paper.lead is not None else []),
         "## Verdicts", "",
         f"{count(claims)}. A claim holds or fails where the whole of measured ± spread is on one side of what is stated.", "",
         "| | claim | quantity | stated | measured | verdict |", "|---|---|---|---|---|---|",
@@ -98,3 +95,14 @@ def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
         lines += ["", "Not decided yet:", ""]
         lines += [f"- {entry['id']}: waits for {entry['waits_for']}; then `{entry['command']}`" for entry in waiting]
     return lines
+
+
+def _made_by(paper: Paper, held: Mapping[str, Any]) -> list[str]:
+    how = " --quick" * held["quick"] + " --runs ..." * ("runs" in held)
+    first = f"{paper.source}. Made by `locater reproduce {paper.name}{how} --json ... --report ...`"
+    if "joined" in held:
+        return [
+            f"{first}, {held['joined']} runs joined by `--from`;",
+            "the JSON beside this page has the command of each claim and every number.",
+        ]
+    return [f"{first};", "every number is in the JSON beside this page."]
