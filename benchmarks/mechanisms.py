@@ -57,6 +57,8 @@ def options(name: str, heads: int, length: int, like: Tensor) -> dict[str, Any]:
         "hybrid_normalized": {"mix": lambda: torch.full((heads,), 0.5)},
         "differential": {"lam": lambda: torch.full((heads,), 0.5)},
         "delta": {"beta": lambda: torch.full((1, heads, length), 0.5)},
+        "gated": {"gate": lambda: torch.full((1, heads, length), 0.5)},
+        "multiformer": {name: lambda: torch.full((1, 1, 5, like.shape[3]), 0.2) for name in ("key_kernel", "value_kernel")},
         "gated_delta": {"beta": lambda: torch.full((1, heads, length), 0.5), "log_decay": lambda: torch.full((1, heads, length), -0.1)},
     }
     return {key: make().to(like.device).requires_grad_() for key, make in made.get(name, {}).items()}

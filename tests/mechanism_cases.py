@@ -29,6 +29,12 @@ class Head:
     rows: Tensor  # (T,)
     rows_differ: bool
     options: dict[str, Any]
+    number: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Of a head among others, by letters that repeat."""
+        return (self.options["kinds"] * H)[self.number]
 
     @property
     def x(self) -> Tensor:
@@ -126,6 +132,39 @@ def differential(h: Head) -> Tensor:
     return first - h.options["lam"] * second
 
 
+def gated(h: Head) -> Tensor:
+    T, ones = len(h.seen), torch.ones(h.seen.shape[1], dtype=torch.float64)
+    of = {name: h.options.get(name, ones) for name in ("gate", "value_gate", "key_gate", "query_gate")}
+    rows = {name: of[name][len(of[name]) - T :, None] for name in ("gate", "query_gate")}
+    x = (rows["query_gate"] * h.q) @ (of["key_gate"][:, None] * h.k).T * (h.scale or D**-0.5)
+    return rows["gate"] * row_softmax(x, h.seen) * of["value_gate"]
+
+
+def multiformer(h: Head) -> Tensor:
+    """Convolutional heads token by token: what is hidden is left out first, and the map is found from unit values."""
+    T, S = h.seen.shape
+    if h.kind == "f":
+        return row_softmax(h.x, h.seen)
+    if h.kind == "l":
+        near = torch.tensor([[abs(i + S - T - j) <= h.options["window"] // 2 for j in range(S)] for i in range(T)])
+        return row_softmax(h.x, h.seen & near)
+    stride, key_kernel, value_kernel = h.options["stride"], h.options["key_kernel"], h.options["value_kernel"][:, 0]
+    real, taps = h.seen[0].nonzero()[:, 0].tolist(), len(key_kernel)
+    keys, shares, start = [], [], -(stride // 2)
+    while not keys or start - stride + taps < len(real) + stride // 2:
+        keys.append(h.options.get("key_bias", torch.zeros(1, D))[0].double().clone())
+        shares.append(torch.zeros(S, dtype=torch.float64))
+        for t in range(taps):
+            if 0 <= start + t < len(real):
+                keys[-1] += key_kernel[t] * h.k[real[start + t]]
+                shares[-1][real[start + t]] += value_kernel[t]
+        start += stride
+    if not real:
+        return torch.zeros(T, S, dtype=torch.float64)
+    x = h.q @ torch.stack(keys).T * (h.scale or D**-0.5)
+    return x.softmax(1) @ torch.stack(shares)
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -134,10 +173,21 @@ class Case:
     label: str = ""
     smooth: bool = True  # finite differences see its gradient
     encoder: bool = False  # these options are refused when causal
+    rows: bool = True  # takes a mask with a row per query
 
 
 def gates(T: int, S: int) -> dict[str, Any]:
     return {"beta": draw(B, K, S, seed=5).sigmoid()}
+
+
+def every_gate(T: int, S: int) -> dict[str, Any]:
+    heads = {"gate": H, "query_gate": H, "value_gate": K, "key_gate": K}
+    return {name: draw(B, many, S, seed=5 + i).sigmoid() for i, (name, many) in enumerate(heads.items())}
+
+
+def convolutions(T: int, S: int) -> dict[str, Any]:
+    kernels = {"key_kernel": draw(1, H, 5, D, seed=5), "value_kernel": draw(1, H, 5, 1, seed=6), "key_bias": draw(1, H, 1, D, seed=7)}
+    return {"kinds": "clf", "window": 4, "stride": 2} | kernels
 
 
 CASES = [
@@ -168,6 +218,9 @@ CASES = [
     Case("binary", binary, lambda T, S: {"bias": draw(1, H, 1, S, seed=7)}, smooth=False),
     Case("binary", binary, label="no bias", smooth=False),
     Case("differential", differential, lambda T, S: {"lam": 0.3 + 0.1 * draw(H, seed=7).abs()}),
+    Case("gated", gated, lambda T, S: {"gate": draw(B, H, S, seed=5).sigmoid()}),
+    Case("gated", gated, every_gate, "everywhere"),
+    Case("multiformer", multiformer, convolutions, rows=False),
 ]
 
 
@@ -193,7 +246,7 @@ def part(value: Any, b: int, h: int) -> Any:
     if value.ndim == 1:
         return value[h * len(value) // H]
     if value.ndim == 3:
-        return value[b, h // (H // K)]
+        return value[b, h * value.shape[1] // H]
     return value[b if len(value) > 1 else 0, h if value.shape[1] > 1 else 0]
 
 
@@ -202,7 +255,7 @@ def expected(case: Case, q: Tensor, k: Tensor, seen: Tensor, rows: Tensor, diffe
     for b in range(B):
         for h in range(H):
             of_head = {name: part(value, b, h) for name, value in options.items()}
-            out[b, h] = case.reference(Head(q[b, h], k[b, h // (H // K)], seen[b, h], scale, rows[b], differ, of_head))
+            out[b, h] = case.reference(Head(q[b, h], k[b, h // (H // K)], seen[b, h], scale, rows[b], differ, of_head, h))
     return out
 
 
@@ -229,7 +282,7 @@ def views(T: int, S: int) -> dict[str, tuple[dict[str, Any], Tensor]]:
 
 
 def takes(case: Case, m: Mechanism, causal: bool, has_rows: bool) -> bool:
-    if has_rows and m.cost == "linear":
+    if has_rows and (m.cost == "linear" or not case.rows):
         return False
     return m.is_causal_safe and not case.encoder if causal else m.causal != "only"
 

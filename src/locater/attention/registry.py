@@ -14,7 +14,20 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from locater.attention import binary, centred, delta, differential, doubly_normalized, fastmax, linear, sigmoid, sinks, softmax
+from locater.attention import (
+    binary,
+    centred,
+    delta,
+    differential,
+    doubly_normalized,
+    fastmax,
+    gated,
+    linear,
+    multiformer,
+    sigmoid,
+    sinks,
+    softmax,
+)
 from locater.attention.inputs import Inputs, checked
 from locater.attention.qk_norm import qk_norm_attention, qk_norm_map
 from locater.attention.softcap import capped_attention, capped_map
@@ -140,6 +153,7 @@ def _looks_back_only(x: Inputs) -> bool:
 
 _OVER_QUERIES = "it normalises over queries first, later ones included; for encoders and cross-attention"
 _RECURRENT = "it is a recurrence over tokens"
+_CONVOLVES = "a convolution over tokens joins each with later ones; for encoders"
 _TABLE = (
     Mechanism("softmax", softmax.softmax_attention, softmax.softmax_map, "stochastic", "softmax(s q k^T) v"),
     Mechanism("softcap", capped_attention, capped_map, "stochastic", "softmax(c tanh(s q k^T / c)) v", path="blocked"),
@@ -191,6 +205,15 @@ _TABLE = (
         "differential", differential.differential_attention, differential.differential_map, "signed",
         "(softmax(s q1 k1^T) - lam softmax(s q2 k2^T)) v", learned=("lam",),
     ),
+    Mechanism(
+        "gated", gated.gated_attention, gated.gated_map, "sub-stochastic",
+        "g softmax(s (g_q q) (g_k k)^T) (g_v v), gates in (0, 1)", learned=("gate", "value_gate", "key_gate", "query_gate"),
+    ),
+    Mechanism(
+        "multiformer", multiformer.multiformer_attention, multiformer.multiformer_map, "signed",
+        "softmax(s q k^T) v per head: of all keys, of those in a window, or of k and v convolved", causal="never",
+        learned=("key_kernel", "value_kernel", "key_bias", "value_bias"), reason=_CONVOLVES,
+    ),
 )  # fmt: skip
 _MECHANISMS = {row.name: row for row in _TABLE}
 
@@ -210,7 +233,7 @@ def mechanisms() -> tuple[Mechanism, ...]:
     """All of them.
 
     >>> [m.name for m in mechanisms() if m.kind == "signed"]
-    ['centred', 'delta', 'gated_delta', 'differential']
+    ['centred', 'delta', 'gated_delta', 'differential', 'multiformer']
     """
     return tuple(_MECHANISMS.values())
 

@@ -1,0 +1,183 @@
+"""Multiformer (Sant et al. 2022): heads of one layer that attend in different ways, and how much each of them counts.
+
+A letter per head: f (full) is softmax attention; l (local) looks at keys at most window // 2 away; c (convolutional) at keys and
+values shortened by a convolution over tokens, one channel at a time:
+    k'_m = sum_t kernel_t * k_{stride m + t - stride // 2} + bias,  n = ceil((S + 2 (stride // 2) - taps) / stride) + 1 of them
+and likewise for values: o = softmax(scale q k'^T) v'. Tokens that padding or a mask hides are left out before the convolution, as if
+the sequence were shorter; the end is filled up with zeros until the kernel has met every token.
+
+For encoders: a convolution joins a token with later ones. Windows are centred on each token, not aligned to blocks as published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from locater.attention.inputs import Inputs, widen
+from locater.attention.softmax import ROWS, fused, softmax_attention, softmax_map
+from locater.errors import LocaterError
+
+KINDS = {"f": "full", "l": "local", "c": "convolutional"}
+
+
+def multiformer_attention(
+    x: Inputs, *, kinds: str = "flc", window: int = 64, stride: int = 2, key_kernel: Tensor | None = None,
+    value_kernel: Tensor | None = None, key_bias: Tensor | None = None, value_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`kinds`: letters f, l, c, repeated over the heads. Kernels are (1, heads, taps, size), biases (1, heads, 1, size), axes of 1 shared.
+
+    >>> from locater.attention import mechanism
+    >>> q = k = torch.zeros(1, 3, 6, 4)
+    >>> v = torch.arange(6.0)[None, None, :, None].expand(1, 3, 6, 1)
+    >>> pair = torch.full((1, 1, 2, 1), 0.5)                                # means of two tokens; the first has a zero in front
+    >>> mechanism("multiformer")(q, k, v, window=2, key_kernel=pair, value_kernel=pair)[0, :, 0, 0]
+    tensor([2.5000, 0.5000, 1.8750])
+    """
+
+    def short(some: Inputs, heads: list[int]) -> Tensor:
+        kernels = _of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
+        keep, order, count = _in_front(some, stride, kernels[0])
+        k, v = (_convolved(_ordered(y, keep, order), kernels[i], kernels[i + 2], stride) for i, y in enumerate((some.k, some.v)))
+        seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
+        return softmax_attention(replace(some, k=k, v=v, mask=seen, padding=None))
+
+    return _by_kind(x, kinds, {"f": lambda some, _: softmax_attention(some), "l": lambda some, _: _local(some, window), "c": short})
+
+
+def multiformer_map(
+    x: Inputs, *, kinds: str = "flc", window: int = 64, stride: int = 2, key_kernel: Tensor | None = None,
+    value_kernel: Tensor | None = None, key_bias: Tensor | None = None, value_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Of convolutional heads it is softmax(scale q k'^T) C with v' = C v: it takes one kernel for all channels of a value, without bias."""
+
+    def short(some: Inputs, heads: list[int]) -> Tensor:
+        kernels = _of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
+        if value_bias is not None or (kernels[1] is not None and kernels[1].shape[3] > 1):
+            raise LocaterError("multiformer: a value kernel per channel, or a bias, has no map of tokens; (1, heads, taps, 1) and no bias")
+        keep, order, count = _in_front(some, stride, kernels[0])
+        k = _convolved(_ordered(some.k, keep, order), kernels[0], kernels[2], stride)
+        unit = torch.eye(x.S, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+        shortened = _convolved(_ordered(unit, keep, order), kernels[1], None, stride)
+        seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
+        return softmax_map(replace(some, k=k, v=k, mask=seen, padding=None)) @ widen(shortened)
+
+    def local(some: Inputs, _: list[int]) -> Tensor:
+        near = _near(some, slice(0, some.T), slice(0, some.S), window)
+        return softmax_map(replace(some, mask=near if some.mask is None else near & some.mask))
+
+    return _by_kind(x, kinds, {"f": lambda some, _: softmax_map(some), "l": local, "c": short})
+
+
+def head_relevance(
+    heads: Float[Tensor, "B H T E"], output_weight: Float[Tensor, "width HE"], padding: Bool[Tensor, "B T"] | None = None
+) -> Float[Tensor, " H"]:
+    """r_h = median over samples of c_h / sum_h' c_h', c_h = sum_t |W_O^h o_ht|_1: what a head adds to the stream, as a share.
+
+    `heads` is what attention gives, `output_weight` the matrix of the output projection; `padding` is True for tokens. The even
+    layer has 1 / H everywhere. A median of shares need not sum to 1.
+
+    >>> head_relevance(torch.ones(2, 2, 3, 1), torch.tensor([[1.0, 3.0]]))
+    tensor([0.2500, 0.7500])
+    """
+    H, E = heads.shape[1], heads.shape[3]
+    if output_weight.ndim != 2 or output_weight.shape[1] != H * E:
+        raise LocaterError(f"output_weight has shape {list(output_weight.shape)}; it maps {H} heads of {E}: [width, {H * E}]")
+    parts = torch.einsum("bhte,whe->bhtw", widen(heads), widen(output_weight).unflatten(1, (H, E))).abs().sum(-1)
+    if padding is not None:
+        parts = parts.masked_fill(~padding[:, None], 0.0)
+    sizes = parts.sum(-1)
+    return (sizes / sizes.sum(1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)).quantile(0.5, dim=0)
+
+
+def _by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]], Tensor]]) -> Tensor:
+    """Each kind over its heads, and heads back in their order."""
+    if not kinds or set(kinds) - set(KINDS):
+        raise LocaterError(f"kinds={kinds!r}: letters of " + ", ".join(f"{letter} ({name})" for letter, name in KINDS.items()))
+    letters = (kinds * x.heads)[: x.heads]
+    if set(letters) == {"f"}:
+        return run["f"](x, list(range(x.heads)))
+    k, v = x.per_query_head(x.k), x.per_query_head(x.v)
+    order, out = [], []
+    for letter, attend in run.items():
+        heads = [h for h in range(x.heads) if letters[h] == letter]
+        if heads:
+            mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else x.mask[:, heads]
+            out.append(attend(replace(x, q=x.q[:, heads], k=k[:, heads], v=v[:, heads], mask=mask), heads))
+            order += heads
+    return torch.cat(out, 1)[:, [order.index(h) for h in range(x.heads)]]
+
+
+def _near(x: Inputs, rows: slice, keys: slice, window: int) -> Bool[Tensor, "1 1 t s"]:
+    """Which of `keys` are at most window // 2 from the queries `rows`."""
+    if window < 1:
+        raise LocaterError(f"window={window}: at least 1 token, the query's own")
+    at = torch.arange(rows.start, rows.stop, device=x.q.device)[:, None] + x.S - x.T
+    return ((at - torch.arange(keys.start, keys.stop, device=x.q.device)).abs() <= window // 2)[None, None]
+
+
+def _local(x: Inputs, window: int) -> Tensor:
+    """Fused, for some queries and the keys around them at a time."""
+    out = []
+    for start in range(0, x.T, ROWS):
+        rows = slice(start, min(start + ROWS, x.T))
+        ahead = x.S - x.T
+        keys = slice(max(0, ahead + rows.start - window // 2), min(x.S, max(1, ahead + rows.stop + window // 2)))
+        mask = _near(x, rows, keys, window)
+        if x.mask is not None:
+            mask = mask & (x.mask[:, :, rows] if x.has_row_mask else x.mask)[..., keys]
+        padding = None if x.padding is None else x.padding[:, keys]
+        some = replace(x, q=x.q[:, :, rows], k=x.k[:, :, keys], v=x.v[:, :, keys], mask=mask, padding=padding)
+        out.append(fused(some, x.usual_scale))
+    return torch.cat(out, 2)
+
+
+def _of_heads(x: Inputs, heads: list[int], *given: Tensor | None) -> list[Tensor | None]:
+    """Kernels and biases of these heads."""
+    out: list[Tensor | None] = []
+    for name, y in zip(("key_kernel", "value_kernel", "key_bias", "value_bias"), given, strict=True):
+        if y is None and name.endswith("kernel"):
+            raise LocaterError(f"multiformer: convolutional heads need {name} (1, heads, taps, size)")
+        if y is not None and (y.ndim != 4 or y.shape[0] != 1 or y.shape[1] not in (1, x.heads)):
+            raise LocaterError(f"{name} has shape {list(y.shape)}: four axes, [1, {x.heads} or 1, taps, size or 1]")
+        out.append(y if y is None or y.shape[1] == 1 else y[:, heads])
+    return out
+
+
+def _in_front(x: Inputs, stride: int, kernel: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Keys that count (b, h, S, 1), an order with these in front (b, h, S), and how many shortened keys they make (b, h, 1, 1)."""
+    if x.has_row_mask:
+        raise LocaterError("multiformer: convolutional heads shorten keys before queries see them; padding, or a mask of one row")
+    taps = 0 if kernel is None else kernel.shape[2]
+    if not 1 <= stride <= taps:
+        raise LocaterError(f"stride={stride} with {taps} taps: at least 1, and no token passed over")
+    keep = x.real_keys()
+    if keep is None:
+        return None, None, None
+    length = keep.sum(-1, keepdim=True)
+    count = (length + 2 * (stride // 2) - taps).clamp_min(0).add(stride - 1).div(stride, rounding_mode="floor") + 1
+    return keep.mT, (~keep[:, :, 0]).to(torch.uint8).argsort(stable=True), torch.where(length > 0, count, 0)
+
+
+def _ordered(y: Tensor, keep: Tensor | None, order: Tensor | None) -> Tensor:
+    """Tokens that count in front, zeros behind them."""
+    if keep is None or order is None:
+        return y
+    y = y.masked_fill(~keep, 0.0)
+    return y.gather(2, order[..., None].expand(y.shape))
+
+
+def _convolved(y: Tensor, kernel: Tensor | None, bias: Tensor | None, stride: int) -> Tensor:
+    """Over tokens, one channel at a time: (B, h, S, D) to (B, h, n, D)."""
+    assert kernel is not None
+    S, taps, front = y.shape[2], kernel.shape[2], stride // 2
+    n = -(-max(0, S + 2 * front - taps) // stride) + 1
+    padded = functional.pad(widen(y), (0, 0, front, max(0, (n - 1) * stride + taps - S - front)))
+    wide = widen(kernel)
+    out = torch.stack([padded[:, :, t : t + (n - 1) * stride + 1 : stride] * wide[:, :, t : t + 1] for t in range(taps)]).sum(0)
+    return (out if bias is None else out + widen(bias)).to(y.dtype)
