@@ -106,7 +106,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 # settings under which controls act on weights as small as those of the first steps
 ACTING = {"entropypenalty": "entropypenalty(ceiling=0.5)", "qkclip": "qk_clip(limit=0.001)", "logitsoftcap": "logit_softcap(cap=0.001)",
-          "surgery": "surgery(no_skip=True, no_norm=True)"}  # fmt: skip
+          "mechanism": "mechanism(name=sigmoid)", "surgery": "surgery(no_skip=True, no_norm=True)"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", controls())

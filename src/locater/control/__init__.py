@@ -3,6 +3,7 @@
 from locater.control.base import Control, Controls
 from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
+from locater.control.mechanism import Mechanism
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm
@@ -17,6 +18,7 @@ __all__ = [
     "EntropyPenalty",
     "LocAteR",
     "LogitSoftcap",
+    "Mechanism",
     "Mimetic",
     "QKClip",
     "QKNorm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from locater.attention import mechanism
 from locater.errors import LocaterError
 
 MASKED = -1e9  # additive masks: at or below, a key is out of sight. Half precision marks it with its lowest value, -65504
+DEFAULT_CAP = float(inspect.signature(mechanism("softcap").attend).parameters["cap"].default)
 DENSE = 1 << 31  # elements of a block mask that may be written out
 
 
@@ -55,7 +58,7 @@ class Call:
 
 
 def from_interface(module: nn.Module, name: str, query: Tensor, key: Tensor, mask: Any, kw: dict[str, Any], output: Tensor) -> Call:
-    """What transformers hands to an attention function called `name`."""
+    """What transformers hands to an attention function called `name`; `kw["mechanism"]` says where it is no plain softmax."""
     scale = kw.get("scaling")
     if scale is None:
         scale = getattr(module, "scaling", None)
@@ -65,6 +68,8 @@ def from_interface(module: nn.Module, name: str, query: Tensor, key: Tensor, mas
         bias=None if kw.get("position_bias") is None else kw["position_bias"].detach(),
         output=output.detach(), cut=_cut(query, key, kw),
     )  # fmt: skip
+    if kw.get("mechanism") is not None:
+        call = _as_softmax(call, kw["mechanism"])
     if mask is not None and not isinstance(mask, Tensor):
         return call.masked(_dense(mask, query, key))
     if mask is not None and mask.ndim == 4:  # holds causality and window
@@ -72,6 +77,35 @@ def from_interface(module: nn.Module, name: str, query: Tensor, key: Tensor, mas
     if mask is None and "flash" in name:
         call = replace(call, documents=_documents(query, key, kw))
     return _causal_alone(call.masked(mask), module, name, kw)
+
+
+def _as_softmax(call: Call, name: str) -> Call:
+    """The call of a mechanism that is a softmax of other logits, or with a sink; refuses others, whose numbers would be wrong."""
+    why = unread(name)
+    if why is not None:
+        raise LocaterError(why)
+    if name == "softmax":
+        return call
+    if (call.sinks if name == "softmax_plus_one" else call.softcap) is not None:
+        raise LocaterError(f"{name} attention: its logits have another cap or sink besides, and two are not one")
+    if name == "softmax_plus_one":
+        return replace(call, sinks=call.query.new_zeros(call.query.shape[1]))
+    return replace(call, softcap=DEFAULT_CAP)
+
+
+def unread(name: str) -> str | None:
+    """Why attention by the mechanism called `name` cannot be measured, in a line; None where it can.
+
+    >>> unread("softcap"), unread("fastmax").partition(":")[0]
+    (None, 'fastmax attention cannot be measured')
+    """
+    if name in ("softmax", "softcap", "softmax_plus_one"):
+        return None
+    kind, of_map = mechanism(name).kind, f"locater.attention.mechanism({name!r}).map(q, k)"
+    said = f"{name} attention cannot be measured"
+    if kind in ("signed", "non-negative"):
+        return f"{said}: rows of {kind} weights do not sum to 1 and have no entropy; their mass is {of_map}.sum(-1)"
+    return f"{said}: its weights are no softmax of q.k, of which entropy and the rest are read; its map is {of_map}"
 
 
 def _cut(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:

@@ -41,7 +41,8 @@ class Asked:
         bias = self.kw.get("position_bias")
         if held.bias is not None and bias is not None:
             held = replace(held, bias=bias[..., : held.bias.shape[-1]])
-        return replace(held, query=self.query, key=self.key[:, :, : held.key.shape[2]], sinks=self.kw.get("s_aux"), output=None)
+        sinks = held.sinks if self.kw.get("s_aux") is None else self.kw["s_aux"]
+        return replace(held, query=self.query, key=self.key[:, :, : held.key.shape[2]], sinks=sinks, output=None)
 
 
 class Change:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from locater.control.mechanism import acting
+from locater.errors import LocaterError
 from locater.probing import observe
+from locater.probing.call import unread
+from locater.probing.monitor import COLUMNS
+from locater.report.sinks import JsonlSink
 from locater.train.data import Batch
-from locater.train.model import Transformer
+from locater.train.model import Attention, Transformer
+from locater.version import __version__
 
 
 class LastSeen:
@@ -26,9 +36,56 @@ class LastSeen:
         """Nothing to close."""
 
 
+def why_unread(model: Transformer) -> str | None:
+    """Why the heads of a model cannot be measured, in a line; None where they can. Controls are attached before."""
+    found = (unread(acting(module)) for module in model.modules() if isinstance(module, Attention))
+    return next((why for why in found if why is not None), None)
+
+
+class Losses:
+    """Stands for a `Monitor` where heads cannot be measured: the same log, of losses alone."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self.path, self.every, self.step = path, every, 0
+        self.sink: JsonlSink | None = None
+        self.told = False
+
+    def attach(self, model: Transformer) -> None:
+        held = [(name, m) for name, m in model.named_modules() if isinstance(m, Attention)]
+        layers = [{"layer": i, "name": name, "heads": model.shape.heads, "kind": "self"} for i, (name, _) in enumerate(held)]
+        self.sink = JsonlSink(self.path)
+        self._write({
+            "kind": "run", "schema": 1, "locater": __version__, "source": type(model).__name__, "every": self.every, "layers": layers,
+            "columns": list(COLUMNS), "time": time.time(),
+        })  # fmt: skip
+
+    def after_step(self, loss: Tensor, step: int, **scalars: Any) -> None:
+        self.step = step
+        self._write({"kind": "loss", "step": step, "loss": float(loss)})
+
+    def detach(self) -> None:
+        """May be called twice."""
+        self._write({"kind": "end", "step": self.step, "time": time.time()})
+        if self.sink is not None:
+            self.sink.close()
+            self.sink = None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """A full disk costs the record, and is told once."""
+        try:
+            if self.sink is not None:
+                self.sink.write(record)
+        except LocaterError as error:
+            if not self.told:
+                logging.getLogger("locater").warning("the run goes on without records: %s", error)
+            self.told = True
+
+
 @torch.no_grad()
 def culprit(model: Transformer, batches: list[Batch]) -> str:
     """The first layer whose logits are not finite on these batches, in words; where all are, the layer with the largest."""
+    if why_unread(model) is not None:
+        return _first_output(model, batches)
     with observe(model) as seen:
         for inputs, _ in batches:
             model(inputs)
@@ -37,3 +94,20 @@ def culprit(model: Transformer, batches: list[Batch]) -> str:
             return f"the logits of {row.name} went first (head {row.head})"
     top = max(seen.rows, key=lambda row: row.max_logit or -math.inf)
     return f"all attention logits are finite, the largest {top.max_logit:.4g} in {top.name} head {top.head}"
+
+
+def _first_output(model: Transformer, batches: list[Batch]) -> str:
+    """The same for attention that has no logits to measure: the first layer whose output is not finite."""
+    wrong: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda *seen, name=name: None if bool(seen[-1].isfinite().all()) else wrong.append(name))
+        for name, module in model.named_modules()
+        if isinstance(module, Attention)
+    ]
+    try:
+        for inputs, _ in batches:
+            model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return f"the outputs of {wrong[0]} went first" if wrong else "all outputs of attention are finite"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +20,13 @@ from locater.probing import Monitor, observe
 from locater.train import checkpoint
 from locater.train.controls import attach, parameters, parse_control, restore, state_of
 from locater.train.data import Batch, Data, open_data
-from locater.train.health import LastSeen, culprit
+from locater.train.health import LastSeen, Losses, culprit, why_unread
 from locater.train.model import Transformer
 from locater.train.plan import Plan, Result
 from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of
 
 LOG = "locater.jsonl"
+logger = logging.getLogger("locater")
 WINDOWS = 256  # of the select split, during training; the end is measured on all
 Tell = Callable[[dict[str, Any]], None]
 
@@ -67,7 +69,7 @@ class Training:
     controls: Controls
     learned: list[nn.Parameter]  # of the model, and of its controls
     optimizer: torch.optim.Optimizer
-    monitor: Monitor | None
+    monitor: Monitor | Losses | None
     seen: LastSeen
     step: int = 0
     loss: float = math.nan
@@ -82,10 +84,15 @@ class Training:
         model = Transformer(shape_of(plan, data), plan.scale).to(device)
         controls = attach(plan.control, model)
         learned = [p for p in (*model.parameters(), *parameters(controls)) if p.requires_grad]
-        seen = LastSeen()
+        seen, monitor = LastSeen(), None
+        if plan.observe:
+            why = why_unread(model)
+            if why is not None:
+                logger.warning("%s: the run goes on, its heads not observed: %s", folder, why)
+            monitor = Monitor(folder / LOG, seen, every=plan.observe) if why is None else Losses(folder / LOG, plan.observe)
         made = cls(
             plan, folder, device, tell, data, model, torch.compile(model) if plan.compile else model, controls, learned,
-            optimizer_for(plan, learned, device), Monitor(folder / LOG, seen, every=plan.observe) if plan.observe else None, seen,
+            optimizer_for(plan, learned, device), monitor, seen,
         )  # fmt: skip
         try:
             made._resume()
@@ -128,11 +135,9 @@ class Training:
         self.seconds += time.monotonic() - self.began
         if self.monitor is not None:
             self.monitor.detach()
-        with observe(self.model) as seen:
-            report, correct = self._evaluate("report")
+        report, correct, entropies = self._reported()
         if not math.isfinite(report):  # the last step can still be one too far
             raise DivergedError(self._failure(self.step, f"the report loss is {report}", self._batches(self.step - 1)))
-        entropies = [row.entropy for row in seen.rows if row.entropy is not None]
         facts, target = self.data.facts, checkpoint.save(self.folder, "model", self.model)
         per_byte = facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2) if self.plan.task == "causal" else None
         result = Result(
@@ -144,6 +149,14 @@ class Training:
         )  # fmt: skip
         result.save(self.folder / checkpoint.RESULT)
         return result
+
+    def _reported(self) -> tuple[float, float, list[float]]:
+        """Loss and accuracy on the report split, and the entropies of heads; none where attention has none."""
+        if why_unread(self.model) is not None:
+            return *self._evaluate("report"), []
+        with observe(self.model) as seen:
+            report, correct = self._evaluate("report")
+        return report, correct, [row.entropy for row in seen.rows if row.entropy is not None]
 
     def end(self) -> None:
         """Take everything off, whatever happened."""

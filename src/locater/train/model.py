@@ -1,7 +1,8 @@
 """One set of blocks for a causal language model, a masked one and an image classifier.
 
 Names and numbers are those of Llama: a causal model with rotary positions and SwiGLU is saved as one, with QK-norm as Qwen3, and
-transformers loads it. The others are of the type `locater`, which is registered here.
+transformers loads it. The others, and those with another attention mechanism than softmax, are of the type `locater`, which is
+registered here.
 
 Axes in comments: B sequences, T tokens, d channels, H heads.
 """
@@ -9,16 +10,19 @@ Axes in comments: B sequences, T tokens, d channels, H heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from locater.attention import mechanism
 from locater.heads import AttentionLayer, Weights, register
 from locater.heads.build import norm
 from locater.heads.decoder import decoder_layers
+from locater.probing.call import DEFAULT_CAP
 from locater.probing.interface import _listener
 
 MODEL_TYPE = "locater"
@@ -51,10 +55,12 @@ class Shape:
     causal: bool = True
     image: tuple[int, int, int] | None = None
     patch: int = 4
+    attention: str = "softmax"
 
     @property
     def is_llama(self) -> bool:
-        return self.causal and self.positions == "rotary" and self.mlp == "swiglu" and self.image is None
+        plain = self.attention == "softmax" and self.image is None
+        return plain and self.causal and self.positions == "rotary" and self.mlp == "swiglu"
 
     def config(self) -> Config:
         """What transformers and `locater scan` read."""
@@ -70,7 +76,7 @@ class Shape:
             return Config(held, architectures=["Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLM"])
         return Config(
             held, qk_norm=self.qk_norm, positions=self.positions, mlp=self.mlp, is_causal=self.causal,
-            image=None if self.image is None else list(self.image), patch=self.patch,
+            image=None if self.image is None else list(self.image), patch=self.patch, attention=self.attention,
         )  # fmt: skip
 
     @classmethod
@@ -86,14 +92,25 @@ class Shape:
             image = config["image"]
             found |= dict(positions=config["positions"], mlp=config["mlp"], causal=config["is_causal"], patch=config["patch"])
             found["image"] = None if image is None else tuple(image)
+            found["attention"] = config.get("attention", "softmax")
         return cls(**found)
 
 
-def fused(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: float, is_causal: bool) -> tuple[Tensor, None]:
-    """PyTorch's attention, called as transformers calls attention functions."""
+def fused(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: float, is_causal: bool, mechanism: str | None = None
+) -> tuple[Tensor, None]:
+    """PyTorch's attention, or the mechanism of that name at its own scale, called as transformers calls attention functions."""
+    if mechanism is not None:
+        return attended(mechanism, q, k, v, is_causal).transpose(1, 2), None
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2), None
+
+
+def attended(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """The mechanism called `name`, which chooses its own precision."""
+    with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
+        return mechanism(name)(q, k, v, causal=causal).to(v.dtype)
 
 
 # Named as the table of transformers is: `observe` and `Monitor` listen to what is called from it, and some controls act there.
@@ -101,11 +118,11 @@ ALL_ATTENTION_FUNCTIONS = {"sdpa": _listener("sdpa", fused)}
 
 
 class Attention(nn.Module):
-    """Grouped attention by PyTorch's fused function."""
+    """Grouped attention by PyTorch's fused function, or by another mechanism."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.size, self.causal = shape.width // shape.heads, shape.causal
+        self.size, self.causal, self.attention = shape.width // shape.heads, shape.causal, shape.attention
         self.num_key_value_groups = shape.heads // shape.kv_heads  # asked for by attention functions
         self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
         self.k_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=False)
@@ -121,7 +138,8 @@ class Attention(nn.Module):
         if turn is not None:
             q, k = rotate(q, *turn), rotate(k, *turn)
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        mixed, _ = attend(self, q, k, v, None, scaling=self.size**-0.5, is_causal=self.causal)  # (B, T, H, h)
+        other = {} if self.attention == "softmax" else {"mechanism": self.attention}
+        mixed, _ = attend(self, q, k, v, None, scaling=self.size**-0.5, is_causal=self.causal, **other)  # (B, T, H, h)
         return self.o_proj(mixed.flatten(2))
 
 
@@ -226,10 +244,29 @@ def patches(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return x.reshape(B, -1, size * size * channels) / 127.5 - 1.0
 
 
+@dataclass(frozen=True)
+class OtherAttention(AttentionLayer):
+    """A layer whose weights are those of another mechanism than softmax."""
+
+    mechanism: str = "softmax"
+
+    def attention(self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False) -> Tensor:
+        """Weights as they act, whatever they sum to."""
+        q, k = self.queries(x, normalized=normalized), self.keys(x if x_k is None else x_k, normalized=normalized)
+        return mechanism(self.mechanism).map(q, k, causal=self.causal, padding=padding)
+
+
 def layers(weights: Weights, config: dict[str, Any]) -> Iterator[AttentionLayer]:
     """Attention of the type `locater`, for `locater.attention_layers`."""
+    attention = config.get("attention", "softmax")
     for layer in decoder_layers(weights, config):
         placed = replace(layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None)
+        if attention == "softcap":
+            placed = replace(placed, softcap=DEFAULT_CAP)
+        elif attention == "softmax_plus_one":
+            placed = replace(placed, sinks=torch.zeros(placed.heads))
+        elif attention != "softmax":
+            placed = OtherAttention(**{item.name: getattr(placed, item.name) for item in fields(placed)}, mechanism=attention)
         if not config.get("qk_norm"):
             yield placed
             continue

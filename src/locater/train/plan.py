@@ -9,10 +9,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
+from locater.attention import mechanisms
+from locater.control.mechanism import fits, without_parameters
 from locater.errors import LocaterError
 from locater.result import SCHEMA, write_whole
 from locater.version import __version__
 
+ATTENTION = ", ".join(m.name for m in mechanisms() if not (m.has_parameters or m.needs))
 PACE = ("out", "log")  # of no consequence for the weights: a run may be moved, and tell more or less
 
 
@@ -43,6 +46,7 @@ class Plan:
     patch: int = option(4, "Pixels on a side of an image's patch.", least=1)
     positions: str | None = option(None, "rotary (for text unless given) or learned (for images).", choices=("rotary", "learned"))
     qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
+    attention: str = option("softmax", f"The mechanism: {ATTENTION}.")
     mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu"))
     scale: float = option(0.02, "Standard deviation of weights at the start.", least=0)
     masked: float = option(0.15, "Share of tokens hidden, for --task masked.", least=0)
@@ -75,6 +79,7 @@ class Plan:
             raise LocaterError("task=image and images=PATH go together: give both or neither")
         if self.task == "sort" and self.corpus:
             raise LocaterError(f"task=sort makes its own numbers: leave out corpus={self.corpus[0]}")
+        fits(without_parameters(self.attention), self.task == "causal", f"task={self.task}")
         if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
             raise LocaterError(
                 f"masked={self.masked}, warmup={self.warmup}, floor={self.floor}: these are shares, 1 at most (masked below 1)"

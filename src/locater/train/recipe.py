@@ -23,7 +23,7 @@ def shape_of(plan: Plan, data: Data) -> Shape:
         vocabulary=facts["classes"] if image else facts["vocabulary"] + (plan.task == "masked"),
         layers=plan.layers, width=plan.width, heads=plan.heads, kv_heads=plan.kv_heads or plan.heads, hidden=plan.hidden or wide,
         length=image[0] * image[1] // plan.patch**2 if image else plan.length, positions=plan.where, mlp=plan.mlp,
-        qk_norm=plan.qk_norm, causal=plan.task == "causal", image=image, patch=plan.patch,
+        qk_norm=plan.qk_norm, causal=plan.task == "causal", image=image, patch=plan.patch, attention=plan.attention,
     )  # fmt: skip
 
 

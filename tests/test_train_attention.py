@@ -1,0 +1,327 @@
+"""`locater train --attention NAME`: blocks attend as the mechanism says, are read back, and are measured rightly or not at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import locater
+from locater import LocaterError, attention_layers, observe
+from locater.attention import mechanism, mechanisms
+from locater.control import EntropyPenalty, LogitSoftcap
+from locater.report.sinks import read_run
+from locater.train import Plan, Shape, Transformer, load, run, sweep
+from locater.train import checkpoint as checkpoints
+from locater.train.health import culprit, why_unread
+from locater.train.model import rotate
+from tests.conftest import Result as Ran
+from tests.parity import redraw
+from tests.test_train import TINY, corpus
+from tests.test_train_runs import Cut, cut_at, weights
+
+FREE = [m.name for m in mechanisms() if not (m.has_parameters or m.needs)]
+READ = ["softmax", "softcap", "softmax_plus_one"]
+CASES = [(name, causal) for name in FREE for causal in (True, False) if not (causal and mechanism(name).causal == "never")]
+IDS = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
+SMALL = dict(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, length=16)
+
+
+def model_of(attention: str, causal: bool = True, **kw: Any) -> Transformer:
+    model = Transformer(Shape(**{**SMALL, "attention": attention, "causal": causal, **kw}))  # type: ignore[arg-type]
+    with torch.no_grad():
+        redraw(model)
+    return model.double().eval()
+
+
+def operands(model: Transformer, layer: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v of a layer as they meet, from its input, and what goes into its output map."""
+    block: Any = model.model.layers[layer]
+    held: dict[str, Tensor] = {}
+    hooks = [
+        block.self_attn.register_forward_pre_hook(lambda m, args: held.update(x=args[0])),
+        block.self_attn.o_proj.register_forward_pre_hook(lambda m, args: held.update(out=args[0])),
+    ]
+    with torch.no_grad():
+        model(IDS)
+    for hook in hooks:
+        hook.remove()
+    part, T = block.self_attn, IDS.shape[1]
+    q, k, v = (m(held["x"]).unflatten(-1, (-1, 8)).transpose(1, 2) for m in (part.q_proj, part.k_proj, part.v_proj))
+    turn = model.model.cos[:T], model.model.sin[:T]
+    return rotate(q, *turn), rotate(k, *turn), v, held["out"]
+
+
+@pytest.mark.parametrize(("name", "causal"), CASES)
+def test_blocks_attend_as_the_mechanism_says(name: str, causal: bool) -> None:
+    q, k, v, out = operands(model_of(name, causal), layer=1)
+    map_ = mechanism(name).map(q, k, causal=causal)
+    expected = (map_ @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_softmax_is_what_it_was() -> None:
+    """To the bit, and the same call: nothing of the registry is reached."""
+    model = model_of("softmax")
+    q, k, v, out = operands(model)
+    plain = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=8**-0.5, enable_gqa=True)
+    assert torch.equal(out, plain.transpose(1, 2).flatten(2))
+    assert model.config == Shape(**SMALL).config()  # type: ignore[arg-type]
+    assert model.config.model_type == "llama"
+
+
+@pytest.mark.parametrize("name", [n for n, causal in CASES if causal])
+def test_a_later_token_changes_nothing_before_it(name: str) -> None:
+    model, other = model_of(name), IDS.clone()
+    other[:, 5:] = (other[:, 5:] + 1) % 64
+    with torch.no_grad():
+        a, b = model(IDS), model(other)
+    torch.testing.assert_close(a[:, :5], b[:, :5], rtol=1e-9, atol=1e-10)
+    assert not torch.equal(a[:, 5:], b[:, 5:])
+
+
+@pytest.mark.parametrize(("name", "causal"), CASES)
+def test_half_precision_and_gradients(name: str, causal: bool) -> None:
+    """Under autocast a mechanism chooses its own precision, and hands on what came."""
+    model = model_of(name, causal).float()
+    whole = model(IDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(IDS)
+    assert half.dtype == torch.bfloat16
+    assert float((half - whole).detach().norm() / whole.detach().norm()) < 0.1
+    model(IDS, IDS).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "linear", "softcap", "softmax_plus_one"])
+def test_one_graph(name: str) -> None:
+    model = model_of(name)
+    with torch.no_grad():
+        expected = model(IDS)
+        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(IDS), expected)
+        torch._dynamo.reset()
+        if name in READ:  # observed too
+            with observe(model) as seen:
+                torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(IDS), expected)
+            assert seen.rows[0].entropy is not None
+    torch._dynamo.reset()
+
+
+# On disk
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softcap", "linear"])
+def test_a_checkpoint_says_how_it_attends(tmp_path: Path, name: str) -> None:
+    model = model_of(name).float()
+    path = checkpoints.save(tmp_path, "model", model)
+    config = json.loads((path / "config.json").read_text())
+    assert (config["model_type"], config["attention"]) == ("locater", name)
+    back = load(path)
+    assert back.shape == model.shape
+    with torch.no_grad():
+        assert torch.equal(back(IDS), model(IDS))
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(ValueError, match="locater"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_scan_reads_the_same_maps(tmp_path: Path) -> None:
+    """Query-key maps are a matter of the weights."""
+    plain = model_of("softmax").float()
+    rows = locater.scan(checkpoints.save(tmp_path, "softmax", plain)).rows
+    for name in ("sigmoid", "softcap", "softmax_plus_one", "centred"):
+        other = Transformer(replace(plain.shape, attention=name))
+        other.load_state_dict(plain.state_dict())
+        assert locater.scan(checkpoints.save(tmp_path, name, other)).rows == rows
+
+
+def test_a_model_saved_before_is_softmax(tmp_path: Path) -> None:
+    path = checkpoints.save(tmp_path, "model", model_of("softmax", causal=False).float())
+    config = json.loads((path / "config.json").read_text())
+    assert config.pop("attention") == "softmax"
+    (path / "config.json").write_text(json.dumps(config))
+    assert load(path).shape.attention == "softmax"
+
+
+# What is measured
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_is_a_softmax_is_measured(name: str, causal: bool) -> None:
+    model = model_of(name, causal)
+    q, k, _, _ = operands(model)
+    if name == "softcap":
+        model.model.layers[0].self_attn.q_proj.weight.data *= 40  # type: ignore[union-attr, operator]
+        q = q * 40
+    p = mechanism(name).map(q, k, causal=causal)
+    with observe(model) as seen, torch.no_grad():
+        model(IDS)
+    found = [row for row in seen.rows if row.layer == 0]
+    entropy = -torch.special.xlogy(p, p).sum(-1).mean((0, 2))
+    assert [row.entropy for row in found] == pytest.approx(entropy.tolist(), rel=1e-5)
+    assert [row.row_mass for row in found] == pytest.approx(p.sum(-1).mean((0, 2)).tolist(), rel=1e-5)
+    if name == "softcap":
+        assert max(row.max_logit or 0 for row in found) <= 50 * (1 + 1e-6)
+        assert all(layer.softcap == 50 for layer in attention_layers(model))
+    if name == "softmax_plus_one":
+        assert all(row.row_mass is not None and row.row_mass < 1 for row in found)
+
+
+@pytest.mark.parametrize(("name", "causal"), CASES)
+def test_a_layer_that_is_read_attends_as_its_block_does(name: str, causal: bool) -> None:
+    model = model_of(name, causal)
+    q, k, _, _ = operands(model)
+    block, layer, held = model.model.layers[0], next(iter(attention_layers(model))), {}
+    hooks = [
+        block.register_forward_pre_hook(lambda m, args: held.update(x=args[0])),
+        block.self_attn.register_forward_hook(lambda m, args, y: held.update(y=y)),  # type: ignore[union-attr]
+    ]
+    with torch.no_grad():
+        model(IDS)
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(layer.attention(held["x"]), mechanism(name).map(q, k, causal=causal), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(layer.output(held["x"]), held["y"], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", [name for name in FREE if name not in READ])
+def test_what_is_none_is_refused_with_a_reason(name: str) -> None:
+    model = model_of(name, causal=mechanism(name).causal != "never")
+    unsummed = mechanism(name).kind in ("signed", "non-negative")
+    said = "do not sum to 1 and have no entropy; their mass is" if unsummed else r"its weights are no softmax of q\.k"
+    with pytest.raises(LocaterError, match=rf"{name} attention cannot be measured: .*{said}") as error, observe(model):
+        model(IDS)
+    assert "\n" not in str(error.value)
+    assert why_unread(model) == str(error.value)
+    with torch.no_grad():
+        model(IDS)  # and is none the worse for it
+
+
+def test_controls_that_need_a_softmax_are_refused() -> None:
+    model = model_of("sigmoid").train()
+    for control in (EntropyPenalty(ceiling=0.5), LogitSoftcap(cap=2.0)):
+        control.attach(model)
+        with pytest.raises(LocaterError, match="sigmoid attention cannot be measured"):
+            model(IDS)
+        control.detach()
+    with pytest.raises(LocaterError, match=r"capped at 50\.0 already"):
+        LogitSoftcap(cap=2.0).attach(model_of("softcap"))
+
+
+def test_what_failed_is_named_without_logits() -> None:
+    model = model_of("sigmoid")
+    assert culprit(model, [(IDS, IDS)]) == "all outputs of attention are finite"
+    part = model.model.layers[1].self_attn
+    assert isinstance(part, nn.Module)
+    part.q_proj.weight.data[9] = torch.nan  # type: ignore[union-attr, index]
+    assert culprit(model, [(IDS, IDS)]) == "the outputs of model.layers.1.self_attn went first"
+    assert not part._forward_hooks
+
+
+# Runs
+
+
+def plan(folder: Path, **changes: Any) -> Plan:
+    text = folder / "corpus.txt"
+    held = {**TINY, "corpus": (str(text if text.exists() else corpus(folder)),), "out": str(folder / "run"), "log": 1}
+    return Plan(**{**held, "steps": 6, "checkpoint": 2, "evaluate": 3, "observe": 2, **changes})
+
+
+def test_a_run_goes_on_exactly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "locater"):
+        whole = run(plan(tmp_path, attention="sigmoid", kv_heads=1))
+    said = [r.getMessage() for r in caplog.records if "sigmoid attention cannot be measured" in r.getMessage()]
+    assert len(said) == 1, "told once"
+    assert whole.report_entropy is None
+    log = read_run(tmp_path / "run")
+    assert log.ended
+    assert [step for step, _ in log.losses] == [1, 2, 3, 4, 5, 6]
+    assert load(whole.model).shape.attention == "sigmoid"
+    again = replace(whole.plan, out=str(tmp_path / "cut"))
+    with pytest.raises(Cut):
+        run(again, cut_at(3))
+    result = run(again)
+    assert weights(result) == weights(whole)
+    assert (result.report_loss, result.history) == (whole.report_loss, whole.history)
+    assert weights(run(replace(whole.plan, out=str(tmp_path / "plain"), attention="softmax"))) != weights(whole)
+    with pytest.raises(LocaterError, match=r"holds another run .attention='sigmoid', here 'linear'"):
+        run(replace(again, attention="linear"))
+
+
+def test_a_full_disk_costs_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from locater.report.sinks import JsonlSink
+
+    def full(self: JsonlSink, line: bytes) -> None:
+        raise LocaterError("locater.jsonl: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(JsonlSink, "_put", full)
+    result = run(plan(tmp_path, attention="sigmoid", steps=2))
+    assert result.report_loss > 0
+    assert sum("goes on without records" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_measured_run_and_other_tasks(tmp_path: Path) -> None:
+    result = run(plan(tmp_path, attention="softmax_plus_one"))
+    assert result.report_entropy is not None
+    assert read_run(tmp_path / "run").steps[0]["heads"]["entropy"][1][1] > 0
+    other = run(plan(tmp_path, task="masked", attention="doubly_normalized", out=str(tmp_path / "masked"), steps=2))
+    assert load(other.model).shape.attention == "doubly_normalized"
+
+
+def test_a_sweep_over_mechanisms(tmp_path: Path) -> None:
+    lines = sweep(plan(tmp_path, steps=2, evaluate=0), {"attention": ["softmax", "sigmoid"]})
+    assert [(line["name"], line["status"]) for line in lines] == [("attention=softmax", "done"), ("attention=sigmoid", "done")]
+    assert lines[0]["report_loss"] != lines[1]["report_loss"]
+
+
+REFUSED = [
+    ("causal", "doubly_normalized", "task=causal: doubly_normalized attention cannot be causal: it normalises over queries first"),
+    ("causal", "delta", "delta attention has something to learn (beta), which nothing here makes; without: softmax, softcap, sigmoid"),
+    ("masked", "gated_delta", "gated_delta attention has something to learn (beta, log_decay)"),
+    ("causal", "qk_norm", "qk_norm attention has something to learn (query_gain, key_gain)"),
+    ("causal", "sofmax", "no attention mechanism 'sofmax'; there are softmax, softcap"),
+]
+
+
+@pytest.mark.parametrize(("task", "name", "said"), REFUSED)
+def test_what_does_not_fit_is_refused(task: str, name: str, said: str) -> None:
+    with pytest.raises(LocaterError) as error:
+        Plan(task=task, attention=name)
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_causal_only_is_for_causal_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from locater.attention import registry
+
+    only = replace(mechanism("linear"), name="onward", causal="only", reason="it is a recurrence over tokens")
+    monkeypatch.setitem(registry._MECHANISMS, "onward", only)
+    assert Plan(attention="onward").attention == "onward"
+    with pytest.raises(LocaterError, match="task=masked: onward attention is causal only: it is a recurrence over tokens"):
+        Plan(task="masked", attention="onward")
+
+
+def test_the_command(tmp_path: Path, run: Callable[..., Ran]) -> None:
+    text = corpus(tmp_path)
+    tiny = [part for name, value in TINY.items() for part in (f"--{name}", value)]
+    args = ("train", "--corpus", text, *tiny, "--steps", 2, "--observe", 1)
+    done = run(*args, "--out", tmp_path / "run", "--attention", "sigmoid")
+    assert done.status == 0
+    assert "entropy" not in done.out
+    assert run("scan", tmp_path / "run" / "model").status == 0
+    refused = run(*args, "--out", tmp_path / "no", "--attention", "doubly_normalized")
+    assert refused.status == 2
+    assert refused.err.count("\n") == 1
+    assert not (tmp_path / "no").exists()
+    swept = run(*args, "--out", tmp_path / "sweep", "--sweep", "attention=softmax,sigmoid")
+    assert swept.status == 0
