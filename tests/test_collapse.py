@@ -22,8 +22,10 @@ from locater.theory import (
     contraction_rate,
     depth_residuals,
     hidden_states,
+    kept_at_entropy,
     layer_bound,
     mlp_lipschitz,
+    residual_kept,
     skip_bound,
 )
 
@@ -426,3 +428,85 @@ def test_the_proved_bound_refuses_what_it_was_not_proved_for() -> None:
         layer_bound(x, draw(1, 3, causal=True))
     with pytest.raises(LocaterError, match="mean or midrange"):
         layer_bound(x, draw(1, 3), centre="svd")
+
+
+# --- what a head keeps ------------------------------------------------------------------------------------------------
+
+VARIANCES = (0.0, 0.01, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 40.0, 225.0, 1000.0)
+
+
+def rows_of(variance: float, keys: int, count: int, seed: int) -> Tensor:
+    return (math.sqrt(variance) * normal(count, keys, seed=seed)).softmax(-1)
+
+
+def agrees(found: float, seen: Tensor, slack: float = 1e-5) -> bool:
+    """Within four standard errors of the mean of what was drawn."""
+    return abs(found - seen.mean().item()) <= 4 * seen.std().item() / math.sqrt(len(seen)) + slack * abs(found)
+
+
+@pytest.mark.parametrize("keys", [2, 7, 64, 512])
+def test_what_rows_keep_is_that_of_drawn_logits(keys: int) -> None:
+    for seed, v in enumerate(VARIANCES):
+        squares = rows_of(v, keys, 400_000 // keys, seed).square().sum(-1)
+        slack = 1e-5 if v <= 225 else 0.02  # beyond, the law of large v
+        assert agrees(residual_kept(v, keys).item() ** 2, squares, slack), v
+        assert agrees(residual_kept(v, keys, typical=True).item() ** -2, 1 / squares, slack), v
+
+
+@pytest.mark.parametrize("keys", [2, 7, 64, 512])
+def test_entropy_leads_to_what_rows_keep(keys: int) -> None:
+    for seed, v in enumerate(VARIANCES[:-1]):
+        p = rows_of(v, keys, 400_000 // keys, seed)
+        entropy = torch.special.entr(p).sum(-1)
+        low, high = (entropy.mean().item() + side * (4 * entropy.std().item() / math.sqrt(len(p)) + 1e-6) for side in (1, -1))
+        for typical in (False, True):
+            assert (
+                kept_at_entropy(low, keys, typical).item() * 0.995
+                <= residual_kept(v, keys, typical).item()
+                <= kept_at_entropy(high, keys, typical).item() * 1.005
+            ), v
+
+
+def test_limits_of_what_rows_keep() -> None:
+    for keys in (2, 256, 10**9):
+        assert residual_kept(0.0, keys).item() == pytest.approx(keys**-0.5, rel=1e-5)
+        assert residual_kept(0.0, keys, typical=True).item() == pytest.approx(keys**-0.5, rel=1e-5)
+        assert residual_kept(math.inf, keys).item() == 1
+    assert residual_kept(3.0, 1).item() == pytest.approx(1)
+    assert residual_kept(3.0, 10**9).item() == pytest.approx(math.exp(1.5) * 10**-4.5, rel=1e-3)  # exp(v) / T far below log T
+    frozen = 1 - math.sqrt(2 * math.log(1e9) / 225)  # sum p^2 far above: single keys carry the row
+    assert residual_kept(225.0, 10**9).item() ** 2 == pytest.approx(frozen, abs=0.06)
+    assert math.isnan(residual_kept(math.nan, 4).item())
+    assert math.isnan(kept_at_entropy(math.nan, 4).item())
+    assert kept_at_entropy(torch.tensor([-1.0, 0.0, 99.0]), 4).tolist() == pytest.approx([1, 1, 0.5], rel=1e-5)
+
+
+def test_what_rows_keep_grows_with_variance_and_falls_with_length() -> None:
+    v = torch.linspace(0, 300, 40, dtype=torch.float64)
+    kept = torch.stack([residual_kept(v, keys) for keys in (4, 64, 1024)])
+    assert (kept.diff(dim=1) > 0).all()
+    assert (kept.diff(dim=0) < 0).all()
+    assert (residual_kept(v, 64, typical=True) <= residual_kept(v, 64) + 1e-6).all()
+    assert residual_kept(v.reshape(4, 10), 64).shape == (4, 10)
+
+
+def test_rows_of_a_causal_mask_are_averaged() -> None:
+    each = [residual_kept(2.0, keys).item() ** 2 for keys in range(1, 33)]
+    assert residual_kept(2.0, range(1, 33)).item() ** 2 == pytest.approx(sum(each) / 32, rel=1e-4)
+
+
+@pytest.mark.parametrize(("keys", "size"), [(256, 128), (512, 64)])
+@pytest.mark.parametrize("F", [0.25, 1.0, 2.0])
+def test_residual_that_attention_keeps(keys: int, size: int, F: float) -> None:
+    """Values that are strangers to the weights keep sum p^2 less the mean's 1 / T; the tokens that the weights come from F / d more."""
+    strange, own = [], []
+    for seed in range(4):
+        x, values = normal(2, keys, size, seed=seed)
+        A = normal(size, size, seed=seed + 100) * math.sqrt(F) / size
+        p = (x @ A @ x.mT).softmax(-1)
+        for tokens, held in ((values, strange), (x, own)):
+            before, after = (token_residual(y).square().sum().item() for y in (tokens, p @ tokens))
+            held.append(after / before)
+    alone = residual_kept(F, keys).item() ** 2 - 1 / keys
+    assert sum(strange) / 4 == pytest.approx(alone, rel=0.15)
+    assert sum(own) / 4 == pytest.approx(alone + F / size, rel=0.15)

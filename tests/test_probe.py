@@ -429,6 +429,33 @@ def test_each_tower_is_predicted_at_its_own_length() -> None:
             assert row[column] == pytest.approx(np.log(5), abs=1e-4)
 
 
+def test_what_heads_keep_of_the_differences() -> None:
+    """Without queries rows are uniform: 1 / sqrt(keys), of the mean participation (T + 1) / 2 under a causal mask."""
+    for label, length, want in (("bert", 9, 9**-0.5), ("llama", 9, 5**-0.5)):
+        plain, flat = model(label), model(label)
+        for name, p in flat.named_parameters():
+            if ".q_proj." in name or ".query." in name:
+                p.data.zero_()
+        for row in probe(flat, ids(6, length)).rows:
+            for column in ("typical_kept", "predicted_typical_kept", "prior_typical_kept"):
+                assert row[column] == pytest.approx(want, rel=1e-3)
+        for row in probe(plain, ids(6, length)).rows:
+            assert row.typical_kept == pytest.approx(row.participation**-0.5)
+            assert want < row.typical_kept < 1
+
+
+def test_layers_hold_the_residual_around_them() -> None:
+    found = probe(model("llama"), ids(6, 12))
+    residuals = [point.residual for point in found.streams]
+    assert [entry["residual_before"] for entry in found.layers] == residuals[:-1]
+    assert [entry["residual_after"] for entry in found.layers] == residuals[1:]
+    for entry in found.layers:
+        for column in ("typical_kept", "predicted_typical_kept", "prior_typical_kept"):
+            squares = [row[column] ** 2 for row in found.rows if row.layer == entry["layer"]]
+            assert entry[column] ** 2 == pytest.approx(sum(squares) / len(squares))
+    assert {"predicted_typical_kept", "prior_typical_kept"} <= found.agreement.keys()
+
+
 def test_a_composite_that_reads_text_alone() -> None:
     found = probe(model("gemma3-composite"), ids(6, 9))
     assert {entry["layer"] for entry in found.layers} == {0, 1}

@@ -19,7 +19,7 @@ from torch import nn
 
 from locater import LocaterError, Probe, Statistics, probe
 from locater.probe import PROBE_COLUMNS, ProbeRow
-from locater.report.probe import COLUMNS, probe_page
+from locater.report.probe import COLUMNS, collapse, probe_page
 from locater.report.terminal import print_probe
 from tests.conftest import Result
 from tests.test_report import Visit, browser, data_of, needs_browser
@@ -100,6 +100,40 @@ def test_every_column_has_a_kind_and_a_meaning(pages: dict[str, Path]) -> None:
     assert all(c.meaning.endswith(".") for c in COLUMNS)
 
 
+@pytest.mark.parametrize(
+    ("residuals", "said"),
+    [
+        ((0.9, 0.88, 0.85), "Tokens stay apart: {share} from 0.90 to 0.85 over the blocks; 0 is rank collapse."),
+        ((0.9, 0.8, 0.4), "Tokens come closer: {share} from 0.90 to 0.40 over the blocks, and block 1 keeps least of it, 0.50; "
+         "0 is rank collapse."),
+        ((0.05, 0.6, 0.7), "Tokens stay apart: {share} from 0.05 to 0.70 over the blocks; 0 is rank collapse."),
+        ((0.9, 0.05, 0.6), "Tokens become alike: {share} from 0.90 to 0.60 over the blocks, and block 0 keeps least of it, 0.06 "
+         "(least 0.05, after block 0); 0 is rank collapse."),
+        ((0.9, None, None), ""),
+    ],
+)  # fmt: skip
+def test_the_verdict_on_rank_collapse(probes: dict[str, Probe], residuals: tuple[float | None, ...], said: str) -> None:
+    found = probes["llama"]
+    streams = [replace(point, residual=r) for point, r in zip(found.streams[:3], residuals, strict=True)]
+    share = "the share of the stream that differs between them goes"
+    assert collapse(replace(found, streams=streams)) == said.format(share=share)
+
+
+def test_rank_collapse_is_on_the_page_and_in_the_terminal(pages: dict[str, Path], probes: dict[str, Probe]) -> None:
+    found, data = probes["llama"], data_of(pages["llama"])
+    assert collapse(found) in pages["llama"].read_text()
+    for point, entry in zip(data["streams"][0]["points"][1:], found.layers, strict=True):
+        assert point[-2:] == pytest.approx([entry["typical_kept"], entry["predicted_typical_kept"]], rel=1e-3)
+    assert data["streams"][0]["points"][0][-2:] == [None, None]
+    out = io.StringIO()
+    print_probe(found, Console(file=out, width=100))
+    shown = " ".join(out.getvalue().split())
+    assert collapse(found) in shown
+    entry = found.layers[1]
+    keys = ("residual_before", "residual_after", "typical_kept", "predicted_typical_kept", "prior_typical_kept")
+    assert " ".join(["1", *(f"{entry[key]:.2f}" for key in keys), entry["name"]]) in shown
+
+
 def test_page_weighs_little(probes: dict[str, Probe]) -> None:
     """1,024 heads with full-length numbers everywhere."""
     found = probes["llama"]
@@ -146,7 +180,7 @@ def test_page_is_drawn_without_a_word_on_the_console(browser: Any, pages: dict[s
     both = sum(m is not None and p is not None for m, p in zip(data["values"]["entropy"], data["values"]["predicted_entropy"], strict=True))
     assert visit.page.locator("#heatmap .cell").count() == len(data["heads"])
     assert visit.page.locator("#scatter .point").count() == both > 0
-    assert visit.page.locator("#streams .curve").count() == 6 * len(data["streams"])
+    assert visit.page.locator("#streams .curve").count() == 8 * len(data["streams"])
     for column in data["columns"]:
         visit.page.select_option("#metric", column["name"])
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -216,7 +250,7 @@ def test_weights_alone_can_be_hidden(browser: Any, pages: dict[str, Path]) -> No
     assert visit.page.locator("#prior-label").is_hidden()
     assert "less weight there than predicted" in visit.page.locator("#scatter text").all_text_contents()
     visit.page.reload()
-    assert visit.page.input_value("#pair") == "2"
+    assert visit.page.input_value("#pair") == "3"
     assert visit.console == []
 
 

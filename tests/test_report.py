@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from locater import Scan, compare, scan
+from locater.report.terminal import print_scan
 from locater.theory import continuum
 
 DEMO = str(files("locater") / "demo")
@@ -95,6 +98,22 @@ def test_data_agree_with_the_scan(pages: dict[str, Path]) -> None:
         assert head["M"] == pytest.approx(row.M, rel=1e-3)
         assert sum(re for re, _ in head["eigenvalues"]) == pytest.approx(row.trace, abs=0.02)
         assert sum(head["even"]) + head["still"] == pytest.approx(row.M, abs=0.01)  # the drive at offset 0
+
+
+def test_rank_collapse_risk_is_on_the_page_and_in_the_terminal(pages: dict[str, Path]) -> None:
+    found = scan(DEMO)
+    heads = data_of(pages["demo"])["scans"][0]["heads"]
+    assert [head["residual_kept"] for head in heads] == pytest.approx([row.residual_kept for row in found.rows], rel=1e-3)
+    kept = [entry["residual_kept"] for entry in found.layers]
+    said = f"attention alone keeps {min(kept):.3f} (layer {kept.index(min(kept))}) to {max(kept):.3f} of what differs between tokens"
+    assert said in pages["demo"].read_text()
+    assert "Rank-collapse" not in pages["empty"].read_text()
+    for width in (80, 120):
+        out = io.StringIO()
+        print_scan(found, Console(file=out, width=width))
+        lines = out.getvalue().splitlines()
+        assert said in " ".join(out.getvalue().split())
+        assert ("kept" in next(line for line in lines if line.startswith("layer")).split()) is (width == 120)
 
 
 def test_names_cannot_break_the_page(tmp_path: Path) -> None:

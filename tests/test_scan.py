@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from locater import scan
+from locater import Scan, scan
+from locater.heads import layers_of, open_source
 from locater.result import HeadRow
+from locater.scan import row_keys
+from locater.theory import residual_kept
 
 DEMO = Path(str(files("locater") / "demo"))
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
@@ -23,7 +27,7 @@ MODELS = [
 ]
 COLUMNS = (
     "layer head kv_head kind width head_dim scale trace trace_of_square frobenius_sq symmetric_sq mean variance concentration "
-    "spectral_norm stable_rank M S F skew key_bias localization approximation expected_entropy flags"
+    "spectral_norm stable_rank M S F skew key_bias localization approximation expected_entropy residual_kept flags"
 ).split()
 
 
@@ -87,6 +91,53 @@ def test_json_contract(tmp_path: Path) -> None:
     assert document["assumptions"]["prediction"] == "prior"
     assert document["assumptions"]["length"] == 256
     assert len(document["layers"]) == 6
+
+
+def test_what_heads_keep_of_the_differences() -> None:
+    found = scan(DEMO, length=100)
+    for row in found.rows:
+        assert row.residual_kept == pytest.approx(residual_kept(row.F + row.key_bias**2, 100).item(), rel=1e-5)
+        assert 0.1 < row.residual_kept < 1
+    for entry in found.layers:
+        squares = [row.residual_kept**2 for row in found.rows if row.layer == entry["layer"]]
+        assert entry["residual_kept"] ** 2 == pytest.approx(sum(squares) / len(squares))
+    torch.manual_seed(0)
+    sharper = nn.MultiheadAttention(16, 2)
+    sharper.in_proj_weight.data *= 30
+    assert min(r.residual_kept for r in scan(sharper).rows) > max(r.residual_kept for r in scan(nn.MultiheadAttention(16, 2)).rows)
+
+
+def test_a_broken_head_keeps_no_number() -> None:
+    broken = nn.MultiheadAttention(16, 2)
+    broken.in_proj_weight.data[:8] = torch.nan
+    found = scan(broken)
+    assert found.rows[0].residual_kept is None
+    assert found.layers[0]["residual_kept"] == pytest.approx(found.rows[1].residual_kept)
+    broken.in_proj_weight.data[:] = torch.nan
+    assert scan(broken).layers[0]["residual_kept"] is None
+
+
+def test_a_document_without_the_newer_column_is_read(tmp_path: Path) -> None:
+    document = scan(DEMO).to_dict()
+    for head in document["heads"]:
+        del head["residual_kept"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert [row.residual_kept for row in Scan.load(tmp_path / "old.json").rows] == [None] * 24
+
+
+def test_how_many_keys_rows_see() -> None:
+    layer = next(iter(layers_of(*open_source(DEMO))))
+    for causal, window, kind in (
+        (True, None, "self"),
+        (True, 3, "self"),
+        (False, 3, "self"),
+        (False, None, "self"),
+        (False, None, "cross"),
+    ):
+        held = replace(layer, causal=causal, window=window, kind=kind)
+        assert set(row_keys(held, 9, 9)) == set(held.visible(9, 9)[0, 0].sum(-1).tolist())
+        long = torch.tensor(row_keys(held, 1000, 1000), dtype=torch.float64).mean().item()
+        assert long == pytest.approx(held.visible(1000, 1000)[0, 0].sum(-1).double().mean().item(), rel=0.01)
 
 
 def test_eigenvalues_on_request_sum_to_the_trace() -> None:

@@ -16,7 +16,7 @@ from locater.result import NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
 from locater.scan import LENGTH, Progress, scan
 from locater.version import __version__
 
-SHOWN = ("M", "F", "concentration", "localization", "expected_entropy", "stable_rank", "key_bias")
+SHOWN = ("M", "F", "concentration", "localization", "expected_entropy", "residual_kept", "stable_rank", "key_bias")
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
 
 

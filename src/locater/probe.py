@@ -27,7 +27,8 @@ from locater.probing.seen import SeenHead
 from locater.probing.statistics import Input, Progress, Statistics, collected
 from locater.probing.text import Batch, Text, batches
 from locater.result import SCHEMA, HeadRow, write_whole
-from locater.scan import LENGTH, scan
+from locater.scan import LENGTH, kept_in, root_mean_square, row_keys, scan
+from locater.theory import kept_at_entropy
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class ProbeRow:
     max_probability: float | None = None
     row_mass: float | None = None
     participation: float | None = None
+    typical_kept: float | None = None
     distance: float | None = None
     self_mass: float | None = None
     sink: float | None = None
@@ -68,10 +70,12 @@ class ProbeRow:
     predicted_entropy: float | None = None
     predicted_sink: float | None = None
     predicted_rest_entropy: float | None = None
+    predicted_typical_kept: float | None = None
     M: float | None = None
     F: float | None = None
     localization: float | None = None
     prior_entropy: float | None = None
+    prior_typical_kept: float | None = None
     prior_localization: float | None = None
     logit_bound: float | None = None
     flags: tuple[str, ...] = ()
@@ -81,11 +85,12 @@ class ProbeRow:
 
 
 MEASURED = (
-    "entropy", "entropy_ratio", "max_logit", "max_probability", "row_mass", "participation", "distance", "self_mass", "sink",
-    "rest_entropy", "output_stable_rank", "output_effective_rank", "previous", "duplicate", "induction",
+    "entropy", "entropy_ratio", "max_logit", "max_probability", "row_mass", "participation", "typical_kept", "distance", "self_mass",
+    "sink", "rest_entropy", "output_stable_rank", "output_effective_rank", "previous", "duplicate", "induction",
 )  # fmt: skip
-PREDICTED = ("predicted_entropy", "predicted_sink", "predicted_rest_entropy", "M", "F", "localization")
-PRIOR = ("prior_entropy", "prior_localization")
+PREDICTED = ("predicted_entropy", "predicted_sink", "predicted_rest_entropy", "predicted_typical_kept", "M", "F", "localization")
+PRIOR = ("prior_entropy", "prior_typical_kept", "prior_localization")
+KEPT = ("typical_kept", "predicted_typical_kept", "prior_typical_kept")
 BOUND = ("logit_bound",)
 PROBE_COLUMNS = (*MEASURED, *PREDICTED, *PRIOR, *BOUND)
 PROBE_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*PROBE_COLUMNS, "finite", "S", "key_bias", "skew"})
@@ -197,7 +202,10 @@ def probed(module: nn.Module, held: list[Batch], source: str, rows: int | None =
         _row(row, columns[row.layer], theory.get((row.layer, row.head)), weights[row.layer, row.head], circuits, length)
         for row in seen.rows
     ]
-    entries = [{**entry, **_input(inputs.get(entry["layer"]))} for entry in plain.layers if entry["layer"] in columns]
+    entries = [
+        {**entry, **_kept(made, entry["layer"]), **_around(entry["name"], seen.layers), **_input(inputs.get(entry["layer"]))}
+        for entry in plain.layers if entry["layer"] in columns
+    ]  # fmt: skip
     assumed = _assumptions(scanned.assumptions, gathering, measuring, rows, seen.silent, circuits)
     return Probe(source, assumed, entries, seen.layers, made, agreement(made), found)
 
@@ -246,6 +254,9 @@ def _columns(layer: AttentionLayer, given: Input | None, length: int) -> dict[st
     predicted = {} if given is None else predict(layer, given, at, keys)
     made: dict[str, Tensor | None] = {f"predicted_{k}": predicted.get(k) for k in ("entropy", "sink", "rest_entropy")}
     made |= {"prior_entropy": predict(layer, None, at, keys)["entropy"], "logit_bound": logit_bound(layer)}
+    for kind in ("predicted", "prior"):
+        entropy = made[f"{kind}_entropy"]
+        made[f"{kind}_typical_kept"] = None if entropy is None else kept_at_entropy(entropy, row_keys(layer, at, keys), typical=True)
     return {name: [None] * layer.heads if held is None else [_finite(float(x)) for x in held] for name, held in made.items()}
 
 
@@ -263,6 +274,7 @@ def _row(
 ) -> ProbeRow:
     own = {f.name for f in fields(ProbeRow)}
     held = {name: value for name, value in vars(row).items() if name in own}
+    held["typical_kept"] = None if not row.participation else row.participation**-0.5
     circuit = circuits.get((row.layer, row.head))
     held |= vars(circuit) if circuit is not None else {}
     held |= {name: values[row.head] for name, values in columns.items()}
@@ -270,6 +282,25 @@ def _row(
     held |= {name: known.get(name) for name in ("M", "F", "localization")} | {"prior_localization": prior}
     everything = {**known, **held, "finite": "nonfinite" not in (*row.flags, *known.get("flags", ()))}
     return ProbeRow(**{**held, "flags": flags_of(everything, length)})
+
+
+def _kept(rows: Sequence[ProbeRow], number: int) -> dict[str, float | None]:
+    """What the heads of a layer keep, in root mean square."""
+    return {column: root_mean_square(kept_in(rows, number, column)) for column in KEPT}
+
+
+def _around(name: str, streams: Sequence[SeenLayer]) -> dict[str, float | None]:
+    """The residual of the stream before and after the block that an attention layer is in."""
+    block = block_of(name, streams)
+    if block is None:
+        return {"residual_before": None, "residual_after": None}
+    before = next((x.residual for x in streams if (x.stack, x.block) == (block.stack, block.block - 1)), None)
+    return {"residual_before": _finite(before), "residual_after": _finite(block.residual)}
+
+
+def block_of(name: str, streams: Sequence[SeenLayer]) -> SeenLayer | None:
+    """The stream after the block that the attention layer of this name is in."""
+    return next((point for point in streams if point.block >= 0 and f"{name}.".startswith(f"{point.name}.")), None)
 
 
 def _input(given: Input | None) -> dict[str, Any]:
@@ -322,6 +353,7 @@ def agreement(rows: Sequence[ProbeRow]) -> dict[str, dict[str, float | None]]:
     """How well each prediction does over heads: Spearman's rank correlation and the mean absolute error."""
     pairs = {
         "predicted_entropy": "entropy", "predicted_rest_entropy": "rest_entropy", "predicted_sink": "sink", "prior_entropy": "entropy",
+        "predicted_typical_kept": "typical_kept", "prior_typical_kept": "typical_kept",
     }  # fmt: skip
     found = {}
     for predicted, measured in pairs.items():

@@ -52,6 +52,7 @@ class HeadRow:
     localization: float | None = None
     approximation: str | None = None
     expected_entropy: float | None = None
+    residual_kept: float | None = None
     flags: tuple[str, ...] = ()
     # on request
     eigenvalues: tuple[tuple[float, float], ...] | None = None
@@ -63,6 +64,7 @@ class HeadRow:
 
 
 OPTIONAL = ("eigenvalues", "drive", "profile")
+ADDED = ("residual_kept",)  # columns that documents of earlier versions do not have
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
 
@@ -165,6 +167,7 @@ def _no_profile(row: HeadRow) -> bool:
 
 
 def _row(head: dict[str, Any]) -> HeadRow:
+    head = {**dict.fromkeys(ADDED), **head}
     wrong = [name for name in NUMERIC_COLUMNS if not isinstance(head[name], int | float | None)]
     if wrong:
         raise ValueError(f"{wrong[0]} is {head[wrong[0]]!r}, not a number")

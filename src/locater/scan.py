@@ -21,11 +21,20 @@ from locater.probing.predict import predict
 from locater.probing.statistics import Input, Statistics
 from locater.result import HeadRow, Scan
 from locater.spectrum import Moments, one_thread
-from locater.theory import expected_entropy, localization, mixture_continuum, mixture_localization, unit_moments
+from locater.theory import (
+    expected_entropy,
+    kept_at_entropy,
+    localization,
+    mixture_continuum,
+    mixture_localization,
+    residual_kept,
+    unit_moments,
+)
 from locater.theory.localization import SKEW_LIMIT
 
 LENGTH = 256
 LONGEST = 8192  # tokens that heads are run on where statistics are given
+ROWS = 32  # of different length, that stand for all
 PROFILE = 65  # points of a profile that has no closed form
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # wraps what is gone through; the number is how many
 
@@ -97,7 +106,32 @@ def scan(
         heads=heads,
         kv_heads=kv_heads,
     )
-    return Scan(name, assumptions, [_entry(layer, number, details) for number, layer in found], rows, again)
+    entries = [_entry(layer, number, details) | {"residual_kept": root_mean_square(kept_in(rows, number))} for number, layer in found]
+    return Scan(name, assumptions, entries, rows, again)
+
+
+def kept_in(rows: Iterable[Any], number: int, column: str = "residual_kept") -> list[float | None]:
+    """What each head of a layer keeps."""
+    return [row[column] for row in rows if row.layer == number]
+
+
+def root_mean_square(values: Iterable[float | None]) -> float | None:
+    """Of the numbers there are; None where there is none.
+
+    >>> root_mean_square([3.0, None, 3.0])
+    3.0
+    """
+    known = [value for value in values if value is not None]
+    return math.sqrt(sum(x * x for x in known) / len(known)) if known else None
+
+
+def row_keys(layer: AttentionLayer, length: int, keys: int | None = None) -> tuple[int, ...]:
+    """How many keys rows of attention over `length` tokens see: for a mean over rows, at most `ROWS` of them, evenly spaced."""
+    if layer.kind != "self" or not (layer.causal or layer.window):
+        return (keys or length,)
+    count, reach = min(length, ROWS), layer.window or length  # a row sees those nearer than this
+    places = [math.ceil((i + 0.5) * length / count) - 1 for i in range(count)]
+    return tuple(min(i, reach - 1) + 1 + (0 if layer.causal else min(length - 1 - i, reach - 1)) for i in places)
 
 
 def _kept(source: Source) -> Callable[[], Source | None]:
@@ -216,8 +250,9 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
         if held.cross is not None:
             columns |= _spectra(held, scale, columns["approximation"], wanted, layer.rotary)
     if given is not None:
-        expected = predict(layer, given, wanted.length)["entropy"].tolist()
-        columns["expected_entropy"] = [_finite(x) for x, kept in zip(expected, finite.tolist(), strict=True) if kept]
+        expected = predict(layer, given, wanted.length)["entropy"].cpu()[finite]
+        columns["residual_kept"] = [_finite(x) for x in kept_at_entropy(expected, row_keys(layer, wanted.length)).tolist()]
+        columns["expected_entropy"] = [_finite(x) for x in expected.tolist()]
     ready = iter(range(len(held.query_gram)))
     for head in range(layer.heads):
         row: dict[str, Any] = {}
@@ -244,6 +279,7 @@ def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[st
     table["F"], table["key_bias"] = m.frobenius_sq * scale**2, key_bias
     variance = torch.tensor([key_variance(f, b) for f, b in zip(table["F"].tolist(), key_bias.tolist(), strict=True)])
     table["expected_entropy"] = expected_entropy(variance, length)
+    table["residual_kept"] = residual_kept(variance, length)
     if m.cross is None:
         return {name: [_finite(x) for x in column.tolist()] for name, column in table.items()}
     for name in ("trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew"):

@@ -14,7 +14,10 @@ from locater.findings import FLAGS
 from locater.result import HeadRow, Scan
 from locater.version import __version__
 
-NUMBERS = ("M", "S", "F", "mean", "concentration", "localization", "expected_entropy", "key_bias", "stable_rank", "spectral_norm", "skew")
+NUMBERS = (
+    "M", "S", "F", "mean", "concentration", "localization", "expected_entropy", "residual_kept", "key_bias", "stable_rank", "spectral_norm",
+    "skew",
+)  # fmt: skip
 
 
 def scan_page(scan: Scan) -> str:
@@ -22,7 +25,21 @@ def scan_page(scan: Scan) -> str:
     heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layers"
     flagged = sum(bool(row.flags) for row in scan.rows)
     counts = f"{heads}, head size {_sizes(scan)}. " + (f"{flagged} heads are flagged." if flagged else "No head is flagged.")
-    return _page(short_name(scan.source), counts, [scan], aligned=True)
+    return _page(short_name(scan.source), " ".join(filter(None, (counts, collapse_risk(scan)))), [scan], aligned=True)
+
+
+def collapse_risk(scan: Scan) -> str:
+    """What attention alone keeps of the differences between tokens, over layers, in a sentence; nothing where it is not known."""
+    known = [(entry["residual_kept"], entry["layer"]) for entry in scan.layers if entry.get("residual_kept") is not None]
+    if not known:
+        return ""
+    length = scan.assumptions["length"]
+    (low, where), (high, _) = min(known), max(known)
+    span = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} (layer {where}) to {high:.3f}"
+    return (
+        f"Rank-collapse risk: attention alone keeps {span} of what differs between tokens; "
+        f"uniform attention over {length} tokens keeps {length**-0.5:.3g}, a row with a single token 1."
+    )
 
 
 def compare_page(a: Scan, b: Scan, aligned: bool) -> str:

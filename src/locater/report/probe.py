@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from locater.findings import EXPLODING, FLAGS
-from locater.probe import Probe, ProbeRow
+from locater.probe import KEPT, Probe, ProbeRow, block_of
 from locater.probing.hidden import SeenLayer
 from locater.report.html import assemble, layer_note, short_name, significant
 from locater.version import __version__
 
+ALIKE = 0.1  # of the stream differs between tokens: under it they are all but the same
+CLOSER = 0.8  # of the difference left: under it tokens have come closer
 NAMED = 6  # heads of one flag that are named in the summary
 
 
@@ -39,6 +42,9 @@ COLUMNS = tuple(Column(*line) for line in (
     ("max_probability", "strongest token", "share", 0.2, "Weight of the token that gets most, mean over tokens. 1 is one-hot."),
     ("participation", "tokens that share the weight", "participation", 4.0,
      "1 over the sum of squared weights: how many tokens really share a token's attention."),
+    ("typical_kept", "differences kept", "kept", 0.2,
+     "Share of what differs between tokens that a typical row of attention hands on: 1 over the root of how many share its weight. "
+     "Near 0: the head hands every token the same average. 1: each takes one token as it is."),
     ("distance", "distance (tokens)", "distance", 4.0, "How many tokens away what is attended to lies, weighted by attention."),
     ("self_mass", "weight on itself", "share", 0.1, "Attention that a token pays to itself."),
     ("row_mass", "sum of weights", "share", 1.0, "Sum of a token's weights. 1, unless a learned sink takes a part of it."),
@@ -56,6 +62,8 @@ COLUMNS = tuple(Column(*line) for line in (
      "Entropy of this head on normal tokens with the mean and covariance of its real input, the real first token in its place."),
     ("predicted_rest_entropy", "predicted entropy without the first token", "entropy", 1.0, "The same without the first token."),
     ("predicted_sink", "predicted weight on the first token", "sink", 0.1, "Weight on the first token that the same tokens give it."),
+    ("predicted_typical_kept", "predicted differences kept", "kept", 0.2,
+     "Share of the differences that rows with the predicted entropy hand on, if their scores are normal."),
     ("M", "M, mean self-logit", "M", 1.0,
      "Mean score of a token with itself, from the measured mean and covariance. Around 2 and above attention can localize."),
     ("F", "F, variance of logits", "F", 0.25,
@@ -64,6 +72,7 @@ COLUMNS = tuple(Column(*line) for line in (
      "How much position decides whose signal gets through. 0: not at all. Towards 1: near tokens win. Negative: far ones."),
     ("prior_entropy", "entropy from weights alone", "entropy", 1.0,
      "Entropy of this head on standard normal tokens: what its weights say when nothing is known of its input."),
+    ("prior_typical_kept", "differences kept, from weights alone", "kept", 0.2, "The same for the entropy that weights alone give."),
     ("prior_localization", "Λ from weights alone", "localization", 0.1, "Localization for unit tokens, as `locater scan` gives it."),
     ("logit_bound", "bound on logits", "logit_bound", 5.0,
      "No score of this head can be larger than this, whatever the input: product of the largest possible query and key."),
@@ -78,6 +87,7 @@ KINDS = {
 PAIRS = (  # measured, predicted, from weights alone; what lies above the diagonal, and below
     ("entropy", "predicted_entropy", "prior_entropy", "more selective than predicted", "less selective than predicted"),
     ("rest_entropy", "predicted_rest_entropy", None, "more selective than predicted", "less selective than predicted"),
+    ("typical_kept", "predicted_typical_kept", "prior_typical_kept", "keeps less than predicted", "keeps more than predicted"),
     ("sink", "predicted_sink", None, "less weight there than predicted", "more weight there than predicted"),
 )
 STREAM = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top_ratio")
@@ -87,7 +97,8 @@ def probe_page(probe: Probe) -> str:
     """The page of one probe."""
     name = short_name(probe.source)
     words = {
-        "TITLE": f"{name} · Locater", "HEADING": name, "RAN": ran(probe), "AGREEMENT": agreed(probe), "FLAGGED": flagged(probe.rows),
+        "TITLE": f"{name} · Locater", "HEADING": name, "RAN": ran(probe), "AGREEMENT": agreed(probe), "COLLAPSE": collapse(probe),
+        "FLAGGED": flagged(probe.rows),
         "FOOTER": f"Made by Locater {__version__}: measured while the model ran.",
     }  # fmt: skip
     return assemble("probe", words, page_data(probe))
@@ -107,7 +118,7 @@ def page_data(probe: Probe) -> dict[str, Any]:
         "columns": [{**column._asdict(), "kind": how[column.name]} for column in COLUMNS],
         "pairs": [_pair(probe, *pair) for pair in PAIRS],
         "flags": [{"name": flag.name, "meaning": flag.meaning, "way_out": flag.way_out} for flag in FLAGS],
-        "streams": _streams(probe.streams),
+        "streams": _streams(probe.streams, entries),
         "notes": notes(probe),
     }
 
@@ -117,7 +128,7 @@ def _layer(entry: dict[str, Any], streams: Sequence[SeenLayer]) -> dict[str, Any
     if given is not None:
         numbers = {name: significant(given[name]) for name in ("mean_share", "kurtosis", "normality", "normality_expected")}
         given = {**numbers, "tokens": given["tokens"], "directions": [significant(x) for x in given["directions"]]}
-    block = next((point for point in streams if point.block >= 0 and f"{entry['name']}.".startswith(f"{point.name}.")), None)
+    block = block_of(entry["name"], streams)
     return {
         "name": entry["name"], "short": str(entry["layer"]), "heads": entry["heads"], "kv_heads": entry["kv_heads"],
         "width": entry["width"], "note": layer_note(entry), "block": None if block is None else [block.stack, block.block],
@@ -125,11 +136,19 @@ def _layer(entry: dict[str, Any], streams: Sequence[SeenLayer]) -> dict[str, Any
     }  # fmt: skip
 
 
-def _streams(found: Sequence[SeenLayer]) -> list[dict[str, Any]]:
-    return [
-        {"stack": stack, "points": [[x.block, *(significant(x[name]) for name in STREAM)] for x in found if x.stack == stack]}
-        for stack in dict.fromkeys(x.stack for x in found)
-    ]
+def _streams(found: Sequence[SeenLayer], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Points of each stack: the block, the measures of the stream after it, and what its heads keep, measured and predicted."""
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
+    for entry in entries:
+        block = block_of(entry["name"], found)
+        if block is not None and entry["kind"] == "self":
+            kept.setdefault((block.stack, block.block), entry)
+
+    def point(x: SeenLayer) -> list[float | None]:
+        of = kept.get((x.stack, x.block), {})
+        return [x.block, *(significant(x[name]) for name in STREAM), *(significant(of.get(name)) for name in KEPT[:2])]
+
+    return [{"stack": stack, "points": [point(x) for x in found if x.stack == stack]} for stack in dict.fromkeys(x.stack for x in found)]
 
 
 def _pair(probe: Probe, measured: str, predicted: str, prior: str | None, above: str, below: str) -> dict[str, Any]:
@@ -174,6 +193,28 @@ def agreed(probe: Probe) -> str:
         return f"{text}; all heads are alike, so their order says nothing."
     order = f"{_short(found['spearman'])}{weights['spearman']}, where 1 is the same order"
     return f"{text} and ranks the heads with a Spearman correlation of {order}."
+
+
+def collapse(probe: Probe) -> str:
+    """Whether tokens become alike between blocks, and where most of their difference is lost."""
+    stacks = list(dict.fromkeys(x.stack for x in probe.streams))
+    return " ".join(filter(None, (_collapse([x for x in probe.streams if x.stack == stack], len(stacks) > 1) for stack in stacks)))
+
+
+def _collapse(points: Sequence[SeenLayer], several: bool) -> str:
+    known = [(x.block, x.residual) for x in points if x.residual is not None]
+    if len(known) < 2:
+        return ""
+    (_, first), (_, last), (at, least) = known[0], known[-1], min(known[1:], key=lambda x: x[1])
+    verdict = "Tokens become alike" if least < ALIKE else "Tokens come closer" if last < CLOSER * first else "Tokens stay apart"
+    where = f" in {points[0].stack}" if several else ""
+    text = (
+        f"{verdict}{where}: the share of the stream that differs between them goes from {_short(first)} to {_short(last)} over the blocks"
+    )
+    steps = [(after / before, block) for (_, before), (block, after) in pairwise(known) if before]
+    if steps and min(steps)[0] < CLOSER:
+        text += f", and block {min(steps)[1]} keeps least of it, {_short(min(steps)[0])}"
+    return f"{text}{f' (least {_short(least)}, after block {at})' if least < min(first, last) else ''}; 0 is rank collapse."
 
 
 def _short(x: float | None) -> str:

@@ -13,7 +13,8 @@ from rich.table import Table
 from locater.compare import Comparison, known_median
 from locater.findings import FLAGS
 from locater.probe import Probe, ProbeRow
-from locater.report.probe import KINDS, agreed, ran
+from locater.report.html import collapse_risk
+from locater.report.probe import KINDS, agreed, collapse, ran
 from locater.result import HeadRow, Scan
 
 ALL_HEADS = 48  # up to this many heads are shown one by one
@@ -30,21 +31,38 @@ PROBE_LEGEND = (
     "H entropy in nats · first weight on the first token · top weight of the strongest token · distance in tokens · Λ localization by "
     "position · pred. predicted from statistics of the input · prior from weights alone"
 )
+KEPT_LEGEND = "kept share of the tokens' differences that attention alone keeps"
+ROOMY = 100  # columns of a terminal that has room for what is kept
+RESIDUAL_LEGEND = (
+    "before, after: share of the stream that differs between tokens, around the block (0 is rank collapse) · keep: share of it that a "
+    "typical row of attention hands on; the skip passes the stream on as it is"
+)
+RESIDUAL_COLUMNS = {  # heading: key of a layer
+    "before": "residual_before", "after": "residual_after", "heads keep": "typical_kept", "pred. keep": "predicted_typical_kept",
+    "prior keep": "prior_typical_kept",
+}  # fmt: skip
 Row = TypeVar("Row", HeadRow, ProbeRow)
 
 
 def print_scan(scan: Scan, console: Console) -> None:
     """Table, what the flags mean, and what was assumed."""
-    _print_heads(scan.rows, _head_table, lambda: _layer_table(scan), console)
-    console.print(f"[dim]{LEGEND}[/dim]", highlight=False)
+    _print_heads(scan.rows, _head_table, lambda: _layer_table(scan, console.width), console)
+    legend = f"{LEGEND} · {KEPT_LEGEND}" if console.width >= ROOMY else LEGEND
+    console.print(f"[dim]{legend}[/dim]", highlight=False)
+    if risk := collapse_risk(scan):
+        console.print(risk, highlight=False)
     _print_assumptions(scan, console)
 
 
 def print_probe(found: Probe, console: Console) -> None:
     """How well predictions agree, the table, what the flags mean, and what kind of number each column is."""
     console.print(f"{escape(ran(found))}\n[bold]{agreed(found)}[/bold]", highlight=False)
+    if said := collapse(found):
+        console.print(escape(said), highlight=False)
     _print_heads(found.rows, _probe_table, lambda: _probe_layers(found), console)
     console.print(f"[dim]{PROBE_LEGEND}[/dim]", highlight=False)
+    console.print(_residual_table(found))
+    console.print(f"[dim]{RESIDUAL_LEGEND}[/dim]", highlight=False)
     for kind, meaning in KINDS.items():
         columns = [name for name, how in found.assumptions["how"].items() if how == kind]
         if columns:
@@ -96,6 +114,17 @@ def _probe_layers(found: Probe) -> Table:
     return table
 
 
+def _residual_table(found: Probe) -> Table:
+    """The residual of the stream around each layer, and what the layer's heads keep."""
+    table = Table(title="differences between tokens, by layer", title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for name in ("layer", *RESIDUAL_COLUMNS):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("name", overflow="fold")
+    for entry in found.layers:
+        table.add_row(str(entry["layer"]), *(_number(entry.get(key)) for key in RESIDUAL_COLUMNS.values()), escape(entry["name"]))
+    return table
+
+
 def print_comparison(found: Comparison, console: Console) -> None:
     """Medians of both, then the heads that changed most."""
     table = Table(title="medians over heads", title_justify="left", header_style="bold", box=None, pad_edge=False)
@@ -140,26 +169,29 @@ def _worst(flagged: Sequence[Row]) -> list[Row]:
 
 def _head_table(rows: Sequence[HeadRow], title: str, width: int) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", show_lines=False, box=None, pad_edge=False)
-    names = ("layer", "head", "M", "√F", "S/F", "κ", "Λ", "key bias", "H")
-    narrow = {"S/F", "key bias", "κ"} if width < 78 else set()  # flags matter more than these
+    names = ("layer", "head", "M", "√F", "S/F", "κ", "Λ", "key bias", "H", "kept")
+    narrow = {"kept"} if width < ROOMY else set()  # flags matter more than these
+    narrow |= {"S/F", "key bias", "κ"} if width < 78 else set()
     for name in names:
         if name not in narrow:
             table.add_column(name, justify="right", no_wrap=True)
     table.add_column("flags")
     for row in rows:
         ratio = row.S / row.F if row.S is not None and row.F else None
-        numbers = (row.M, None if row.F is None else row.F**0.5, ratio, row.concentration, row.localization, row.key_bias)
-        cells = dict(
-            zip(names, [str(row.layer), str(row.head), *(_number(x) for x in numbers), _number(row.expected_entropy)], strict=True)
-        )
+        numbers = (
+            row.M, None if row.F is None else row.F**0.5, ratio, row.concentration, row.localization, row.key_bias, row.expected_entropy,
+            row.residual_kept,
+        )  # fmt: skip
+        cells = dict(zip(names, [str(row.layer), str(row.head), *(_number(x) for x in numbers)], strict=True))
         shown = [cell for name, cell in cells.items() if name not in narrow]
         table.add_row(*shown, escape(" ".join(row.flags)), style="yellow" if row.flags else None)
     return table
 
 
-def _layer_table(scan: Scan) -> Table:
+def _layer_table(scan: Scan, width: int) -> Table:
     table = Table(title="medians by layer", title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for name in ("layer", "heads", "M", "√F", "κ", "Λ", "H", "flagged"):
+    kept = ("kept",) if width >= ROOMY else ()
+    for name in ("layer", "heads", "M", "√F", "κ", "Λ", "H", *kept, "flagged"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("name", overflow="fold")
     for entry in scan.layers:
@@ -169,7 +201,7 @@ def _layer_table(scan: Scan) -> Table:
             [r.localization for r in rows], [r.expected_entropy for r in rows],
         )  # fmt: skip
         flagged = sum(bool(r.flags) for r in rows)
-        cells = [_number(known_median(column)) for column in columns]
+        cells = [_number(known_median(column)) for column in columns] + [_number(entry.get("residual_kept")) for _ in kept]
         table.add_row(str(entry["layer"]), str(len(rows)), *cells, str(flagged or ""), escape(entry["name"]))
     return table
 

@@ -8,8 +8,10 @@ from locater.theory.collapse import (
     contraction_rate,
     depth_residuals,
     hidden_states,
+    kept_at_entropy,
     layer_bound,
     mlp_lipschitz,
+    residual_kept,
     skip_bound,
 )
 from locater.theory.entropy import entropy_floor, entropy_floor_of_range, entropy_ratio, expected_entropy
@@ -61,6 +63,7 @@ __all__ = [
     "expected_entropy",
     "frozen_layers",
     "hidden_states",
+    "kept_at_entropy",
     "layer_bound",
     "length_contributions",
     "length_weights",
@@ -74,6 +77,7 @@ __all__ = [
     "path_sum",
     "phase_diagram",
     "regime",
+    "residual_kept",
     "signal_propagation",
     "simulate",
     "skip_bound",

@@ -20,6 +20,8 @@ const METRICS = {
     "1: the query-key map is symmetric, who looks is looked at. -1: antisymmetric, one-way. Trained maps sit near 0."],
   expected_entropy: ["expected entropy (nats)", "sequential", Math.log(DATA.length), h => h.expected_entropy,
     "Entropy of a row of attention if logits were normal over keys. 0 is one-hot."],
+  residual_kept: ["differences kept by attention", "sequential", 0.2, h => h.residual_kept,
+    `Share of what differs between tokens that attention alone hands on. Near ${Number((DATA.length ** -0.5).toPrecision(3))}, as uniform attention over ${DATA.length} tokens, the head mixes them into one: layer upon layer, that is rank collapse. 1: each row takes one token as it is. With skips the stream itself is kept, and this speaks of what the head adds.`],
   key_bias: ["key bias", "sequential", 0.2, h => h.key_bias,
     "Spread of the part of a logit that depends on the key alone: every query is drawn to the same keys."],
   stable_rank: ["stable rank", "sequential", 4, h => h.stable_rank,
@@ -191,7 +193,7 @@ function panels() {
   element("where").textContent = layer ? layer.name + (layer.note ? " · " + layer.note : "") : "This scan holds no attention head.";
   element("facts").innerHTML = both.length ? [["self-logit M", h => h.M], ["spread √F", METRICS.sqrtF[3]], ["symmetry S/F", METRICS.symmetry[3]],
     ["concentration κ", h => h.concentration], ["localization Λ", h => h.localization], ["stable rank", h => h.stable_rank],
-    ["key bias", h => h.key_bias], ["entropy", h => h.expected_entropy]]
+    ["key bias", h => h.key_bias], ["entropy", h => h.expected_entropy], ["differences kept", h => h.residual_kept]]
     .map(([name, read]) => `<div><b>${both.map(([h]) => show(read(h))).join(" → ")}</b>${name}</div>`).join("") : "";
   findings(both);
   for (const id of ["plane-card", "profiles"]) element(id).hidden = !both.length;

@@ -10,6 +10,7 @@ const state = { at: 0, metric: "entropy", pair: 0, prior: true, flag: null, guid
 // a line of the table: its name, then columns measured, predicted, from weights alone
 const LINES = [
   ["entropy (nats)", "entropy", "predicted_entropy", "prior_entropy"], ["entropy without the first token", "rest_entropy", "predicted_rest_entropy", null],
+  ["differences kept", "typical_kept", "predicted_typical_kept", "prior_typical_kept"],
   ["weight on the first token", "sink", "predicted_sink", null], ["largest logit", "max_logit", null, "logit_bound"],
   ["localization Λ", null, "localization", "prior_localization"], ["mean self-logit M", null, "M", null], ["variance of logits F", null, "F", null],
   ...["entropy_ratio", "max_probability", "participation", "distance", "self_mass", "row_mass", "output_stable_rank", "output_effective_rank", "previous",
@@ -18,6 +19,7 @@ const LINES = [
 // a chart of the stream: title, what it means, [number of the measure, its name] for each line, the range it has at least
 const STREAM = [
   ["Difference between tokens", "What is left of the tokens when their mean is taken away, as a share. 0: all are the same, rank collapse.", [[1, ""]], [0, 1]],
+  ["Kept by attention", "What the heads of the block hand on of the differences, root mean square over heads. The skip passes on all.", [[7, "measured"], [8, "predicted"]], [0, 1]],
   ["Likeness of tokens", "Mean cosine between two tokens. 1: all point the same way.", [[2, "as they are"], [3, "mean taken away"]], [0, 1]],
   ["Stable rank", "How many directions carry most of the stream. 1 is a single one.", [[4, ""]], [1, 2]],
   ["Effective rank", "How many directions it uses, weak ones counted too.", [[5, ""]], [1, 2]],
