@@ -19,6 +19,10 @@ from tests.mechanism_cases import CASES, B, Case, E, H, K, case_id, draw, expect
 
 ROOT = Path(__file__).parents[1]
 every_case = pytest.mark.parametrize("case", CASES, ids=case_id)
+smooth_cases = pytest.mark.parametrize("case", [c for c in CASES if c.smooth], ids=case_id)  # the others have tests of their own below
+USES = [(c, causal) for c in CASES for causal in (False, True) if takes(c, mechanism(c.name), causal, False)]  # what is not refused
+every_use = pytest.mark.parametrize(("case", "causal"), USES, ids=[f"{case_id(c)}-{causal}" for c, causal in USES])
+causal_cases = pytest.mark.parametrize("case", [c for c, causal in USES if causal], ids=case_id)
 
 
 def test_every_mechanism_has_a_case() -> None:
@@ -59,11 +63,9 @@ def test_one_token(case: Case) -> None:
     torch.testing.assert_close(m(q, k, v, **kw, **options), want @ v.repeat_interleave(2, 1), rtol=1e-9, atol=1e-10)
 
 
-@every_case
+@smooth_cases
 def test_gradients(case: Case) -> None:
     """Of q, k, v and every learned option, with padding, a row that sees nothing where it is causal, and groups."""
-    if not case.smooth:
-        pytest.skip("its gradient is not that of its values: tests of their own below")
     m, T = mechanism(case.name), 4
     q, k, v = operands(T, T)
     padding = torch.ones(B, T, dtype=torch.bool)
@@ -78,14 +80,11 @@ def test_gradients(case: Case) -> None:
     torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q, k, v)] + list(given.values()), fast_mode=True)
 
 
-@every_case
+@every_use
 @pytest.mark.parametrize("T", [300, 150])
-@pytest.mark.parametrize("causal", [False, True])
 def test_blocks_and_chunks_fit_together(case: Case, T: int, causal: bool) -> None:
     """Over several of them, output and gradients are those of the map written out."""
     m, S = mechanism(case.name), 300
-    if not takes(case, m, causal, False):
-        pytest.skip("refused")
     leaves = [x[:1, : x.shape[1] // 2].clone().requires_grad_() for x in operands(T, S)]
     options = {}
     for name, x in case.options(T, S).items():
@@ -121,13 +120,10 @@ def test_no_later_token_changes_an_earlier_output(case: Case, T: int) -> None:
     assert (after[:, :, -cut:] - before[:, :, -cut:]).abs().max() > 1e-3 or case.name == "centred"
 
 
-@every_case
-@pytest.mark.parametrize("causal", [False, True])
+@every_use
 def test_padding_is_as_good_as_absent(case: Case, causal: bool) -> None:
     """Whatever stands in padding, real tokens come out as if it were not there, and nothing is NaN."""
     m, T, front = mechanism(case.name), 11, 3
-    if not takes(case, m, causal, False):
-        pytest.skip("refused")
     q, k, v = operands(T, T)
     options = case.options(T, T)
     padding = torch.ones(B, T, dtype=torch.bool)
@@ -142,12 +138,10 @@ def test_padding_is_as_good_as_absent(case: Case, causal: bool) -> None:
     assert (nothing == 0).all()
 
 
-@every_case
+@causal_cases
 def test_decoding_with_kept_keys(case: Case) -> None:
     """The last token alone, with all keys, comes out as in the whole sequence."""
     m, S = mechanism(case.name), 11
-    if not takes(case, m, True, False):
-        pytest.skip("refused")
     q, k, v = operands(S, S)
     options = case.options(S, S)
     whole = m(q, k, v, causal=True, **options)
@@ -198,13 +192,10 @@ def one_head(case: Case, T: int) -> tuple[list[Tensor], dict[str, Any]]:
     return tensors, options
 
 
-@every_case
-@pytest.mark.parametrize("causal", [False, True])
+@every_use
 def test_the_path_is_the_declared_one(case: Case, causal: bool) -> None:
     """No T x T tensor forward or backward, unless it says so; fused attention is called where it says so."""
     m, T = mechanism(case.name), 520
-    if not takes(case, m, causal, False):
-        pytest.skip("refused")
     (q, k, v), options = one_head(case, T)
     with Watch() as seen:
         m(q, k, v, causal=causal, **options).square().sum().backward()
