@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.explain import Paths, decompose
-from locater.explain.paths import LAYOUTS, Heads
+from locater.explain.frozen import Heads
+from locater.explain.layouts import LAYOUTS
 from locater.heads import attention_layers
 from locater.train import Shape, Transformer
 from tests.parity import EPS, redraw, tokens
