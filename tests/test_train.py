@@ -6,6 +6,8 @@ import gzip
 import json
 import lzma
 import random
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -283,6 +285,14 @@ def test_a_saved_model_is_the_same_and_is_scanned(tmp_path: Path, kind: str) -> 
         model(inputs)
     assert len(seen.rows) == 8
     assert all(row.entropy is not None and row.entropy > 0 for row in seen.rows)
+
+
+def test_a_fresh_interpreter_scans_what_was_trained(tmp_path: Path) -> None:
+    """Nothing but the scan is imported: the type is known all the same."""
+    folder = checkpoints.save(tmp_path, "model", Transformer(SHAPES["masked"]))
+    code = "import sys; from locater.scan import scan; assert 'locater.train.model' not in sys.modules; print(len(scan(sys.argv[1]).rows))"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == ("8", 0), done.stderr
 
 
 def test_a_causal_model_does_not_look_ahead_and_a_masked_one_does() -> None:

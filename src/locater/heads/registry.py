@@ -15,6 +15,7 @@ from locater.heads.readers import Config, Source, open_source
 from locater.heads.weights import Weights
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
+OWN = "locater"  # models that `locater train` saves; read by the package that makes them
 
 FAMILIES = tuple(
     import_module(f"locater.heads.{name}")
@@ -110,6 +111,8 @@ def layers_of(
 
 def reader_for(weights: Weights, config: Config) -> Reader:
     model_type = config.get("model_type")
+    if model_type == OWN and model_type not in _readers:
+        import_module("locater.train.model")  # registers it
     if model_type in _readers:
         return _readers[model_type]
     readers: list[Reader] = []  # a module without a configuration is known by its parts, and may hold several kinds
