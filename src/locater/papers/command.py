@@ -26,7 +26,10 @@ Report = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Wr
 Images = Annotated[str | None, typer.Option("--images", metavar="FOLDER", help="Where its figures go; beside the page unless given.")]
 Models = Annotated[str | None, typer.Option("--models", metavar="FOLDER", help="Folder of more trained models to test claims on.")]
 Runs = Annotated[str | None, typer.Option("--runs", metavar="PATH", help="Training runs to judge claims by, a line of JSON each.")]
-Data = Annotated[str | None, typer.Option("--data", metavar="FOLDER", help="With --jobs: where the data of training runs is.")]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="FOLDER", help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, rte/ for dong2021."),
+]
 Jobs = Annotated[int, typer.Option("--jobs", min=0, help="Make the runs that --runs lacks, so many at a time (hours without a GPU).")]
 Earlier = Annotated[
     list[str] | None, typer.Option("--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring; several are joined.")
