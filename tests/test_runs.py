@@ -59,6 +59,9 @@ def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path) -> None:
     again = Runs(path)
     assert len(again.lines) == 3
     assert arm.ends(again) is not None
+    more = Arm("arm", "c", replace(TINY, width=32), rates=(1e-3,), seeds=1)
+    again.add(more.row(1e-3, 0), line(1.0))
+    assert len(Runs(path).lines) == 4, "the half line spoils none that follows"
     complete(lambda held: list(arm.rows(held)), again, tmp_path, 2, told.append)
     assert len(told) == 3
 

@@ -7,7 +7,6 @@ file alone (`speeches.tar.xz`), and the folder is given when it is run: a line m
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 from locater.errors import LocaterError, first_line
 from locater.train.plan import PACE, Plan
+from locater.train.sweep import append_line, read_lines
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters")
 
@@ -57,12 +57,9 @@ class Runs:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.lines: dict[str, dict[str, Any]] = {}
-        for text in path.read_text(encoding="utf-8").splitlines() if path is not None and path.is_file() else ():
-            try:
-                line = json.loads(text)
+        for line in read_lines(path) if path is not None else ():
+            if isinstance(line.get("options"), dict):
                 self.lines[json.dumps(line["options"], sort_keys=True)] = line
-            except (ValueError, KeyError, TypeError):  # a line that was cut off
-                continue
 
     def of(self, row: Row) -> dict[str, Any] | None:
         return self.lines.get(row.key)
@@ -73,15 +70,8 @@ class Runs:
     def add(self, row: Row, line: dict[str, Any]) -> None:
         whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
         self.lines[row.key] = whole
-        if self.path is None:
-            return
-        try:
-            with self.path.open("ab") as file:
-                file.write(json.dumps(_short(whole), separators=(",", ":")).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise LocaterError(f"{self.path}: cannot be written ({error.strerror})") from None
+        if self.path is not None:
+            append_line(self.path, _short(whole))
 
 
 def complete(

@@ -29,7 +29,7 @@ def sweep(
     _make(path)
     for name, each in plans:
         if _line_of(each, read_results(path)) is None:
-            _append(path, _run(name, each, tell(name)))
+            append_line(path, _run(name, each, tell(name)))
     found = read_results(path)
     return [line for _, each in plans if (line := _line_of(each, found)) is not None]
 
@@ -66,16 +66,31 @@ def parse_sweep(texts: Sequence[str], seeds: int | None) -> dict[str, list[Any]]
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """Lines of finished runs; a line that was cut off is passed over."""
-    found = []
+    """Lines of finished runs."""
+    return [line for line in read_lines(path) if isinstance(line.get("plan"), dict)]
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """What `append_line` wrote, none where there is no file; a line that was cut off is passed over."""
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             held = json.loads(text)
         except ValueError:
             continue
-        if isinstance(held, dict) and isinstance(held.get("plan"), dict):
-            found.append(held)
-    return found
+        if isinstance(held, dict):
+            yield held
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """One write of one line, on the disk before the next run begins; after half a line, on a line of its own."""
+    try:
+        torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        with path.open("ab") as file:
+            file.write((b"\n" if torn else b"") + json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be written ({error.strerror}); the same command goes on from here") from None
 
 
 def _run(name: str, plan: Plan, tell: Tell) -> dict[str, Any]:
@@ -99,18 +114,6 @@ def _make(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LocaterError(f"{path.parent}: cannot be made ({error.strerror}): give another --out") from None
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    """One write of one line, on the disk before the next run begins; after half a line, on a line of its own."""
-    try:
-        torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        with path.open("ab") as file:
-            file.write((b"\n" if torn else b"") + json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise LocaterError(f"{path}: cannot be written ({error.strerror}); the same command goes on from here") from None
 
 
 def _parts(text: str) -> list[str]:
