@@ -16,6 +16,7 @@ from locater.errors import LocaterError
 from locater.papers import PAPERS, Claim, Measured, Paper, Setting, Study, chosen, judge, reproduce, verdict_of
 from locater.papers import command as command_module
 from locater.papers.bao2024 import gaussian, propagation, softmax, training
+from locater.papers.claim import over_seeds, seeds_range
 from locater.papers.figures import Cells, Panel, Series, draw
 from locater.papers.paper import joined
 from locater.papers.report import measured, stated, write_report
@@ -60,7 +61,7 @@ def test_what_is_not_a_number_decides_nothing() -> None:
 
 def test_a_wrong_statement_fails_on_the_real_measurement() -> None:
     """The same measurement under the stated bound and under one that is not true."""
-    found = {"x1": softmax.over_seeds([softmax.dimensions(seed)[0] for seed in range(2)])}
+    found = {"x1": over_seeds([softmax.dimensions(seed)[0] for seed in range(2)])}
     study = Study("dimensions", (Claim("x1", "", "", "at least", 0.5),), lambda setting: found)
     right = reproduce(Paper("p", "", "", (study,)))
     wrong = reproduce(Paper("p", "", "", (replace(study, claims=(Claim("x1", "", "", "at least", 0.99),)),)))
@@ -302,5 +303,5 @@ def test_a_short_run_moves_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(plain.M) < 0.3
     assert held.M > plain.M + 0.5
     assert torch.equal(next(training.batches(data, 1, 3)), next(training.batches(data, 1, 3)))
-    spread = training.seeds_range([1.0, 4.0])
+    spread = seeds_range([1.0, 4.0])
     assert (spread.value, spread.spread) == (2.5, 1.5)

@@ -8,9 +8,11 @@ tell says `undecided` and not the more welcome of the two answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+import torch
 
 Relation = Literal["at most", "at least", "about"]
 Judgement = Literal["holds", "fails", "undecided"]
@@ -62,6 +64,23 @@ class Verdict:
             "spread_of": self.spread_of, "verdict": self.verdict, "decided": self.decided, "command": self.command,
             "waits_for": self.waits_for, "numbers": dict(self.numbers),
         }  # fmt: skip
+
+
+def over_seeds(values: Sequence[float], numbers: Mapping[str, Any] | None = None, of: str = "seeds") -> Measured:
+    """Mean over seeds, with twice its standard error."""
+    x = torch.tensor(values, dtype=torch.float64)
+    return Measured(float(x.mean()), 2 * float(x.std()) / len(x) ** 0.5, f"2 standard errors over {len(x)} {of}", numbers or {})
+
+
+def seeds_range(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measured:
+    """The middle of the seeds' range and its half-width: the verdict then asks all seeds to agree."""
+    return half_range(values, f"half the range of {len(values)} seeds", {"by_seed": list(values), **(numbers or {})})
+
+
+def half_range(values: Sequence[float], of: str, numbers: Mapping[str, Any] | None = None) -> Measured:
+    """The middle of a range and its half-width; `of` says which range."""
+    low, high = min(values), max(values)
+    return Measured((low + high) / 2, (high - low) / 2, of, numbers or {})
 
 
 def judge(claim: Claim, value: float, spread: float) -> Judgement:

@@ -80,7 +80,7 @@ STABLE = {
     "QK-clip at 20": RIVALS["QK-clip at 20"].base, "soft-cap at 20": RIVALS["soft-cap at 20"].base,
     "sigma-reparam": RIVALS["sigma-reparam"].base,
 }  # fmt: skip
-SAME = {"locater(target=2, shrink=0.01, hold=0.01)": LOCATER, "locater(target=2)": LOCATER, "locater(hold=0, shrink=0.01)": SCALE,
+SAME = {"locater(target=2, shrink=0.01, hold=0.01)": LOCATER, "locater(hold=0, shrink=0.01)": SCALE,
         "rawsquare(strength=0.01)": "rawsquare"}  # fmt: skip
 
 

@@ -27,8 +27,7 @@ from locater.papers.bao2024.arms import (
     rows_of,
     stability_rows,
 )  # fmt: skip
-from locater.papers.bao2024.training import seeds_range
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.paper import Setting, Study
 from locater.papers.runs import Arm, Row, Runs, complete
 from locater.probe import spearman

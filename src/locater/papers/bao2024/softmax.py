@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from locater.measures import rank_residual
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, over_seeds
 from locater.papers.paper import Setting, Study
 from locater.probe import spearman
 from locater.spectrum import moments
@@ -142,12 +142,6 @@ def dimensions(seed: int, each: int = 40) -> tuple[float, list[tuple[float, floa
         pairs += list(zip(m.concentration.abs().tolist(), (m.stable_rank / HEAD).tolist(), strict=True))
     kappa, rank = torch.tensor(pairs, dtype=torch.float64).unbind(1)
     return spearman(kappa, rank) or 0.0, pairs
-
-
-def over_seeds(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measured:
-    """Mean over seeds, with twice its standard error."""
-    x = torch.tensor(values, dtype=torch.float64)
-    return Measured(float(x.mean()), 2 * float(x.std()) / len(x) ** 0.5, f"2 standard errors over {len(x)} seeds", numbers or {})
 
 
 def measure(setting: Setting) -> Mapping[str, Measured]:

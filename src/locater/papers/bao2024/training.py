@@ -15,7 +15,7 @@ from locater.control.base import Control
 from locater.control.eigenspectrum import LocAteR
 from locater.errors import LocaterError
 from locater.heads import attention_layers, effective
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.paper import Setting, Study
 from locater.probing.observe import observe
 from locater.probing.running import quiet
@@ -185,12 +185,6 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "d6": seeds_range([runs["both", s].M for s in seeds]),
         "d7": seeds_range([a - b for a, b in zip(symmetry("raw tr W^2"), symmetry("no penalty"), strict=True)]),
     }
-
-
-def seeds_range(values: list[float], more: Mapping[str, Any] | None = None) -> Measured:
-    """The middle of the seeds' range and its half-width: the verdict then asks all seeds to agree."""
-    low, high = min(values), max(values)
-    return Measured((low + high) / 2, (high - low) / 2, f"half the range of {len(values)} seeds", {"by_seed": values, **(more or {})})
 
 
 STUDY = Study("parts of the penalty, direction of effects", CLAIMS, measure)

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.papers.claim import Claim, Measured
-from locater.papers.dong2021.contraction import over_seeds
+from locater.papers.dong2021.contraction import over_draws
 from locater.papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens
 from locater.papers.paper import Setting, Study
 from locater.probe import spearman
@@ -217,7 +217,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
 
     def every(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float], numbers: Mapping[str, Any]) -> Measured:
         by_kind = {kind: _mean([one(kind, seed) for seed in seeds]) for kind in TOKENS}
-        return over_seeds([pick([one(kind, seed) for kind in TOKENS]) for seed in seeds], {"by_tokens": by_kind, **numbers})
+        return over_draws([pick([one(kind, seed) for kind in TOKENS]) for seed in seeds], {"by_tokens": by_kind, **numbers})
 
     def free(kind: str, seed: int) -> Table:
         return grids[kind, seed][False]
@@ -233,14 +233,14 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     return {
         "h1": every(both, max, {"phase": _phases(grids, seeds)}),
         "h2": Measured(max(prices), 0.0, f"none: the largest of {len(prices) * len(free(MAIN, 0)['M']):,} heads", _traded(free(MAIN, 0))),
-        "h3": over_seeds([min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}),
+        "h3": over_draws([min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}),
         "h4": every(lambda kind, seed: spearman(free(kind, seed)["F"], free(kind, seed)["entropy"]) or 0.0, max, {}),
         "h5": every(lambda kind, seed: ordering(free(kind, seed)["k"], free(kind, seed)["kept"] >= HALF), min, {}),
-        "h6": over_seeds(accuracy("Λ"), {"rules": rules}),
-        "h7": over_seeds(accuracy("M^2/F")),
+        "h6": over_draws(accuracy("Λ"), {"rules": rules}),
+        "h7": over_draws(accuracy("M^2/F")),
         "h8": every(lambda kind, seed: float(neither(free(kind, seed)).double().mean()), min, _masked_shares(grids, seeds)),
-        "h9": over_seeds([_widens(windows[MAIN, seed]) for seed in seeds], _windows(windows, seeds)),
-        "h10": over_seeds(
+        "h9": over_draws([_widens(windows[MAIN, seed]) for seed in seeds], _windows(windows, seeds)),
+        "h10": over_draws(
             [corner_accuracy([free(MAIN, s) for s in seeds if s != seed], free(MAIN, seed)) for seed in seeds],
             _corner([free(MAIN, seed) for seed in seeds]),
         ),

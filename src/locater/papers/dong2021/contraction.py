@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import composite_norm
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, over_seeds
 from locater.papers.paper import Setting, Study
 from locater.probe import spearman
 from locater.theory import Block, contraction_order, contraction_rate, depth_residuals
@@ -197,10 +198,7 @@ def last_ratio(residuals: Sequence[float]) -> float:
     return kept[-1] / kept[-2]
 
 
-def over_seeds(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measured:
-    """Mean over seeds with twice its standard error."""
-    x = torch.tensor(values, dtype=torch.float64)
-    return Measured(float(x.mean()), 2 * float(x.std()) / len(x) ** 0.5, f"2 standard errors over {len(x)} draws", numbers or {})
+over_draws = partial(over_seeds, of="draws")
 
 
 def worst(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measured:
@@ -220,15 +218,15 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     later = [float(row[GAINS.index(1.0)] - n) for row, n in zip(until, alone, strict=True)]
     curves = {"sizes": SIZES.tolist(), **{name: held.mean(0).tolist() for name, held in orders.items()}}
     return {
-        "a1": over_seeds(orders["free"][:, -1].tolist(), {"orders": curves}),
-        "a2": over_seeds(orders["causal"][:, -1].tolist()),
-        "a3": over_seeds([last_ratio(found) for found in deep], {"exact": _exact_table(deep)}),
-        "a4": over_seeds([found[-1] for found in depth["with skips"]], {"depth": {kind: _geometric(held) for kind, held in depth.items()}}),
+        "a1": over_draws(orders["free"][:, -1].tolist(), {"orders": curves}),
+        "a2": over_draws(orders["causal"][:, -1].tolist()),
+        "a3": over_draws([last_ratio(found) for found in deep], {"exact": _exact_table(deep)}),
+        "a4": over_draws([found[-1] for found in depth["with skips"]], {"depth": {kind: _geometric(held) for kind, held in depth.items()}}),
         "a5": worst([_log10(found[-1]) for found in depth["with MLPs"]]),
-        "a6": over_seeds(slower, {"gains": list(GAINS), "layers": torch.tensor(until).double().mean(0).tolist()}),
-        "a9": over_seeds(later, {"alone": sum(alone) / len(alone)}),
+        "a6": over_draws(slower, {"gains": list(GAINS), "layers": torch.tensor(until).double().mean(0).tolist()}),
+        "a9": over_draws(later, {"alone": sum(alone) / len(alone)}),
         "a7": worst([_log10(found[-1]) for found in depth["with LayerNorm"]]),
-        "a8": over_seeds([masked_rate(seed) for seed in seeds]),
+        "a8": over_draws([masked_rate(seed) for seed in seeds]),
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError, first_line
 from locater.papers.bao2024.gaussian import sources
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.dong2021.encoders import (
     BRANCH_OUT,
     CONFIGS,
@@ -238,8 +238,7 @@ def first_below(curve: list[float], level: float = COLLAPSED) -> int:
 
 
 def _halves(values: list[float]) -> Measured:
-    low, high = min(values), max(values)
-    return Measured((low + high) / 2, (high - low) / 2, "half the difference of two halves of the samples")
+    return half_range(values, "half the difference of two halves of the samples")
 
 
 def measure(setting: Setting) -> Mapping[str, Measured]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError, first_line
 from locater.measures import composite_norm, token_residual
 from locater.papers.bao2024.gaussian import sources
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.dong2021.encoders import LENGTH, TEXT, initial, is_causal, trained_model, word_rows
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.paper import Setting, Study
@@ -176,27 +176,22 @@ def _measured(draws: list[dict[str, Any]], pairs: list[dict[str, Any]], left_out
     shown = {"bert": draws, "pairs": pairs, "left_out": left_out, "decades": {e["model"]: _slopes(e) for e in pairs}}
     floors = {"float32": [draw["float32"] for draw in draws]}
     found = {
-        "d1": _range([decades(draw["medians"]) for draw in draws], of_draws, shown),
-        "d2": _range([draw["medians"][1] for draw in draws], of_draws),
-        "d5": _range([math.log10(draw["medians"][SIX]) for draw in draws], of_draws, floors),
+        "d1": half_range([decades(draw["medians"]) for draw in draws], of_draws, shown),
+        "d2": half_range([draw["medians"][1] for draw in draws], of_draws),
+        "d5": half_range([math.log10(draw["medians"][SIX]) for draw in draws], of_draws, floors),
     }
     both, causal = ([_slopes(e) for e in pairs if e["causal"] is mask] for mask in (False, True))
     if both:
         mean = [sum(s["trained"][half] for s in both) / len(both) for half in range(2)]
-        found["d3"] = _range(mean, of_halves)
-        found["d4"] = _range([min(s["initial"][half] - s["trained"][half] for s in both) for half in range(2)], of_halves)
+        found["d3"] = half_range(mean, of_halves)
+        found["d4"] = half_range([min(s["initial"][half] - s["trained"][half] for s in both) for half in range(2)], of_halves)
     if causal:
-        found["d6"] = _range([max(s["initial"][half] for s in causal) for half in range(2)], of_halves)
+        found["d6"] = half_range([max(s["initial"][half] for s in causal) for half in range(2)], of_halves)
     return found
 
 
 def _slopes(entry: Mapping[str, Any]) -> dict[str, list[float]]:
     return {state: [decades(held) for held in entry[state]] for state in ("initial", "trained")}
-
-
-def _range(values: Sequence[float], of: str, numbers: Mapping[str, Any] | None = None) -> Measured:
-    low, high = min(values), max(values)
-    return Measured((low + high) / 2, (high - low) / 2, of, numbers or {})
 
 
 # --- the page -----------------------------------------------------------------------------------------------------------

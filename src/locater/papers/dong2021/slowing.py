@@ -18,7 +18,7 @@ from locater.control.base import Control
 from locater.control.eigenspectrum import LocAteR, traces
 from locater.control.surgery import Surgery
 from locater.measures import rank_residual
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.dong2021.bridge import MAIN
 from locater.papers.dong2021.planted import WIDTH, tokens
 from locater.papers.paper import Setting, Study
@@ -177,9 +177,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     models = {arm: _over(runs, arm) for arm in ARMS}
     same = "mean zero, F of target"
     return {
-        "h11": _range(gained("penalty, target 2", "drawn"), {"stacks": shown}),
-        "h12": _range(gained("penalty, target 2", f"{same} 2"), {"target 8": gained("penalty, target 8", f"{same} 8")}),
-        "h13": _range(later, {"models": models, "target 8": large, "steps": STEPS[setting.quick]}),
+        "h11": seeds_range(gained("penalty, target 2", "drawn"), {"stacks": shown}),
+        "h12": seeds_range(gained("penalty, target 2", f"{same} 2"), {"target 8": gained("penalty, target 8", f"{same} 8")}),
+        "h13": seeds_range(later, {"models": models, "target 8": large, "steps": STEPS[setting.quick]}),
     }
 
 
@@ -199,12 +199,6 @@ def _moments(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
 
 def _geometric(rows: Sequence[Sequence[float]]) -> list[float]:
     return torch.tensor(rows, dtype=torch.float64).log().mean(0).exp().tolist()
-
-
-def _range(values: list[float], numbers: Mapping[str, Any]) -> Measured:
-    """The middle of the seeds' range and its half-width: the verdict then asks all seeds to agree."""
-    low, high = min(values), max(values)
-    return Measured((low + high) / 2, (high - low) / 2, f"half the range of {len(values)} seeds", {"by_seed": values, **numbers})
 
 
 STUDY = Study("does LocAteR slow rank collapse", CLAIMS, measure)
