@@ -26,6 +26,19 @@ def test_demo(run: Run) -> None:
     assert "Priors, not measurements" in result.out
 
 
+def test_the_demo_sets_its_model_beside_a_twin(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "twin.html"
+    result = run("demo", "--twin", str(page))
+    assert result.status == 0
+    assert "its twin, python scripts/train_demo.py --control" in result.out
+    assert page.is_file()
+    only = run("demo", "--json", "-")
+    assert "twin" not in only.out
+    assert (
+        run("demo", "--report", str(page), "--twin", str(page)).err == f"locater: --twin {page}: give the page of both a file of its own\n"
+    )
+
+
 def test_scan_writes_what_it_prints(run: Run, saved_llama: Path, tmp_path: Path) -> None:
     result = run("scan", saved_llama, "--json", tmp_path / "a.json")
     assert result.status == 0

@@ -93,7 +93,7 @@ def probe_command(
 ) -> None:
     """Run a model on text or images: measure every head, beside what is predicted of it."""
     conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS) if fail_on is not None else []
-    _check_writable(json, report, save_statistics)
+    _check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
     held, label = _text(text, corpus, images)
     found = probe(
         model, held, images=images, tokenizer=tokenizer, length=length, tokens=tokens, rows=rows, label=label,
@@ -112,10 +112,13 @@ def demo(
     twin: Annotated[str | None, typer.Option(metavar="PATH", help="Write a page that sets the model beside its LocAteR twin.")] = None,
 ) -> None:
     """Scan the small trained model that comes with the package, and set it beside its twin that was trained with LocAteR."""
-    _check_writable(json, report, twin)
+    _check_writable(json, report, twin, "--twin {}: give the page of both a file of its own")
     models = [str(files("locater") / "demo"), str(files("locater") / "demo" / "twin")]
-    _deliver(scan(models[0], details=report is not None), json, report, eigenvalues=False)
-    side = compare(*models)
+    found = scan(models[0], details=report is not None)
+    _deliver(found, json, report, eigenvalues=False)
+    if twin is None and json == "-":
+        return
+    side = compare(found, models[1])
     if twin is not None:
         side.report(twin)
     if json != "-":
@@ -252,13 +255,13 @@ def _shard(text: str | None) -> tuple[int, int] | None:
     return int(number), int(count)
 
 
-def _check_writable(json: str | None, report: str | None, statistics: str | None = None) -> None:
-    """Refuse a target that cannot be written before any work is done."""
+def _check_writable(json: str | None, report: str | None, other: str | None = None, refusal: str = "{}: give it a file of its own") -> None:
+    """Refuse a target that cannot be written before any work is done; `refusal` is said of an `other` that is one of the first two."""
     if report is not None and report in (json, "-"):
         raise LocaterError(f"--report {report}: give the page a file of its own")
-    if statistics is not None and statistics in (json, report, "-"):
-        raise LocaterError(f"--save-statistics {statistics}: give the statistics a file of their own")
-    for path in (json, report, statistics):
+    if other is not None and other in (json, report, "-"):
+        raise LocaterError(refusal.format(other))
+    for path in (json, report, other):
         if path is None or path == "-":
             continue
         folder = Path(path).parent
