@@ -55,6 +55,24 @@ def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test attaches is taken off after it."""
+    from locater.control.base import Control
+
+    attached: list[Control] = []
+    attach = Control.attach
+
+    def noted(self: Control, model: torch.nn.Module) -> Control:
+        attached.append(self)
+        return attach(self, model)
+
+    monkeypatch.setattr(Control, "attach", noted)
+    yield
+    for control in reversed(attached):
+        control.detach()
+
+
 @pytest.fixture(autouse=True)
 def _nobody_listens_on() -> Iterator[None]:
     """A test that leaves something attached would change what the tests after it see."""

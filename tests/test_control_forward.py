@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,20 +40,7 @@ FAMILIES = ["llama", "gemma3", "gpt_oss", "gpt2", "opt", "bert", "albert", "t5",
 RUNS = [pytest.param(c, how, id=f"{c.label}-{how}") for c in CASES if c.label in FAMILIES for how in c.implementations]
 
 
-@pytest.fixture(autouse=True)
-def _detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test attaches is taken off after it."""
-    attached: list[Control] = []
-    attach = Control.attach
-
-    def noted(self: Control, model: nn.Module) -> Control:
-        attached.append(self)
-        return attach(self, model)
-
-    monkeypatch.setattr(Control, "attach", noted)
-    yield
-    for control in reversed(attached):
-        control.detach()
+pytestmark = pytest.mark.usefixtures("detached")
 
 
 def llama(how: str = "sdpa", **kw: Any) -> Any:

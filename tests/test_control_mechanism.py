@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from locater import LocaterError
 from locater.attention import mechanism, mechanisms
-from locater.control import Control, Controls, EntropyPenalty, LogitSoftcap, Mechanism, QKNorm, Temperature
+from locater.control import Controls, EntropyPenalty, LogitSoftcap, Mechanism, QKNorm, Temperature
 from locater.heads import attention_layers
 from locater.probing import Monitor, observe
 from locater.probing.change import Asked, Change, put, take
@@ -30,20 +29,7 @@ FREE = [m.name for m in mechanisms() if not (m.has_parameters or m.needs)]
 CAUSAL = [name for name in FREE if mechanism(name).causal != "never"]
 
 
-@pytest.fixture(autouse=True)
-def _detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test attaches is taken off after it."""
-    attached: list[Control] = []
-    attach = Control.attach
-
-    def noted(self: Control, model: nn.Module) -> Control:
-        attached.append(self)
-        return attach(self, model)
-
-    monkeypatch.setattr(Control, "attach", noted)
-    yield
-    for control in reversed(attached):
-        control.detach()
+pytestmark = pytest.mark.usefixtures("detached")
 
 
 def llama(how: str = "sdpa", name: str = "Llama", **kw: Any) -> Any:

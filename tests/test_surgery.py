@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError
-from locater.control import Control, Controls, Surgery, Temperature, surgery
+from locater.control import Controls, Surgery, Temperature, surgery
 from locater.heads import attention_layers
 from locater.measures import rank_residual
 from locater.probing import Monitor, observe
@@ -47,20 +47,7 @@ TOGETHER: list[Cuts] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test attaches is taken off after it."""
-    attached: list[Control] = []
-    attach = Control.attach
-
-    def noted(self: Control, model: nn.Module) -> Control:
-        attached.append(self)
-        return attach(self, model)
-
-    monkeypatch.setattr(Control, "attach", noted)
-    yield
-    for control in reversed(attached):
-        control.detach()
+pytestmark = pytest.mark.usefixtures("detached")
 
 
 def execute(model: nn.Module, case: Case) -> Any:
