@@ -20,20 +20,25 @@ Position = Literal["output", "value", "key", "query"]
 
 
 class AttentionModule(nn.Module):
-    """A mechanism with its parameters; of those without any, the mechanism as it is.
+    """A mechanism with its parameters; of those without any, the mechanism as it is, or with options of it set.
 
     >>> q = k = v = torch.ones(1, 2, 3, 4)
-    >>> AttentionModule("softmax")(q, k, v, causal=True).shape
+    >>> AttentionModule("fastmax", order=1)(q, k, v, causal=True).shape
     torch.Size([1, 2, 3, 4])
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **settings: Any) -> None:
         super().__init__()
-        self.name = mechanism(name).name
+        held = mechanism(name)
+        wrong = [option for option in settings if option not in held.options or option in held.learned]
+        if wrong:
+            free = [option for option in held.options if option not in held.learned]
+            raise LocaterError(f"{name} has no setting {wrong[0]!r}; it has {', '.join(free) or 'none'}")
+        self.name, self.settings = held.name, settings
 
     def options(self, q: Tensor, k: Tensor, x: Tensor | None) -> dict[str, Any]:
         """What the mechanism is given besides."""
-        return {}
+        return dict(self.settings)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, *, causal: bool = False, mask: Tensor | None = None,
@@ -295,4 +300,5 @@ def attention_module(
     try:
         return makers.get(name, lambda **kw: AttentionModule(name, **kw))(**settings)
     except TypeError as error:
-        raise LocaterError(f"{name}: {error}") from error
+        wrong = str(error).rpartition("argument ")[2]
+        raise LocaterError(f"{name} has no setting {wrong}" if "unexpected keyword" in str(error) else f"{name}: {error}") from error

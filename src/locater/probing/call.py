@@ -69,7 +69,7 @@ def from_interface(module: nn.Module, name: str, query: Tensor, key: Tensor, mas
         output=output.detach(), cut=_cut(query, key, kw),
     )  # fmt: skip
     if kw.get("mechanism") is not None:
-        call = _as_softmax(call, kw["mechanism"])
+        call = _as_softmax(call, kw["mechanism"], kw.get("cap") or DEFAULT_CAP)
     if mask is not None and not isinstance(mask, Tensor):
         return call.masked(_dense(mask, query, key))
     if mask is not None and mask.ndim == 4:  # holds causality and window
@@ -79,18 +79,18 @@ def from_interface(module: nn.Module, name: str, query: Tensor, key: Tensor, mas
     return _causal_alone(call.masked(mask), module, name, kw)
 
 
-def _as_softmax(call: Call, name: str) -> Call:
+def _as_softmax(call: Call, name: str, cap: float) -> Call:
     """The call of a mechanism that is a softmax of other logits, or with a sink; refuses others, whose numbers would be wrong."""
     why = unread(name)
     if why is not None:
         raise LocaterError(why)
-    if name == "softmax":
+    if name in ("softmax", "learned_sink"):  # the sinks came with the call
         return call
     if (call.sinks if name == "softmax_plus_one" else call.softcap) is not None:
         raise LocaterError(f"{name} attention: its logits have another cap or sink besides, and two are not one")
     if name == "softmax_plus_one":
         return replace(call, sinks=call.query.new_zeros(call.query.shape[1]))
-    return replace(call, softcap=DEFAULT_CAP)
+    return replace(call, softcap=cap)
 
 
 def unread(name: str) -> str | None:
@@ -99,7 +99,7 @@ def unread(name: str) -> str | None:
     >>> unread("softcap"), unread("fastmax").partition(":")[0]
     (None, 'fastmax attention cannot be measured')
     """
-    if name in ("softmax", "softcap", "softmax_plus_one"):
+    if name in ("softmax", "softcap", "softmax_plus_one", "learned_sink"):
         return None
     kind, of_map = mechanism(name).kind, f"locater.attention.mechanism({name!r}).map(q, k)"
     said = f"{name} attention cannot be measured"

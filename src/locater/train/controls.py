@@ -1,8 +1,7 @@
-"""Controls by name: `locater(target=2, part=full)`. No code is run to read them: values are literals, or bare words for texts."""
+"""Controls by name: `locater(target=2, part=full)`, attached to a model, and their state."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import pkgutil
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.calls import parse_call
 from locater.control.base import Control, Controls, known_options
 from locater.errors import LocaterError
 
@@ -41,7 +41,7 @@ def parse_control(text: str) -> Control:
     >>> parse_control("locater(target=free, shrink=0.02)")
     LocAteR(shrink=0.02, hold=0.01, target='free', part='symmetric', layers=None, schedule=None)
     """
-    name, options = _call(text)
+    name, options = parse_call(text, "control")
     known = controls()
     if _folded(name) not in known:
         raise LocaterError(f"no control {name!r}: there are {', '.join(known)}")
@@ -54,28 +54,6 @@ def parse_control(text: str) -> Control:
         return kind(**options)
     except (TypeError, ValueError) as error:
         raise LocaterError(f"control {text!r}: {error}") from None
-
-
-def _call(text: str) -> tuple[str, dict[str, Any]]:
-    how = f"control {text!r}: write it as name or name(option=value, ...)"
-    try:
-        held = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise LocaterError(how) from None
-    if isinstance(held, ast.Name):
-        return held.id, {}
-    if not isinstance(held, ast.Call) or not isinstance(held.func, ast.Name) or held.args or any(k.arg is None for k in held.keywords):
-        raise LocaterError(how)
-    return held.func.id, {str(k.arg): _value(k.value, f"control {text!r}: {k.arg}") for k in held.keywords}
-
-
-def _value(node: ast.expr, where: str) -> Any:
-    if isinstance(node, ast.Name):
-        return node.id
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        raise LocaterError(f"{where}: a number, a word, a text or a list of them") from None
 
 
 def _folded(name: str) -> str:

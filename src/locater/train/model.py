@@ -2,30 +2,39 @@
 
 Names and numbers are those of Llama: a causal model with rotary positions and SwiGLU is saved as one, with QK-norm as Qwen3, and
 transformers loads it. The others, and those with another attention mechanism than softmax, are of the type `locater`, which is
-registered here.
+registered here; with other norms, no MLP or fused layers of `locater_variant`, whose blocks surgery and path sums do not know.
 
 Axes in comments: B sequences, T tokens, d channels, H heads.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.attention import mechanism
+from locater.attention.fusion import Fusion, layer_fusion
+from locater.attention.modules import AttentionModule
+from locater.attention.text import Named, parse_attention
+from locater.errors import LocaterError
 from locater.heads import AttentionLayer, Weights, register
 from locater.heads.build import norm
 from locater.heads.decoder import decoder_layers
 from locater.probing.call import DEFAULT_CAP
 from locater.probing.interface import _listener
 
-MODEL_TYPE = "locater"
+MODEL_TYPE, VARIANT = "locater", "locater_variant"
+UNREAD = {
+    "differential": "a head has two maps of queries and keys",
+    "qk_norm": "its gains are those of whole heads; a model trained with --qk-norm is read",
+}
 THETA = 10_000.0
 EPS = 1e-5
 
@@ -55,29 +64,47 @@ class Shape:
     causal: bool = True
     image: tuple[int, int, int] | None = None
     patch: int = 4
-    attention: str = "softmax"
+    attention: str = "softmax"  # as `parse_attention` reads it
+    norm: str = "pre"
+    fusion: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether blocks are those of Llama, whatever they attend by."""
+        return self.norm == "pre" and self.fusion is None and self.mlp in ("swiglu", "gelu")
 
     @property
     def is_llama(self) -> bool:
-        plain = self.attention == "softmax" and self.image is None
+        plain = self.attention == "softmax" and self.image is None and self.is_plain
         return plain and self.causal and self.positions == "rotary" and self.mlp == "swiglu"
+
+    @property
+    def by_layer(self) -> tuple[Named, ...]:
+        """What each layer attends by."""
+        return parse_attention(self.attention, self.layers)
+
+    def sizes(self) -> dict[str, int]:
+        """As `attention_module` wants them."""
+        return dict(width=self.width, heads=self.heads, size=self.width // self.heads, kv_heads=self.kv_heads)
 
     def config(self) -> Config:
         """What transformers and `locater scan` read."""
-        kind = "qwen3" if self.qk_norm else "llama"
+        ours = MODEL_TYPE if self.is_plain else VARIANT
+        kind = ("qwen3" if self.qk_norm else "llama") if self.is_llama else ours
         held = Config(
-            model_type=kind if self.is_llama else MODEL_TYPE, vocab_size=self.vocabulary, num_hidden_layers=self.layers,
+            model_type=kind, vocab_size=self.vocabulary, num_hidden_layers=self.layers,
             hidden_size=self.width, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.width // self.heads,
-            intermediate_size=self.hidden, max_position_embeddings=self.length, hidden_act="silu" if self.mlp == "swiglu" else "gelu",
+            intermediate_size=self.hidden, max_position_embeddings=self.length, hidden_act="silu" if self.mlp == "swiglu" else self.mlp,
             rms_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": THETA}, attention_bias=False, mlp_bias=False,
             tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype="float32",
         )  # fmt: skip
         if self.is_llama:
             return Config(held, architectures=["Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLM"])
-        return Config(
+        made = Config(
             held, qk_norm=self.qk_norm, positions=self.positions, mlp=self.mlp, is_causal=self.causal,
             image=None if self.image is None else list(self.image), patch=self.patch, attention=self.attention,
         )  # fmt: skip
+        return made if self.is_plain else Config(made, norm=self.norm, fusion=self.fusion)
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
@@ -88,29 +115,34 @@ class Shape:
         )  # fmt: skip
         found: dict[str, Any] = {ours: config[theirs] for ours, theirs in names.items()}
         found["qk_norm"] = config["model_type"] == "qwen3" or config.get("qk_norm", False)
-        if config["model_type"] == MODEL_TYPE:
+        if config["model_type"] in (MODEL_TYPE, VARIANT):
             image = config["image"]
             found |= dict(positions=config["positions"], mlp=config["mlp"], causal=config["is_causal"], patch=config["patch"])
             found["image"] = None if image is None else tuple(image)
-            found["attention"] = config.get("attention", "softmax")
+            found |= dict(attention=config.get("attention", "softmax"), norm=config.get("norm", "pre"), fusion=config.get("fusion"))
         return cls(**found)
 
 
 def fused(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: float, is_causal: bool, mechanism: str | None = None
-) -> tuple[Tensor, None]:
-    """PyTorch's attention, or the mechanism of that name at its own scale, called as transformers calls attention functions."""
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: float, is_causal: bool, mechanism: str | None = None,
+    stream: Tensor | None = None, s_aux: Tensor | None = None, cap: float | None = None,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """PyTorch's attention, or the module's own mechanism at its own scale, called as transformers calls attention functions."""
     if mechanism is not None:
-        return attended(mechanism, q, k, v, is_causal).transpose(1, 2), None
+        return _attended(module, q, k, v, stream, is_causal).transpose(1, 2), None
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2), None
 
 
-def attended(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The mechanism called `name`, which chooses its own precision."""
+def _attended(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, causal: bool) -> Tensor:
+    """By the module's mechanism, which chooses its own precision; x is what gates are made of."""
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
-        return mechanism(name)(q, k, v, causal=causal).to(v.dtype)
+        if module.mechanism is None:
+            return mechanism(module.attention)(q, k, v, causal=causal).to(v.dtype)
+        given = None if x is None else x.to(module.q_proj.weight.dtype)
+        out: Tensor = module.mechanism(q, k, v, given, causal=causal)
+        return out.to(v.dtype)
 
 
 # Named as the table of transformers is: `observe` and `Monitor` listen to what is called from it, and some controls act there.
@@ -118,11 +150,12 @@ ALL_ATTENTION_FUNCTIONS = {"sdpa": _listener("sdpa", fused)}
 
 
 class Attention(nn.Module):
-    """Grouped attention by PyTorch's fused function, or by another mechanism."""
+    """Grouped attention by PyTorch's fused function, or by another mechanism, which may have parameters of its own."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, depth: int = 0) -> None:
         super().__init__()
-        self.size, self.causal, self.attention = shape.width // shape.heads, shape.causal, shape.attention
+        held = shape.by_layer[depth]
+        self.size, self.causal, self.attention = shape.width // shape.heads, shape.causal, held.name
         self.num_key_value_groups = shape.heads // shape.kv_heads  # asked for by attention functions
         self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
         self.k_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=False)
@@ -130,42 +163,77 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
         self.q_norm = nn.RMSNorm(self.size, EPS) if shape.qk_norm else None
         self.k_norm = nn.RMSNorm(self.size, EPS) if shape.qk_norm else None
+        self.mechanism = None if held.is_bare else held.module(**shape.sizes(), depth=depth)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        q, k, v = (m(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))  # (B, H, T, h)
+    def operands(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as they meet (B, H, T, h)."""
+        q, k, v = (m(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if turn is not None:
-            q, k = rotate(q, *turn), rotate(k, *turn)
+            placed = rotate_halves if self.attention == "differential" else rotate
+            q, k = placed(q, *turn), placed(k, *turn)
+        return q, k, v
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        q, k, v = self.operands(x, turn)
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        other = {} if self.attention == "softmax" else {"mechanism": self.attention}
+        other: dict[str, Any] = {}
+        if self.attention != "softmax":
+            other = {"mechanism": self.attention, "stream": None if self.mechanism is None else x}
+        if self.attention == "learned_sink":
+            other["s_aux"] = self.mechanism.sinks  # type: ignore[union-attr]
+        if self.attention == "softcap" and self.mechanism is not None:
+            other["cap"] = self.mechanism.settings["cap"]
         mixed, _ = attend(self, q, k, v, None, scaling=self.size**-0.5, is_causal=self.causal, **other)  # (B, T, H, h)
         return self.o_proj(mixed.flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU, or GELU without the gate."""
+    """SwiGLU, GELU without the gate, or two linear maps with nothing between."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.bends = shape.mlp != "linear"
         self.gate_proj = nn.Linear(shape.width, shape.hidden, bias=False) if shape.mlp == "swiglu" else None
         self.up_proj = nn.Linear(shape.width, shape.hidden, bias=False)
         self.down_proj = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
-        return self.down_proj(functional.gelu(up) if self.gate_proj is None else functional.silu(self.gate_proj(x)) * up)
+        if self.gate_proj is not None:
+            up = functional.silu(self.gate_proj(x)) * up
+        elif self.bends:
+            up = functional.gelu(up)
+        return self.down_proj(up)
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    """x + f(norm(x)) for attention and MLP ("pre"); norm behind f too ("sandwich"), or behind the sum alone ("post")."""
+
+    def __init__(self, shape: Shape, depth: int = 0) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(shape.width, EPS), nn.RMSNorm(shape.width, EPS)
-        self.self_attn, self.mlp = Attention(shape), MLP(shape)
+
+        def made(wanted: bool) -> nn.RMSNorm | None:
+            return nn.RMSNorm(shape.width, EPS) if wanted else None
+
+        before, behind, mlp = shape.norm != "post", shape.norm != "pre", shape.mlp != "none"
+        self.input_layernorm, self.post_attention_layernorm = made(before), made(before and mlp)
+        self.attention_out_norm, self.mlp_out_norm = made(behind), made(behind and mlp)
+        self.around = shape.norm == "post"  # whether norms behind are of the sum
+        self.self_attn = Attention(shape, depth)
+        self.mlp = MLP(shape) if mlp else None
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self._added(x, self.self_attn(_by(self.input_layernorm, x), turn), self.attention_out_norm)
+        return x if self.mlp is None else self._added(x, self.mlp(_by(self.post_attention_layernorm, x)), self.mlp_out_norm)
+
+    def _added(self, x: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
+        return _by(norm, x + y) if self.around else x + _by(norm, y)
+
+
+def _by(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Stack(nn.Module):
@@ -188,7 +256,9 @@ class Stack(nn.Module):
             angle = torch.arange(length)[:, None] * (1.0 / THETA ** (torch.arange(0, size, 2).float() / size))  # (T, h/2)
             self.register_buffer("cos", angle.cos(), persistent=False)
             self.register_buffer("sin", angle.sin(), persistent=False)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Block(shape, depth) for depth in range(shape.layers))
+        kind = cast("Fusion", shape.fusion)
+        self.fusion = None if kind is None else layer_fusion(kind, shape.layers, shape.width)
         self.norm = nn.RMSNorm(shape.width, EPS)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -198,9 +268,11 @@ class Stack(nn.Module):
             x = x + self.embed_positions.weight[:length]
         else:
             turn = (self.cos[:length], self.sin[:length])
+        states = []
         for layer in self.layers:
             x = layer(x, turn)
-        return self.norm(x)
+            states.append(x)
+        return self.norm(x if self.fusion is None else self.fusion(states))
 
 
 class Transformer(nn.Module):
@@ -217,7 +289,9 @@ class Transformer(nn.Module):
         self.model = Stack(shape)
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, p in self.named_parameters():
-            if p.ndim > 1:  # what is added to the stream starts smaller, so that its size does not grow with depth
+            if (
+                p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name
+            ):  # what is added to the stream starts smaller, so that its size does not grow with depth
                 nn.init.normal_(p, std=scale / (2 * shape.layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else scale)
         if isinstance(self.model.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -237,6 +311,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same within each half of a head, where each has a map of its own: every other angle is that of a head half the size."""
+    return torch.cat([rotate(half, cos[..., ::2], sin[..., ::2]) for half in x.chunk(2, -1)], -1)
+
+
 def patches(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """(B, height, width, channels) in 0..255 to (B, patches, size * size * channels) around 0."""
     B, height, width, channels = images.shape
@@ -249,29 +328,67 @@ class OtherAttention(AttentionLayer):
     """A layer whose weights are those of another mechanism than softmax."""
 
     mechanism: str = "softmax"
+    learned: AttentionModule | None = None
 
     def attention(self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False) -> Tensor:
         """Weights as they act, whatever they sum to."""
-        q, k = self.queries(x, normalized=normalized), self.keys(x if x_k is None else x_k, normalized=normalized)
-        return mechanism(self.mechanism).map(q, k, causal=self.causal, padding=padding)
+        q, k, stream = self._operands(x, x_k, normalized)
+        if self.learned is None:
+            return mechanism(self.mechanism).map(q, k, causal=self.causal, padding=padding)
+        return self.learned.to(q.dtype).map(q, k, stream, causal=self.causal, padding=padding)
+
+    def output(self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False) -> Tensor:
+        """What the layer gives; of some mechanisms there is more to it than a map of values."""
+        if self.learned is None or self.value is None or self.out is None:
+            return super().output(x, x_k, padding=padding, normalized=normalized)
+        q, k, stream = self._operands(x, x_k, normalized)
+        v = self._heads(self.value(stream), self.kv_heads)
+        mixed = self.learned.to(q.dtype)(q, k, v, stream, causal=self.causal, padding=padding)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _operands(self, x: Tensor, x_k: Tensor | None, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, and what gates are made of."""
+        held = self.norm.affine if normalized else self.norm
+        source = x if x_k is None else x_k
+        return self.queries(x, normalized=normalized), self.keys(source, normalized=normalized), held(source)
 
 
 def layers(weights: Weights, config: dict[str, Any]) -> Iterator[AttentionLayer]:
-    """Attention of the type `locater`, for `locater.attention_layers`."""
-    attention = config.get("attention", "softmax")
-    for layer in decoder_layers(weights, config):
+    """Attention of the types `locater` and `locater_variant`, for `locater.attention_layers`."""
+    shape = Shape.of(config)
+    around, place = shape.norm == "post", re.compile(r"layers\.\d+\.self_attn$")
+    for layer in decoder_layers(weights, config, normed=not around):
+        held = shape.by_layer[layer.index]
+        if held.name in UNREAD:
+            raise LocaterError(f"{weights.where}: {held.name} attention is not read: {UNREAD[held.name]}")
+        if around and layer.index:  # what made the layer's input
+            behind = "attention_out_norm" if shape.mlp == "none" else "mlp_out_norm"
+            before = place.sub(f"layers.{layer.index - 1}.{behind}", layer.name)
+            layer = replace(layer, norm=norm(weights, before, "rms", EPS))
         placed = replace(layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None)
-        if attention == "softcap":
-            placed = replace(placed, softcap=DEFAULT_CAP)
-        elif attention == "softmax_plus_one":
-            placed = replace(placed, sinks=torch.zeros(placed.heads))
-        elif attention != "softmax":
-            placed = OtherAttention(**{item.name: getattr(placed, item.name) for item in fields(placed)}, mechanism=attention)
-        if not config.get("qk_norm"):
-            yield placed
-            continue
-        query, key = (norm(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
-        yield replace(placed, query_norm=query, key_norm=key)
+        if config.get("qk_norm"):
+            query, key = (norm(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
+            placed = replace(placed, query_norm=query, key_norm=key)
+        yield _attending(placed, held, shape, weights)
 
 
-register(MODEL_TYPE, layers)
+def _attending(layer: AttentionLayer, held: Named, shape: Shape, weights: Weights) -> AttentionLayer:
+    """The layer as its mechanism has it."""
+    if held.name == "softcap":
+        return replace(layer, softcap=held.settings.get("cap", DEFAULT_CAP))
+    if held.name == "softmax_plus_one":
+        return replace(layer, sinks=torch.zeros(layer.heads))
+    if held.name == "learned_sink":
+        return replace(layer, sinks=weights.read(f"{layer.name}.mechanism.sinks"))
+    if held.name == "softmax":
+        return layer
+    learned = None
+    if not held.is_bare:
+        learned = held.module(**shape.sizes(), depth=layer.index)
+        learned.load_state_dict({name: weights.read(f"{layer.name}.mechanism.{name}") for name in learned.state_dict()})
+        learned.requires_grad_(False)
+    return OtherAttention(**{item.name: getattr(layer, item.name) for item in fields(layer)}, mechanism=held.name, learned=learned)
+
+
+for _type in (MODEL_TYPE, VARIANT):
+    register(_type, layers)

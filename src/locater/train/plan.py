@@ -9,13 +9,16 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
-from locater.attention import mechanisms
-from locater.control.mechanism import fits, without_parameters
+import torch
+
+from locater.attention import mechanism, mechanisms
+from locater.attention.text import parse_attention
+from locater.control.mechanism import fits
 from locater.errors import LocaterError
 from locater.result import SCHEMA, write_whole
 from locater.version import __version__
 
-ATTENTION = ", ".join(m.name for m in mechanisms() if not (m.has_parameters or m.needs))
+ATTENTION = ", ".join(m.name for m in mechanisms())
 PACE = ("out", "log")  # of no consequence for the weights: a run may be moved, and tell more or less
 
 
@@ -46,8 +49,12 @@ class Plan:
     patch: int = option(4, "Pixels on a side of an image's patch.", least=1)
     positions: str | None = option(None, "rotary (for text unless given) or learned (for images).", choices=("rotary", "learned"))
     qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
-    attention: str = option("softmax", f"The mechanism: {ATTENTION}.")
-    mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu"))
+    attention: str = option(
+        "softmax", f"The mechanism, such as 'gated(per=element)' or 'hybrid(layout=3:1)': {ATTENTION}, hybrid of several."
+    )
+    mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
+    norm: str = option("pre", "Norms: before each part, behind it too, or behind the sum.", choices=("pre", "sandwich", "post"))
+    fusion: str | None = option(None, "The output of all layers fused into the last.", choices=("concat", "max", "gate"))
     scale: float = option(0.02, "Standard deviation of weights at the start.", least=0)
     masked: float = option(0.15, "Share of tokens hidden, for --task masked.", least=0)
     steps: int = option(1000, "Optimizer steps.", least=1)
@@ -79,11 +86,23 @@ class Plan:
             raise LocaterError("task=image and images=PATH go together: give both or neither")
         if self.task == "sort" and self.corpus:
             raise LocaterError(f"task=sort makes its own numbers: leave out corpus={self.corpus[0]}")
-        fits(without_parameters(self.attention), self.task == "causal", f"task={self.task}")
+        self._check_attention()
         if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
             raise LocaterError(
                 f"masked={self.masked}, warmup={self.warmup}, floor={self.floor}: these are shares, 1 at most (masked below 1)"
             )
+
+    def _check_attention(self) -> None:
+        """Refuse a mechanism that the task or the sizes do not fit, and settings it does not have."""
+        size = self.width // self.heads
+        sizes = dict(width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
+        for held in dict.fromkeys(layer.name for layer in parse_attention(self.attention, self.layers)):
+            fits(mechanism(held), self.task == "causal", f"task={self.task}")
+            if held == "differential" and self.where == "rotary" and size % 4:
+                raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
+        with torch.device("meta"):  # settings are read, nothing is made
+            for named in parse_attention(self.attention, self.layers):
+                named.module(**sizes)
 
     @property
     def where(self) -> str:

@@ -18,12 +18,13 @@ def shape_of(plan: Plan, data: Data) -> Shape:
     """The model that a plan asks for, on this data."""
     facts = data.facts
     image = tuple(facts["shape"]) if plan.task == "image" else None
-    wide = 4 * plan.width if plan.mlp == "gelu" else -(-8 * plan.width // 3 // 8) * 8  # as many weights either way
+    wide = 4 * plan.width if plan.mlp in ("gelu", "linear") else -(-8 * plan.width // 3 // 8) * 8  # as many weights either way
     return Shape(
         vocabulary=facts["classes"] if image else facts["vocabulary"] + (plan.task == "masked"),
         layers=plan.layers, width=plan.width, heads=plan.heads, kv_heads=plan.kv_heads or plan.heads, hidden=plan.hidden or wide,
         length=image[0] * image[1] // plan.patch**2 if image else plan.length, positions=plan.where, mlp=plan.mlp,
         qk_norm=plan.qk_norm, causal=plan.task == "causal", image=image, patch=plan.patch, attention=plan.attention,
+        norm=plan.norm, fusion=plan.fusion,
     )  # fmt: skip
 
 

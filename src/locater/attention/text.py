@@ -1,0 +1,63 @@
+"""Attention in words, as `locater train --attention` takes it: a mechanism with its settings, or a stack of several.
+
+`sigmoid`, `gated(per=element, position=value)`, `fastmax(order=1)`; `hybrid(layout=3:1, linear=gated_delta)` gives layers their own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from locater.attention.hybrid import hybrid
+from locater.attention.modules import AttentionModule, attention_module
+from locater.attention.registry import Mechanism, mechanism, mechanisms
+from locater.calls import parse_call
+from locater.errors import LocaterError
+
+STACK = "hybrid"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A mechanism by name, and the settings of its module."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        return mechanism(self.name)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is the mechanism as it stands: nothing to learn, nothing set."""
+        return not (self.settings or self.mechanism.has_parameters or self.mechanism.needs)
+
+    def module(self, **sizes: Any) -> AttentionModule:
+        """Its module; `sizes` as for `attention_module`."""
+        return attention_module(self.name, **sizes, **self.settings)
+
+
+def parse_attention(text: str, layers: int) -> tuple[Named, ...]:
+    """What each of so many layers attends by.
+
+    >>> parse_attention("gated(per=element)", 2)[1]
+    Named(name='gated', settings={'per': 'element'})
+    >>> [layer.name for layer in parse_attention("hybrid(layout=2:1, linear=delta)", 3)]
+    ['delta', 'delta', 'softmax']
+    """
+    name, options = parse_call(re.sub(r"=\s*(\d+:\d+)", r"='\1'", text), "attention")
+    if name != STACK:
+        return (Named(_known(name), options),) * layers
+    wrong = [option for option in options if option not in ("layout", "full", "linear")]
+    if wrong or not isinstance(options.get("layout"), str):
+        raise LocaterError(f"attention {text!r}: {STACK}(layout=3:1, full=softmax, linear=gated_delta); layout may be letters, S and L")
+    return tuple(Named(name) for name in hybrid(options.pop("layout"), layers, **options).names)
+
+
+def _known(name: str) -> str:
+    names = [m.name for m in mechanisms()]
+    if name not in names:
+        raise LocaterError(f"no attention mechanism {name!r}; there are {', '.join(names)}, and {STACK}(layout=...) of several")
+    return name
