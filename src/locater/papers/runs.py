@@ -21,7 +21,7 @@ from locater.errors import LocaterError, first_line
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
 
-KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters")
+KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def complete(
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
 
-_trained: list[tuple[str, ...]] = []  # controls of the last run of this process
+_trained: list[tuple[Any, ...]] = []  # controls and mechanism of the last run of this process
 
 
 def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
@@ -117,9 +117,10 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     from locater.train.loop import DivergedError, run
 
     plan = Plan.from_dict(held)
-    if plan.compile and _trained != [plan.control]:
+    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads)
+    if plan.compile and _trained != [kind]:
         torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
-    _trained[:] = [plan.control]
+    _trained[:] = [kind]
     folder = Path(tempfile.mkdtemp(prefix="locater-run-"))
     try:
         result = run(placed(plan, Path(data), folder))
@@ -137,11 +138,14 @@ def placed(plan: Plan, data: Path, out: Path) -> Plan:
     return replace(plan, out=str(out), corpus=tuple(str(data / name) for name in plan.corpus), images=images)
 
 
-def moments(model: str) -> dict[str, float]:
-    """Means over heads of the moments in logit units, from the weights as they were saved."""
+def moments(model: str) -> dict[str, float] | None:
+    """Means over heads of the moments in logit units, from the weights as they were saved; None where heads are not read."""
     from locater.scan import scan
 
-    rows = scan(model).rows
+    try:
+        rows = scan(model).rows
+    except LocaterError:
+        return None
     return {name: statistics.fmean(float(getattr(row, name)) for row in rows) for name in ("M", "S", "F", "concentration")}
 
 

@@ -21,6 +21,7 @@ from locater.train import checkpoint
 from locater.train.controls import attach, parameters, parse_control, restore, state_of
 from locater.train.data import Batch, Data, open_data
 from locater.train.health import LastSeen, Losses, culprit, why_unread
+from locater.train.measured import SEQUENCES, measure
 from locater.train.model import Transformer
 from locater.train.plan import Plan, Result
 from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of
@@ -145,7 +146,7 @@ class Training:
             bits_per_byte=None if per_byte is None else report * per_byte,
             accuracy=correct if self.plan.task in ("image", "sort") else None,
             history=tuple(self.history), parameters=sum(p.numel() for p in self.model.parameters()),
-            tokens=self.step * self._tokens, seconds=self.seconds, data=facts, model=str(target),
+            tokens=self.step * self._tokens, seconds=self.seconds, data=facts, model=str(target), measures=self._measured(),
         )  # fmt: skip
         result.save(self.folder / checkpoint.RESULT)
         return result
@@ -157,6 +158,12 @@ class Training:
         with observe(self.model) as seen:
             report, correct = self._evaluate("report")
         return report, correct, [row.entropy for row in seen.rows if row.entropy is not None]
+
+    def _measured(self) -> dict[str, Any]:
+        """Maps and stream on the first sequences of the report split."""
+        inputs, _ = next(iter(self.data.windows("report", SEQUENCES)))
+        with _evaluating(self.model):
+            return measure(self.model, inputs)
 
     def end(self) -> None:
         """Take everything off, whatever happened."""

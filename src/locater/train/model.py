@@ -129,13 +129,13 @@ def fused(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """PyTorch's attention, or the module's own mechanism at its own scale, called as transformers calls attention functions."""
     if mechanism is not None:
-        return _attended(module, q, k, v, stream, is_causal).transpose(1, 2), None
+        return attended(module, q, k, v, stream, is_causal).transpose(1, 2), None
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2), None
 
 
-def _attended(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, causal: bool) -> Tensor:
+def attended(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, causal: bool) -> Tensor:
     """By the module's mechanism, which chooses its own precision; x is what gates are made of."""
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
         if module.mechanism is None:
@@ -225,7 +225,16 @@ class Block(nn.Module):
         self.mlp = MLP(shape) if mlp else None
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = self._added(x, self.self_attn(_by(self.input_layernorm, x), turn), self.attention_out_norm)
+        return self.after_mlp(self.after_attention(x, turn))
+
+    def read(self, x: Tensor) -> Tensor:
+        """What attention reads of the stream."""
+        return _by(self.input_layernorm, x)
+
+    def after_attention(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        return self._added(x, self.self_attn(self.read(x), turn), self.attention_out_norm)
+
+    def after_mlp(self, x: Tensor) -> Tensor:
         return x if self.mlp is None else self._added(x, self.mlp(_by(self.post_attention_layernorm, x)), self.mlp_out_norm)
 
     def _added(self, x: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
@@ -261,13 +270,16 @@ class Stack(nn.Module):
         self.fusion = None if kind is None else layer_fusion(kind, shape.layers, shape.width)
         self.norm = nn.RMSNorm(shape.width, EPS)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def embedded(self, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The stream at first, and how queries and keys are turned."""
         x = self.embed_tokens(inputs if self.shape.image is None else patches(inputs, self.shape.patch, self.norm.weight.dtype))
-        turn, length = None, x.shape[1]
+        length = x.shape[1]
         if self.shape.positions == "learned":
-            x = x + self.embed_positions.weight[:length]
-        else:
-            turn = (self.cos[:length], self.sin[:length])
+            return x + self.embed_positions.weight[:length], None
+        return x, (self.cos[:length], self.sin[:length])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x, turn = self.embedded(inputs)
         states = []
         for layer in self.layers:
             x = layer(x, turn)

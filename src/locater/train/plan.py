@@ -162,6 +162,7 @@ class Result:
     parameters: int = 0
     tokens: int = 0  # seen in training
     seconds: float = 0.0  # of training, over all parts of a run that was interrupted
+    measures: dict[str, Any] = field(default_factory=dict)  # of maps as they act, and of the stream (`train.measured`)
     data: dict[str, Any] = field(default_factory=dict)  # hash of the text, sizes of the splits
     model: str = ""  # folder of the final weights
 
@@ -187,7 +188,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, held: Mapping[str, Any]) -> Self:
-        kept = {item.name: held[item.name] for item in fields(cls)}
+        kept = {item.name: held[item.name] for item in fields(cls) if item.name in held or item.name != "measures"}
         return cls(**{**kept, "plan": Plan.from_dict(held["plan"]), "history": tuple((s, x) for s, x in held["history"])})
 
     @classmethod
