@@ -5,10 +5,13 @@ All runs go to one file, and runs with the same plan are one, whichever paper as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from locater.papers.runs import Arm
+from locater.papers.paper import Paper
+from locater.papers.runs import Arm, Row, Runs, foreseen
 from locater.train.plan import Plan
 
 BASE = Plan(
@@ -33,3 +36,20 @@ def arm(attention: str = "softmax", base: Plan = BASE, name: str | None = None, 
 
 
 SOFTMAX, SOFTMAX_MASKED, SOFTMAX_IMAGE = arm(), arm(base=MASKED), arm(base=IMAGE)
+
+
+def asked_by(paper: Paper, runs: Runs) -> list[Row]:
+    """The rows of a paper's studies that can be named so far."""
+    return [row for study in paper.studies if study.rows is not None for row in study.rows(runs)]
+
+
+def plan_table(papers: Sequence[Paper]) -> list[str]:
+    """The run plan as Markdown: a paper's runs, and how many of them no paper above asks for already."""
+    lines = ["| paper | arms | runs | of them new | steps |", "|---|---|---|---|---|"]
+    seen: dict[str, Row] = {}
+    for paper in papers:
+        rows = foreseen(partial(asked_by, paper))
+        new = [row for row in rows if row.key not in seen]
+        seen |= {row.key: row for row in new}
+        lines.append(f"| {paper.name} | {len({row.arm for row in rows})} | {len(rows)} | {len(new)} | {sum(r.plan.steps for r in new):,} |")
+    return [*lines, f"| | | | {len(seen)} | {sum(row.plan.steps for row in seen.values()):,} |"]

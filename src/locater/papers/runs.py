@@ -179,6 +179,15 @@ def _short(x: Any) -> Any:
     return [_short(v) for v in x] if isinstance(x, list | tuple) else x
 
 
+def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:
+    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate."""
+    runs = Runs()
+    while missing := runs.missing(rows(runs)):
+        for row in missing:
+            runs.lines[row.key] = {"status": "done", "select_loss": row.plan.rate, "report_loss": 0.0}
+    return distinct(rows(runs))
+
+
 # Arms
 
 

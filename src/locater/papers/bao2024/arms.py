@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from locater.papers.runs import Arm, Row, Runs, distinct
+from locater.papers.runs import Arm, Row, Runs, foreseen
 from locater.train.plan import Plan
 
 BASE = Plan(
@@ -149,12 +149,8 @@ QUESTIONS = {
 
 
 def everything() -> list[Row]:
-    """All rows that there will be: those that wait for an outcome are counted at the first rate."""
-    runs = Runs()
-    while missing := runs.missing(rows_of(ORDER, runs)):
-        for row in missing:
-            runs.lines[row.key] = {"status": "done", "select_loss": row.plan.rate, "report_loss": 0.0}
-    return distinct(rows_of(ORDER, runs))
+    """All rows that there will be."""
+    return foreseen(lambda runs: rows_of(ORDER, runs))
 
 
 def plan_table(step: float = 0.003, run: float = 2.0) -> list[str]:
