@@ -43,11 +43,11 @@ def known(found: Mapping[str, Measured | None]) -> dict[str, Measured]:
 def change(
     runs: Runs, arm: Arm, against: Arm, what: str | Callable[[Line], float], more: Mapping[str, Any] | None = None
 ) -> Measured | None:
-    """Of the ends of two arms, seed by seed; None where one is not whole, or the quantity is not known."""
+    """Of the ends of two arms, by the seeds that both have; None where one is not whole, or the quantity is not known."""
     of, base = arm.ends(runs), against.ends(runs)
     if of is None or base is None:
         return None
-    values = [(value_of(a, what), value_of(b, what)) for a, b in zip(of, base, strict=True)]
+    values = [(value_of(a, what), value_of(b, what)) for a, b in zip(of, base, strict=False)]  # seeds are 0, 1, ...
     if any(x is None for pair in values for x in pair):
         return None
     return seeds_range([a - b for a, b in values if a is not None and b is not None], more)

@@ -1,6 +1,8 @@
-"""What the papers on mechanisms train: one model, one text, the same seeds, each arm at the better of two learning rates.
+"""What the papers on mechanisms train: one model, one text, the same seeds.
 
-All runs go to one file, and runs with the same plan are one, whichever paper asks for them.
+A mechanism with its default settings has two learning rates with the first seed, then two more seeds at the better one. Variations of
+it, and of the blocks around it, keep the higher rate, which softmax prefers, and have two seeds. All runs go to one file, and runs with
+the same plan are one, whichever paper asks for them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from locater.attention import mechanisms
 from locater.papers.paper import Paper
 from locater.papers.runs import Arm, Row, Runs, foreseen
 from locater.train.plan import Plan
@@ -24,15 +27,18 @@ RATES, IMAGE_RATES = (1e-3, 2.5e-3), (2e-4, 5e-4)
 
 
 def arm(attention: str = "softmax", base: Plan = BASE, name: str | None = None, *, claim: str = "zoo", **changes: Any) -> Arm:
-    """A way to train: a mechanism, or other changes of the base plan.
+    """A way to train: a mechanism, or a variation.
 
     >>> arm("gated(per=element)").name, arm(mlp="none").name, arm("softmax", MASKED).name
     ('gated(per=element)', 'mlp=none', 'softmax, masked')
     """
+    tuned = not changes and base.task != "image" and attention in {m.name for m in mechanisms()}
     said = [attention] if attention != "softmax" or not changes else []
     said += [f"{key}={value}" for key, value in changes.items()] + ([base.task] if base.task != "causal" else [])
     rates = IMAGE_RATES if base.task == "image" else RATES
-    return Arm(name or ", ".join(said), claim, replace(base, attention=attention, **changes), rates)
+    return Arm(
+        name or ", ".join(said), claim, replace(base, attention=attention, **changes), rates if tuned else rates[1:], 3 if tuned else 2
+    )
 
 
 SOFTMAX, SOFTMAX_MASKED, SOFTMAX_IMAGE = arm(), arm(base=MASKED), arm(base=IMAGE)

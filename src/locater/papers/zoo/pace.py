@@ -67,7 +67,11 @@ def stepper(shape: Shape, batch: int, device: torch.device) -> Callable[[], None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def again(held: object = step) -> None:  # what a graph reads and writes has to stay alive
+        graph.replay()
+
+    return again
 
 
 def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
