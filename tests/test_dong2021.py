@@ -20,7 +20,7 @@ import torch
 from locater.measures import composite_norm, token_residual
 from locater.papers import PAPERS, Setting, judge, reproduce
 from locater.papers.dong2021 import bounds, bridge, circle, contraction, lengths, planted, slowing
-from locater.papers.dong2021.page import page
+from locater.papers.dong2021.page import lead, page
 from locater.papers.figures import Contour, Field, Panel, Series, contour, draw
 from locater.papers.paper import Study
 from locater.papers.report import write_report
@@ -358,6 +358,28 @@ def test_a_page_of_one_claim_leaves_the_rest_out(document: dict[str, Any]) -> No
     assert page(alone) == ([], {})
     lengths_only = {**document, "claims": [entry for entry in document["claims"] if entry["id"][0] == "e"]}
     assert list(page(lengths_only)[1]) == ["lengths"]
+
+
+def test_what_the_page_says_of_study_h_follows_from_its_numbers(document: dict[str, Any]) -> None:
+    turned = json.loads(json.dumps(document))
+    held = {entry["id"]: entry for entry in turned["claims"]}
+    for name in ("h11", "h13"):
+        held[name]["measured"] = -1.0
+    held["h11"]["numbers"]["by_seed"] = [-3.0, -2.0]
+    held["h9"]["numbers"]["correlation"] = {"equal norm": -1.0, "raw walk": 0.0, "independent": 1.0}
+    phase = held["h1"]["numbers"]["phase"]
+    for plane in phase.values():
+        if isinstance(plane, dict):
+            plane["kept"] = [[x and 1.0 for x in row] for row in plane["kept"]]
+            plane["entropy"] = [[x and 1.0 for x in row] for row in plane["entropy"]]
+    assert any("does not slow it: a gain of -1.0 decades" in line for line in lead(turned))
+    lines, figures = page(turned)
+    text = "\n".join(lines)
+    assert "-3.0 to -2.0 after 2 layers of drawn heads" in text
+    assert "widens the window of independent tokens, narrows that of equal norm tokens, neither widens nor narrows that of raw walk" in text
+    words = [element.text for element in ElementTree.fromstring(figures["bridge"]).iter("{http://www.w3.org/2000/svg}text")]
+    assert "neither" in words
+    assert not {"rank collapse", "entropy"} & set(words), "no cell is so"
 
 
 def test_a_field_and_its_contour() -> None:

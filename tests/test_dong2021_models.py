@@ -7,7 +7,7 @@ import json
 import math
 import random
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.papers.claim import Claim, Measured, judge
-from locater.papers.dong2021 import depth, encoders, products, tasks
+from locater.papers.dong2021 import depth, encoders, products, slowing, tasks
 from locater.papers.dong2021.classifier import DEPTH, Choice, Classifier, Data, Layer, Recipe, Shape, accuracy, drawn, train
+from locater.papers.dong2021.runs import device, every
 from locater.papers.paper import Setting
+from locater.spectrum import one_thread
 
 Array = np.ndarray[Any, Any]
 SMALL: dict[str, dict[str, Any]] = {
@@ -437,8 +439,48 @@ def test_the_study_of_tasks_and_its_page(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["f2"].value == pytest.approx(np.mean([c[tasks.FEW][1] for c in curves]))
     lines, figures = tasks.section(json.loads(json.dumps({key: dict(x.numbers) for key, x in found.items()})))
     assert sum(line.startswith("| convex hull |") for line in lines) == 3
+    told = {name: next(line for line in lines if line.startswith(f"{name}: ")) for name in ("sorting", "convex hull")}
+    assert "AdamW at 0.001 falling to zero (published: 1e-05)" in told["sorting"]
+    assert "AdamW at 1e-05 (published: 1e-05, times 0.91 at five epochs)" in told["convex hull"]
+    assert [key for key, x in found.items() if "runs" in x.numbers] == ["f1", "f6"], "stored once a task"
     ElementTree.fromstring(figures["tasks"])
     assert tasks.section({}) == ([], {})
+
+
+def test_parts_in_processes_of_their_own_find_what_they_find_here() -> None:
+    short = [replace(tasks.TASKS[0], recipe=replace(tasks.TASKS[0].recipe, epochs=epochs)) for epochs in (1, 2)]
+    plan: list[tuple[tasks.Task, int | None]] = [(task, None) for task in short]
+    bar: list[Any] = []
+
+    def progress(parts: Iterable[Any], total: int) -> Iterable[Any]:
+        for part in parts:
+            bar.append((part, total))
+            yield part
+
+    apart = every(tasks.part_of, plan, Setting(jobs=2, progress=progress))
+    assert bar == [(part, 2) for part in plan]
+    with one_thread():
+        assert apart == every(tasks.part_of, plan, Setting())
+
+
+@pytest.mark.gpu
+def test_models_of_studies_f_and_h_on_the_gpu() -> None:
+    assert device(Setting(quick=False)) == "cuda"
+    assert device(Setting()) == "cpu"
+    for task in tasks.TASKS:
+        learn, judged = (part.part(slice(40)).to("cuda") for part in task.make(setting(), 0))
+        model = train(task.shape, learn, Recipe(1, task.recipe.batch, 1e-3), 0)
+        here = train(task.shape, learn.to("cpu"), Recipe(0, 1, 1e-3), 0)
+        here.load_state_dict(model.state_dict())
+        draws = random.Random(0)
+        paths = [drawn(k, task.shape.heads, draws) for k in range(DEPTH + 1)]
+        for maps in (None, model.attention(judged.x, judged.real)):
+            there = model.of_paths(judged, paths, maps)
+            held = None if maps is None else [x.cpu() for x in maps]
+            torch.testing.assert_close(there.cpu(), here.of_paths(judged.to("cpu"), paths, held), rtol=1e-3, atol=1e-3)
+        assert 0 <= tasks.taken_apart(model, learn, judged, 0)["entire"] <= 1
+    found = slowing.trained("LocAteR, target 2", 0, 5, "cuda")
+    assert len(found["whole"]) == len(found["cut"]) == slowing.SHAPE.layers + 1
 
 
 def test_every_claim_has_an_id_of_its_own() -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from locater.papers.claim import Claim, Measured
 from locater.papers.dong2021.contraction import over_draws
 from locater.papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens
+from locater.papers.dong2021.runs import every
 from locater.papers.paper import Setting, Study
 from locater.probe import spearman
 from locater.theory import localization
@@ -92,12 +93,19 @@ CLAIMS = (
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 Table = dict[str, Tensor]  # a column per number, a row per head
+Rows = list[tuple[float, ...]]  # the same as it is measured
 
 
-def sweep(kind: str, seed: int, count: int) -> dict[bool, Table]:
+def part_of(setting: Setting, part: tuple[str, int]) -> tuple[dict[bool, Rows], dict[str, float], list[float]]:
+    """All that is measured on tokens of one kind and seed: a grid, shapes of spectra, a window."""
+    count = SEQUENCES[setting.quick]
+    return sweep(*part, count), explained(*part, count), window(*part, count)
+
+
+def sweep(kind: str, seed: int, count: int) -> dict[bool, Rows]:
     """Every head of the grid on the same tokens, without mask and with."""
     batch = Batch.of(tokens(kind, count, seed))
-    rows: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
+    rows: dict[bool, Rows] = {False: [], True: []}
     for ratio, M, size in product(RATIOS, MEANS, SIZES):
         A = head(M, size, ratio, seed=seed)
         if A is None:
@@ -106,10 +114,10 @@ def sweep(kind: str, seed: int, count: int) -> dict[bool, Table]:
         for causal, held in rows.items():
             seen = attend(batch, A, causal)
             held.append((M, size, ratio, v, k, seen.kept, seen.entropy, seen.price))
-    return {causal: _table(held) for causal, held in rows.items()}
+    return rows
 
 
-def _table(rows: Sequence[Sequence[float]]) -> Table:
+def _table(rows: Rows) -> Table:
     names = ("M", "size", "ratio", "v", "k", "kept", "entropy", "price")
     found = dict(zip(names, torch.tensor(rows, dtype=torch.float64).unbind(1), strict=True))
     F = found["size"] ** 2
@@ -209,13 +217,13 @@ def ordering(score: Tensor, label: Tensor) -> float:
 
 def measure(setting: Setting) -> Mapping[str, Measured]:
     """Grids, shapes and windows for every kind of tokens and every seed."""
-    count, seeds = SEQUENCES[setting.quick], range(SEEDS[setting.quick])
+    seeds = range(SEEDS[setting.quick])
     plan = [(kind, seed) for kind in TOKENS for seed in seeds]
     grids, shapes, windows = {}, {}, {}
-    for each in setting.each(plan):
-        grids[each], shapes[each], windows[each] = sweep(*each, count), explained(*each, count), window(*each, count)
+    for each, (rows, shapes[each], windows[each]) in zip(plan, every(part_of, plan, setting), strict=True):
+        grids[each] = {causal: _table(held) for causal, held in rows.items()}
 
-    def every(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float], numbers: Mapping[str, Any]) -> Measured:
+    def over_kinds(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float], numbers: Mapping[str, Any]) -> Measured:
         by_kind = {kind: _mean([one(kind, seed) for seed in seeds]) for kind in TOKENS}
         return over_draws([pick([one(kind, seed) for kind in TOKENS]) for seed in seeds], {"by_tokens": by_kind, **numbers})
 
@@ -231,14 +239,14 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     prices = [float(free(*each)["price"].nan_to_num().max()) for each in plan]
     rules = {name: _mean(accuracy(name)) for name in ("Λ", "M", "F", "M^2/F", "v", "k")}
     return {
-        "h1": every(both, max, {"phase": _phases(grids, seeds)}),
+        "h1": over_kinds(both, max, {"phase": _phases(grids, seeds)}),
         "h2": Measured(max(prices), 0.0, f"none: the largest of {len(prices) * len(free(MAIN, 0)['M']):,} heads", _traded(free(MAIN, 0))),
         "h3": over_draws([min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}),
-        "h4": every(lambda kind, seed: spearman(free(kind, seed)["F"], free(kind, seed)["entropy"]) or 0.0, max, {}),
-        "h5": every(lambda kind, seed: ordering(free(kind, seed)["k"], free(kind, seed)["kept"] >= HALF), min, {}),
+        "h4": over_kinds(lambda kind, seed: spearman(free(kind, seed)["F"], free(kind, seed)["entropy"]) or 0.0, max, {}),
+        "h5": over_kinds(lambda kind, seed: ordering(free(kind, seed)["k"], free(kind, seed)["kept"] >= HALF), min, {}),
         "h6": over_draws(accuracy("Λ"), {"rules": rules}),
         "h7": over_draws(accuracy("M^2/F")),
-        "h8": every(lambda kind, seed: float(neither(free(kind, seed)).double().mean()), min, _masked_shares(grids, seeds)),
+        "h8": over_kinds(lambda kind, seed: float(neither(free(kind, seed)).double().mean()), min, _masked_shares(grids, seeds)),
         "h9": over_draws([_widens(windows[MAIN, seed]) for seed in seeds], _windows(windows, seeds)),
         "h10": over_draws(
             [corner_accuracy([free(MAIN, s) for s in seeds if s != seed], free(MAIN, seed)) for seed in seeds],

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -175,16 +176,57 @@ def train(shape: Shape, data: Data, recipe: Recipe, seed: int) -> Classifier:
     """AdamW on batches in the order of the data; the rate rises over the first steps and falls to zero in a straight line, or is steady."""
     torch.manual_seed(seed)
     model = Classifier(shape).to(data.x.device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, weight_decay=recipe.decay, fused=True)
+    cuda = data.x.is_cuda
+    rate: Tensor | float = torch.tensor(recipe.rate, device=data.x.device) if cuda else recipe.rate
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=recipe.decay, fused=True, capturable=cuda)
     steps = recipe.epochs * math.ceil(len(data.x) / recipe.batch)
+    take = _captured(model, optimizer, data.part(slice(0, recipe.batch))) if cuda else partial(_take, model, optimizer)
     for step, part in enumerate(_batches(data, recipe.batch, recipe.epochs)):
+        now = recipe.rate * (1.0 if recipe.steady else min(1.0, (step + 1) / WARM) * (1 - step / steps))
         for group in optimizer.param_groups:
-            group["lr"] = recipe.rate * (1.0 if recipe.steady else min(1.0, (step + 1) / WARM) * (1 - step / steps))
-        logits = model(part.x, part.real)
-        nn.functional.cross_entropy(logits.flatten(0, 1), part.y.flatten(), ignore_index=-1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            group["lr"] = group["lr"].fill_(now) if cuda else now
+        take(part)
     return model.eval().requires_grad_(False)
+
+
+def _take(model: Classifier, optimizer: torch.optim.Optimizer, part: Data) -> None:
+    """One step."""
+    logits = model(part.x, part.real)
+    nn.functional.cross_entropy(logits.flatten(0, 1), part.y.flatten(), ignore_index=-1).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=not part.x.is_cuda)
+
+
+def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) -> Callable[[Data], None]:
+    """The same as a CUDA graph, since the steps of so small a model are nothing but launches; the last, shorter batch is taken as it is.
+
+    Capturing needs steps before it: they run on the first batch, and everything is put back after them.
+    """
+    held = Data(first.x.clone(), first.y.clone())
+    before = [p.detach().clone() for p in model.parameters()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            _take(model, optimizer, held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _take(model, optimizer, held)
+    with torch.no_grad():
+        for p, was in zip(model.parameters(), before, strict=True):
+            p.copy_(was)
+            for x in optimizer.state[p].values():
+                x.zero_()
+
+    def take(part: Data) -> None:
+        if part.x.shape != held.x.shape:
+            return _take(model, optimizer, part)
+        held.x.copy_(part.x)
+        held.y.copy_(part.y)
+        return graph.replay()
+
+    return take
 
 
 def _batches(data: Data, size: int, epochs: int) -> Iterator[Data]:

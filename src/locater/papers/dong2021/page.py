@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from locater.papers.dong2021 import depth, products, tasks
+from locater.papers.dong2021 import depth, products, slowing, tasks
 from locater.papers.figures import Contour, Field, Panel, Series, draw
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -21,7 +21,7 @@ def page(document: Mapping[str, Any]) -> Part:
     sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
         (_contraction, ("a1", "a3", "a4", "a6", "a8", "a9")), (_bounds, ("b1", "b6")), (depth.section, ()), (products.section, ()),
         (_lengths, ("e1", "e4")), (tasks.section, ()), (_circle, ("g1",)), (_bridge, ("h1", "h2", "h3", "h6", "h8", "h9", "h10")),
-        (_slowing, ("h11", "h13")),
+        (_slowing, ("h11", "h12", "h13")),
     )  # fmt: skip
     for section, needs in sections:
         if found.keys() >= set(needs):
@@ -34,6 +34,7 @@ def page(document: Mapping[str, Any]) -> Part:
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What collapses, how fast, and what stops it, for a reader who knows nothing of the paper; only what was measured."""
     value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
+    numbers = {entry["id"]: entry["numbers"] for entry in document["claims"]}
     said = (
         (("a1", "c4"), lambda v: "Attention averages tokens. Left alone it makes them equal: what differs between them falls to its "
          f"power of {v['a1']:.2f} in every layer. Without the skip around attention, encoders at initialisation keep "
@@ -49,11 +50,29 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("h1", "h3"), lambda v: "Its opposite, attention so sharp that every token copies one other, is the far end of the same axis: "
          f"{100 * v['h1']:.1f} % of heads have both faults, and three moments of the query-key map explain {100 * v['h3']:.0f} % of each "
          "or more."),
-        (("h11", "h13"), lambda v: f"LocAteR, which holds the mean of that map, slows it: {v['h11']:.1f} decades after two layers "
-         f"of drawn heads, {v['h13']:.1f} after three of a trained model whose skips are taken out. It does not end it."),
+        (("h11", "h13"), lambda v: f"LocAteR, which holds the mean of that map, {_slows(v['h11'], v['h13'])}: a gain of "
+         f"{v['h11']:.1f} decades after two layers of drawn heads, of {v['h13']:.1f} after three of a trained model whose skips are taken "
+         f"out. {_left(numbers['h13']['models'])}"),
     )  # fmt: skip
     lines = [f"- {tell(value)}" for needs, tell in said if value.keys() >= set(needs)]
     return ["## In short", "", *lines, ""] if lines else []
+
+
+def _slows(*gains: float) -> str:
+    """`slows it` where every gain is above 0.
+
+    >>> _slows(2.0, 1.0), _slows(-2.0, -1.0), _slows(2.0, -1.0)
+    ('slows it', 'does not slow it', 'slows one of two')
+    """
+    above = sum(gain > 0 for gain in gains)
+    return "slows it" if above == len(gains) else "slows one of two" if above else "does not slow it"
+
+
+def _left(models: Mapping[str, Any]) -> str:
+    """What is left at the end of trained models, cut and whole; float64 shows nothing of a share under 1e-16."""
+    cut, whole = models["LocAteR, target 2"]["cut"], models["no penalty"]["whole"][-1]
+    share = "under 1e-16" if cut[-1] < 1e-16 else f"{cut[-1]:.2g}"
+    return f"After {len(cut) - 1} such layers what differs is {share} of the tokens' size, and {whole:.2f} in whole models."
 
 
 # --- a ----------------------------------------------------------------------------------------------------------------
@@ -220,13 +239,17 @@ WORDS = {
     "raw walk, causal": [(2.0, 3.4, "neither"), NONE],
     "independent, causal": [(0.36, 0.8, "rank collapse"), *SHARP, NONE],
 }
+MEANT: dict[str, Callable[[float], bool]] = {  # the sign of `_collapse`
+    "rank collapse": lambda value: value < 0, "neither": lambda value: value == 0,
+    "entropy": lambda value: value > 0, "collapse": lambda value: value > 0,
+}  # fmt: skip
 TITLES = {"equal norm": "walk, tokens of equal norm", "raw walk": "raw walk", "independent": "independent tokens"}
 
 
 def _bridge(found: Entries) -> Part:
     phase, rules, h8, h9 = found["h1"]["phase"], found["h6"]["rules"], found["h8"], found["h9"]
     panels = [_phase(phase, kind, causal) for causal in (False, True) for kind in ("equal norm", "raw walk", "independent")]
-    h10, both = found["h10"], max(found["h1"]["by_tokens"].values())
+    h10, both, free = found["h10"], max(found["h1"]["by_tokens"].values()), h8["by_tokens"].values()
     shares = "; ".join(f"{kind} {x:.0%}, causal {h8['causal'][kind]:.0%}" for kind, x in h8["by_tokens"].items())
     table = "; ".join(f"{name} {x:.2f}" for name, x in rules.items())
     octaves = [f"| {kind} | " + " | ".join(f"{x:.1f}" for x in held) + " |" for kind, held in h9["octaves"].items()]
@@ -236,12 +259,12 @@ def _bridge(found: Entries) -> Part:
         "keeps less than half of the residual, blue where it keeps less than half of the entropy, green where it keeps both. Lines are the",
         "two boundaries, of symmetric maps (S/F = 1, drawn through, as the cells) and of maps that turn as much as they stretch (S/F = 0,",
         "dashed). Dotted: Λ = 0.1.", "",
-        f"- One axis: scale takes heads from rank collapse through a window to entropy collapse. At most {both:.1%} have both.",
-        f"- One object: three moments explain {_least(found['h3'], 'kept'):.1%} or more of the variance of the residual kept and",
+        f"- Neither collapse: {min(free):.0%} to {max(free):.0%} of heads without a mask, by kind of tokens. Both: {both:.1%} at most.",
+        f"- Three moments explain {_least(found['h3'], 'kept'):.1%} or more of the variance of the residual kept and",
         f"  {_least(found['h3'], 'entropy'):.1%} or more of that of the entropy, over spectra of four shapes.",
-        f"- Not one number: balanced accuracy of the best interval is {table}. Scale F for entropy and k for rank together",
-        f"  (k at least {h10['k']:.2f}, F at most {h10['F']:.0f}) have {h10['chosen_here']:.2f} where chosen; on other seeds, h10.",
-        "- Concentration opens the window where tokens follow a walk, and closes it where they are independent:", "",
+        f"- One number: balanced accuracy of its best interval is {table}. Two, scale F for entropy and k for rank",
+        f"  (k at least {h10['k']:.2f}, F at most {h10['F']:.0f}): {h10['chosen_here']:.2f} where chosen; on other seeds, h10.",
+        f"- {_opens(h9['correlation'])}:", "",
         "| octaves of scale without collapse, by M / sqrt(d F) | " + " | ".join(f"{c:g}" for c in h9["concentration"]) + " |",
         "|---" * (len(h9["concentration"]) + 1) + "|", *octaves, "",
         f"Share of the grid with neither: {shares}.", "",
@@ -250,6 +273,20 @@ def _bridge(found: Entries) -> Part:
         "their mean. Right, the window as in the table.",
     ]  # fmt: skip
     return lines, {"bridge": draw(panels, columns=3), "price": draw([_price(found["h2"]["points"]), _window(h9)])}
+
+
+def _opens(correlation: Mapping[str, float]) -> str:
+    """What concentration does to the window, by kind of tokens.
+
+    >>> _opens({"raw walk": 0.9, "equal norm": 1.0, "independent": -0.6})
+    'Concentration widens the window of raw walk and equal norm tokens, narrows that of independent tokens'
+    >>> _opens({"raw walk": 0.1})
+    'Concentration neither widens nor narrows the window of raw walk tokens'
+    """
+    ways = {"widens": lambda r: r >= 0.5, "narrows": lambda r: r <= -0.5, "neither widens nor narrows": lambda r: -0.5 < r < 0.5}
+    kinds = {way: " and ".join(kind for kind, r in correlation.items() if holds(r)) for way, holds in ways.items()}
+    said = [f"{way} {{}} of {names} tokens" for way, names in kinds.items() if names]
+    return "Concentration " + ", ".join(text.format("that" if n else "the window") for n, text in enumerate(said))
 
 
 def _least(held: Mapping[str, Any], name: str) -> float:
@@ -264,7 +301,22 @@ def _phase(phase: Mapping[str, Any], kind: str, causal: bool) -> Field:
     lines += [Contour(plane["kept"], 0.5, RANK, style) for plane, style in ((whole, "line"), (turning, "dashed"))]  # type: ignore[arg-type]
     lines += [Contour(plane["entropy"], 0.5, ENTROPY, style) for plane, style in ((whole, "line"), (turning, "dashed"))]  # type: ignore[arg-type]
     title = f"{TITLES[kind]}, {'causal mask' if causal else 'no mask'}"
-    return Field(title, "√F, scale of the map", "M, self-logit", phase["size"], phase["M"], values, lines, WORDS[name])
+    return Field(title, "√F, scale of the map", "M, self-logit", phase["size"], phase["M"], values, lines, _fitting(phase, values, name))
+
+
+def _fitting(phase: Mapping[str, Any], values: Sequence[Sequence[float | None]], name: str) -> list[tuple[float, float, str]]:
+    """Those words of a diagram whose cell is as they say."""
+
+    def nearest(grid: Sequence[float], at: float) -> int:
+        return min(range(len(grid)), key=lambda n: abs(math.log(grid[n] / at)))
+
+    def fits(x: float, y: float, text: str) -> bool:
+        value = values[nearest(phase["M"], y)][nearest(phase["size"], x)]
+        if text == NONE[2]:
+            return value is None
+        return text.startswith("Λ") or (value is not None and MEANT[text](value))
+
+    return [word for word in WORDS[name] if fits(*word)]
 
 
 def _collapse(kept: float | None, entropy: float | None) -> float | None:
@@ -297,7 +349,7 @@ def _window(h9: Mapping[str, Any]) -> Panel:
 
 
 def _slowing(found: Entries) -> Part:
-    stacks, h13 = found["h11"]["stacks"], found["h13"]
+    stacks, h11, h12, h13 = found["h11"]["stacks"], found["h11"], found["h12"], found["h13"]
     order = {
         "drawn": ("as drawn", "line", 4),
         "penalty, target 2": ("target 2", "line", 0), "mean zero, F of target 2": ("its F, mean 0", "dashed", 0),
@@ -321,6 +373,17 @@ def _slowing(found: Entries) -> Part:
         "### Does LocAteR slow rank collapse?", "", "![slowing](figure:slowing)", "",
         f"Left, a stack of attention and LayerNorm, tokens of equal norm: {moved}.",
         f"Right, models of 6 layers after {h13['steps']} steps; accuracy of the whole model: {accuracy}.",
-        "It slows it, by its mean and not by the scale that it leaves, and does not end it: that takes the skip.",
+        f"At target 2, decades gained by the penalty: {_range(h11['by_seed'])} after {slowing.SHOWN} layers of drawn heads,",
+        f"{_range(h12['by_seed'])} over maps of the same F and mean zero; {_range(h13['by_seed'])} after {slowing.HALFWAY} layers",
+        f"of trained models without skips and MLPs (target 8: {_range(h13['target 8'])}). {_left(h13['models'])}",
     ]  # fmt: skip
     return lines, {"slowing": draw([first, second])}
+
+
+def _range(values: Sequence[float]) -> str:
+    """Over seeds.
+
+    >>> _range([2.0, 1.0, 3.0])
+    '+1.0 to +3.0'
+    """
+    return f"{min(values):+.1f} to {max(values):+.1f}"

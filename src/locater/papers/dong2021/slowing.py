@@ -21,6 +21,7 @@ from locater.measures import rank_residual
 from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.dong2021.bridge import MAIN
 from locater.papers.dong2021.planted import WIDTH, tokens
+from locater.papers.dong2021.runs import device, every
 from locater.papers.paper import Setting, Study
 from locater.theory import Block, depth_residuals
 from locater.train import Shape, Transformer
@@ -108,23 +109,24 @@ def numbers(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return rows, rows.sort(1).values
 
 
-def train(arm: str, seed: int, steps: int) -> tuple[Transformer, float]:
+def train(arm: str, seed: int, steps: int, where: str = "cpu") -> tuple[Transformer, float]:
     """A model that sorts, and its accuracy on fresh sequences; every arm starts alike and sees the same batches."""
     torch.manual_seed(seed)
-    model, target = Transformer(SHAPE), ARMS[arm]
+    model, target = Transformer(SHAPE).to(where), ARMS[arm]
     control: Control = (Control() if target is None else LocAteR(target=target)).attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PACE, betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(seed)
-    for step in range(steps):
+    drawn_rows = torch.stack([numbers(BATCH, generator)[0] for _ in range(steps)]).to(where)  # at once: a step does not wait for its batch
+    for step, rows in enumerate(drawn_rows):
         for group in optimizer.param_groups:
             group["lr"] = PACE * min(1.0, (step + 1) / WARM) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        (model(*numbers(BATCH, generator)) + control.loss()).backward()
+        (model(rows, rows.sort(1).values) + control.loss()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         control.after_step()
     control.detach()
-    rows, right = numbers(CHECKED, torch.Generator().manual_seed(10_000 + seed))
+    rows, right = (x.to(where) for x in numbers(CHECKED, torch.Generator().manual_seed(10_000 + seed)))
     with torch.no_grad():
         return model, float((model(rows).argmax(-1) == right).double().mean())
 
@@ -132,7 +134,7 @@ def train(arm: str, seed: int, steps: int) -> tuple[Transformer, float]:
 @torch.no_grad()
 def layer_shares(model: Transformer, cut: bool, seed: int) -> list[float]:
     """Residual's share before the first block and after each, geometric mean over sequences; `cut`: without skips and MLPs."""
-    rows = numbers(CHECKED, torch.Generator().manual_seed(20_000 + seed))[0]
+    rows = numbers(CHECKED, torch.Generator().manual_seed(20_000 + seed))[0].to(model.lm_head.weight.device)
     states: list[Tensor] = []
     model = model.double()  # in place: float32 would call tokens equal from 1e-8 on
     hooks = [model.model.layers[0].register_forward_pre_hook(lambda m, given: states.append(given[0]))]
@@ -148,23 +150,27 @@ def layer_shares(model: Transformer, cut: bool, seed: int) -> list[float]:
     return [float(rank_residual(x).clamp_min(1e-17).log().mean().exp()) for x in states]
 
 
-def trained(seed: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Every arm: accuracy, and the residual's share per layer, whole and cut."""
-    found = {}
-    for arm in ARMS:
-        model, accuracy = train(arm, seed, steps)
-        found[arm] = {"accuracy": accuracy, "whole": layer_shares(model, False, seed), "cut": layer_shares(model, True, seed)}
-    return found
+def trained(arm: str, seed: int, steps: int, where: str = "cpu") -> dict[str, Any]:
+    """An arm's accuracy, and the residual's share per layer, whole and cut."""
+    model, accuracy = train(arm, seed, steps, where)
+    return {"accuracy": accuracy, "whole": layer_shares(model, False, seed), "cut": layer_shares(model, True, seed)}
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
 
 
+def part_of(setting: Setting, part: tuple[str | None, int]) -> dict[str, Any]:
+    """An arm's model, or, without an arm, stacks of drawn heads."""
+    arm, seed = part
+    return alone(seed) if arm is None else trained(arm, seed, STEPS[setting.quick], device(setting))
+
+
 def measure(setting: Setting) -> Mapping[str, Measured]:
     """All seeds; differences are taken within a seed."""
-    seeds = list(range(SEEDS[setting.quick]))
-    drawn_runs = [alone(seed) for seed in seeds]
-    runs = [trained(seed, STEPS[setting.quick]) for seed in setting.each(seeds)]
+    plan = [(arm, seed) for arm in (*ARMS, None) for seed in range(SEEDS[setting.quick])]
+    found = dict(zip(plan, every(part_of, plan, setting), strict=True))
+    drawn_runs = [found[None, seed] for seed in range(SEEDS[setting.quick])]
+    runs = [{arm: found[arm, seed] for arm in ARMS} for seed in range(SEEDS[setting.quick])]
 
     def gained(better: str, worse: str) -> list[float]:
         return [math.log10(run[better]["shares"][SHOWN] / run[worse]["shares"][SHOWN]) for run in drawn_runs]
