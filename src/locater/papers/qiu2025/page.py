@@ -1,0 +1,176 @@
+"""The report's own part: what the gate is, what it undoes, the paper's table and the runs, from the JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from locater.papers.figures import Panel, Series, draw
+from locater.papers.strips import strips
+
+Entries = Mapping[str, Mapping[str, Any]]
+Part = tuple[list[str], dict[str, str]]
+NAMES = {
+    "softmax": "no gate", "gated": "per head", "gated(per=element)": "per element",
+    "gated(position=value, per=element)": "values, per element", "gated(position=key)": "keys, per head",
+    "gated(position=query)": "queries, per head", "gated(from_input=False)": "without input, per head",
+    "gated(score=ns_sigmoid, per=element)": "NS-sigmoid, per element", "gated(shared=True, per=element)": "shared, per element",
+}  # fmt: skip
+
+
+def page(document: Mapping[str, Any]) -> Part:
+    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
+    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
+    lines, figures = list[str](), dict[str, str]()
+    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
+        (_gates, ("a1", "a4", "a7")), (_nonlinear, ("b2", "b6", "b7")), (_table, ("c1",)), (_training, ("d1",)), (_hot, ("e1",)),
+    )  # fmt: skip
+    for section, needs in sections:
+        if found.keys() >= set(needs):
+            more, drawn = section(found)
+            lines += ["", *more]
+            figures |= drawn
+    return lines, figures
+
+
+def lead(document: Mapping[str, Any]) -> list[str]:
+    """What the gate does and does not do, for a reader who knows nothing of the paper; only what was measured."""
+    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
+    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
+        (("a1", "a2"), lambda v: "Gated attention multiplies what a head gives by a sigmoid of the token that asks. The paper's forms are "
+         f"what they are said to be (errors up to {v['a1']:.0e}), and the gate of Qwen3-Next is one of them."),
+        (("b1", "b2", "b5"), lambda v: f"Without a gate a head is linear in its tokens (R² = {1 - v['b1']:.2f}). A gate around 1/2 leaves "
+         f"{v['b2']:.2f} of that; one that is as closed as in the paper's best model leaves {v['b5']:.2f}. What makes a head nonlinear is "
+         "that its gate is closed, more than that there is one."),
+        (("b7", "b8", "a9"), lambda v: "The paper explains the gain by W_V and W_O, which no longer merge. That is so per element. Per "
+         f"head they merge as before (error {v['b8']:.0e}), and a gate that ignores the input adds no function at all "
+         f"(error {v['a9']:.0e})."),
+        (("c1", "c5", "c6"), lambda v: f"Yet in the paper's own table one gate per head has {v['c5']:.0%} of the gain and the gate without "
+         f"input {v['c6']:.0%}: more than the merge is at work. Over the six variants of the table, sink and largest activation follow the "
+         f"mean gate in the same order (rank correlation {v['c1']:.0f})."),
+        (("d1", "d2"), lambda v: f"In training at this size the gate changes the loss by {v['d1']:+.3f} nats per element and "
+         f"{v['d2']:+.3f} per head."),
+        (("d7", "d8", "d13"), lambda v: f"It changes the first token's share of rows by {v['d7']:+.3f} per element and {v['d8']:+.3f} per "
+         f"head, and the largest activation over its median by {v['d13']:+.1f}."),
+        (("e1",), lambda v: f"At a hot learning rate it is {v['e1']:+.2f} nats from the plain model."),
+    )  # fmt: skip
+    lines = [f"- {tell(value)}" for needs, tell in said if value.keys() >= set(needs)]
+    return ["## In short", "", *lines, ""] if lines else []
+
+
+def _gates(found: Entries) -> Part:
+    start, rows = found["a4"]["at_start"], found["a7"]["value_gate_rows"]
+    lines = [
+        "## a. What a gate computes", "",
+        "A gate is g = sigmoid(x W_g), x the input of the layer. It may stand in four places of a head, and a fifth behind W_O:", "",
+        "| place | per head | per element | rows of the map | can a query look away? |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    mass = {"output": ("sum to the gate", "yes"), "value": ("sum to a mean of gates", "from gated keys"), "key": ("sum to 1", "no"),
+            "query": ("sum to 1", "no")}  # fmt: skip
+    for place, (rows_of, away) in mass.items():
+        errors = (f"{found['a1']['by_form'][f'{place}, per {per}']:.0e}" for per in ("head", "element"))
+        lines.append(f"| {place} | {' | '.join(errors)} | {rows_of} | {away} |")
+    lines += [
+        "", f"Errors are relative, beside loops over heads and tokens. With gates on values rows summed to {rows[0]:.2f} to {rows[1]:.2f}.",
+        f"Before training gates are {start['mean']:.2f} ± {start['sd']:.2f} (weights of deviation 0.02 at a width of 256), so that a new",
+        "gate halves what attention adds.",
+    ]  # fmt: skip
+    if "a2" in found:
+        read = found["a2"]["readings"]
+        lines += [
+            "", "Where the gate is in the weights of Qwen3-Next, by the output of a random layer of transformers: query and gate rows of",
+            "`q_proj` read " + ", ".join(f"{name}: error {error:.0e}" for name, error in read.items()) + ". A converter that takes the "
+            "wrong reading runs and is wrong.",
+        ]  # fmt: skip
+    return lines, {}
+
+
+def _nonlinear(found: Entries) -> Part:
+    held = found["b2"]["curves"]
+    first = Panel(
+        "R² of a linear fit, gate around 1/2", "deviation of the gate's logits", "R²",
+        [
+            Series("fitted", list(zip(held["sharpness"], held["fitted"], strict=True)), "dots", 0),
+            Series("formula of b4", list(zip(held["sharpness"], held["formula"], strict=True)), "line", 1),
+        ],
+        y_limits=(0, 1.05),
+    )  # fmt: skip
+    second = Panel(
+        "R² of a linear fit, gates that close", "mean gate", "R²",
+        [
+            *_dotted(list(zip(held["gate"], held["closed"], strict=True))),
+            Series("the paper's best: 0.116", [(0.116, 0.0), (0.116, 1.0)], "dashed", 4),
+        ],
+        y_limits=(0, 1.05), x_limits=(0, 0.55), legend="bottom right",
+    )  # fmt: skip
+    ranks = ", ".join(f"{name}: {x:.2f}" for name, x in found["b6"]["by_kind"].items())
+    spans = ", ".join(f"{name}: {held[0]:.2f}" for name, held in found["b7"]["spans"].items())
+    lines = [
+        "## b. What the gate undoes", "", "![linearity](figure:linear)", "",
+        "A head with its map held, fitted by a linear function of all its tokens. A gate without a bias leaves at least half of the",
+        "variance linear, whatever its weights; a gate that is mostly closed does not.", "",
+        f"Rank of a head's output over the head's size: {ranks}. The gate does not raise it.",
+        f"Number of independent maps W_V diag(g) W_O that tokens see, over the head's size: {spans}. Per head it is one map (1 of 6",
+        "channels here), so W_V and W_O merge; per element it is as many as there are channels.",
+    ]  # fmt: skip
+    return lines, {"linear": draw([first, second])}
+
+
+def _dotted(points: Sequence[tuple[float, float]]) -> list[Series]:
+    return [Series("", points, "line", 0), Series("", points, "dots", 0)]
+
+
+def _table(found: Entries) -> Part:
+    rows = found["c1"]["rows"]
+    lines = [
+        "## c. The paper's table", "", "![table](figure:table)", "",
+        "| variant | parameters added, millions | perplexity | mean gate | largest activation | first token | first token x gate |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for r in rows:
+        gate, acting = (f"{r['gate']:.3f}", f"{r['gate'] * r['sink']:.3f}") if r["gate"] < 1 else ("-", f"{r['sink']:.3f}")
+        lines.append(f"| {r['name']} | {r['added']:g} | {r['perplexity']:.3f} | {gate} | {r['largest']:g} | {r['sink']:.3f} | {acting} |")
+    lines += ["", "The last column is ours: what is left of the sink once the gate has acted."]
+    gated = [r for r in rows if r["gate"] < 1]
+    first = Panel("sink against mean gate", "mean gate", "first-token attention", _dotted([(r["gate"], r["sink"]) for r in gated]))
+    second = Panel("perplexity against mean gate", "mean gate", "perplexity", _dotted([(r["gate"], r["perplexity"]) for r in gated]))
+    return lines, {"table": draw([first, second])}
+
+
+def _training(found: Entries) -> Part:
+    arms = found["d1"]["arms"]
+    lines = [
+        "## d. Gates in training", "",
+        "One causal model of 6 layers and width 256, every arm at the better of two learning rates; means over seeds. First token: its",
+        "share of a row (uniform attention over 256 tokens: 0.024). Spike: largest entry of the stream over the median.", "",
+        "| arm | rate | loss | first token | sink rate | spike | row mass | mean gate |", "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for arm in arms:
+        cells = [_mean(arm["ends"], name, digits) for name, digits in
+                 (("loss", 4), ("first_mass", 3), ("sink_rate", 2), ("spike_ratio", 1), ("row_mass", 2), ("gate", 3))]  # fmt: skip
+        lines.append(f"| {NAMES.get(arm['arm'], arm['arm'])} | {arm['rate']:g} | {' | '.join(cells)} |")
+    plain = arms[0]["ends"]
+    losses, firsts = dict[str, list[float]](), dict[str, list[float]]()
+    for arm in arms:
+        name = NAMES.get(arm["arm"], arm["arm"])
+        losses[name] = [end["loss"] - base["loss"] for end, base in zip(arm["ends"], plain, strict=False)] if arm is not arms[0] else []
+        firsts[name] = [end["first_mass"] for end in arm["ends"] if end["first_mass"] is not None]
+    figures = {
+        name: strips(title, x, {k: v for k, v in held.items() if v})
+        for name, title, x, held in (
+            ("training", "report loss against no gate", "nats", losses), ("first", "first token's share of rows", "share", firsts),
+        )
+        if any(held.values())
+    }  # fmt: skip
+    return [*lines, *(line for name in figures for line in ("", f"![{name}](figure:{name})"))], figures
+
+
+def _hot(found: Entries) -> Part:
+    held = found["e1"]
+    losses = "; ".join(f"{name}: {', '.join(f'{x:.2f}' for x in values)}" for name, values in held["losses"].items())
+    return ["## e. A hot learning rate", "", f"Report loss by seed after {held['steps']} steps at {held['rate']:g}. {losses}."], {}
+
+
+def _mean(ends: Sequence[Mapping[str, Any]], name: str, digits: int) -> str:
+    known = [end[name] for end in ends if end.get(name) is not None]
+    return f"{sum(known) / len(known):.{digits}f}" if known else "-"
