@@ -116,11 +116,11 @@ def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = 
         asked = [c for c in study.claims if c.id in wanted]
         if not asked:
             continue
-        began = time.perf_counter(), time.process_time()
+        began = time.perf_counter(), _processor()
         with one_thread() if setting.quick else nullcontext():  # quick studies are small: a team of threads costs more than it brings
             found = {} if study.measure is None else study.measure(setting)
         if study.measure is not None:
-            seconds[study.title] = [round(time.perf_counter() - began[0], 1), round(time.process_time() - began[1], 1)]
+            seconds[study.title] = [round(time.perf_counter() - began[0], 1), round(_processor() - began[1], 1)]
         verdicts += [verdict_of(c, found.get(c.id), command(paper, c, study, setting), study.needs) for c in asked]
     return Reproduction(paper, tuple(verdicts), _assumptions(setting, seconds))
 
@@ -135,6 +135,8 @@ def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
     for name in ("seconds", "processor_seconds"):
         held[name] = {k: v for document in documents for k, v in document["assumptions"][name].items()}
     held["quick"] = all(document["assumptions"]["quick"] for document in documents)
+    for name in ("torch", "python"):
+        held[name] = ", ".join(sorted({part for document in documents for part in document["assumptions"][name].split(", ")}))
     if len(documents) > 1:
         held["joined"] = len(documents)
     return {**documents[-1], "assumptions": held, "claims": [claims[name] for name in order]}
@@ -168,6 +170,12 @@ def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str,
         held["text_sha256"] = fingerprint(setting.text)
     held["verdict"] = "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else undecided"
     return held
+
+
+def _processor() -> float:
+    """Seconds of processors so far, in this process and in those it has waited for."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def _rounded(x: Any) -> Any:

@@ -31,6 +31,12 @@ def measured(entry: Mapping[str, Any]) -> str:
     return f"{value:.3g}" + (f" ± {spread:.2g}" if spread else "")
 
 
+def _time(held: Mapping[str, Any], study: str) -> str:
+    """Processor time; that of the clock where another device did nearly all."""
+    spent, clock = held["processor_seconds"][study], held["seconds"][study]
+    return f"{clock:.0f} s by the clock" if spent < clock / 10 else f"{spent:.0f} s"
+
+
 def count(claims: list[dict[str, Any]]) -> str:
     """`9 hold, 3 fail, 6 undecided`."""
     said = [entry["verdict"] for entry in claims]
@@ -88,7 +94,7 @@ def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
         by = "" if entry["by"] == "paper" else " (this project's notes)"
         said = f"**{entry['verdict']}**" if entry["verdict"] == "fails" else entry["verdict"]
         lines.append(f"| {entry['id']} | {entry['claim']}{by} | {entry['quantity']} | {stated(entry)} | {measured(entry)} | {said} |")
-    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in held["processor_seconds"].items())
+    took = ", ".join(f"{name} {_time(held, name)}" for name in held["processor_seconds"])
     lines += ["", f"torch {held['torch']}, Python {held['python']}, threads: {held['threads']}. Processor time: {took}."]
     waiting = [entry for entry in claims if entry["waits_for"]]
     if waiting:
