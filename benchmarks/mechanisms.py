@@ -135,9 +135,13 @@ def table(held: dict[str, Any]) -> str:
     ]
     for label, found in held["seconds"].items():
         plain = held["seconds"]["SDPA, all keys" if label in held["all_keys"] else "SDPA"][long]
-        cells = [f"{1e3 * found[long][key]:,.0f} ms ({found[long][key] / plain[key]:.2f})" for key in ("forward", "both")]
+        cells = [f"{_shown(1e3 * found[long][key])} ms ({found[long][key] / plain[key]:.2f})" for key in ("forward", "both")]
         lines.append(f"| {label} | {' | '.join(cells)} | {found[long]['both'] / found[short]['both']:.1f} |")
     return "\n".join(lines)
+
+
+def _shown(x: float) -> str:
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2f}"
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ def strips(title: str, x: str, rows: Mapping[str, Sequence[float]]) -> str:
     """
     values = [value for held in rows.values() for value in held]
     step = _step((max(*values, 0.0) - min(*values, 0.0)) or 1.0)
-    low, high = (math.floor(min(*values, 0.0) / step) * step, math.ceil(max(*values, 0.0) / step) * step)
+    low, high = math.floor(min(*values, 0.0) / step) * step, math.ceil(max(*values, 0.0) / step) * step
+    high += step * (high == low)  # all of them zero
     width, bottom = LABELS + PLOT + RIGHT, TOP + ROW * len(rows)
 
     def at(value: float) -> float:

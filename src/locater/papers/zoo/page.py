@@ -23,6 +23,9 @@ MEASURES = {
 }
 
 
+FAR = 1.0  # nats above softmax: a run that failed
+
+
 def lead(document: Entry) -> list[str]:
     """The order of mechanisms, and which do something else than lower the loss."""
     held = _numbers(document, "a1")
@@ -41,6 +44,13 @@ def lead(document: Entry) -> list[str]:
         f"- Lower loss than softmax with every seed: {_named(ahead, plain)}.",
         f"- Higher loss with every seed: {_named(behind, plain)}.",
     ]  # fmt: skip
+    lost = [
+        f"{arm['arm']} ({sum(x > FAR for x in gaps)} of {len(gaps)})"
+        for arm in ranked
+        if max(gaps := _changes(arm, plain, "loss") or [0.0]) > FAR
+    ]
+    if lost:
+        lines.append(f"- Seeds that failed, more than {FAR:g} nats above softmax: {', '.join(lost)}.")
     first = min(held["causal"], key=lambda arm: _mean(arm["ends"], "first_mass"))
     lines.append(
         f"- The first token has {_mean(plain['ends'], 'first_mass'):.3f} of a row under softmax and least under {first['arm']}, "
@@ -68,19 +78,23 @@ def page(document: Entry) -> tuple[list[str], dict[str, str]]:
                 lines += ["", f"## {title}", "", *table(held[kind], (steps or {}).get(kind, {}))]
         lines += ["", *_reading(steps), "", "## One picture per measure", ""]
         plain = held["causal"][0]
-        shown = [arm for arm in held["causal"] if len(arm["ends"]) == arm["seeds"]]
-        figures["zoo-loss"] = strips("report loss against softmax", "nats, a dot for each seed", _loss_rows(shown, plain))
+        whole = [arm for arm in held["causal"] if len(arm["ends"]) == arm["seeds"]]
+        shown = [arm for arm in whole if max(_changes(arm, plain, "loss"), default=0.0) < FAR]
+        if len(shown) < len(whole):
+            off = ", ".join(arm["arm"] for arm in whole if arm not in shown)
+            lines += [f"Left out of the pictures, with a seed that ended more than {FAR:g} nats above softmax: {off}.", ""]
+        figures["loss"] = strips("report loss against softmax", "nats, a dot for each seed", _loss_rows(shown, plain))
         for name, (_, _, title) in MEASURES.items():
             rows = {arm["arm"]: [x[name] for x in arm["ends"]] for arm in shown if _is_known(arm, name)}
-            figures[f"zoo-{name}"] = strips(title, "a dot for each seed", rows)
+            figures[name] = strips(title, "a dot for each seed", rows)
         if steps is not None:
             base = steps["causal"]["softmax"]
-            figures["zoo-step"] = strips(
+            figures["step"] = strips(
                 f"time of a step over that of softmax ({base:.2f} ms), {steps['device']}", "ratio",
                 {name: [x / base] for name, x in steps["causal"].items()},
             )  # fmt: skip
         for name in figures:
-            lines += [f"![{name.removeprefix('zoo-')}](figure:{name})", ""]
+            lines += [f"![{name}](figure:{name})", ""]
     elif steps is not None:
         lines += ["", "## Time of a step", "", *_reading(steps), "", "| | ms |", "|---|---|"]
         lines += [f"| {name} | {x:.2f} |" for kind in ("causal", "masked") for name, x in steps[kind].items()]
@@ -108,7 +122,9 @@ def _reading(steps: Entry | None) -> list[str]:
         "token: its share of a row's absolute weight. Sink rate: heads whose first token is given more than 0.3 of rows on average. Spike: "
         "largest entry of the stream over the median one, any half-block. Residual: distance of the tokens from their mean after the last "
         "block. Gap: 1 - s2/s1 of a map. M, Frobenius²: moments of query-key maps in logit units, where heads are read (not of "
-        "differential and qk_norm). Where channels have maps of their own (kernels on values), maps are those of the mean channel."
+        "differential and qk_norm). The norm of differential heads makes what they add as large at first as that of a trained head, beside "
+        "embeddings of 0.02: part of its loss may be this start. Where channels have maps of their own (kernels on values), maps are those "
+        "of the mean channel."
     )
     if steps is not None:
         text += f" Step: time over that of softmax, {steps['device']}, {steps['model']}, in turns."
