@@ -8,7 +8,7 @@ g = sigmoid(x W_g), in one of four places, for a whole head (one number per toke
 The fifth place, after the output projection, is outside of attention: `y * Gate(width, 1, width, "element")(x)[:, 0]`.
 
 With gates per head the map is g_i A_ij g_j, whose rows sum to at most 1: a query may look away. Element by element there is a map
-per channel. Either way the output of a head has rank at most E: what the gate undoes is that W_V and W_O merge into one matrix.
+per channel, and W_V and W_O no longer merge into one matrix. Either way the output of a head has rank at most E.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def ordered(runs: Runs, arms: tuple[Arm, ...], x: str, y: str) -> Measured | Non
     ends = [arm.ends(runs) for arm in arms]
     if any(held is None for held in ends):
         return None
-    pairs = [[(value_of(line, x), value_of(line, y)) for line in lines] for lines in zip(*(held or [] for held in ends), strict=True)]
+    pairs = [[(value_of(line, x), value_of(line, y)) for line in lines] for lines in zip(*(held or [] for held in ends), strict=False)]
     if any(value is None for seed in pairs for pair in seed for value in pair):
         return None
     return seeds_range([correlation(*zip(*seed, strict=True)) for seed in pairs])

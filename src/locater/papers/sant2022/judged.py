@@ -53,7 +53,7 @@ def correlation(runs: Runs) -> Measured | None:
     if len(whole) < len(ARMS):
         return None
     found = []
-    for lines in zip(*whole, strict=True):
+    for lines in zip(*whole, strict=False):
         uneven, loss = (
             torch.tensor([read(line) for line in lines], dtype=torch.float64) for read in (unevenness, lambda x: x["report_loss"])
         )

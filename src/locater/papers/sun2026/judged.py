@@ -74,7 +74,7 @@ def by_size(runs: Runs) -> Measured | None:
     ends = [held.ends(runs) for held in SIZES.values()]
     if any(held is None for held in ends):
         return None
-    rows = [[value_of(line, FIRST) for line in lines] for lines in zip(*(held or [] for held in ends), strict=True)]
+    rows = [[value_of(line, FIRST) for line in lines] for lines in zip(*(held or [] for held in ends), strict=False)]
     if any(value is None for row in rows for value in row):
         return None
     return seeds_range([correlation(list(SIZES), [value or 0.0 for value in row]) for row in rows])
