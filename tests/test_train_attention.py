@@ -318,7 +318,13 @@ def test_a_scan_reads_the_same_maps(tmp_path: Path) -> None:
     for name in ("sigmoid", "softcap", "softmax_plus_one", "centred"):
         other = Transformer(replace(plain.shape, attention=name))
         other.load_state_dict(plain.state_dict())
-        assert locater.scan(checkpoints.save(tmp_path, name, other)).rows == rows
+        found = locater.scan(checkpoints.save(tmp_path, name, other))
+        if name in READ:
+            assert found.rows == rows
+            continue
+        assert [(row.M, row.S, row.F, row.stable_rank) for row in found.rows] == [(row.M, row.S, row.F, row.stable_rank) for row in rows]
+        assert {(row.expected_entropy, row.residual_kept, row.localization) for row in found.rows} == {(None, None, None)}
+        assert any(note.startswith(f"{name} attention: its weights are no softmax") for note in found.assumptions["notes"])
 
 
 def test_a_model_saved_before_is_softmax(tmp_path: Path) -> None:
@@ -507,3 +513,11 @@ def test_the_command(tmp_path: Path, run: Callable[..., Ran]) -> None:
     assert not (tmp_path / "no").exists()
     swept = run(*args, "--out", tmp_path / "sweep", "--sweep", "attention=softmax,sigmoid")
     assert swept.status == 0
+
+
+def test_a_model_that_transformers_cannot_run_is_not_probed(tmp_path: Path, run: Callable[..., Ran]) -> None:
+    path = checkpoints.save(tmp_path, "model", model_of("sigmoid").float())
+    said = run("probe", path)
+    assert said.status == 2
+    assert said.err.count("\n") == 1
+    assert "observe(locater.train.load(" in said.err

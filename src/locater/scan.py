@@ -192,6 +192,11 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bo
         notes.append("rotary positions: moments are those at offset 0")
     if any(x.bias or x.relative or x.softcap or x.sinks is not None for x in layers):
         notes.append("position biases and relative terms, soft-caps and sinks are not in the prior: it speaks of the query-key map alone")
+    others = dict.fromkeys(x.mechanism for x in layers if x.mechanism != "softmax")
+    if others:
+        notes.append(
+            f"{', '.join(others)} attention: its weights are no softmax, of which entropy, localization and risk of collapse speak"
+        )
     if any(x.kind == "cross" for x in layers):
         notes.append("cross-attention: traces, M, S and localization have no meaning and are left out")
     weights = "effective: norm gains and biases folded into queries and keys"
@@ -249,7 +254,9 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
         columns = _columns(held, scale, key_bias[finite], wanted.length)
         if held.cross is not None:
             columns |= _spectra(held, scale, columns["approximation"], wanted, layer.rotary)
-    if given is not None:
+    if layer.mechanism != "softmax":
+        columns |= {name: [None] * int(finite.sum()) for name in ("expected_entropy", "residual_kept", "localization") if name in columns}
+    elif given is not None:
         expected = predict(layer, given, wanted.length)["entropy"].cpu()[finite]
         columns["residual_kept"] = [_finite(x) for x in kept_at_entropy(expected, row_keys(layer, wanted.length)).tolist()]
         columns["expected_entropy"] = [_finite(x) for x in expected.tolist()]

@@ -72,6 +72,7 @@ class AttentionLayer:
     causal: bool = False
     window: int | None = None  # keys at distance < window are visible
     kind: Kind = "self"
+    mechanism: str = "softmax"  # what makes weights of logits; of others the theory of softmax says nothing
 
     @property
     def width(self) -> int:

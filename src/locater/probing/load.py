@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from locater.errors import LocaterError, first_line
+
+
+OWN = ("locater", "locater_variant")  # types that `locater train` writes and transformers does not know
 
 
 def load_model(source: str) -> Any:
@@ -24,6 +28,10 @@ def load_model(source: str) -> Any:
         raise LocaterError(f"{source}: no config.json in it, so its architecture is not known and it cannot be run")
     if not path.exists() and (source.count("/") != 1 or source[:1] in "/.~"):
         raise LocaterError(f"{source}: no such folder")
+    if path.is_dir() and _kind(path) in OWN:
+        raise LocaterError(
+            f"{source}: its blocks are this project's own, which transformers does not run: in Python, observe(locater.train.load({source!r}))"
+        )
     try:
         config = AutoConfig.from_pretrained(source)
         named = (getattr(config, "architectures", None) or [""])[0]
@@ -32,3 +40,11 @@ def load_model(source: str) -> Any:
         return kind.from_pretrained(source, dtype=torch.float32).eval()
     except Exception as error:
         raise LocaterError(f"{source}: cannot be run ({first_line(error)})") from None
+
+
+def _kind(folder: Path) -> str | None:
+    try:
+        held = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # said by whoever reads it next
+    return held.get("model_type") if isinstance(held, dict) else None

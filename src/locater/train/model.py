@@ -339,7 +339,6 @@ def patches(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 class OtherAttention(AttentionLayer):
     """A layer whose weights are those of another mechanism than softmax."""
 
-    mechanism: str = "softmax"
     learned: AttentionModule | None = None
 
     def attention(self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False) -> Tensor:
@@ -399,7 +398,7 @@ def _attending(layer: AttentionLayer, held: Named, shape: Shape, weights: Weight
         learned = held.module(**shape.sizes(), depth=layer.index)
         learned.load_state_dict({name: weights.read(f"{layer.name}.mechanism.{name}") for name in learned.state_dict()})
         learned.requires_grad_(False)
-    return OtherAttention(**{item.name: getattr(layer, item.name) for item in fields(layer)}, mechanism=held.name, learned=learned)
+    return OtherAttention(**{item.name: getattr(layer, item.name) for item in fields(layer)} | {"mechanism": held.name, "learned": learned})
 
 
 for _type in (MODEL_TYPE, VARIANT):
