@@ -1,30 +1,35 @@
 """The literature, executable: the claims of a paper as functions that return stated value, measured value, spread and verdict."""
 
-from locater.errors import LocaterError
-from locater.papers.bao2024 import PAPER as BAO2024
-from locater.papers.claim import Claim, Measured, Verdict, judge, verdict_of
-from locater.papers.ding2020 import PAPER as DING2020
-from locater.papers.dong2021 import PAPER as DONG2021
-from locater.papers.gerami2024 import PAPER as GERAMI2024
-from locater.papers.nguyen2026 import PAPER as NGUYEN2026
-from locater.papers.paper import Paper, Reproduction, Setting, Study, chosen, reproduce
-from locater.papers.qiu2025 import PAPER as QIU2025
-from locater.papers.saada2024 import PAPER as SAADA2024
-from locater.papers.sant2022 import PAPER as SANT2022
-from locater.papers.shi2022 import PAPER as SHI2022
-from locater.papers.sun2026 import PAPER as SUN2026
-from locater.papers.xiao2026 import PAPER as XIAO2026
-from locater.papers.ye2026 import PAPER as YE2026
-from locater.papers.zhai2023 import PAPER as ZHAI2023
-from locater.papers.zoo import PAPER as ZOO
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
-PAPERS = {
-    paper.name: paper
-    for paper in (
-        BAO2024, DONG2021, GERAMI2024, SANT2022, SHI2022, QIU2025, SUN2026, DING2020, SAADA2024, ZHAI2023,
-        XIAO2026, NGUYEN2026, YE2026, ZOO,
-    )
-}  # fmt: skip
+from locater.errors import LocaterError
+from locater.papers.claim import Claim, Measured, Verdict, judge, verdict_of
+from locater.papers.paper import Paper, Reproduction, Setting, Study, chosen, reproduce
+
+NAMES = (
+    "bao2024", "dong2021", "saada2024", "shi2022", "zhai2023", "ding2020", "gerami2024", "xiao2026", "qiu2025", "nguyen2026", "ye2026",
+    "sant2022", "sun2026", "zoo",
+)  # fmt: skip
+
+
+class _Papers(Mapping[str, Paper]):
+    """By name; a paper is imported when it is asked for, so that other commands do not wait for all of them."""
+
+    def __getitem__(self, name: str) -> Paper:
+        if name not in NAMES:
+            raise KeyError(name)
+        found: Paper = import_module(f"locater.papers.{name}").PAPER
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)
+
+
+PAPERS: Mapping[str, Paper] = _Papers()
 
 
 def paper(name: str) -> Paper:
@@ -35,6 +40,7 @@ def paper(name: str) -> Paper:
 
 
 __all__ = [
+    "NAMES",
     "PAPERS",
     "Claim",
     "Measured",

@@ -113,7 +113,7 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     """One run in this process; its weights are read and thrown away."""
     import torch
 
-    import locater.papers  # noqa: F401 - papers offer controls of their own
+    import locater.papers.bao2024  # noqa: F401 - offers a control of its own
     from locater.train.loop import DivergedError, run
 
     plan = Plan.from_dict(held)

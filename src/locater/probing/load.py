@@ -10,7 +10,6 @@ import torch
 
 from locater.errors import LocaterError, first_line
 
-
 OWN = ("locater", "locater_variant")  # types that `locater train` writes and transformers does not know
 
 
@@ -30,7 +29,7 @@ def load_model(source: str) -> Any:
         raise LocaterError(f"{source}: no such folder")
     if path.is_dir() and _kind(path) in OWN:
         raise LocaterError(
-            f"{source}: its blocks are this project's own, which transformers does not run: in Python, observe(locater.train.load({source!r}))"
+            f"{source}: its blocks are our own, which transformers does not run; in Python: observe(locater.train.load({source!r}))"
         )
     try:
         config = AutoConfig.from_pretrained(source)

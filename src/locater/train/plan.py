@@ -11,7 +11,7 @@ from typing import Any, Self, get_type_hints
 
 import torch
 
-from locater.attention import mechanism, mechanisms
+from locater.attention import mechanisms
 from locater.attention.text import parse_attention
 from locater.control.mechanism import fits
 from locater.errors import LocaterError
@@ -94,15 +94,16 @@ class Plan:
 
     def _check_attention(self) -> None:
         """Refuse a mechanism that the task or the sizes do not fit, and settings it does not have."""
+        if self.attention == "softmax":
+            return
         size = self.width // self.heads
         sizes = dict(width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
-        for held in dict.fromkeys(layer.name for layer in parse_attention(self.attention, self.layers)):
-            fits(mechanism(held), self.task == "causal", f"task={self.task}")
-            if held == "differential" and self.where == "rotary" and size % 4:
+        for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():  # each kind once
+            fits(held.mechanism, self.task == "causal", f"task={self.task}")
+            if held.name == "differential" and self.where == "rotary" and size % 4:
                 raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
-        with torch.device("meta"):  # settings are read, nothing is made
-            for named in parse_attention(self.attention, self.layers):
-                named.module(**sizes)
+            with torch.device("meta"):  # settings are read, nothing is made
+                held.module(**sizes)
 
     @property
     def where(self) -> str:
