@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests run in parallel processes: threads inside each would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-slow test-gpu lint bench census surrogate browser clean
+.PHONY: demo test test-slow test-gpu lint bench census surrogate papers browser clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -34,6 +34,10 @@ census: $(VENV)/.dev
 
 surrogate: $(VENV)/.dev
 	$(BIN)/python scripts/surrogate.py
+
+# Every claim of every paper, as far as minutes on two cores and the kept training runs decide it.
+papers: $(VENV)/.dev
+	$(BIN)/locater reproduce --quick --runs docs/results/mechanisms-runs.jsonl
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/checkpoint.py

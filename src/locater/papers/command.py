@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from locater.errors import LocaterError, first_line
+from locater.papers.claim import Claim
 from locater.papers.paper import Paper, Setting, chosen, joined, reproduce
 from locater.result import write_whole
 
@@ -72,7 +73,7 @@ def add_reproduce(app: typer.Typer, shell: Shell) -> None:
                 print_claims(each, shell.console())
             return
         _check(shell, json, report, images, models, earlier, len(wanted))
-        _check_runs(runs, data, jobs)
+        _check_runs(runs, data, jobs, [c.id for each in wanted for c in chosen(each, claim) if _rests_on_runs(each, c)])
         for each in wanted:
             bar = partial(shell.progress, what=each.name)
             setting = Setting(quick, _path(models), bar, _path(runs), _path(data), jobs, partial(print, file=sys.stderr))
@@ -104,9 +105,15 @@ def _check(
             raise LocaterError(f"{folder}: no such folder")
 
 
-def _check_runs(runs: str | None, data: str | None, jobs: int) -> None:
-    if jobs and (runs is None or data is None):
-        raise LocaterError(f"--jobs {jobs}: training needs --runs PATH for its results and --data FOLDER for what it learns from")
+def _rests_on_runs(paper: Paper, claim: Claim) -> bool:
+    return any(study.on_runs and claim in study.claims for study in paper.studies)
+
+
+def _check_runs(runs: str | None, data: str | None, jobs: int, trained: list[str]) -> None:
+    if jobs and trained and (runs is None or data is None):
+        raise LocaterError(
+            f"--jobs {jobs}: training for {trained[0]} needs --runs PATH for its results and --data FOLDER for what it learns from"
+        )
     if runs is not None and not jobs and not Path(runs).is_file():
         raise LocaterError(f"{runs}: no such file; give the lines that an earlier --jobs wrote")
     if data is not None and not Path(data).is_dir():

@@ -121,7 +121,7 @@ def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = 
             found = {} if study.measure is None else study.measure(setting)
         if study.measure is not None:
             seconds[study.title] = [round(time.perf_counter() - began[0], 1), round(_processor() - began[1], 1)]
-        verdicts += [verdict_of(c, found.get(c.id), command(paper, c, study, setting), study.needs) for c in asked]
+        verdicts += [verdict_of(c, found.get(c.id), command(paper, c, study, setting, c.id in found), study.needs) for c in asked]
     return Reproduction(paper, tuple(verdicts), _assumptions(setting, seconds))
 
 
@@ -150,9 +150,9 @@ def chosen(paper: Paper, claim: str | None) -> list[Claim]:
     return found
 
 
-def command(paper: Paper, claim: Claim, study: Study, setting: Setting) -> str:
-    """What decides a claim from a shell."""
-    how = " --quick" if setting.quick and study.measure is not None and not study.on_runs else ""
+def command(paper: Paper, claim: Claim, study: Study, setting: Setting, measured: bool) -> str:
+    """What decides a claim from a shell; one that was not measured may need more than a quick run."""
+    how = " --quick" if setting.quick and measured and not study.on_runs else ""
     where = " --models FOLDER" if study.on_models and setting.models else " --runs FILE" if study.on_runs else ""
     return f"locater reproduce {paper.name} --claim {claim.id}{how}{where}"
 
