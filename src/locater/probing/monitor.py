@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -41,6 +41,12 @@ LOG = "locater.jsonl"
 logger = logging.getLogger("locater")
 Table = dict[tuple[int, int], dict[str, Any]]  # (layer, head): columns
 _MEANS = tuple(name for name in COLUMNS if name != "max_logit")
+
+
+def header(source: str, every: int, layers: list[dict[str, Any]], columns: Iterable[str]) -> dict[str, Any]:
+    """The first record of a run."""
+    held = {"kind": "run", "schema": 1, "locater": __version__, "source": source, "every": every}
+    return {**held, "layers": layers, "columns": list(columns), "time": time.time()}
 
 
 class Monitor:
@@ -166,11 +172,7 @@ class Monitor:
 
     def _header(self, observation: Observation) -> dict[str, Any]:
         layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in observation.sites]
-        name = type(observation.model).__name__
-        return {
-            "kind": "run", "schema": 1, "locater": __version__, "source": name, "every": self.every, "layers": layers,
-            "columns": list(self._columns), "time": time.time(),
-        }  # fmt: skip
+        return header(type(observation.model).__name__, self.every, layers, self._columns)
 
     def _observed(self, loss: Any, scalars: dict[str, Any]) -> list[dict[str, Any]]:
         """All is computed before anything is read, so that the device is waited for once."""

@@ -15,11 +15,10 @@ from locater.control.mechanism import acting
 from locater.errors import LocaterError
 from locater.probing import observe
 from locater.probing.call import unread
-from locater.probing.monitor import COLUMNS
+from locater.probing.monitor import COLUMNS, header
 from locater.report.sinks import JsonlSink
 from locater.train.data import Batch
 from locater.train.model import Attention, Transformer
-from locater.version import __version__
 
 
 class LastSeen:
@@ -54,10 +53,7 @@ class Losses:
         held = [(name, m) for name, m in model.named_modules() if isinstance(m, Attention)]
         layers = [{"layer": i, "name": name, "heads": model.shape.heads, "kind": "self"} for i, (name, _) in enumerate(held)]
         self.sink = JsonlSink(self.path)
-        self._write({
-            "kind": "run", "schema": 1, "locater": __version__, "source": type(model).__name__, "every": self.every, "layers": layers,
-            "columns": list(COLUMNS), "time": time.time(),
-        })  # fmt: skip
+        self._write(header(type(model).__name__, self.every, layers, COLUMNS))
 
     def after_step(self, loss: Tensor, step: int, **scalars: Any) -> None:
         self.step = step

@@ -30,7 +30,8 @@ def measure(model: Transformer, inputs: Tensor) -> dict[str, Any]:
     entropy, entropy_share of log n   rows made to sum to 1, n the keys in view (rows that see one key are left out of the share)
     row_mass                          sum of a row
     first_mass                        share of a row's absolute mass that is on the first key
-    sink_rate, sink_ratio             heads in which the first key, or some key of the first half, is given more than 0.3 on average
+    sink_rate, sink_ratio             heads in which the first key, or some key of the first half, is given more than 0.3 of rows that are
+                                      made to sum to 1, mean over queries and sequences
     gap                               1 - s2 / s1 of a map's singular values; stable_rank is sum s^2 / s1^2
     column_least, explained_away      the least sum of a column; keys whose column sums to less than 1 / S
     relevance                         by layer, each head's share in what attention adds
@@ -129,6 +130,6 @@ def _kind(part: Attention) -> str:
 
 
 def _mean(values: list[Any]) -> float | None:
-    """Over layers; None where a layer has none."""
+    """Over the layers that have one; None where none has."""
     known = [float(x) for x in values if x is not None]
     return sum(known) / len(known) if known else None
