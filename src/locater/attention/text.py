@@ -9,13 +9,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from locater.attention.hybrid import hybrid
 from locater.attention.modules import AttentionModule, attention_module
 from locater.attention.registry import Mechanism, mechanism, mechanisms
 from locater.calls import parse_call
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 
 STACK = "hybrid"
+SIZES = ("width", "heads", "size", "kv_heads", "value_size", "depth")  # the model's to give
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,21 @@ class Named:
         """Its module; `sizes` as for `attention_module`."""
         return attention_module(self.name, **sizes, **self.settings)
 
+    def check(self, **sizes: Any) -> None:
+        """Raises where a setting is none, or has a value that it cannot have: some of that is seen when the module is called."""
+        with torch.random.fork_rng(devices=[]):
+            made = self.module(**sizes)
+        if not self.settings or "grid" in self.settings:  # a grid has as many tokens as its image
+            return
+        few, T, size = sizes.get("kv_heads") or sizes["heads"], 8, sizes["size"]
+        q, k, x = torch.zeros(1, sizes["heads"], T, size), torch.zeros(1, few, T, size), torch.zeros(1, T, sizes["width"])
+        try:
+            with torch.no_grad():
+                made(q, k, k, x, causal=self.mechanism.causal != "never")
+        except (TypeError, ValueError, RuntimeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+            raise LocaterError(f"{self.name}: a value that cannot be among {given} ({first_line(error)})") from None
+
 
 def parse_attention(text: str, layers: int) -> tuple[Named, ...]:
     """What each of so many layers attends by.
@@ -49,6 +67,9 @@ def parse_attention(text: str, layers: int) -> tuple[Named, ...]:
     """
     name, options = parse_call(re.sub(r"=\s*(\d+:\d+)", r"='\1'", text), "attention")
     if name != STACK:
+        wrong = [option for option in options if option in SIZES]
+        if wrong:
+            raise LocaterError(f"{name} has no setting {wrong[0]!r}: the model's sizes are those of its layers")
         return (Named(_known(name), options),) * layers
     wrong = [option for option in options if option not in ("layout", "full", "linear")]
     if wrong or not isinstance(options.get("layout"), str):

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
-import torch
-
 from locater.attention import mechanisms
 from locater.attention.text import parse_attention
 from locater.control.mechanism import fits
@@ -102,8 +100,7 @@ class Plan:
             fits(held.mechanism, self.task == "causal", f"task={self.task}")
             if held.name == "differential" and self.where == "rotary" and size % 4:
                 raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
-            with torch.device("meta"):  # settings are read, nothing is made
-                held.module(**sizes)
+            held.check(**sizes)
 
     @property
     def where(self) -> str:
