@@ -1,8 +1,8 @@
 """Linear attention (Katharopoulos et al. 2020), and how any map with finitely many features is applied without its matrix.
 
 A_ij = f_ij / sum_j' f_ij' with f_ij = phi(q_i).phi(k_j) >= 0, so sum_j f_ij v_j = phi(q_i)^T sum_j phi(k_j) v_j^T: one matrix of
-sums, of a size that does not grow with T, is read by every query. Causal: it grows chunk by chunk, and inside a chunk f is
-written out.
+sums, of a size that does not grow with T, is read by every query. Causal: every chunk of tokens reads the sums of those before it,
+and inside a chunk f is written out.
 """
 
 from __future__ import annotations
@@ -55,11 +55,36 @@ def factorised(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: F
 
     `kernel(q, k)` is f written out, for the chunks on the diagonal; it must equal features(q) features(k)^T.
     """
-    T, S, size = x.T, x.S, x.v.shape[3]
     v = functional.pad(v, (0, 1), value=1.0)  # the last column sums up the weights
     if keep is not None:
         v = v * keep
-    past = S - T if x.causal else S  # keys that every query sees
+    few = features(k[..., :0, :]).shape[-1] <= 2 * CHUNK
+    sums = (_at_once if few else _one_by_one)(q, k, v, features, kernel, x).flatten(1, 2)
+    size = x.v.shape[3]
+    weight = sums[..., size:]
+    none = weight <= 0
+    return (sums[..., :size] / weight.masked_fill(none, 1.0)).masked_fill(none, 0.0)
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs) -> Tensor:
+    """sum_j f_ij v_j with a matrix of sums for each chunk: of few features all of them together are smaller than the operands."""
+    past = x.S - x.T if x.causal else x.S  # keys that every query sees
+    state = features(k[..., :past, :]).mT @ v[..., :past, :]  # (..., F, E + 1)
+    if not x.causal:
+        return features(q) @ state
+    chunk = min(CHUNK, x.T)
+    short = -x.T % chunk
+    q, k, v = (functional.pad(y, (0, 0, 0, short)).unflatten(-2, (-1, chunk)) for y in (q, k[..., past:, :], v[..., past:, :]))
+    own = features(k).mT @ v  # (..., N, F, E + 1)
+    before = torch.cat([torch.zeros_like(own[..., :1, :, :]), own[..., :-1, :, :].cumsum(-3)], -3) + state[..., None, :, :]
+    sums = features(q) @ before + kernel(q, k).tril() @ v
+    return sums.flatten(-3, -2)[..., : x.T, :]
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs) -> Tensor:
+    """The same, one chunk after the other: of many features one matrix of sums is all that is kept."""
+    T, S = x.T, x.S
+    past = S - T if x.causal else S
     state = features(k[..., :0, :]).mT @ v[..., :0, :]  # (..., F, E + 1), zeros
     for at in range(0, past, CHUNK):
         some = slice(at, min(at + CHUNK, past))
@@ -73,10 +98,7 @@ def factorised(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: F
             sums = sums + kernel(queries, k[..., some, :]).tril() @ v[..., some, :]
             state = state + features(k[..., some, :]).mT @ v[..., some, :]
         out.append(sums)
-    both = torch.cat(out, -2).flatten(1, 2)
-    weight = both[..., size:]
-    none = weight <= 0
-    return (both[..., :size] / weight.masked_fill(none, 1.0)).masked_fill(none, 0.0)
+    return torch.cat(out, -2)
 
 
 def kernel_map(x: Inputs, scores: Tensor) -> Tensor:
