@@ -227,6 +227,15 @@ def test_figures_are_sound_and_hold_their_points() -> None:
     assert fills[-2:] == ["#a83e26", "#215491"]
 
 
+@pytest.mark.parametrize("values", [(2.0, 7.0), (0.3, 0.4), (5.0, 5.0)])
+def test_a_log_axis_without_a_power_of_ten_has_ticks(values: tuple[float, float]) -> None:
+    series = [Series("", [(1.0, values[0]), (10.0, values[1])])]
+    root = ElementTree.fromstring(draw([Panel("a", "x", "y", series, y_scale="log")]))
+    ticks = [float(text.text or "nan") for text in root.iter("{http://www.w3.org/2000/svg}text") if text.get("text-anchor") == "end"]
+    assert ticks
+    assert all(values[0] * 0.9 <= tick <= values[1] * 1.1 for tick in ticks)
+
+
 # --- measurements -----------------------------------------------------------------------------------------------------
 
 

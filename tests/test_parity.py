@@ -92,7 +92,7 @@ NORMED = {  # of maps with a norm inside, all of a layer at once
     "shared": lambda p: None,
     "heads": lambda p: 1,
 }
-NAMES_ONLY = {"name", "index"}
+NAMES_ONLY = {"name", "index", "mechanism"}  # another mechanism has a layer of its own kind: tests/test_train_attention.py
 
 
 def zeroed(p: Projection) -> Projection:

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from locater.papers import PAPERS, Setting, reproduce
+from locater.papers.draws import normal
 from locater.papers.report import write_report
 from locater.papers.runs import Runs
 from locater.papers.saada2024 import PAPER, gradients, maps, trained, width
+from tests.made_runs import made_line
 
 
 def test_random_maps_have_the_unevenness_they_are_asked_for() -> None:
@@ -38,7 +40,7 @@ def test_the_spectrum_against_numpy() -> None:
 
 
 def test_excess_rank_is_that_of_the_gram_matrix_and_keeps_its_digits() -> None:
-    x = maps.normal(6, 4, seed=0)
+    x = normal(6, 4, seed=0)
     s = np.linalg.svd((x @ x.mT).numpy(), compute_uv=False)
     assert 1 + width.excess_rank(x) == pytest.approx((s**2).sum() / s[0] ** 2)
     near = torch.diag(torch.tensor([1.0, 1e-5], dtype=torch.float64))
@@ -79,10 +81,8 @@ def test_gaps_of_known_maps() -> None:
 
 
 def line(loss: float, residual: float, gap: float | None = 0.5) -> dict[str, Any]:
-    heads = {"M": 0.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
     halves = [{"residual": 0.9}, {"residual": residual}]
-    end = {"status": "done", "select_loss": loss, "report_loss": loss, "accuracy": None, "heads": heads, "device": "cpu"}
-    return {**end, "measures": {"gap": gap, "stable_rank": 2.0, "halves": halves}}
+    return made_line(loss, measures={"gap": gap, "stable_rank": 2.0, "halves": halves})
 
 
 def filled(path: Path, better: float) -> Path:

@@ -144,6 +144,14 @@ def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
 
 
+def test_the_better_mix_is_told_by_the_seeds_that_both_have() -> None:
+    runs = Runs()
+    fill(runs, judged.FULL_MIX, [3.1, 3.1, 1.0])
+    assert judged.better(runs) is None
+    fill(runs, judged.MIX, [3.0, 3.0])
+    assert judged.better(runs) is judged.MIX
+
+
 def test_even_heads_that_do_worse_refute_the_claim() -> None:
     runs = Runs()
     for step, arm in enumerate(judged.ARMS):

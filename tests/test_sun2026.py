@@ -15,7 +15,7 @@ from locater.papers import PAPERS, Setting, judge, reproduce
 from locater.papers.bao2024.gaussian import sources
 from locater.papers.qiu2025.judged import ELEMENT, HEAD
 from locater.papers.runs import Runs
-from locater.papers.sun2026 import first, judged, metrics, norms, spikes
+from locater.papers.sun2026 import first, forms, judged, metrics, norms, spikes
 from locater.papers.sun2026.page import lead, page
 from locater.probing.load import load_model
 
@@ -124,17 +124,17 @@ def test_the_form_is_the_mlp_with_silu_gone(llama: Any) -> None:
     mlp = llama.model.layers[0].mlp
     h = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     plain = mlp.down_proj(mlp.gate_proj(h) * mlp.up_proj(h))
-    assert torch.allclose(spikes.quadratic(mlp, h).float(), plain, atol=1e-4)
-    assert spikes.form_error(mlp, h) < 1e-12
+    assert torch.allclose(forms.quadratic(mlp, h).float(), plain, atol=1e-4)
+    assert forms.form_error(mlp, h) < 1e-12
     kept = mlp.gate_proj.weight.clone()
     try:
         mlp.gate_proj.weight.mul_(torch.sign(mlp.gate_proj(h[0]))[:, None])  # every neuron open for the first vector
-        found = [spikes.alignment(spikes.quadratic(mlp, size * h[0]), mlp(size * h[0])) for size in (0.1, 1.0, 100.0)]
+        found = [forms.alignment(forms.quadratic(mlp, size * h[0]), mlp(size * h[0])) for size in (0.1, 1.0, 100.0)]
     finally:
         mlp.gate_proj.weight.copy_(kept)
     assert found[1] < found[2]
     assert found[2] == pytest.approx(1.0, abs=1e-3)
-    assert spikes.alignment(spikes.quadratic(mlp, 100 * h), mlp(100 * h)) < 0.9, "size alone does not do it: half of the neurons are shut"
+    assert forms.alignment(forms.quadratic(mlp, 100 * h), mlp(100 * h)) < 0.9, "size alone does not do it: half of the neurons are shut"
 
 
 def test_a_planted_step_is_found_and_told_from_its_token(llama: Any) -> None:
@@ -229,4 +229,4 @@ def test_page_and_lead_stand_with_runs_and_without(document: dict[str, Any]) -> 
     lines, figures = page(decided)
     assert set(figures) == {"norm", "stream", "sinks", "spikes"}
     assert any(text.startswith("| heads of 8 |") for text in lines)
-    assert "Heads of 8 change the first token's share of rows by -0.250" in "\n".join(lead(decided))
+    assert "heads of 8 change its share by -0.2500" in "\n".join(lead(decided))

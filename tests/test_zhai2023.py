@@ -17,18 +17,20 @@ import torch
 from locater.heads import Norm, attention_layers
 from locater.papers import PAPERS, Setting, reproduce
 from locater.papers.bao2024.arms import PLAIN, RIVALS, stability_rows
+from locater.papers.draws import normal
 from locater.papers.report import write_report
 from locater.papers.runs import Runs
 from locater.papers.trained_heads import TrainedLayer
 from locater.papers.zhai2023 import PAPER, floor, reparam, trained
 from locater.theory import entropy_floor
 from locater.train.model import Shape, Transformer
+from tests.made_runs import made_line
 
 KEPT = Path(__file__).parents[1] / "docs" / "results" / "bao2024-runs.jsonl"
 
 
 def test_entropy_against_plain_arithmetic_and_where_a_row_is_nearly_certain() -> None:
-    logits = floor.normal(5, 9, seed=0)
+    logits = normal(5, 9, seed=0)
     p = np.exp(logits.numpy())
     p /= p.sum(1, keepdims=True)
     assert np.allclose(floor.row_entropy(logits), -(p * np.log(p)).sum(1))
@@ -95,9 +97,7 @@ def test_the_theorem_bounds_real_layers(positions: str) -> None:
 
 
 def line(loss: float, entropy: float) -> dict[str, Any]:
-    heads = {"M": 0.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
-    end = {"status": "done", "select_loss": loss, "report_loss": loss, "accuracy": None, "heads": heads, "device": "cpu"}
-    return {**end, "entropy": entropy, "measures": {"entropy": entropy}}
+    return made_line(loss, entropy=entropy, measures={"entropy": entropy})
 
 
 def made_up(path: Path, good: bool) -> Path:

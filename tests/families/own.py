@@ -1,4 +1,4 @@
-"""The trainer's own models: the causal one is a Llama, the others are of the type `locater`."""
+"""The trainer's own models: the causal one is a Llama, the others are of the types `locater` and `locater_variant`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ SHAPES = {
     "locater-qwen3": Shape(**{**SIZES, "heads": 8, "kv_heads": 2}, qk_norm=True),
     "locater-normed": Shape(**SIZES, causal=False, mlp="gelu", qk_norm=True),
     "locater-masked": Shape(**SIZES, causal=False, mlp="gelu"),
+    "locater-sandwich": Shape(**SIZES, norm="sandwich", fusion="max"),
     "locater-image": Shape(**{**SIZES, "length": 4}, causal=False, positions="learned", image=(8, 8, 3)),
 }
 CASES = [

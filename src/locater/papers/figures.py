@@ -272,6 +272,8 @@ def _limits(values: Sequence[float], scale: Scale = "linear") -> Point:
 def _ticks(low: float, high: float, scale: Scale) -> list[float]:
     if scale == "log":
         first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+        if first > last:  # no power of ten in between
+            return [low] if low == high else _ticks(low, high, "linear")
         return [10.0**k for k in range(first, last + 1, 1 + (last - first) // 8)]
     step = 10.0 ** math.floor(math.log10((high - low) / 3))
     step *= next(k for k in (1, 2, 5, 10) if (high - low) / (step * k) <= 6)

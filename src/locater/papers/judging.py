@@ -7,13 +7,18 @@ and its spread half of that range, so that a verdict asks all seeds to agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.paper import Setting, Study
 from locater.papers.runs import Arm, Row, Runs, complete
+from locater.probe import spearman
 
 Line = Mapping[str, Any]
+What = str | Callable[[Line], float]
 Judge = Callable[[Runs], Mapping[str, Measured | None]]
 NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER to make those that it lacks"
 
@@ -40,9 +45,7 @@ def known(found: Mapping[str, Measured | None]) -> dict[str, Measured]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def change(
-    runs: Runs, arm: Arm, against: Arm, what: str | Callable[[Line], float], more: Mapping[str, Any] | None = None
-) -> Measured | None:
+def change(runs: Runs, arm: Arm, against: Arm, what: What, more: Mapping[str, Any] | None = None) -> Measured | None:
     """Of the ends of two arms, by the seeds that both have; None where one is not whole, or the quantity is not known."""
     of, base = arm.ends(runs), against.ends(runs)
     if of is None or base is None:
@@ -53,13 +56,56 @@ def change(
     return seeds_range([a - b for a, b in values if a is not None and b is not None], more)
 
 
-def level(runs: Runs, arm: Arm, what: str | Callable[[Line], float], more: Mapping[str, Any] | None = None) -> Measured | None:
+def level(runs: Runs, arm: Arm, what: What, more: Mapping[str, Any] | None = None) -> Measured | None:
     """The quantity itself over the seeds of an arm."""
     values = [value_of(line, what) for line in arm.ends(runs) or ()]
     return seeds_range([x for x in values if x is not None], more) if values and None not in values else None
 
 
-def value_of(line: Line, what: str | Callable[[Line], float]) -> float | None:
+def rank_correlation(
+    runs: Runs, arms: Iterable[Arm], x: What | Sequence[float], y: What, more: Mapping[str, Any] | None = None
+) -> Measured | None:
+    """Over arms, for each seed that all have; `x` may be a number for each arm. None while an arm is not whole."""
+    ends = [arm.ends(runs) for arm in arms]
+    found = []
+    for lines in zip(*(held or () for held in ends), strict=False):  # seeds are 0, 1, ...
+        xs = [value_of(line, x) for line in lines] if isinstance(x, str) or callable(x) else list(x)
+        ys = [value_of(line, y) for line in lines]
+        if None in xs or None in ys:
+            return None
+        a, b = (torch.tensor(values, dtype=torch.float64) for values in (xs, ys))
+        found.append(spearman(a, b) or 0.0)  # 0 where one side is constant
+    return seeds_range(found, more) if found else None
+
+
+def uniform_first(length: int) -> float:
+    """The first token's share of rows under uniform causal attention: the mean of 1, 1/2, ..., 1/length.
+
+    >>> uniform_first(2), round(uniform_first(256), 4)
+    (0.75, 0.0239)
+    """
+    return sum(1 / i for i in range(1, length + 1)) / length
+
+
+def has_sink(runs: Runs, arm: Arm) -> bool:
+    """Whether the first token has more than uniform attention would give it, with every seed; else there is no sink to take away."""
+    found, least = arm.ends(runs), uniform_first(arm.base.length)
+    return bool(found) and all((value_of(line, "measures.first_mass") or 0.0) > least for line in found or ())
+
+
+def left_open(found: Mapping[str, Measured | None], keys: Iterable[str], why: str, room: float = 2.0) -> dict[str, Measured | None]:
+    """The same measurements, those of `keys` with a spread that decides nothing: all that a share or a correlation can be.
+
+    >>> left_open({"a": Measured(0.1, 0.0, ""), "b": None}, ("a", "b"), "unknown: no sink")["a"].spread
+    2.0
+    """
+    open_ = set(keys)
+    return {
+        key: replace(value, spread=room, spread_of=why) if value is not None and key in open_ else value for key, value in found.items()
+    }
+
+
+def value_of(line: Line, what: What) -> float | None:
     """A number of a line: `report_loss`, or `measures.sink_rate`; None where it is not known.
 
     >>> value_of({"measures": {"gap": 0.5}}, "measures.gap")

@@ -24,6 +24,9 @@ BASE = Plan(
 MASKED = replace(BASE, task="masked")
 IMAGE = replace(BASE, task="image", corpus=(), vocabulary=256, images="fashion.npz", batch=128)
 RATES, IMAGE_RATES = (1e-3, 2.5e-3), (2e-4, 5e-4)
+SEEN = "as seen at this size"
+TUNED, VARIED = f"each at the better of two rates, {SEEN}", f"variations at one rate, {SEEN}"
+NO_SINK = "unknown: the plain model gives its first token no more than uniform attention does, so that there is no sink"
 
 
 def arm(attention: str = "softmax", base: Plan = BASE, name: str | None = None, *, claim: str = "zoo", **changes: Any) -> Arm:

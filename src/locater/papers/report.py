@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,17 @@ def _time(held: Mapping[str, Any], study: str) -> str:
     return f"{clock:.0f} s by the clock" if spent < clock / 10 else f"{spent:.0f} s"
 
 
-def count(claims: list[dict[str, Any]]) -> str:
-    """`9 hold, 3 fail, 6 undecided`."""
+def tally(claims: Iterable[Mapping[str, Any]]) -> tuple[int, int, int]:
+    """How many hold, fail and are undecided."""
     said = [entry["verdict"] for entry in claims]
-    return f"{said.count('holds')} hold, {said.count('fails')} fail, {said.count('undecided')} undecided"
+    return said.count("holds"), said.count("fails"), said.count("undecided")
+
+
+def count(claims: Sequence[Mapping[str, Any]]) -> str:
+    """`9 hold, 3 fail, 6 undecided`, claims of the paper first where there are others."""
+    held, notes = ([entry for entry in claims if entry["by"] == by] for by in ("paper", "notes"))
+    said = ["{} hold, {} fail, {} undecided".format(*tally(part)) for part in (held, notes) if part]
+    return f"The paper's: {said[0]}. This project's notes: {said[1]}" if len(said) == 2 else said[0]
 
 
 def print_verdicts(document: Mapping[str, Any], console: Console) -> None:

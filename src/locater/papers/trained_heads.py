@@ -18,6 +18,7 @@ from locater.probing.text import batches
 LENGTH = 128
 SEQUENCES = {True: 2, False: 12}  # of each half of the text
 CHARACTERS = {True: 20_000, False: 80_000}  # of each half
+HALVES = "half the difference of two halves of the text"
 
 
 @dataclass(frozen=True)

@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from locater.papers.arms_page import Entries, Part, Said, Sections, carried_in, in_sections, in_short, means_table
 from locater.papers.figures import Panel, Series, draw
-
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What was asked and what was found, from what was measured."""
-    v = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
+    said: Said = (
         (("a1", "a4"), lambda v: "Softmax shares out every query's attention, and promises keys nothing: in random draws the least heard "
-         f"key got {v['a4']:.0e} of 1/S. Normalized over queries first, then over keys, every key gets 1/S or more: {v['a1']:.2f} times "
+         f"key got {v['a4']:.0e} times 1/S. Normalized over queries first, then over keys, every key gets 1/S or more: {v['a1']:.2f} times "
          "that in the same draws, and no larger bound is true."),
         (("a6", "a8"), lambda v: "The price: whatever is added to all logits of one key cancels, and the promise is about sums alone: one "
          f"query can be {100 * v['a8']:.0f} % of what a key gets."),
-        (("b2", "b4"), lambda v: "It cannot be causal: with a causal mask on rows alone, earlier weights change by up to "
+        (("b2", "b4"), lambda v: "It cannot be causal: with a causal mask on rows alone, an earlier weight changes by "
          f"{v['b2']:.2f} when the last query does. Sums over the queries seen so far leak nothing and keep the promise, which each token "
          "then owes to itself."),
         (("c1", "c3", "c4"), lambda v: f"In a trained encoder {100 * v['c1']:.2f} % of keys are explained away in the promise's sense. "
          "What double normalization does change is the other end: the loudest key of a head falls to "
          f"{100 * v['c3']:.0f} % of what it got, and {100 * v['c4']:.0f} % of all weight moves."),
-        (("c5",), lambda v: f"In causal models {100 * v['c5']:.1f} % of keys are."),
-        (("d1",), lambda v: f"Trained, it changes the loss of a masked language model by {v['d1']:+.4f} nats against softmax."),
-        (("d2",), lambda v: f"The hybrid, which learns how much of each, changes it by {v['d2']:+.4f} nats."),
-        (("d3", "d4"), lambda v: f"Keys explained away after training: {100 * v['d4']:.2f} % with softmax, {100 * v['d3']:.2f} % doubly "
+        (("c5",), lambda v: f"In causal models {100 * v['c5']:.1f} % of keys are explained away."),
+        (("d1",), lambda v: f"Trained, it changes the loss of a masked language model by {v['d1']:+.4f} nats against softmax, as "
+         "seen at this size."),
+        (("d2",), lambda v: f"The hybrid, which learns how much of each, changes it by {v['d2']:+.4f} nats, as seen at this size."),
+        (("d3", "d4"), lambda v: f"Keys explained away after training: {100 * v['d4']:.0f} % with softmax, {100 * v['d3']:.0f} % doubly "
          "normalized."),
     )  # fmt: skip
-    lines = [f"- {tell(v)}" for needs, tell in said if v.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said, undecided=True)
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    lines, figures = list[str](), dict[str, str]()
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = ((_promise, ("a1", "a7")), (_models, ()), (_training, ()))
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more] if more else []
-            figures |= drawn
-    return lines, figures
+    """The sections after the verdicts, and their figures."""
+    sections: Sections = ((_promise, ("a1", "a7")), (_models, ()), (_training, ()))
+    return in_sections(document, sections)
 
 
 def _promise(found: Entries) -> Part:
@@ -57,7 +47,7 @@ def _promise(found: Entries) -> Part:
         "explained away are those that get less than it under softmax.", "",
         "| standard deviation of logits | softmax, least | doubly normalized, least | explained away by softmax |", "|---|---|---|---|",
         *(f"| {r['size']:g} | {r['softmax']:.2g} | {r['doubly']:.3g} | {r['away']:.1%} |" for r in a1["rows"]), "",
-        "More rounds of the same two steps go on to maps whose columns all sum to 1 (logits of standard deviation 5):", "",
+        f"More rounds of the same two steps go on to maps whose columns all sum to 1 (logits of standard deviation {a1['rough']:g}):", "",
         "| rounds | least column sum | largest column sum |", "|---|---|---|",
         *(f"| {r['rounds']} | {r['least']:.3f} | {r['largest']:.2f} |" for r in a1["rounds"]), "",
         "Padded queries have to stay out of the sums. Counted in, with something large in them, they break the promise: the least column",
@@ -100,20 +90,11 @@ def _models(found: Entries) -> Part:
 
 
 def _training(found: Entries) -> Part:
-    held = next((found[key] for key in ("d1", "d2") if key in found), None)
+    held = carried_in(found)
     if held is None:
         return [], {}
-    lines = [
-        "## d. Training", "", "Masked language models; report loss by seed, the rest is the mean of seeds.", "",
-        "| arm | rate | report loss | explained away | least column sum | entropy |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for each in held["arms"]:
-        losses = ", ".join(f"{end['loss']:.4f}" for end in each["ends"])
-        rest = " | ".join(_of(each, name, digits) for name, digits in (("explained_away", 4), ("column_least", 3), ("entropy", 2)))
-        lines.append(f"| {each['arm']} | {each['rate']:g} | {losses} | {rest} |")
-    return lines, {}
-
-
-def _of(each: Mapping[str, Any], name: str, digits: int) -> str:
-    values = [end[name] for end in each["ends"] if end.get(name) is not None]
-    return f"{sum(values) / len(values):.{digits}f}" if values else "-"
+    columns = {"explained_away": ("explained away", 4), "column_least": ("least column sum", 3), "entropy": ("entropy", 2)}
+    return [
+        "## d. Training", "", "Masked language models. Keys explained away are a share of all keys; after the loss, means over seeds.", "",
+        *means_table(held["arms"], columns),
+    ], {}  # fmt: skip

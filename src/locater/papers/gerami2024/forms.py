@@ -18,6 +18,7 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.papers.claim import Claim, Measured
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
 
 DRAWS = {True: 40, False: 300}
@@ -42,10 +43,6 @@ CLAIMS = (
         f"the same for one query and 64 keys {AGAINST[-1]:g} from its opposite, order 1", "at most", 1e-5, by="notes",
     ),
 )  # fmt: skip
-
-
-def normal(*shape: int, seed: int) -> Float[Tensor, ...]:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def polynomial(x: Tensor, order: int) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.papers.claim import Claim, Measured, over_seeds
-from locater.papers.gerami2024.forms import normal, polynomial
+from locater.papers.draws import normal
+from locater.papers.gerami2024.forms import polynomial
 from locater.papers.paper import Setting, Study
 from locater.probe import spearman
 
@@ -55,7 +56,7 @@ def causal_outputs(q: Tensor, k: Tensor, v: Tensor, sequence: bool) -> Float[Ten
 
 
 def told(seed: int, tokens: int, sequence: bool, factor: float | None = None) -> float:
-    """Change of the first half's outputs by another last token, over their spread around values' mean.
+    """Change of the first half's outputs by another last token, over their size.
 
     The last token is drawn anew, or, with `factor`, made so many times as long.
     """
@@ -78,6 +79,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     factors = torch.tensor(FACTORS, dtype=torch.float64)
     read = [spearman(factors, torch.tensor([by_factor[f][i] for f in FACTORS], dtype=torch.float64)) or 0.0 for i in seeds]
     numbers: dict[str, Any] = {
+        "tokens": TOKENS,
         "by_length": [{"tokens": n, "change": sum(x) / len(x)} for n, x in by_length.items()],
         "by_factor": [{"factor": f, "change": sum(x) / len(x)} for f, x in by_factor.items()],
     }  # fmt: skip

@@ -2,60 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from locater.papers.arms_page import Entries, arms_table, carried_in
+from locater.papers.arms_page import Entries, Part, Said, Sections, arms_table, carried_in, in_sections, in_short, numbers_of
 from locater.papers.figures import Panel, Series, draw
-
-Part = tuple[list[str], dict[str, str]]
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
+    """The sections after the verdicts, and their figures."""
+    sections: Sections = (
         (_forms, ("a4",)), (_limits, ("b3", "b4", "b6")), (_leak, ("c1",)), (_cost, ("d3", "d4")), (_training, ()),
     )  # fmt: skip
-    lines, figures = list[str](), dict[str, str]()
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more] if more else []
-            figures |= drawn
-    return lines, figures
+    return in_sections(document, sections)
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """The answer in plain words; only what was measured."""
-    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    for entry in document["claims"]:
-        if entry["id"] == "d3" and entry["measured"] is not None:
-            value["equal"] = next(row["crossing"] for row in entry["numbers"]["sizes"] if row["size"] == 64)
-    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
+    found, more = numbers_of(document), dict[str, float]()
+    if found.keys() >= {"d3", "d4", "d6"}:
+        d4, d6 = found["d4"], found["d6"]
+        equal = next(row["crossing"] for row in found["d3"]["sizes"] if row["size"] == d6["size"])
+        more |= {"equal": equal, "few": d6["tokens"], "size": d6["size"], "many": d4["times"][-1]["tokens"], "timed": d4["size"]}
+    if "b4" in found:
+        more["keys"] = found["b4"]["keys"][-1]["keys"]
+    said: Said = (
         (("a1", "a2"), lambda v: "Fastmax puts 1 + x + x²/2 in the place of softmax's exp(x). Sums over keys can then be taken once for "
          "all queries, and cost grows "
          f"with the number of tokens, not with its square. The two ways to compute it agree to {max(v['a1'], v['a2']):.0e}."),
-        (("equal", "d4", "d6"), lambda v: f"It pays from some length on: with heads of 64, order 2 multiplies as often as softmax "
-         f"attention at {v['equal']:,.0f} tokens, and at 256 tokens {v['d6']:.1f} times as often. At 4,096 tokens and heads of 32 it took "
-         f"{v['d4']:.2f} of the time of fused attention here."),
+        (("equal", "d4", "d6"), lambda v: f"It pays from some length on: with heads of {v['size']:.0f}, order 2 multiplies as often as "
+         f"softmax attention at {v['equal']:,.0f} tokens, and at {v['few']:,.0f} tokens {v['d6']:.1f} times as often. At {v['many']:,.0f} "
+         f"tokens and heads of {v['timed']:.0f} it took {v['d4']:.2f} of the time of fused attention here."),
         (("b5", "b7"), lambda v: "The price is sharpness. With queries and keys at unit length no weight exceeds 5 / (n + 4) among n keys "
          f"(keys built for it attain that to {abs(v['b5']):.0e}), and entropy is never more than {v['b7']:.3f} nats under that of "
          "uniform attention."),
-        (("b10",), lambda v: f"A larger scale brings sharpness back slowly: to give one of 4,000 keys half of the weight it takes "
-         f"{v['b10']:.0f} times softmax's."),
+        (("b10", "keys"), lambda v: f"A larger scale brings sharpness back slowly: to give one of {v['keys']:,.0f} keys half of the "
+         f"weight it takes {v['b10']:.0f} times the scale that softmax needs."),
         (("c1", "c2"), lambda v: "Normalising over the sequence, as public code does, tells earlier tokens of later ones: a new last "
-         "token changes outputs of the "
-         f"first half by {v['c1']:.2%}. Per token it changes them by {v['c2']:g}."),
+         f"token changes outputs of the first half by {v['c1']:.2%}. Per token it changes them by {v['c2']:g}."),
         (("a5",), lambda v: f"Order 1 loses its digits where all keys oppose the query: a relative error of {v['a5']:.1e} in float32."),
-        (("e1", "e2"), lambda v: f"Trained, order 2 changes the report loss of a causal language model by {v['e1']:+.3f} and order 1 by "
-         f"{v['e2']:+.3f}, as seen at this "
-         "size."),
-        (("e4",), lambda v: f"On images it changes test accuracy by {v['e4']:+.3f}."),
-        (("e5", "e6"), lambda v: f"Its trained maps have {v['e5']:.3f} of the largest entropy, softmax's {v['e6']:.3f}."),
+        (("e1",), lambda v: f"Trained, order 2 changes the report loss of a causal language model by {v['e1']:+.3f} nats against "
+         "softmax, as seen at this size."),
+        (("e2",), lambda v: f"Order 1 changes it by {v['e2']:+.3f} nats."),
+        (("e4",), lambda v: f"On images order 2 changes test accuracy by {v['e4']:+.3f}."),
+        (("e5", "e6"), lambda v: f"Trained maps of order 2 have {v['e5']:.3f} of the largest entropy, softmax's {v['e6']:.3f}."),
     )  # fmt: skip
-    lines = [f"- {tell(value)}" for needs, tell in said if value.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said, more, undecided=True)
 
 
 def _forms(found: Entries) -> Part:
@@ -129,7 +121,7 @@ def _leak(found: Entries) -> Part:
             x_scale="log", y_scale="log",
         ),
         Panel(
-            "last of 64 tokens made longer", "times as long", "change of the first half's outputs",
+            f"last of {held['tokens']} tokens made longer", "times as long", "change of the first half's outputs",
             [Series("", [(r["factor"], r["change"]) for r in held["by_factor"]], "line", 1)],
         ),
     ]  # fmt: skip
@@ -179,9 +171,9 @@ def _training(found: Entries) -> Part:
         return [], {}
     lines = [
         "## e. Trained", "",
-        "Six layers, each arm at its best learning rate, figures by seed. Text unless the arm says image. Entropy is a share "
-        "of the log of",
-        "keys in view; sinks: share of heads whose first token receives more than 0.3.", "",
+        f"{held['layers']} layers, mechanisms at the better of two rates, variations at one. Figures by seed.",
+        "Text unless the arm says image. Entropy is a share of the log of keys in view.",
+        f"Sinks: share of heads whose first token receives more than {held['sink']:g}.", "",
         *arms_table(
             held["arms"],
             {"loss": "report loss", "accuracy": "accuracy", "entropy_share": "entropy", "sink_rate": "sinks",

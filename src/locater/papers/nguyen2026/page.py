@@ -3,55 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from locater.papers.arms_page import Entries, Part, Said, in_sections, in_short
 from locater.papers.figures import Panel, Series, draw
-
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    lines, figures = list[str](), dict[str, str]()
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
-        (_mixture, ("a1",)), (_places, ("b1",)), (_samples, ("c1",)),
-    )  # fmt: skip
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more]
-            figures |= drawn
-    return lines, figures
+    """The sections after the verdicts, and their figures."""
+    return in_sections(document, ((_mixture, ("a1",)), (_places, ("b1",)), (_samples, ("c1",))))
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What of the theory can be checked at this size, and what comes of it; only what was measured."""
-    v = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    e = {entry["id"]: entry["spread"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[], str]], ...] = (
-        (("a1", "a2", "a3"), lambda: "An attention layer is a mixture of experts in three levels, with a gate and without: the sums agree "
-         f"with the package's layers to {max(v['a1'], v['a2'], v['a3']):.0e}."),
-        (("b1", "b2", "b4"), lambda: "Gates after attention and on values make the experts non-linear, gates on keys and queries do not, "
+    e = {entry["id"]: entry["spread"] for entry in document["claims"]}
+    said: Said = (
+        (("a1", "a2", "a3"), lambda v: "An attention layer is a mixture of experts in three levels, with a gate and without: the sums "
+         f"agree with the package's layers to {max(v['a1'], v['a2'], v['a3']):.0e}."),
+        (("b1", "b2", "b4"), lambda v: "Gates after attention and on values make the experts non-linear, gates on keys and queries do not, "
          f"as the paper says. But so does a gate after W_O (a linear fit explains {1 - v['b4']:.2f}), which it counts among those of no "
-         "use: linear or not is not what tells the places apart."),
-        (("b6", "b7"), lambda: "An element-wise gate keeps W_V and W_O from being one matrix; a gate of one number per head does not "
+         "use: whether experts are linear does not tell the places apart."),
+        (("b6", "b7"), lambda v: "An element-wise gate keeps W_V and W_O from being one matrix; a gate of one number per head does not "
          f"(change of {v['b7']:.0e} when they are turned against each other), though Qiu et al. (2025) report that such "
          "gates help nearly as much."),
-        (("c1", "c2", "c4"), lambda: "Fitted to teachers of their own kind, gated students gain on their experts with a slope of "
-         f"{v['c1']:.2f} ± {e['c1']:.2f} in log n, {v['c2']:+.2f} ± {e['c2']:.2f} against ungated ones; at the largest sample their "
-         f"experts are {math.exp(v['c4']):.1f} times as far from the truth, with more to learn"
-         f"{_loud(v, e)}. The theorem's exponents are out of reach "
-         "of such an experiment: it is about the worst teacher, and samples without end."),
+        (("c1", "c2", "c4"), lambda v: "Fitted to teachers of their own kind, gated students gain on their experts with a slope of "
+         f"{v['c1']:.2f} ± {e['c1']:.2f} in log n, {v['c2']:+.2f} ± {e['c2']:.2f} against ungated ones{_loud(v, e)}. At the largest sample "
+         f"their experts are {math.exp(v['c4']):.1f} times as far from the truth: they have a gate more to learn. The theorem is about the "
+         "worst teacher and samples without end; its exponents are out of reach of such an experiment."),
     )  # fmt: skip
-    lines = [f"- {tell()}" for needs, tell in said if v.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said)
 
 
 def _loud(v: Mapping[str, float], e: Mapping[str, float]) -> str:
-    return f"; with more noise the difference of slopes is {v['c6']:+.2f} ± {e['c6']:.2f}" if "c6" in v else ""
+    return f" ({v['c6']:+.2f} ± {e['c6']:.2f} with more noise)" if "c6" in v else ""
 
 
 def _mixture(found: Entries) -> Part:
@@ -77,7 +62,7 @@ def _places(found: Entries) -> Part:
     ]  # fmt: skip
     for row in held["places"]:
         lines.append(f"| {row['place']} | {row['linear']:.3f} | {row['merged']:.2g} | {row['rank']} |")
-    lines += ["", "No column has places 1 and 2 on one side and 3, 4 and 5 on the other. The only place that raises the rank is 5.", "",
+    lines += ["", "No column has places 1 and 2, in both of their forms, on one side and 3, 4 and 5 on the other.", "",
               "![how linear a gated head is](figure:places)"]  # fmt: skip
     series = [Series(place, [(s, y) for s, y in points], "line", number) for number, (place, points) in enumerate(held["curves"].items())]
     panel = Panel("how linear a gated head is", "standard deviation of gate logits", "explained by a linear fit", series, x_scale="log",

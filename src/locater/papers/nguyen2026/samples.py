@@ -32,9 +32,9 @@ PER_HEAD = {"P": WIDTH * (WIDTH - 1), "a": WIDTH, "w": WIDTH}
 
 CLAIMS = (
     Claim("c1", "Gated students learn their experts with more samples", "slope of log expert error against log n, one head too many",
-          "at most", 0.0),
+          "at most", 0.0, by="notes"),
     Claim("c2", "Gated students learn them faster than ungated ones (polynomial against exponential need; a trend, no rate is tested)",
-          "slope of gated less slope of ungated students, one head too many", "at most", 0.0),
+          "slope of gated less slope of ungated students, one head too many, as seen at this size", "at most", 0.0),
     Claim("c3", "They do with the right number of heads too", "slope of gated less slope of ungated students, two heads", "at most", 0.0,
           by="notes"),
     Claim("c4", "At the largest sample the gated student's experts are nearer to the truth",

@@ -20,6 +20,7 @@ from locater.attention.modules import AttentionModule, attention_module
 from locater.papers.claim import Claim, Measured
 from locater.papers.paper import Setting, Study
 from locater.papers.qiu2025 import qwen
+from locater.papers.qiu2025.qwen import relative
 
 WIDTH, HEADS, KEY_HEADS, SIZE, TOKENS, SEQUENCES = 24, 4, 2, 6, 9, 2
 POSITIONS = ("output", "value", "key", "query")
@@ -133,15 +134,6 @@ def looped(layer: Layer, W_g: Float[Tensor, "gates width"], position: str, per: 
     return heads
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """Largest entry of the difference over the largest of what is wanted.
-
-    >>> relative(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))
-    0.25
-    """
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
 def forms(draws: int) -> dict[str, float]:
     """Largest relative error of each form over draws, both masks."""
     found: dict[str, float] = {}
@@ -222,8 +214,8 @@ def folded(draws: int) -> float:
         gated = module(layer, seed, per=per, from_input=False)
         q, k, v = layer.projected
         plain = attention_module("softmax", width=WIDTH, heads=HEADS, size=SIZE)(q, k, v, causal=True)
-        W_O = layer.W_O * gated.get_parameter("gate.weight").sigmoid()[..., None]  # (H, size or 1, 1): rows of W_O
-        inside = torch.einsum("bhte,hed->btd", plain, W_O.reshape(HEADS, -1, WIDTH) if per == "element" else W_O)
+        W_O = layer.W_O * gated.get_parameter("gate.weight").sigmoid()[..., None]  # gates (H, size or 1, 1) on rows of W_O
+        inside = torch.einsum("bhte,hed->btd", plain, W_O)
         found.append(relative(layer.out(gated(q, k, v, layer.x, causal=True)), inside))
     return max(found)
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from locater.papers.arms_page import (
+    Entries,
+    Part,
+    Said,
+    Sections,
+    carried_in,
+    failed,
+    failed_said,
+    in_sections,
+    in_short,
+    means_table,
+    numbers_of,
+    sinks_said,
+)
 from locater.papers.figures import Panel, Series, draw
+from locater.papers.judging import uniform_first
+from locater.papers.mechanism_runs import BASE
 from locater.papers.strips import strips
 
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
+UNIFORM = uniform_first(BASE.length)  # the first token's share of rows under uniform attention
 NAMES = {
     "softmax": "no gate", "gated": "per head", "gated(per=element)": "per element",
     "gated(position=value, per=element)": "values, per element", "gated(position=key)": "keys, per head",
@@ -19,24 +34,16 @@ NAMES = {
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    lines, figures = list[str](), dict[str, str]()
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
-        (_gates, ("a1", "a4", "a7")), (_nonlinear, ("b2", "b6", "b7")), (_table, ("c1",)), (_training, ("d1",)), (_hot, ("e1",)),
+    """The sections after the verdicts, and their figures."""
+    sections: Sections = (
+        (_gates, ("a1", "a4", "a7")), (_nonlinear, ("b2", "b6", "b7")), (_table, ("c1",)), (_training, ()), (_hot, ("e1",)),
     )  # fmt: skip
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more]
-            figures |= drawn
-    return lines, figures
+    return in_sections(document, sections)
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What the gate does and does not do, for a reader who knows nothing of the paper; only what was measured."""
-    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
+    said: Said = (
         (("a1", "a2"), lambda v: "Gated attention multiplies what a head gives by a sigmoid of the token that asks. The paper's forms are "
          f"what they are said to be (errors up to {v['a1']:.0e}), and the gate of Qwen3-Next is one of them."),
         (("b1", "b2", "b5"), lambda v: f"Without a gate a head is linear in its tokens (R² = {1 - v['b1']:.2f}). A gate around 1/2 leaves "
@@ -48,14 +55,14 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("c1", "c5", "c6"), lambda v: f"Yet in the paper's own table one gate per head has {v['c5']:.0%} of the gain and the gate without "
          f"input {v['c6']:.0%}: more than the merge is at work. Over the six variants of the table, sink and largest activation follow the "
          f"mean gate in the same order (rank correlation {v['c1']:.0f})."),
-        (("d1", "d2"), lambda v: f"In training at this size the gate changes the loss by {v['d1']:+.3f} nats per element and "
+        (("d1", "d2"), lambda v: f"In training, as seen at this size, the gate changes the loss by {v['d1']:+.3f} nats per element and "
          f"{v['d2']:+.3f} per head."),
-        (("d7", "d8", "d13"), lambda v: f"It changes the first token's share of rows by {v['d7']:+.3f} per element and {v['d8']:+.3f} per "
-         f"head, and the largest activation over its median by {v['d13']:+.1f}."),
-        (("e1",), lambda v: f"At a hot learning rate it is {v['e1']:+.2f} nats from the plain model."),
+        (("d7", "d8"), lambda v: sinks_said(
+            numbers_of(document), f"the gate changes its share by {v['d7']:+.4f} per element and {v['d8']:+.4f} per head", BASE.length)),
+        (("d13",), lambda v: f"It changes the largest activation over the median by {v['d13']:+.1f}."),
+        (("e1",), lambda v: f"At a hot learning rate its loss is {v['e1']:+.2f} nats from that of the plain model."),
     )  # fmt: skip
-    lines = [f"- {tell(value)}" for needs, tell in said if value.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said)
 
 
 def _gates(found: Entries) -> Part:
@@ -99,7 +106,7 @@ def _nonlinear(found: Entries) -> Part:
         "R² of a linear fit, gates that close", "mean gate", "R²",
         [
             *_dotted(list(zip(held["gate"], held["closed"], strict=True))),
-            Series("the paper's best: 0.116", [(0.116, 0.0), (0.116, 1.0)], "dashed", 4),
+            Series(f"the paper's best: {held['best']:g}", [(held["best"], 0.0), (held["best"], 1.0)], "dashed", 4),
         ],
         y_limits=(0, 1.05), x_limits=(0, 0.55), legend="bottom right",
     )  # fmt: skip
@@ -110,8 +117,8 @@ def _nonlinear(found: Entries) -> Part:
         "A head with its map held, fitted by a linear function of all its tokens. A gate without a bias leaves at least half of the",
         "variance linear, whatever its weights; a gate that is mostly closed does not.", "",
         f"Rank of a head's output over the head's size: {ranks}. The gate does not raise it.",
-        f"Number of independent maps W_V diag(g) W_O that tokens see, over the head's size: {spans}. Per head it is one map (1 of 6",
-        "channels here), so W_V and W_O merge; per element it is as many as there are channels.",
+        f"Number of independent maps W_V diag(g) W_O that tokens see, over the head's size: {spans}.",
+        "Per head it is one map, so that W_V and W_O merge; per element there are as many as the head has channels.",
     ]  # fmt: skip
     return lines, {"linear": draw([first, second])}
 
@@ -129,7 +136,8 @@ def _table(found: Entries) -> Part:
     ]  # fmt: skip
     for r in rows:
         gate, acting = (f"{r['gate']:.3f}", f"{r['gate'] * r['sink']:.3f}") if r["gate"] < 1 else ("-", f"{r['sink']:.3f}")
-        lines.append(f"| {r['name']} | {r['added']:g} | {r['perplexity']:.3f} | {gate} | {r['largest']:g} | {r['sink']:.3f} | {acting} |")
+        added = "-" if r["added"] is None else f"{r['added']:g}"
+        lines.append(f"| {r['name']} | {added} | {r['perplexity']:.3f} | {gate} | {r['largest']:g} | {r['sink']:.3f} | {acting} |")
     lines += ["", "The last column is ours: what is left of the sink once the gate has acted."]
     gated = [r for r in rows if r["gate"] < 1]
     first = Panel("sink against mean gate", "mean gate", "first-token attention", _dotted([(r["gate"], r["sink"]) for r in gated]))
@@ -138,23 +146,28 @@ def _table(found: Entries) -> Part:
 
 
 def _training(found: Entries) -> Part:
-    arms = found["d1"]["arms"]
+    held = carried_in(found)
+    if held is None:
+        return [], {}
+    arms = [{**arm, "arm": NAMES.get(arm["arm"], arm["arm"])} for arm in held["arms"]]
+    columns = {"first_mass": ("first token", 3), "sink_rate": ("sink rate", 2), "spike_ratio": ("spike", 1), "row_mass": ("row mass", 2),
+               "gate": ("mean gate", 3)}  # fmt: skip
     lines = [
         "## d. Gates in training", "",
-        "One causal model of 6 layers and width 256, every arm at the better of two learning rates; means over seeds. First token: its",
-        "share of a row (uniform attention over 256 tokens: 0.024). Spike: largest entry of the stream over the median.", "",
-        "| arm | rate | loss | first token | sink rate | spike | row mass | mean gate |", "|---|---|---|---|---|---|---|---|",
+        f"One causal model of {BASE.layers} layers and width {BASE.width}. No gate and one gate per head are at the better of two learning",
+        "rates, variations at the higher of the two. Beside losses, means over seeds. First token: its share of a row (uniform attention",
+        f"over {BASE.length} tokens: {UNIFORM:.3f}). Spike: largest entry of the stream over the median.", "",
+        *means_table(arms, columns),
     ]  # fmt: skip
-    for arm in arms:
-        cells = [_mean(arm["ends"], name, digits) for name, digits in
-                 (("loss", 4), ("first_mass", 3), ("sink_rate", 2), ("spike_ratio", 1), ("row_mass", 2), ("gate", 3))]  # fmt: skip
-        lines.append(f"| {NAMES.get(arm['arm'], arm['arm'])} | {arm['rate']:g} | {' | '.join(cells)} |")
-    plain = arms[0]["ends"]
-    losses, firsts = dict[str, list[float]](), dict[str, list[float]]()
-    for arm in arms:
-        name = NAMES.get(arm["arm"], arm["arm"])
-        losses[name] = [end["loss"] - base["loss"] for end, base in zip(arm["ends"], plain, strict=False)] if arm is not arms[0] else []
-        firsts[name] = [end["first_mass"] for end in arm["ends"] if end["first_mass"] is not None]
+    lost = failed(arms, arms[0])
+    lines += ["", failed_said(lost) + " These arms are left out of the picture of losses."] if lost else []
+    plain, *others = arms
+    losses = {
+        arm["arm"]: [end["loss"] - base["loss"] for end, base in zip(arm["ends"], plain["ends"], strict=False)]
+        for arm in others
+        if arm["arm"] not in lost
+    }
+    firsts = {arm["arm"]: [end["first_mass"] for end in arm["ends"] if end["first_mass"] is not None] for arm in arms}
     figures = {
         name: strips(title, x, {k: v for k, v in held.items() if v})
         for name, title, x, held in (
@@ -169,8 +182,3 @@ def _hot(found: Entries) -> Part:
     held = found["e1"]
     losses = "; ".join(f"{name}: {', '.join(f'{x:.2f}' for x in values)}" for name, values in held["losses"].items())
     return ["## e. A hot learning rate", "", f"Report loss by seed after {held['steps']} steps at {held['rate']:g}. {losses}."], {}
-
-
-def _mean(ends: Sequence[Mapping[str, Any]], name: str, digits: int) -> str:
-    known = [end[name] for end in ends if end.get(name) is not None]
-    return f"{sum(known) / len(known):.{digits}f}" if known else "-"

@@ -36,7 +36,7 @@ def readings(seed: int = 0) -> dict[str, float] | None:
     cos, sin = angles()
     wanted = attention(x, (cos[None], sin[None]), None, is_causal=True)[0]
     weights = {name: p.data for name, p in attention.named_parameters()}
-    return {name: _error(_explicit(x, weights, name, config.rms_norm_eps), wanted) for name in (PER_HEAD, HALVES, PER_GROUP)}
+    return {name: relative(_explicit(x, weights, name, config.rms_norm_eps), wanted) for name in (PER_HEAD, HALVES, PER_GROUP)}
 
 
 def angles() -> tuple[Tensor, Tensor]:
@@ -81,5 +81,10 @@ def _turned(x: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., ROTATED:]], -1)
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Largest entry of the difference over the largest of what is wanted.
+
+    >>> relative(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))
+    0.25
+    """
     return float((found - wanted).abs().max() / wanted.abs().max())

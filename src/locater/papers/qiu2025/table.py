@@ -18,7 +18,7 @@ class Variant:
     """A row of Tables 1 and 4: a mixture-of-experts model of 15 billion parameters, 400 billion tokens."""
 
     name: str
-    added: float  # million parameters
+    added: float | None  # million parameters, where the table has them
     perplexity: float
     gate: float  # mean
     largest: float  # activation
@@ -31,8 +31,8 @@ TABLE = (
     Variant("after attention, per head", 1.6, 5.792, 0.172, 98.0, 0.073),
     Variant("on values, per element", 25.0, 5.820, 0.221, 125.0, 0.297),
     Variant("after attention, shared by heads", 201.0, 5.801, 0.271, 286.0, 0.301),
-    Variant("without input", 0.0, 5.917, 0.335, 471.0, 0.364),
-    Variant("NS-sigmoid", 201.0, 5.900, 0.653, 892.0, 0.451),
+    Variant("without input", None, 5.917, 0.335, 471.0, 0.364),
+    Variant("NS-sigmoid", None, 5.900, 0.653, 892.0, 0.451),
 )
 
 CLAIMS = (

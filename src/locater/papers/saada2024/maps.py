@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.papers.claim import Claim, Measured, over_seeds
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
 
 Map = Float[Tensor, "T T"]
@@ -68,11 +70,6 @@ CLAIMS = (
         "largest relative distance of s_1 / s_2 from it, λ = 0 to 0.8", "at most", 0.15, by="notes",
     ),
 )  # fmt: skip
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    """Float64, the same numbers wherever it is drawn."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def random_map(T: int, seed: int, sigma: float = 1.0, name: str = "softmax", causal: bool = False) -> Map:
@@ -143,7 +140,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     others = {lam: [differential_ratio(T, lam, 10 * seed, independent=False) for seed in seeds] for lam in LAMBDAS}
     off = [max(abs(ratios[lam][n] / expected_ratio(T, lam) - 1) for lam in LAMBDAS if lam < 0.9) for n in seeds]
     differential = [
-        {"lambda": lam, "independent": _average(ratios[lam]), "expected": expected_ratio(T, lam), "heads": _average(others[lam])}
+        {"lambda": lam, "independent": fmean(ratios[lam]), "expected": expected_ratio(T, lam), "heads": fmean(others[lam])}
         for lam in LAMBDAS
     ]  # fmt: skip
     first = max(abs(d["lambda_1"] - 1) for held in draws.values() for d in held)
@@ -173,15 +170,11 @@ def _beside_independent(T: int, seed: int) -> dict[str, float]:
 
 
 def _mean(held: list[dict[str, float]], name: str) -> float:
-    return _average([each[name] for each in held])
+    return fmean([each[name] for each in held])
 
 
 def _means(held: list[dict[str, float]]) -> dict[str, Any]:
     return {name: _mean(held, name) for name in held[0]}
-
-
-def _average(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 STUDY = Study("the gap of random maps", CLAIMS, measure)

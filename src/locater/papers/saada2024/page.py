@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+from locater.papers.arms_page import Entries, Part, Said, Sections, carried_in, in_sections, in_short, means_table, numbers_of
 from locater.papers.figures import Panel, Series, draw
-
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What was asked and what was found, from what was measured."""
-    v = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
+    found, more = numbers_of(document), dict[str, float]()
+    if "b4" in found:
+        more["deep"] = len(found["b4"]["depth"]["centred"])
+    if "b6" in found:
+        more["helped"] = found["b6"]["layers"]
+    if "c2" in found:
+        more["added"] = len(found["c2"]["rows"][0]["exponents"]) - 1
+    said: Said = (
         (("a2", "a3"), lambda v: "A random attention map has one value at 1, because its rows sum to 1, and all others near 0: the second "
          f"eigenvalue is {v['a2']:.2f} σ / sqrt(T), the second singular value {v['a3']:.2f} times 2 σ / sqrt(T). The gap widens with T."),
-        (("b1", "b2"), lambda v: "So tokens collapse as sequences grow: what the stable rank has over 1 falls as "
-         f"{_power(v['b1'])} after one layer, and every layer adds {_power(v['b2'])}. LayerNorm and skips do not stop it."),
-        (("b3", "b4", "b5"), lambda v: "Taking the outlier off, which is the same as centring values over tokens, stops it: the stable "
-         f"rank then grows at least as {_power(v['b3'])}. It still falls with depth, to {v['b4']:.2f} of its size after eight layers, as "
-         "it does without any attention."),
-        (("c2", "c3", "c4", "c5"), lambda v: f"Gradients: with weights N(0, 1) three more layers add {_power(v['c2'])} with the outlier "
+        (("b1", "b2", "b6", "helped"), lambda v: "So tokens collapse as sequences grow: what the stable rank has over 1 falls as "
+         f"{_power(v['b1'])} after one layer, and every layer adds {_power(v['b2'])}. With LayerNorm and skips "
+         f"it is {v['b6']:.1g} at most after {v['helped']:.0f} layers."),
+        (("b3", "b4", "b5", "deep"), lambda v: "Taking the outlier off, which is the same as centring values over tokens, stops it: "
+         "the stable "
+         f"rank then grows at least as {_power(v['b3'])}. It still falls with depth, to {v['b4']:.2f} of its size after {v['deep']:.0f} "
+         "layers, as it does without any attention."),
+        (("c2", "c3", "c4", "c5", "added"), lambda v: f"Gradients: with weights N(0, 1), {v['added']:.0f} more layers add "
+         f"{_power(v['c2'])} with the outlier "
          f"and {_power(v['c3'])} without. That is a matter of the weights' size: with N(0, 1/T) they add {_power(v['c4'])} with it and "
          f"{_power(v['c5'])} without."),
-        (("d1", "d3", "d5", "c6"), lambda v: "Under a causal mask, of which the paper does not speak, no gap opens: the second eigenvalue "
+        (("d1", "d3", "d5", "c6", "added"), lambda v: "Under a causal mask, of which the paper does not speak, no gap opens: the "
+         "second eigenvalue "
          f"goes as {_power(v['d1'])}, and there is no collapse in width. Gradients grow as without a mask, and taking the prefix mean off "
-         f"neither tames them (three more layers add {_power(v['c6'])}) nor makes the rank grow ({_power(v['d5'])})."),
+         f"neither tames them ({v['added']:.0f} more layers add {_power(v['c6'])}) nor makes the rank grow ({_power(v['d5'])})."),
         (("e1", "e3"), lambda v: "Trained maps: in an encoder the second singular value is "
          f"{v['e1']:.2f} times that of a random map of the same unevenness; in causal models it is {v['e3']:.2f} of the first."),
-        (("f1",), lambda v: f"Trained without the outlier, a masked language model changes its loss by {v['f1']:+.4f} nats."),
-        (("f2",), lambda v: f"Trained without the prefix mean, a causal one changes its loss by {v['f2']:+.4f} nats."),
+        (("f1",), lambda v: f"Trained without the outlier, a masked language model changes its loss by {v['f1']:+.4f} nats, as "
+         "seen at this size."),
+        (("f2",), lambda v: f"Trained without the prefix mean, a causal language model changes its loss by {v['f2']:+.4f} nats, as seen at "
+         "this size."),
     )  # fmt: skip
-    lines = [f"- {tell(v)}" for needs, tell in said if v.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said, more, undecided=True)
 
 
 def _power(exponent: float) -> str:
@@ -44,19 +54,12 @@ def _power(exponent: float) -> str:
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    lines, figures = list[str](), dict[str, str]()
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
+    """The sections after the verdicts, and their figures."""
+    sections: Sections = (
         (_gap, ("a1", "a6", "a9")), (_width, ("b1", "b2", "b4", "b6")), (_gradients, ("c2",)), (_masked, ("d1", "d3")), (_models, ()),
         (_training, ()),
     )  # fmt: skip
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more] if more else []
-            figures |= drawn
-    return lines, figures
+    return in_sections(document, sections)
 
 
 def _gap(found: Entries) -> Part:
@@ -124,7 +127,7 @@ def _width(found: Entries) -> Part:
         "",
         f"Stable rank - 1 after {b6['layers']} layers of {b6['tokens']} tokens, mean of draws:", "",
         "| stack | weights | with the outlier | without |", "|---|---|---|---|",
-        *(f"| {r['stack']} | {WEIGHTS[r['weights']]} | {_mean(r['softmax']):.2g} | {_mean(r['centred']):.3g} |" for r in b6["rows"]),
+        *(f"| {r['stack']} | {WEIGHTS[r['weights']]} | {fmean(r['softmax']):.2g} | {fmean(r['centred']):.3g} |" for r in b6["rows"]),
     ]  # fmt: skip
     return lines, {"width": draw([fall, grow, deep])}
 
@@ -191,22 +194,15 @@ def _models(found: Entries) -> Part:
 
 
 def _training(found: Entries) -> Part:
-    held = next((found[key] for key in ("f1", "f2") if key in found), None)
+    held = carried_in(found)
     if held is None:
         return [], {}
     lines = [
-        "## f. Training", "", "Report loss by seed; gap, stable rank of maps and residual after the last block are means of seeds.", "",
-        "| arm | rate | report loss | gap 1 - s_2 / s_1 | stable rank | residual |", "|---|---|---|---|---|---|",
+        "## f. Training", "", "Gap, stable rank of maps and residual after the last block are means over seeds.", "",
+        *means_table(held["arms"], {"gap": ("gap 1 - s_2 / s_1", 3), "stable_rank": ("stable rank", 3), "residual": ("residual", 3)}),
     ]  # fmt: skip
-    for each in held["arms"]:
-        losses = ", ".join(f"{end['loss']:.4f}" for end in each["ends"])
-        lines.append(
-            f"| {each['arm']} | {each['rate']:g} | {losses} | "
-            + " | ".join(_of(each, k) for k in ("gap", "stable_rank", "residual"))
-            + " |"
-        )
     series = [
-        Series(name, [(n / 2, sum(seed[n] for seed in seeds) / len(seeds)) for n in range(len(seeds[0]))], "line", number)
+        Series(name, [(n / 2, fmean(seed[n] for seed in seeds)) for n in range(len(seeds[0]))], "line", number)
         for number, (name, seeds) in enumerate(held["depth"].items())
         if seeds and seeds[0]
     ]
@@ -214,12 +210,3 @@ def _training(found: Entries) -> Part:
         return lines, {}
     panel = Panel("residual's share by depth", "layer", "residual / size of tokens", series)
     return [*lines[:2], "![training](figure:training)", "", *lines[2:]], {"training": draw([panel])}
-
-
-def _of(each: Mapping[str, Any], name: str) -> str:
-    values = [end[name] for end in each["ends"] if end.get(name) is not None]
-    return f"{_mean(values):.3f}" if values else "-"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

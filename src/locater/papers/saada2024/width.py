@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.papers.claim import Claim, Measured, over_seeds
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
-from locater.papers.saada2024.maps import Map, normal, orthonormal, random_map
+from locater.papers.saada2024.maps import Map, orthonormal, random_map
 
 LENGTHS = {True: (32, 64, 128, 256), False: (32, 64, 128, 256, 512)}
 SEEDS = {True: 7, False: 16}
@@ -205,15 +207,15 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     fall = {name: [(1 + held[-1]) / (1 + held[0]) for held in by_seed] for name, by_seed in deep.items()}
     helps = helped(setting)
     error, apart, same = cure_error()
-    shown = {"softmax": _table(plain), "centred": _table(centred), "exponents": [_mean(x) for x in by_layer]}
-    depths = {name: [_mean([1 + held[n] for held in by_seed]) for n in range(DEPTH)] for name, by_seed in deep.items()}
+    shown = {"softmax": _table(plain), "centred": _table(centred), "exponents": [fmean(x) for x in by_layer]}
+    depths = {name: [fmean([1 + held[n] for held in by_seed]) for n in range(DEPTH)] for name, by_seed in deep.items()}
     worst = max(max(row["softmax"]) for row in helps)
     return {
         "b1": over_seeds(by_layer[0], shown),
-        "b2": over_seeds(steps, {"exponents": [_mean(x) for x in bare]}),
-        "b3": over_seeds(min(cured, key=_mean), {"exponents": [_mean(x) for x in cured]}),
+        "b2": over_seeds(steps, {"exponents": [fmean(x) for x in bare]}),
+        "b3": over_seeds(min(cured, key=fmean), {"exponents": [fmean(x) for x in cured]}),
         "b4": over_seeds(fall["centred"], {"depth": depths, "tokens": T}),
-        "b5": over_seeds([a / b for a, b in zip(fall["centred"], fall["identity"], strict=True)], {"identity": _mean(fall["identity"])}),
+        "b5": over_seeds([a / b for a, b in zip(fall["centred"], fall["identity"], strict=True)], {"identity": fmean(fall["identity"])}),
         "b6": Measured(worst, 0.0, "none: largest of all draws", {"rows": helps, "tokens": HELPED, "layers": DEPTH}),
         "b7": Measured(error, 0.0, "none: largest entry"),
         "b8": Measured(apart, 0.0, "none: one map", {"doubly_stochastic": same}),
@@ -237,7 +239,7 @@ def measure_masked(setting: Setting) -> Mapping[str, Measured]:
     def fall(found: Grown) -> list[float]:
         return [held[-1] / held[0] for held in found[last]]
 
-    table = [{"tokens": T, "lambda_2": _mean(second[T]), "ratio": _mean(ratio[T])} for T in lengths]
+    table = [{"tokens": T, "lambda_2": fmean(second[T]), "ratio": fmean(ratio[T])} for T in lengths]
     return {
         "d1": over_seeds(of(second), {"rows": table, "eigenvalues_off_diagonal": check}),
         "d2": over_seeds(of(ratio)),
@@ -250,11 +252,7 @@ def measure_masked(setting: Setting) -> Mapping[str, Measured]:
 
 def _table(found: Grown) -> list[dict[str, Any]]:
     """Mean over seeds of stable rank - 1 by tokens and layer."""
-    return [{"tokens": T, "excess": [_mean([held[n] for held in by_seed]) for n in range(LAYERS)]} for T, by_seed in found.items()]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return [{"tokens": T, "excess": [fmean([held[n] for held in by_seed]) for n in range(LAYERS)]} for T, by_seed in found.items()]
 
 
 STUDY = Study("rank collapse in width", CLAIMS, measure)

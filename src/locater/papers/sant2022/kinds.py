@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.attention import mechanism
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, over_seeds
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
 
 DRAWS = {True: 30, False: 200}
@@ -25,11 +26,12 @@ TAPS = ((5, 2), (7, 3), (3, 1))  # (taps, stride): the two of the paper, and one
 
 CLAIMS = (
     Claim("a1", "A layer whose heads are all full is multi-head attention", "largest difference from PyTorch's own layer, weights shared",
-        "at most", 1e-12),
+        "at most", 1e-12, by="notes"),
     Claim("a2", "A local head does not see keys outside its window",
         "largest change of outputs when those keys and values are drawn anew", "at most", 0.0),
     Claim(
         "a3", "A compressed head of one tap, stride 1 and kernel 1 is a full head", "largest difference of outputs", "at most", 1e-12,
+        by="notes",
     ),
     Claim(
         "a4", "A compressed head is a strided convolution of keys and values, then attention",
@@ -45,10 +47,6 @@ CLAIMS = (
         "mean distance of a row's sum from 1, kernels as they are at first", "at most", 0.1, by="notes",
     ),
 )  # fmt: skip
-
-
-def normal(*shape: int, seed: int) -> Float[Tensor, ...]:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def operands(seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +127,13 @@ def reach(T: int = 210) -> dict[str, int | float]:
     back = [int((i - at[seen[i]]).max()) for i in rows]
     ahead = [int((at[seen[i]] - i).max()) for i in rows]
     common = (seen & centred)[WINDOW : T - WINDOW].sum() / (seen | centred)[WINDOW : T - WINDOW].sum()
-    return {"least": min(back + ahead), "most": max(back + ahead), "keys": int(seen[T // 2].sum()), "common": common.item()}
+    return {
+        "window": WINDOW,
+        "least": min(back + ahead),
+        "most": max(back + ahead),
+        "keys": int(seen[T // 2].sum()),
+        "common": common.item(),
+    }
 
 
 def row_sums(seed: int) -> Float[Tensor, " rows"]:
@@ -148,7 +152,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     local = [local_change(seed) for seed in seeds]
     window = reach()
     sums = [row_sums(seed) for seed in seeds]
-    off = torch.stack([(x - 1).abs().mean() for x in sums])
+    off = [(x - 1).abs().mean().item() for x in sums]
     every = torch.cat(sums)
     return {
         "a1": Measured(max(full_error(seed) for seed in seeds), 0.0, largest),
@@ -156,11 +160,8 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "a3": Measured(max(identity_error(seed) for seed in seeds), 0.0, largest),
         "a4": Measured(max(convolution_error(seed) for seed in seeds), 0.0, largest),
         "a5": Measured(float(window["least"]), 0.0, "none: counted", window),
-        "a6": Measured(
-            off.mean().item(), 2 * off.std().item() / len(off) ** 0.5, f"2 standard errors over {len(off)} kernels",
-            {"least": every.min().item(), "most": every.max().item()},
-        ),
-    }  # fmt: skip
+        "a6": over_seeds(off, {"least": every.min().item(), "most": every.max().item()}, of="kernels"),
+    }
 
 
 STUDY = Study("kinds of heads", CLAIMS, measure)

@@ -124,7 +124,12 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "b1": Measured(float(len(wrong)), 0.0, exact),
         "b2": Measured(scores("c", 1000) / scores("f", 1000), 0.0, exact),
         "b3": Measured(off, 0.0, exact),
-        "b4": Measured(max(row["share"]["1000"] for row in mixed), 0.0, exact, {"layouts": table, "lengths": list(LENGTHS)}),
+        "b4": Measured(
+            max(row["share"]["1000"] for row in mixed),
+            0.0,
+            exact,
+            {"layouts": table, "lengths": list(LENGTHS), "layers": LAYERS, "heads": HEADS, "window": WINDOW},
+        ),
         "b5": Measured(min(row["growth"] for row in mixed), 0.0, exact),
     }
 

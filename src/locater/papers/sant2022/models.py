@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,8 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
             left_out[name] = first_line(error)
     found = judged(entries)
     if found:
-        d1 = found["d1"]
         held = {"models": entries, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}
-        found["d1"] = Measured(d1.value, d1.spread, d1.spread_of, held)
+        found["d1"] = replace(found["d1"], numbers=held)
     return found
 
 

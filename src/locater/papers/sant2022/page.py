@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from locater.papers.arms_page import Entries, arms_table, carried_in
+from locater.papers.arms_page import Entries, Part, Said, Sections, arms_table, carried_in, in_sections, in_short, numbers_of
 from locater.papers.figures import Panel, Series, draw
-
-Part = tuple[list[str], dict[str, str]]
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
+    """The sections after the verdicts, and their figures."""
+    sections: Sections = (
         (_kinds, ("a2", "a5", "a6")), (_layouts, ("b4",)), (_relevance, ("c3", "c5", "c6")), (_models, ("d1",)), (_training, ()),
     )  # fmt: skip
-    lines, figures = list[str](), dict[str, str]()
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more] if more else []
-            figures |= drawn
-    return lines, figures
+    return in_sections(document, sections)
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """The answer in plain words; only what was measured."""
-    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
+    found = numbers_of(document)
+    more = {"window": found["a5"]["window"]} if "a5" in found else {}
+    said: Said = (
         (("a1", "a3", "a4"), lambda v: "Multiformer gives the heads of one layer different views: all keys, a window, or keys shortened "
-         "by a convolution. Each kind is what it "
-         f"says, to {max(v['a1'], v['a3'], v['a4']):.0e}."),
+         f"by a convolution. Each kind is what it says, to {max(v['a1'], v['a3'], v['a4']):.0e}."),
         (("b4", "b5"), lambda v: f"Mixed layouts have at most {v['b4']:.2f} of the scores of full attention at 1,000 tokens. They stay "
-         f"quadratic (growth with exponent {v['b5']:.2f} "
-         "at 16,000): compressed heads save a factor and not a power."),
-        (("a5",), lambda v: f"A published window of 64 is aligned to blocks: some tokens see {v['a5']:.0f} tokens to one side, not 32."),
+         f"quadratic (growth with exponent {v['b5']:.2f} at 16,000): compressed heads save a factor and not a power."),
+        (("a5", "window"), lambda v: f"A published window of {v['window']:.0f} is aligned to blocks: some tokens see {v['a5']:.0f} "
+         f"tokens to one side, not {v['window'] // 2:.0f}."),
         (("c5", "c6", "d2"), lambda v: "How much a head counts is measured by its share of what the layer adds. That depends on the "
          "basis of the stream (shares move by "
          f"{v['c5']:.2f} in a built case), and heads that undo each other count most. In trained models it orders heads about as "
-         "leaving them out does "
-         f"(rank correlation {v['d2']:.2f})."),
+         f"leaving them out does (rank correlation {v['d2']:.2f})."),
         (("e1", "e2", "e3"), lambda v: "Trained as a masked language model, local and compressed heads together differ in report loss by "
          f"{v['e1']:+.3f} from local heads alone, {v['e2']:+.3f} from compressed ones alone, and the better mix by {v['e3']:+.3f} from "
          "softmax attention, as seen at this size."),
         (("e5",), lambda v: f"Does even relevance go with a lower loss? Over arms the rank correlation of unevenness with loss is "
-         f"{v['e5']:+.2f}."),
+         f"{v['e5']:+.2f}, as seen at this size."),
     )  # fmt: skip
-    lines = [f"- {tell(value)}" for needs, tell in said if value.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said, more, undecided=True)
 
 
 def _kinds(found: Entries) -> Part:
@@ -58,8 +47,8 @@ def _kinds(found: Entries) -> Part:
         "## a. Kinds of heads", "",
         f"A local head: keys outside of the window change nothing, keys inside at least {found['a2']['inside']:.2g}. The public code "
         "aligns windows to blocks of a third: a",
-        f"window of 64 shows {window['keys']} keys, between {window['least']} and {window['most']} tokens to a side; it has "
-        f"{window['common']:.0%} of its pairs in common with",
+        f"window of {window['window']} shows {window['keys']} keys, between {window['least']} and {window['most']} tokens to a side; "
+        f"it has {window['common']:.0%} of its pairs in common with",
         f"a centred one, which is what `multiformer` has here. Rows of a compressed head's map sum to anything, {sums['least']:.1f} to "
         f"{sums['most']:.1f} with kernels as they",
         "are at first: its weights have either sign, and entropy says nothing about them.",
@@ -71,7 +60,7 @@ def _layouts(found: Entries) -> Part:
     held = found["b4"]
     lines = [
         "## b. Layouts and their cost", "", "![cost](figure:layouts)", "",
-        "12 layers of 4 heads. Scores as a share of those of full attention, by number of tokens:", "",
+        f"{held['layers']} layers of {held['heads']} heads. Scores as a share of those of full attention, by number of tokens:", "",
         "| layout | full, local, compressed heads | " + " | ".join(f"{T:,}" for T in held["lengths"]) + " | growth |",
         "|---" * (len(held["lengths"]) + 3) + "|",
     ]  # fmt: skip
@@ -82,7 +71,8 @@ def _layouts(found: Entries) -> Part:
         )
     lines += [
         "",
-        "Growth: log2 of the scores when T doubles to 16,000; 1 is linear. Windows of 64; kernels (taps, stride) of (5, 2), in the last",
+        f"Growth: log2 of the scores when T doubles to {held['lengths'][-1]:,}; 1 is linear. Windows of {held['window']}; kernels "
+        "(taps, stride) of (5, 2), in the last",
         "four layers of the full mix (7, 3).",
     ]
     panel = Panel(
@@ -119,7 +109,7 @@ def _models(found: Entries) -> Part:
         f"Two halves of {held['samples']} samples of {held['length']} tokens. Agreement: rank correlation over the heads of a layer of "
         "relevance with the change of the last states",
         "when a head is left out, mean over layers.", "",
-        "| model | heads of a layer | variation of relevance | agreement | least and most of a layer |", "|---|---|---|---|---|",
+        "| model | heads of a layer | variation of relevance | agreement | agreement, least and most of a layer |", "|---|---|---|---|---|",
     ]  # fmt: skip
     panels = []
     for entry in held["models"]:
@@ -143,9 +133,9 @@ def _training(found: Entries) -> Part:
     }
     lines = [
         "## e. Mixed heads, trained", "", "![relevance and loss](figure:training)", "",
-        "A masked language model of 6 layers and 4 heads, each arm at its best learning rate, figures by seed. Unevenness is "
-        "the variation of",
-        "relevance over the heads of a layer, mean over layers. In the default mix heads are full, local, compressed, full.", "",
+        f"A masked language model of {held['layers']} layers and {held['heads']} heads, mechanisms at the better of two rates,",
+        "variations at one. Figures by seed. Unevenness is the variation of relevance over the heads of a layer, mean over layers.",
+        "In the default mix heads are full, local, compressed, full.", "",
         *arms_table(held["arms"], {"loss": "report loss", "unevenness": "unevenness of relevance"}),
     ]  # fmt: skip
     series = [Series(name, held, "dots", n) for n, (name, held) in enumerate(points.items()) if held]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from locater.attention.multiformer import head_relevance
 from locater.papers.claim import Claim, Measured, over_seeds
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
-from locater.papers.sant2022.kinds import normal
 
 DRAWS = {True: 40, False: 300}
 HEADS, SIZE, WIDTH, SAMPLES, TOKENS = 4, 8, 64, 31, 12

@@ -19,9 +19,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from locater.papers.claim import Claim, Measured
+from locater.papers.claim import Claim, Measured, over_seeds
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
-from locater.papers.shi2022.cosine import distance, normal
+from locater.papers.shi2022.cosine import distance
 
 DRAWS = {True: 600, False: 6000}
 MAPS = {True: 40, False: 200}
@@ -49,7 +50,7 @@ CLAIMS = (
     Claim("b7", "The same holds for GELU, which BERT has", "largest d(GELU H) / d(H), channels around 1.5", "at most", 1.0, by="notes"),
     Claim(
         "b8", "LayerNorm: d(LN H) at most the largest gain times d(H) / σ, σ the least standard deviation of a token",
-        "largest share of the bound, gains of either sign", "at most", 1.0,
+        "largest share of the bound, gains of either sign", "at most", 1.0, by="notes",
     ),
 )  # fmt: skip
 
@@ -112,22 +113,16 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         for s in LOGITS
     ]  # fmt: skip
 
-    def worst(name: str) -> Measured:
-        numbers = {"median": median(by[name])}
-        return Measured(max(by[name]), 0.0, f"none: the largest of {count} draws", numbers)
-
-    def mean(values: Tensor, numbers: Mapping[str, object]) -> Measured:
-        return Measured(
-            values.mean().item(), 2 * values.std().item() / len(values) ** 0.5, f"2 standard errors over {len(values)} maps", numbers
-        )
+    def worst(name: str, **more: float) -> Measured:
+        return Measured(max(by[name]), 0.0, f"none: the largest of {count} draws", {"median": median(by[name]), **more})
 
     return {
         "b1": worst("attention"),
         "b2": Measured(1 - min(by["attained"]), 0.0, f"none: the largest of {count} draws"),
-        "b3": mean(held[False][4.0], {"lambda": table, "keys": KEYS, "most": KEYS / 2}),
-        "b4": mean(held[True][0.1], {}),
+        "b3": over_seeds(held[False][4.0].tolist(), {"lambda": table, "keys": KEYS, "most": KEYS / 2}, of="maps"),
+        "b4": over_seeds(held[True][0.1].tolist(), of="maps"),
         "b5": worst("weights"), "b6": worst("ReLU"),
-        "b7": Measured(max(by["GELU"]), 0.0, f"none: the largest of {count} draws", {"median": median(by["GELU"]), "steepest": STEEPEST}),
+        "b7": worst("GELU", steepest=STEEPEST),
         "b8": worst("LayerNorm"),
     }  # fmt: skip
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from locater.measures import ranks, token_cosine, token_residual
 from locater.papers.claim import Claim, Measured
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
 
 DRAWS = {True: 60, False: 600}
@@ -32,7 +33,7 @@ Tokens = Float[Tensor, "tokens width"]
 CLAIMS = (
     Claim(
         "a1", "The mean cosine of all pairs of tokens follows from the sum of unit vectors, without any pair",
-        "largest difference from the mean over written-out pairs", "at most", 1e-12,
+        "largest difference from the mean over written-out pairs", "at most", 1e-12, by="notes",
     ),
     Claim(
         "a2", "It is the distance from equal tokens once lengths are gone: 1 - CosSim = d(U)^2 / (n - 1)",
@@ -52,10 +53,6 @@ CLAIMS = (
         f"its mean over tokens in 1, 2, ... {WIDTH} directions: largest less least", "at least", 0.1, by="notes",
     ),
 )  # fmt: skip
-
-
-def normal(*shape: int, seed: int) -> Float[Tensor, ...]:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def distance(x: Tokens) -> float:

@@ -19,25 +19,34 @@ FUSIONS = {kind: arm(base=MASKED, fusion=kind) for kind in ("concat", "max", "ga
 POST = arm(base=MASKED, norm="post")
 ARMS = (SOFTMAX_MASKED, *FUSIONS.values(), POST)
 SIZE = "masked language model of this size"
+VARIED = f"{SIZE}, variations at one rate"
 
 CLAIMS = (
     *(
-        Claim(f"f{n}", f"Fusing all layers ({kind}) lowers the loss", f"change of report loss by fusion, {SIZE}", "at most", 0.0)
+        Claim(
+            f"f{n}", f"Fusing all layers ({kind}) lowers the loss, as seen at this size",
+            f"change of report loss by fusion, {VARIED}", "at most", 0.0,
+        )
         for n, kind in enumerate(FUSIONS, 1)
     ),
     *(
-        Claim(f"f{n}", f"Fusing all layers ({kind}) keeps tokens of the last layer apart", f"change of their mean cosine, {SIZE}",
-            "at most", 0.0)
+        Claim(
+            f"f{n}", f"Fusing all layers ({kind}) keeps tokens of the last layer apart, as seen at this size",
+            f"change of their mean cosine, in front of fusion, {VARIED}", "at most", 0.0, by="notes",
+        )
         for n, kind in enumerate(FUSIONS, 4)
     ),
-    Claim("f7", "Tokens grow alike with depth", f"rank correlation of depth with mean cosine, half-blocks of a {SIZE}, norms in front",
-        "at least", 0.8),
     Claim(
-        "f8", "With norms after the sums tokens of the last layer are more alike", f"change of their mean cosine, {SIZE}", "at least",
-        0.0, by="notes",
+        "f7", "With norms in front, too, tokens grow alike with depth, as seen at this size",
+        f"rank correlation of depth with mean cosine, half-blocks of a {SIZE}", "at least", 0.8, by="notes",
     ),
     Claim(
-        "f9", "With norms after the sums it trains as well", f"change of report loss, {SIZE}", "at most", 0.02, by="notes",
+        "f8", "With norms after the sums tokens of the last layer are more alike, as seen at this size",
+        f"change of their mean cosine, {VARIED}", "at least", 0.0, by="notes",
+    ),
+    Claim(
+        "f9", "With norms after the sums it trains as well, as seen at this size",
+        f"change of report loss, {VARIED}", "at most", 0.02, by="notes",
     ),
 )  # fmt: skip
 
@@ -77,7 +86,11 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
     found["f7"] = level(runs, SOFTMAX_MASKED, with_depth)
     found["f8"] = change(runs, POST, SOFTMAX_MASKED, last_cosine)
     found["f9"] = change(runs, POST, SOFTMAX_MASKED, "report_loss")
-    numbers: dict[str, Any] = {"arms": ends_table(runs, ARMS), "curves": {held.name: curves(runs, held) for held in ARMS}}
+    numbers: dict[str, Any] = {
+        "arms": ends_table(runs, ARMS),
+        "curves": {held.name: curves(runs, held) for held in ARMS},
+        "layers": MASKED.layers,
+    }
     return carried(found, numbers)
 
 

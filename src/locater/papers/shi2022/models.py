@@ -10,6 +10,7 @@ In a trained block gains count, and GELU is a little steeper than ReLU, so v has
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     found = judged(entries)
     held = {"models": entries, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}
     if "e2" in found:
-        e2 = found["e2"]
-        found["e2"] = Measured(e2.value, e2.spread, e2.spread_of, held)
+        found["e2"] = replace(found["e2"], numbers=held)
     return found
 
 

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from locater.papers.arms_page import Entries, arms_table, carried_in
+from locater.papers.arms_page import Entries, Part, Said, Sections, arms_table, carried_in, in_sections, in_short, numbers_of
 from locater.papers.figures import Panel, Series, draw
-
-Part = tuple[list[str], dict[str, str]]
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
+    """The sections after the verdicts, and their figures."""
+    sections: Sections = (
         (_cosine, ("a1",)), (_bounds, ("b1", "b3", "b5", "b7", "b8")), (_theorem, ("c1", "c4")), (_stacks, ("d1",)), (_models, ("e2",)),
         (_fusion, ()),
     )  # fmt: skip
-    lines, figures = list[str](), dict[str, str]()
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more] if more else []
-            figures |= drawn
-    return lines, figures
+    return in_sections(document, sections)
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """The answer in plain words; only what was measured."""
-    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
+    found = numbers_of(document)
+    more = {"depth": len(next(iter(found["d1"]["curves"].values()))) - 1.0} if "d1" in found else {}
+    said: Said = (
         (("e1", "e2"), lambda v: "Do tokens of a transformer grow alike with depth? The paper says so of BERT, by their mean cosine. In "
          "the trained encoder "
          f"at hand they do (rank correlation with depth {v['e1']:.2f}); in trained causal models with norms in front not always (least "
@@ -40,22 +32,21 @@ def lead(document: Mapping[str, Any]) -> list[str]:
          f"a cosine near 0. Cosine around the mean, the usual remedy, is blind to both: it moves by {v['a5']:.3f} between 1 direction "
          "and all."),
         (("c1", "c2", "c5", "c7"), lambda v: "The theorem on blocks with norms after the sums holds in every draw (largest share of "
-         f"the bound {v['c1']:.3f}; {v['c2']:.2f} in the median at the usual size of weights). In blocks built to have v under 1 it gives "
-         f"the rate itself, {v['c5']:.2f} of it. As a gauge it misleads: over draws a larger v goes with tokens that come closer (rank "
-         f"correlation {v['c7']:.2f})."),
+         f"the bound {v['c1']:.3f}; {v['c2']:.2f} in the median at the usual size of weights). In blocks built to have v under 1 tokens "
+         f"come closer at {v['c5']:.2f} of the rate v. As a gauge it misleads: over draws a larger v goes with tokens that come closer "
+         f"(rank correlation {v['c7']:.2f})."),
         (("e5",), lambda v: f"In a trained BERT it promises nothing: the least v of a block is {v['e5']:,.0f}."),
         (("b3", "b4", "b7"), lambda v: f"Attention does not always bring tokens closer: λ is {v['b3']:.1f} for sharp maps and "
          f"{v['b4']:.2f} under a causal mask with "
          f"logits near 0. GELU, unlike ReLU, can push them apart, by a factor of up to {v['b7']:.3f}."),
-        (("d1", "d2"), lambda v: f"Where the norm stands matters more: drawn models of 24 layers end at a cosine of {v['d1']:.4f} with "
-         "norms after the sums, and "
-         f"of {v['d2']:.2f} with norms in front."),
+        (("d1", "d2", "depth"), lambda v: f"The place of the norm matters: after {v['depth']:.0f} layers, tokens of drawn models have "
+         f"a cosine of {v['d1']:.4f} with norms after the sums, and of {v['d2']:.2f} with norms in front."),
         (("f1", "f2", "f3"), lambda v: "Fusing all layers changes the report loss of a masked model by "
          f"{v['f1']:+.3f} (concat), {v['f2']:+.3f} (max) and {v['f3']:+.3f} (gate), as seen at this size."),
-        (("f8", "f9"), lambda v: f"Norms after the sums change its last layer's cosine by {v['f8']:+.2f} and its loss by {v['f9']:+.3f}."),
+        (("f8", "f9"), lambda v: f"Norms after the sums change its last layer's cosine by {v['f8']:+.2f} and its loss by "
+         f"{v['f9']:+.3f}, as seen at this size."),
     )  # fmt: skip
-    lines = [f"- {tell(value)}" for needs, tell in said if value.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said, more, undecided=True)
 
 
 def _cosine(found: Entries) -> Part:
@@ -220,9 +211,9 @@ def _fusion(found: Entries) -> Part:
         return [], {}
     lines = [
         "## f. Fusion and the place of the norm, trained", "", "![cosine by depth](figure:fusion)", "",
-        "A masked language model of 6 layers, each arm at its best learning rate, figures by seed. Cosine and residual are of "
-        "the last",
-        "layer's tokens, in front of any fusion. Right: around the mean, where little is to be seen (study a).", "",
+        f"A masked language model of {held['layers']} layers, mechanisms at the better of two rates, variations at one. Figures by seed.",
+        "Cosine and residual are of the last layer's tokens, in front of any fusion.",
+        "Right: around the mean, where little is to be seen (study a).", "",
         *arms_table(held["arms"], {"loss": "report loss", "cosine": "cosine", "residual": "residual"}),
     ]  # fmt: skip
     panels = [

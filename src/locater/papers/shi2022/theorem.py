@@ -20,9 +20,10 @@ from torch import Tensor
 
 from locater.measures import token_cosine
 from locater.papers.claim import Claim, Measured
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
 from locater.papers.shi2022.bounds import lam, layer_norm, least_deviation
-from locater.papers.shi2022.cosine import distance, normal
+from locater.papers.shi2022.cosine import distance
 from locater.probe import spearman
 
 DRAWS, PARTS = {True: 1000, False: 6000}, 5

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from statistics import median_low
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,19 +123,19 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     worst, wrong = errors(HEADS[setting.quick])
     count = RANDOM[setting.quick]
     shares = {f"{spread:g}": called(count, spread) for spread in SPREADS}
-    of = f"2 standard errors of a share of {count} heads, at least 1 head"
     return {
         "a1": Measured(worst, 0.0, EXACT),
         "a2": Measured(wrong, 0.0, EXACT),
         "a3": Measured(massive_errors(10 * HEADS[setting.quick]), 0.0, EXACT),
         "a4": Measured(float(uniform_limit()), 0.0, EXACT),
-        "a5": Measured(max(a for a, _ in shares.values()), 1 / count, of, {"by_spread": {k: list(v) for k, v in shares.items()}}),
-        "a6": _share(max(b for _, b in shares.values()), count, of),
+        "a5": _share(max(a for a, _ in shares.values()), count, {"by_spread": {k: list(v) for k, v in shares.items()}}),
+        "a6": _share(max(b for _, b in shares.values()), count),
     }
 
 
-def _share(p: float, count: int, of: str) -> Measured:
-    return Measured(p, max(2 * (p * (1 - p) / count) ** 0.5, 1 / count), of)
+def _share(p: float, count: int, numbers: Mapping[str, Any] | None = None) -> Measured:
+    of = f"2 standard errors of a share of {count} heads, at least 1 head"
+    return Measured(p, max(2 * (p * (1 - p) / count) ** 0.5, 1 / count), of, numbers or {})
 
 
 STUDY = Study("sinks and spikes as numbers", CLAIMS, measure)

@@ -50,7 +50,8 @@ CLAIMS = (
           "at most", 0.02, by="notes"),
     Claim("b7", "tanh(alpha x) in the place of a norm does not", "cosine of spike tokens after it, spikes of 100 sqrt(n), width 4096",
           "at most", 0.1, by="notes"),
-    Claim("b8", "Spike tokens are sparse behind RMSNorm", "share of entries under 0.01 at 1000 medians, width 4096", "at least", 0.5),
+    Claim("b8", "Spike tokens are sparse behind RMSNorm", "share of entries under 0.01 at 1000 medians, width 4096", "at least", 0.5,
+          by="notes"),
 )  # fmt: skip
 
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from locater.papers.arms_page import (
+    Entries,
+    Part,
+    Said,
+    carried_in,
+    failed,
+    failed_said,
+    in_sections,
+    in_short,
+    means_table,
+    numbers_of,
+    sinks_said,
+)
 from locater.papers.figures import Panel, Series, draw
+from locater.papers.judging import uniform_first
+from locater.papers.mechanism_runs import BASE
 from locater.papers.strips import strips
+from locater.papers.sun2026.metrics import LENGTH, THRESHOLD
 
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
+UNIFORM = uniform_first(BASE.length)  # the first token's share of rows under uniform attention
 NAMES = {
     "softmax": "plain (heads of 64)", "heads=32": "heads of 8", "heads=16": "heads of 16", "heads=2": "heads of 128",
     "norm=sandwich": "sandwich norms", "norm=post": "norm of the sum", "mlp=gelu": "GELU", "mlp=none": "no MLP", "decay=0.0": "no decay",
@@ -18,28 +33,17 @@ NAMES = {
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    lines, figures = list[str](), dict[str, str]()
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
-        (_norms, ("b1",)), (_first, ("c1",)), (_models, ("d3",)), (_training, ("e1",)),
-    )  # fmt: skip
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more]
-            figures |= drawn
-    return lines, figures
+    """The sections after the verdicts, and their figures."""
+    return in_sections(document, ((_norms, ("b1",)), (_first, ("c1",)), (_models, ("d3",)), (_training, ())))
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What spikes and sinks are and what was seen of them, for a reader who knows nothing of the paper."""
-    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    held = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
-        (("a4", "a5"), lambda v: "A sink is a key that gets more than 0.3 of what queries give on average. The measure is sound at 64 "
-         f"tokens ({v['a5']:.1%} of random heads pass) and means nothing on short texts: uniform attention passes up to {v['a4']:.0f} "
-         "tokens."),
+    held = numbers_of(document)
+    said: Said = (
+        (("a4", "a5"), lambda v: f"A sink is a key that gets more than {THRESHOLD:g} of what queries give on average. The measure is sound "
+         f"at {LENGTH} tokens ({v['a5']:.1%} of random heads pass) and means nothing on short texts: uniform attention passes up to "
+         f"{v['a4']:.0f} tokens."),
         (("b1", "b5"), lambda v: "A spike is one huge entry of a token's hidden state. RMSNorm turns tokens with a spike into the same "
          f"vector: their cosine is {v['b1']:.3f} at 1000 medians and a width of 4096. How large a spike must be for that grows with the "
          f"root of the width: {held['b1']['needed']['4096']:.0f} medians at 4096, {held['b1']['needed']['64']:.0f} at 64. The usual "
@@ -49,19 +53,20 @@ def lead(document: Mapping[str, Any]) -> list[str]:
          f"{v['c1']:.0e}). With a gate, a sink logit or sigmoid weights it is not: a linear fit has R² = {v['c3']:.2f} at most."),
         (("d3", "d14"), lambda v: f"Of the small trained models at hand {v['d3']:.0%} have a massive activation, and their largest sink "
          f"ratio is {v['d14']:.2f}" + (": what the paper explains is not there at this size." if max(v["d3"], v["d14"]) == 0 else ".")),
-        (("d4", "d8", "d9"), lambda v: f"A step up is there in miniature. In {held['d3']['stepping']} the first token comes to stand out "
-         f"by a factor of {v['d4']:.1f} in a single MLP, which acts as its quadratic form there (cosine {v['d8']:.2f}) and not on later "
-         f"tokens ({v['d9']:.2f})."),
+        (("d3", "d4", "d8", "d9"), lambda v: f"A step up is there in miniature. In {held['d3']['stepping']} the first token comes to stand "
+         f"out by a factor of {v['d4']:.1f} in a single MLP, which acts as its quadratic form there (cosine {v['d8']:.2f}) and not on "
+         f"later tokens ({v['d9']:.2f})."),
         (("d6", "d13"), lambda v: f"It is the {'token' if v['d13'] > 0.5 else 'position'} that does it: put in the middle of the "
          f"text the same token has {v['d13']:.2f} of its size, and {v['d6']:.0%} of the text's tokens spike when put first, where "
          "the paper has 98 %."),
-        (("e1", "e2"), lambda v: f"The plain model trained here has a sink ratio of {v['e1']:.2f} and a largest entry of {v['e2']:.0f} "
+        (("e1", "e2"), lambda v: f"The plain model trained here, of {BASE.layers} layers and width {BASE.width}, has a sink ratio of "
+         f"{v['e1']:.2f} and a largest entry of {v['e2']:.0f} "
          "medians."),
-        (("e3", "e5", "e14"), lambda v: f"Heads of 8 change the first token's share of rows by {v['e3']:+.3f}, a gate per head by "
-         f"{v['e5']:+.3f}. Over all arms, spikes and sinks have a rank correlation of {v['e14']:.2f}."),
+        (("e1", "e5"), lambda v: sinks_said(held, (f"heads of 8 change its share by {v['e3']:+.4f}, " if "e3" in v else "")
+         + f"a gate per head changes its share by {v['e5']:+.4f}", BASE.length)),
+        (("e14",), lambda v: f"Over all arms, spikes and the first token's share have a rank correlation of {v['e14']:.2f}."),
     )  # fmt: skip
-    lines = [f"- {tell(value)}" for needs, tell in said if value.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said)
 
 
 def _norms(found: Entries) -> Part:
@@ -95,7 +100,8 @@ def _norms(found: Entries) -> Part:
 def _first(found: Entries) -> Part:
     lines = [
         "## c. The first position", "",
-        "Output of the first token, fitted by one linear map of its value: R² = 1 says that the map is fixed. Size: output over value.", "",
+        "Output of heads at the first token, fitted by one linear map of the token: R² = 1 says that the map is fixed. Size: of the output",
+        "over that of the value.", "",
         "| mechanism | kind of map | R² | size |", "|---|---|---|---|",
     ]  # fmt: skip
     lines += [f"| {name} | {r['kind']} | {r['R2']:.3f} | {r['size']:.2f} |" for name, r in found["c1"]["mechanisms"].items()]
@@ -148,34 +154,32 @@ def _kinds(count: int) -> str:
 
 
 def _training(found: Entries) -> Part:
-    arms = found["e1"]["arms"]
+    held = carried_in(found)
+    if held is None:
+        return [], {}
+    arms = [{**arm, "arm": NAMES.get(arm["arm"], arm["arm"])} for arm in held["arms"]]
+    columns = {"first_mass": ("first token", 3), "sink_rate": ("sink rate", 2), "sink_ratio": ("sink ratio", 2),
+               "spike": ("largest entry", 1), "spike_ratio": ("over the median", 1)}  # fmt: skip
     lines = [
         "## e. What drives sinks and spikes", "",
-        "One causal model of 6 layers and width 256, each arm changed in one thing and at the better of two learning rates; means over",
-        "seeds. First token: its share of a row (uniform attention over 256 tokens: 0.024).", "",
-        "| arm | rate | loss | first token | sink rate | sink ratio | largest entry | over the median |",
-        "|---|---|---|---|---|---|---|---|",
+        f"One causal model of {BASE.layers} layers and width {BASE.width}, each arm changed in one thing. The plain model and the gate per",
+        "head are at the better of two learning rates, other arms at the higher of the two. Beside losses, means over seeds; verdicts wait",
+        f"for all seeds of an arm. First token: its share of a row (uniform attention over {BASE.length} tokens: {UNIFORM:.3f}).", "",
+        *means_table(arms, columns),
     ]  # fmt: skip
-    for arm in arms:
-        cells = [_mean(arm["ends"], name, digits) for name, digits in
-                 (("loss", 4), ("first_mass", 3), ("sink_rate", 2), ("sink_ratio", 2), ("spike", 1), ("spike_ratio", 1))]  # fmt: skip
-        lines.append(f"| {NAMES.get(arm['arm'], arm['arm'])} | {arm['rate']:g} | {' | '.join(cells)} |")
+    lost = failed(arms, next(arm for arm in arms if arm["arm"] == NAMES["softmax"]))
+    lines += ["", failed_said(lost) + " These arms are left out of the pictures."] if lost else []
 
     def rows(name: str) -> dict[str, list[float]]:
-        found = {NAMES.get(arm["arm"], arm["arm"]): [end[name] for end in arm["ends"] if end[name] is not None] for arm in arms}
+        found = {arm["arm"]: [end[name] for end in arm["ends"] if end[name] is not None] for arm in arms if arm["arm"] not in lost}
         return {name: values for name, values in found.items() if values}
 
     figures = {}
-    for name, title, x, held in (
+    for name, title, x, shown in (
         ("sinks", "first token's share of rows", "share", rows("first_mass")),
         ("spikes", "largest entry over the median", "largest |h| / median |h|", rows("spike_ratio")),
     ):
-        if held:
+        if shown:
             lines += ["", f"![{name}](figure:{name})"]
-            figures[name] = strips(title, x, held)
+            figures[name] = strips(title, x, shown)
     return lines, figures
-
-
-def _mean(ends: Sequence[Mapping[str, Any]], name: str, digits: int) -> str:
-    known = [end[name] for end in ends if end.get(name) is not None]
-    return f"{sum(known) / len(known):.{digits}f}" if known else "-"

@@ -4,9 +4,7 @@ The stream is read after every half-block (attention, then MLP), h_0 the embeddi
 median of max |h| of later tokens. A step up is the half-block at which this grows most, as a factor; a step down where it shrinks most.
 As the first token sees itself alone, every token can be tried there as a sequence of one. Tokens that the text does not use are left out:
 a model that never learned them has one embedding for all, and they would all do the same.
-
-A SwiGLU MLP whose gates are far above 0 is a quadratic form, out_k = h^T S_k h with S_k = sum_m W_down[k, m] gate_m up_m^T, as silu(z) is
-z there. Far below 0 a neuron is shut: size alone does not make the MLP quadratic.
+The MLP as a quadratic form is in `forms.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,9 @@ from locater.measures import massive_activations, token_cosine
 from locater.papers.bao2024.gaussian import sources
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.paper import Setting, Study
+from locater.papers.sun2026.forms import alignment, dominance, form, form_error, quadratic
 from locater.papers.sun2026.metrics import LENGTH
+from locater.papers.trained_heads import HALVES
 from locater.probing.load import load_model
 from locater.probing.text import batches
 from locater.train.measured import of_map
@@ -35,14 +35,13 @@ from locater.train.measured import of_map
 SEQUENCES = {True: 24, False: 96}  # of each half of the text
 CHARACTERS = {True: 30_000, False: 120_000}
 STEP = 2.0  # factor by which the stream's largest entry grows at a step up
-HALVES = "half the difference of two halves of the text"
 
 CLAIMS = (
     Claim("d1", "Attention at the first position is W_O W_V x in trained models too",
           "largest relative error over layers and models, float32", "at most", 1e-4),
     Claim("d2", "The SwiGLU MLP is out_k = h^T S_k h once silu is the identity", "largest relative error, trained weights, float64",
           "at most", 1e-10),
-    Claim("d3", "Trained models have massive activations", "share of the small models at hand that have one", "at least", 0.5),
+    Claim("d3", "Trained models have massive activations", "share of the small models at hand that have one", "at least", 0.5, by="notes"),
     Claim("d4", "One half-block steps up: there the first token comes to stand out",
           "largest factor by which it stands out more, over half-blocks and models", "at least", STEP),
     Claim("d5", "That half-block is an MLP, early in the model",
@@ -139,51 +138,6 @@ def steps(out: Float[Tensor, " halves"]) -> tuple[int, float, int, float]:
     factors = out[1:] / out[:-1]
     up, down = int(factors.argmax()), int(factors.argmin())
     return up + 1, float(factors[up]), down + 1, float(factors[down])
-
-
-# --- the MLP as a form ------------------------------------------------------------------------------------------------
-
-
-def weights_of(mlp: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate and up (hidden, width), down (width, hidden), float64."""
-    return tuple(mlp.get_parameter(f"{name}_proj.weight").detach().double() for name in ("gate", "up", "down"))  # type: ignore[return-value]
-
-
-def form(mlp: nn.Module, channel: int) -> Float[Tensor, "width width"]:
-    """sym(S_k)."""
-    gate, up, down = weights_of(mlp)
-    S = torch.einsum("m,ma,mb->ab", down[channel], gate, up)
-    return (S + S.mT) / 2
-
-
-def quadratic(mlp: nn.Module, h: Float[Tensor, "*n width"]) -> Float[Tensor, "*n width"]:
-    """The MLP with silu the identity."""
-    gate, up, down = weights_of(mlp)
-    return ((h.double() @ gate.mT) * (h.double() @ up.mT)) @ down.mT
-
-
-def form_error(mlp: nn.Module, h: Float[Tensor, "n width"]) -> float:
-    """The quadratic MLP beside h^T S_k h, channel by channel."""
-    wanted = quadratic(mlp, h)
-    channels = range(0, wanted.shape[-1], max(1, wanted.shape[-1] // 8))
-    found = [torch.einsum("na,ab,nb->n", h.double(), form(mlp, k), h.double()) for k in channels]
-    return max(float((f - wanted[:, k]).abs().max() / wanted[:, k].abs().max()) for f, k in zip(found, channels, strict=True))
-
-
-def dominance(S: Float[Tensor, "width width"]) -> float:
-    """Largest lambda^2 over their sum: 1 for a form of rank one.
-
-    >>> dominance(torch.diag(torch.tensor([2.0, -1.0, 0.0])))
-    0.8
-    """
-    square = torch.linalg.eigvalsh(S.double()).square()
-    return float(square.max() / square.sum())
-
-
-def alignment(a: Tensor, b: Tensor) -> float:
-    """Cosine of two sets of vectors taken as one."""
-    a, b = a.double().flatten(), b.double().flatten()
-    return float(a @ b / (a.norm() * b.norm()))
 
 
 # --- one model --------------------------------------------------------------------------------------------------------
@@ -291,8 +245,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "d3": half_range(massive, HALVES, numbers),
         "d4": half_range([half["factor"] for half in own], HALVES),
     }
-    if all("vocabulary" in half for half in own):
+    if all(half["factor"] >= STEP for half in own):
         measured["d5"] = half_range([half["up"] / half["halves"] + (not half["is_mlp"]) for half in own], HALVES)
+    if all("vocabulary" in half for half in own):
         measured |= {key: half_range([half[name] for half in own], HALVES) for key, name in OF_STEP.items()}
     calm = [held for held in found.values() if not any(half["massive"] for half in held)]
     if calm:

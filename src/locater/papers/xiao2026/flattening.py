@@ -34,8 +34,9 @@ CLAIMS = (
     Claim("b2", "Signs flatten: the standard deviation of logits falls to 2/pi of what it was",
           "standard deviation of binary logits over that of real ones, independent N(0, 1) queries and keys, d = 64", "about", 0.637, 0.005,
           by="notes"),
-    Claim("b3", f"Entropy of the real row, {TOKENS} keys", "mean entropy in nats of softmax rows, d = 64", "about", 5.05, 0.01, by="notes"),
-    Claim("b4", f"Entropy of the binary row, {TOKENS} keys", "mean entropy in nats of binary rows, d = 64", "about", 5.345,
+    Claim("b3", f"A real row of {TOKENS} keys has 5.05 nats of entropy", "mean entropy in nats of softmax rows, d = 64", "about", 5.05,
+          0.01, by="notes"),
+    Claim("b4", f"A binary row of {TOKENS} keys has 5.345 nats", "mean entropy in nats of binary rows, d = 64", "about", 5.345,
           0.01, by="notes"),
     Claim("b5", "The binary entropy follows from the arcsine law: log N - (2/pi)^2 / 2",
           "measured entropy less that estimate, in nats", "about", 0.0, 0.02, by="notes"),
@@ -47,9 +48,9 @@ CLAIMS = (
     Claim("b8", "Over all pairs, real and binary logits have a correlation of 2/pi whatever d is, so that of ranks tends to "
           "(6/pi) asin(1/pi) = 0.6194",
           "rank correlation at the largest d less that limit", "about", 0.0, 0.005, by="notes"),
-    Claim("b9", f"Sharp rows (queries and keys {SHARP:g} times as large): real entropy", "mean entropy in nats, d = 64", "about", 0.64,
-          0.05, by="notes"),
-    Claim("b10", "Sharp rows: binary entropy", "mean entropy in nats, d = 64", "about", 1.13, 0.05, by="notes"),
+    Claim("b9", f"Sharp rows (queries and keys {SHARP:g} times as large): a real one has 0.64 nats", "mean entropy in nats, d = 64",
+          "about", 0.64, 0.05, by="notes"),
+    Claim("b10", "Sharp rows: a binary one has 1.13 nats", "mean entropy in nats, d = 64", "about", 1.13, 0.05, by="notes"),
     Claim("b11", "Sharp rows: the strongest key is the same in 13 % of them", "share of rows with the same largest weight, d = 64, "
           "ties among binary weights counted by their share", "about", 0.13, 0.02, by="notes"),
 )  # fmt: skip

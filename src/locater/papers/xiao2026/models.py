@@ -22,6 +22,7 @@ from locater.heads import AttentionLayer, Norm
 from locater.papers.bao2024.gaussian import inputs, sources
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.paper import Setting, Study
+from locater.papers.trained_heads import HALVES
 from locater.papers.xiao2026.flattening import ranks, row_correlation, top_agreement
 from locater.papers.xiao2026.signs import entropy
 from locater.probing.load import load_model
@@ -32,7 +33,6 @@ LENGTH = 128
 TOKENS = {True: 1024, False: 8192}  # per half of the text
 CHARACTERS = {True: 30_000, False: 240_000}
 RESTORED = math.pi / 2  # times: brings the spread of Gaussian logits back to what it was
-HALVES = "half the difference of two halves of the text"
 
 CLAIMS = (
     Claim("c1", "Signs flatten the rows of trained models too", "change of mean entropy in nats by binary attention, least of the models",

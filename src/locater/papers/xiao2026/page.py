@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from locater.papers.arms_page import Entries, Part, Said, arms_table, carried_in, in_sections, in_short, numbers_of
 from locater.papers.figures import Panel, Series, draw
-
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
+from locater.papers.xiao2026.flattening import TOKENS
+from locater.papers.xiao2026.signs import KEYS
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    lines, figures = list[str](), dict[str, str]()
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
-        (_signs, ("a5", "a6", "a8", "a11")), (_flattening, ("b1", "b2")), (_models, ("c1",)), (_training, ("d1",)),
-    )  # fmt: skip
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more]
-            figures |= drawn
-    return lines, figures
+    """The sections after the verdicts, and their figures."""
+    return in_sections(document, ((_signs, ("a5", "a6", "a8", "a11")), (_flattening, ("b1", "b2")), (_models, ("c1",)), (_training, ())))
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What one bit per channel keeps and what it costs; only what was measured."""
-    v = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    numbers = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[], str]], ...] = (
-        (("a1", "a3"), lambda: "Binary attention keeps one bit per channel of queries and keys, so that a logit is a count of equal bits "
+    numbers = numbers_of(document)
+    said: Said = (
+        (("a1", "a3"), lambda v: "Binary attention keeps one bit per channel of queries and keys, so that a logit is a count of equal bits "
          "times a scale. That much is exact, and so are the bound on logits and the least entropy that follow from it."),
-        (("b2", "b4", "b6"), lambda: f"Of random queries and keys, signs leave {v['b2']:.2f} of the spread of logits and a rank "
-         f"correlation of {v['b6']:.2f} with the real ones; rows of 256 keys go from {v['b3']:.2f} to {v['b4']:.2f} nats."),
-        (("c4", "c5"), lambda: _models_said(v, numbers)),
-        (("a11",), lambda: "With rotary positions signs lose what these are for: moving all tokens by "
+        (("b2", "b3", "b4", "b6"), lambda v: f"Of random queries and keys, signs leave {v['b2']:.2f} of the spread of logits and a rank "
+         f"correlation of {v['b6']:.2f} with the real ones; rows of {TOKENS} keys go from {v['b3']:.2f} to {v['b4']:.2f} nats."),
+        (("c1", "c4", "c5"), lambda v: _models_said(v, numbers)),
+        (("a11",), lambda v: "With rotary positions signs lose what these are for: moving all tokens by "
          f"{numbers['a11']['shift']} places changes logits by {v['a11']:.2f} of their spread, and real ones not at all. The paper's own "
          "models have no rotary positions."),
-        (("d1", "d2"), lambda: f"Trained from scratch on text, it ends {v['d1']:+.3f} nats from softmax; the learned bias alone is worth "
-         f"{-v['d2']:.3f}."),
+        (("d1",), lambda v: f"Trained from scratch on text, as seen at this size, it ends {v['d1']:+.3f} nats from softmax"
+         + (f"; the learned bias changes the loss by {v['d2']:+.3f}." if "d2" in v else ".")),
     )  # fmt: skip
-    lines = [f"- {tell()}" for needs, tell in said if v.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said)
 
 
 def _models_said(v: Mapping[str, float], numbers: Entries) -> str:
@@ -53,18 +41,18 @@ def _models_said(v: Mapping[str, float], numbers: Entries) -> str:
     losses = ", ".join(f"{name} {m['loss']:.2f} to {m['binary_loss']:.2f}" for name, m in causal.items())
     undone = sorted(100 * (1 - m["restored_divergence"] / m["divergence"]) for m in causal.values())
     share = f"{undone[0]:.0f} %" if len(undone) == 1 else f"{undone[0]:.0f} to {undone[-1]:.0f} %"
+    blame = "it is the order of keys that is lost more than the scale" if undone[-1] < 50 else "much of it is scale"
     return (
-        f"A trained model does not stand it as it is: the next token's distribution moves by up to {v['c4']:.2f} nats (loss: "
-        f"{losses}). Giving logits their spread back undoes {share} of that: it is the order of keys that is lost, not the scale. The "
-        "paper fine-tunes after the change."
+        f"Made binary as it is, a trained model moves its next token's distribution by up to {v['c4']:.2f} nats (loss: {losses}). Giving "
+        f"logits their spread back undoes {share} of that: {blame}. The paper fine-tunes after the change."
     )
 
 
 def _signs(found: Entries) -> Part:
     lines = [
         "## a. One bit, exactly", "",
-        "The softmax of counts of equal bits, against bits packed into whole numbers. Entropy cannot fall below the floor, in nats for 64 "
-        "keys:", "",
+        "The softmax of counts of equal bits, against bits packed into whole numbers. Entropy cannot fall below the floor, in nats for "
+        f"{KEYS} keys:", "",
         "| channels | levels seen | levels at most | bound on a logit | floor | least entropy seen |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for c in found["a5"]["cases"]:
@@ -99,7 +87,7 @@ def _flattening(found: Entries) -> Part:
     )  # fmt: skip
     lines = [
         "## b. Gaussian queries and keys", "", "![the arcsine law, and what is kept of the order of keys](figure:flattening)", "",
-        "256 keys, entries N(0, 1), no bias:", "",
+        f"{TOKENS} keys, entries N(0, 1), no bias:", "",
         "| channels | spread of logits, binary / real | binary entropy | correlation | rank correlation | same strongest key |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -141,16 +129,13 @@ def _models(found: Entries) -> Part:
 
 
 def _training(found: Entries) -> Part:
-    lines = [
+    held = carried_in(found)
+    if held is None:
+        return [], {}
+    columns = {"loss": "loss", "accuracy": "accuracy", "entropy": "entropy", "entropy_share": "share of its most"}
+    return [
         "## d. Trained from scratch", "",
-        "The paper starts from a trained model. Here nothing is trained before. Figures by seed.", "",
-        "| arm | rate | loss | accuracy | entropy | share of its most |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for arm in found["d1"]["arms"]:
-        cells = (_by_seed(arm["ends"], key) for key in ("loss", "accuracy", "entropy", "entropy_share"))
-        lines.append(f"| {arm['arm']} | {arm['rate']:g} | {' | '.join(cells)} |")
-    return lines, {}
-
-
-def _by_seed(ends: list[dict[str, Any]], key: str) -> str:
-    return ", ".join("-" if end[key] is None else f"{end[key]:.3f}" for end in ends)
+        "The paper starts from a trained model. Here nothing is trained before. Softmax and binary attention on text are at the better of",
+        "two learning rates, other arms at one. Numbers by seed; verdicts wait for all seeds of an arm.", "",
+        *arms_table(held["arms"], columns),
+    ], {}  # fmt: skip

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from locater.papers.arms_page import Entries, Part, Said, Sections, in_sections, in_short, numbers_of
 from locater.papers.figures import Panel, Series, draw
-
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    decided = {entry["id"] for entry in document["claims"] if entry["decided"]}
-    lines, figures = list[str](), dict[str, str]()
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
-        (_recurrences, ("a5",)), (_recall, ("b3",)), (_composing, ("c1",)), (lambda held: _stacks(held, "d1" in decided), ("d1",)),
+    """The sections after the verdicts, and their figures."""
+    learned = any(entry["id"] == "d1" and entry["decided"] for entry in document["claims"])
+    sections: Sections = (
+        (_recurrences, ("a5",)), (_recall, ("b3",)), (_composing, ("c1",)), (lambda held: _stacks(held, learned), ("d1",)),
     )  # fmt: skip
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more]
-            figures |= drawn
+    lines, figures = in_sections(document, sections)
     return [*lines, "", *_out_of_reach()], figures
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What separates full from linear attention at this size; only what was measured and decided."""
-    v = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["decided"]}
-    numbers = {entry["id"]: entry["numbers"] for entry in document["claims"]}
-    said: tuple[tuple[tuple[str, ...], Callable[[], str]], ...] = (
-        (("a1", "a2", "a3", "a5"), lambda: "Linear attention knows the past through one state of fixed size, and the package's three kinds "
-         f"are such recurrences to the last digit. What passes from past to future has rank {numbers['a5']['ranks']['delta']} at most "
-         f"there, {numbers['a5']['ranks']['softmax']} for softmax of the same head size."),
-        (("b1", "b4", "b6"), lambda: "A state of d_k rows holds d_k pairs exactly, by the delta rule. Past that there is no cliff: 2 d_k "
-         f"pairs that are merely added up are still told apart in {100 * v['b4']:.0f} % of cases, and correcting the state does worse than "
-         f"adding ({v['b6']:+.2f})."),
-        (("c1", "c3", "c4"), lambda: "Composing functions needs a state that holds a whole function, not one point, when the last function "
-         "is listed first. Not only then: counted over all functions on three points, listing them forward with the start at the end needs "
-         f"{v['c4']:.0f} times the states that a pointer does. It is the start in front that makes it easy."),
-        (("c5", "c6", "c7"), lambda: "L + 1 layers of full attention compose L functions, by construction; so do delta layers whose keys "
+    numbers = numbers_of(document)
+    said: Said = (
+        (("a1", "a2", "a3", "a5"), lambda v: "Linear attention knows the past through one state of fixed size, and the package's three "
+         f"kinds are such recurrences to the last digit. What passes from past to future has rank {numbers['a5']['ranks']['delta']} at "
+         f"most there, {numbers['a5']['ranks']['softmax']} for softmax of the same head size."),
+        (("b1", "b4", "b6"), lambda v: "A state of d_k rows holds d_k pairs exactly, by the delta rule. Past that there is no cliff: 2 d_k "
+         f"pairs that are merely added up are still told apart in {100 * v['b4']:.0f} % of cases, and correcting the state does "
+         f"{'better' if v['b6'] > 0 else 'worse'} than adding ({v['b6']:+.2f})."),
+        (("c1", "c3", "c4"), lambda v: "Composing functions needs a state that holds a whole function, not one point, when the last "
+         "function is listed first. Not only then: counted over all functions on three points, listing them forward with the start at the "
+         f"end needs {v['c4']:.0f} times the states that a pointer does. It is the start in front that makes it easy."),
+        (("c5", "c6", "c7"), lambda v: "L + 1 layers of full attention compose L functions, by construction; so do delta layers whose keys "
          "have a channel for every pair, and not with a quarter of them. The theorem is about states that are small against the prompt."),
-        (("d1", "d2"), lambda: f"Trained, stacks of full layers answer {100 * v['d1']:.0f} % at all hops; with one full layer less "
-         f"{100 * (v['d1'] + v['d2']):.0f} %."),
+        (("d1", "d2"), lambda v: f"Trained at this size, stacks of full layers answer {100 * v['d1']:.0f} % at all hops; with one full "
+         f"layer less {100 * (v['d1'] + v['d2']):.0f} %."),
     )  # fmt: skip
-    lines = [f"- {tell()}" for needs, tell in said if v.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short({"claims": [entry for entry in document["claims"] if entry["decided"]]}, said)
 
 
 def _recurrences(found: Entries) -> Part:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater.papers.claim import Claim, Measured, half_range, seeds_range
+from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.paper import Setting, Study
 
 SIZE = 32  # d_k, of a key
@@ -113,7 +113,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "b1": Measured(first, 0.0, EXACT), "b2": Measured(again, 0.0, EXACT),
         "b3": seeds_range(held["linear"][1.0], {"curves": curves, "bounds": bounds, "size": SIZE}),
         "b4": seeds_range([max(held[name][2.0][s] for name in ("linear", ADDED)) for s in seeds]),
-        "b5": half_range(least, "half the range of seeds"), "b6": seeds_range([held["delta"][2.0][s] - held[ADDED][2.0][s] for s in seeds]),
+        "b5": seeds_range(least), "b6": seeds_range([held["delta"][2.0][s] - held[ADDED][2.0][s] for s in seeds]),
         "b7": seeds_range(held["softmax"][8.0]),
     }  # fmt: skip
 

@@ -25,11 +25,11 @@ EXACT = "none: exact"
 
 CLAIMS = (
     Claim("a1", "Kernel linear attention is the recurrence (a)", "largest difference of `linear` from the loop over tokens, grouped heads",
-          "at most", 1e-12),
+          "at most", 1e-12, by="notes"),
     Claim("a2", "DeltaNet is the recurrence (b)", "largest difference of `delta` from the loop over tokens, grouped heads", "at most",
-          1e-12),
+          1e-12, by="notes"),
     Claim("a3", "Gated DeltaNet is the recurrence (c)", "largest difference of `gated_delta` from the loop over tokens, grouped heads",
-          "at most", 1e-12),
+          "at most", 1e-12, by="notes"),
     Claim("a4", "The correction form (c) and the form with (I - b k k^T) are the same recurrence",
           "largest difference of the two loops, with decay", "at most", 1e-12, by="notes"),
     Claim("a5", "Softmax attention is no such recurrence of this size: its outputs need more than the state could tell apart",

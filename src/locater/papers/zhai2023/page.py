@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from locater.papers.arms_page import Entries, Part, Said, Sections, carried_in, in_sections, in_short, means_table
 from locater.papers.figures import Panel, Series, draw
 
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
+NAMES = {"none": "plain", "sigma-reparam": "sigma-Reparam"}  # arms of bao2024
+COLUMNS = {"entropy": ("entropy", 2), "F": ("F, variance of logits", 2)}
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What was asked and what was found, from what was measured."""
-    v = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    said: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]], ...] = (
+    said: Said = (
         (("a1", "a2"), lambda v: "The theorem is right: no random layer has less entropy than the spectral norms of its weights and tokens "
          "allow, and one layer has exactly that."),
         (("c1", "c2", "c3"), lambda v: f"On trained models it is empty: the median bound is {_tiny(v['c1'])} nats. Even with the logits "
@@ -22,16 +22,20 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("b6",), lambda v: "It is so by design, not by bad luck: with gamma = 1, normalised tokens and the best case for them, it "
          f"promises {v['b6']:.0e} nats."),
         (("c4", "c5"), lambda v: "As an order it holds up: over heads, entropy falls with the norm of logit rows (rank correlation "
-         f"{v['c5']:.2f} or stronger in every model), and less tightly with the spectral norm of the weights ({v['c4']:.2f})."),
+         f"{v['c5']:.2f} in the model where it is weakest), and less tightly with the spectral norm of the weights ({v['c4']:.2f})."),
         (("b2", "b3"), lambda v: "One step of power iteration a training step lags behind: the worst map's norm is "
          f"{100 * v['b2']:.0f} % too low at times, the median map's {100 * v['b3']:.1f} %."),
-        (("d1", "d2", "d3"), lambda v: f"What is promised to training comes true here: it survives rates {v['d1']:.0f} times as hot, with "
-         f"{v['d3']:.1f} nats of entropy where the plain model has {v['d2']:.3f}."),
-        (("d4",), lambda v: f"At the best rates it changes the loss by {v['d4']:+.3f} nats."),
-        (("e1",), lambda v: f"Begun with gamma = 1 its loss is {v['e1']:+.4f} nats of that with each map's own norm."),
+        (("d1", "d2", "d3"), lambda v: f"What is promised to training comes true at this size: it survives rates {v['d1']:.0f} times "
+         f"as hot, with {v['d3']:.1f} nats of entropy where the plain model has {v['d2']:.3f}."),
+        (("d4",), lambda v: f"At the best rates it changes the loss by {v['d4']:+.3f} nats, as seen at this size."),
+        (("e1",), lambda v: f"Begun with gamma = 1 its loss is {v['e1']:+.4f} nats from that with each map's own norm."),
     )  # fmt: skip
-    lines = [f"- {tell(v)}" for needs, tell in said if v.keys() >= set(needs)]
-    return ["## In short", "", *lines, ""] if lines else []
+    return in_short(document, said, undecided=True)
+
+
+def _short(x: float) -> str:
+    """1e-6, not 1e-06."""
+    return f"{x:g}".replace("e-0", "e-")
 
 
 def _tiny(x: float) -> str:
@@ -39,18 +43,11 @@ def _tiny(x: float) -> str:
 
 
 def page(document: Mapping[str, Any]) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    lines, figures = list[str](), dict[str, str]()
-    sections: tuple[tuple[Callable[[Entries], Part], tuple[str, ...]], ...] = (
+    """The sections after the verdicts, and their figures."""
+    sections: Sections = (
         (_floor, ("a1", "a7")), (_reparam, ("b2", "b5", "b6")), (_models, ("c1",)), (_hot, ("d1",)), (_tuned, ("d4",)), (_gamma, ()),
     )  # fmt: skip
-    for section, needs in sections:
-        if found.keys() >= set(needs):
-            more, drawn = section(found)
-            lines += ["", *more] if more else []
-            figures |= drawn
-    return lines, figures
+    return in_sections(document, sections)
 
 
 def _floor(found: Entries) -> Part:
@@ -68,8 +65,9 @@ def _floor(found: Entries) -> Part:
         "## a. The floor", "", "![floor](figure:floor)", "",
         "What a bound on logits says of entropy. A bound s on the l2 norm of a row, less its mean, is the theorem's; it is enough for one",
         "logit to stand out by about s. A bound on the range is what caps and normalised queries and keys give.", "",
-        f"In random layers the theorem's bound is {a1['median_share']:.1%} of that of the row's own norm (median). Of 64 logits within a",
-        f"range of 2 the least entropy has {a7['high']} high ones; one high logit would have {a7['one']:.3f} nats.",
+        f"In random layers the theorem's bound is {a1['median_share']:.1%} of that of the row's own norm (median). Of {a7['tokens']} "
+        "logits within a",
+        f"range of {a7['range']:g} the least entropy has {a7['high']} high ones; one high logit would have {a7['one']:.3f} nats.",
     ]  # fmt: skip
     return lines, {"floor": draw([panel])}
 
@@ -89,10 +87,12 @@ def _reparam(found: Entries) -> Part:
         f"A model of two layers, {b2['steps']} steps of AdamW, one step of power iteration each, against an SVD. The estimate is never too",
         "high; where it is too low by a share e, the map acts with gamma / (1 - e). It lags where training grows a new direction.",
         "",
-        "| rate | worst map, from step 10 on | median map, mean of the first steps | worst map, last step |", "|---|---|---|---|",
+        f"| rate | worst map, from step 10 on | median map, mean of the first {b2['first']} steps | worst map, last step |",
+        "|---|---|---|---|",
         *(f"| {r['rate']:g} | {r['largest']:.1%} | {r['median']:.2%} | {r['last']:.1%} |" for r in b2["rows"]), "",
         f"Were sigma a constant for gradients, the cosine of W and its gradient would be up to {b5['sigma_held']:.2f} in place of 0.", "",
-        f"b6: with gamma = 1, s is {b6['s']:.0f} at the least; one nat would be promised from gamma = {b6['gamma_for_one_nat']:.2f} down.",
+        f"b6: gamma = 1 lets s be {b6['s']:.0f}, even for tokens at right angles; one nat would be promised from gamma = "
+        f"{b6['gamma_for_one_nat']:.2f} down.",
     ]  # fmt: skip
     return lines, {"power": draw([panel])}
 
@@ -111,8 +111,8 @@ def _models(found: Entries) -> Part:
     )  # fmt: skip
     lines = [
         "## c. On trained heads", "", "![bounds](figure:bounds)", "",
-        f"Each dot is a head, on {c1['tokens']} tokens; bounds under 1e-6 are drawn there. Medians over heads; rank correlations with",
-        "entropy.", "",
+        f"Each dot is a head, on {c1['tokens']} tokens; bounds under {_short(tiny)} are drawn there. Medians over heads;",
+        "rank correlations with entropy.", "",
         "| model | entropy | s of the theorem | its bound | norm of rows | its bound | bound by range | correlation, weights | logits |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -124,13 +124,12 @@ def _models(found: Entries) -> Part:
 
 def _hot(found: Entries) -> Part:
     d1 = found["d1"]
-    names = {"none": "plain", "sigma-reparam": "sigma-Reparam"}
     panels = [
         Panel(
             title, "learning rate", what,
             [
                 Series(said, [(r["rate"], max(r[key], 1e-3)) for r in d1["rows"] if r["control"] == name and r[key] is not None], "line", i)
-                for i, (name, said) in enumerate(names.items())
+                for i, (name, said) in enumerate(NAMES.items())
             ],
             x_scale="log", x_limits=(0.004, 0.15), y_scale=scale, y_limits=limits,  # type: ignore[arg-type]
         )
@@ -141,31 +140,22 @@ def _hot(found: Entries) -> Part:
     ]  # fmt: skip
     lines = [
         "## d. Training", "", "![hot rates](figure:hot)", "",
-        f"Runs of {d1['steps']} steps, two seeds each. Highest rate survived, by seed: "
-        + "; ".join(f"{names[name]} {', '.join(f'{x:g}' for x in held)}" for name, held in d1["survived"].items())
-        + ".",
+        f"Runs of {d1['steps']} steps. Highest rate survived, by seed: "
+        + "; ".join(f"{NAMES[name]} {', '.join(f'{x:g}' for x in held)}" for name, held in d1["survived"].items())
+        + f". The hottest that was tried: {max(r['rate'] for r in d1['rows']):g}.",
     ]  # fmt: skip
     return lines, {"hot": draw(panels)}
 
 
 def _tuned(found: Entries) -> Part:
-    return ["Each at its best of three rates:", "", *_table(found["d4"]["arms"], found["d4"]["entropy"])], {}
+    held = found["d4"]
+    arms = []
+    for arm in held["arms"]:
+        known = {"entropy": held["entropy"][arm["arm"]]} if arm["arm"] in held["entropy"] else {}  # these runs keep it beside `measures`
+        arms.append({**arm, "arm": NAMES.get(arm["arm"], arm["arm"]), "ends": [end | known for end in arm["ends"]]})
+    return ["Each at the best of its rates, as seen at this size:", "", *means_table(arms, COLUMNS)], {}
 
 
 def _gamma(found: Entries) -> Part:
-    held = next((found[key] for key in ("e1", "e2") if key in found), None)
-    return ([], {}) if held is None else (["## e. Where gamma begins", "", *_table(held["arms"])], {})
-
-
-def _table(arms: list[dict[str, Any]], entropies: Mapping[str, float] | None = None) -> list[str]:
-    lines = ["| arm | rate | report loss, by seed | entropy | F |", "|---|---|---|---|---|"]
-    for each in arms:
-        losses = ", ".join(f"{end['loss']:.4f}" for end in each["ends"])
-        entropy = f"{entropies[each['arm']]:.2f}" if entropies and each["arm"] in entropies else _of(each, "entropy")
-        lines.append(f"| {each['arm']} | {each['rate']:g} | {losses} | {entropy} | {_of(each, 'F')} |")
-    return lines
-
-
-def _of(each: Mapping[str, Any], name: str) -> str:
-    values = [end[name] for end in each["ends"] if end.get(name) is not None]
-    return f"{sum(values) / len(values):.2f}" if values else "-"
+    held = carried_in(found, "begun")
+    return ([], {}) if held is None else (["## e. Where gamma begins", "", *means_table(held["begun"], COLUMNS)], {})

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import torch
-
-from locater.papers.claim import Claim, Measured, seeds_range
-from locater.papers.judging import Line, change, ends_table, level, trained, value_of
+from locater.papers.arms_page import carried
+from locater.papers.claim import Claim, Measured, Relation
+from locater.papers.judging import Line, change, ends_table, has_sink, left_open, level, rank_correlation, trained, value_of
+from locater.papers.mechanism_runs import NO_SINK, SEEN
 from locater.papers.runs import Runs
 from locater.papers.zoo.arms import ARMS, BARE, BOTH_WAYS, CAUSAL, STACK
-from locater.probe import spearman
 
 LOSS = "report loss against softmax, each at the better of two rates"
 SMALL = 0.01  # nats that count as nothing
 
 
+def _claim(id: str, says: str, quantity: str, relation: Relation, stated: float) -> Claim:
+    """All of them are this project's: papers speak of larger models."""
+    return Claim(id, says, f"{quantity}, {SEEN}", relation, stated, by="notes")
+
+
 def _loss(id: str, says: str, at_most: float) -> Claim:
-    return Claim(id, says, LOSS, "at most", at_most, by="notes")
+    return _claim(id, says, LOSS, "at most", at_most)
 
 
 CLAIMS = {
     "a": (
         _loss("a1", "A gate behind attention lowers the loss", 0.0),
         _loss("a2", "Differential attention lowers the loss", 0.0),
-        Claim("a17", "Without the norm of its heads differential attention is worse", "report loss without less that with it", "at least",
-              0.0, by="notes"),
+        _claim("a17", "Without the norm of its heads differential attention is worse", "report loss without it, at one rate, less that "
+               "with it", "at least", 0.0),
         _loss("a3", "QK-norm costs nothing", SMALL),
         _loss("a4", "A cap of 50 on logits costs nothing", SMALL),
         _loss("a5", "A sink in the softmax, fixed at zero, costs nothing", SMALL),
@@ -34,41 +37,40 @@ CLAIMS = {
         _loss("a7", "Sigmoid attention is as good", SMALL),
         _loss("a8", "Taking the uniform part off costs nothing", SMALL),
         _loss("a9", "One bit per channel of queries and keys costs little", 2 * SMALL),
-        Claim("a10", "Attention that cannot localise is worse", "report loss of fastmax, order 2, less that of softmax", "at least", SMALL,
-              by="notes"),
-        Claim("a11", "The delta rule does better than sums of features", "report loss of delta less that of linear", "at most", 0.0,
-              by="notes"),
-        Claim("a12", "Forgetting improves on the delta rule", "report loss of gated_delta less that of delta", "at most", 0.0, by="notes"),
+        _claim("a10", "Attention that cannot localise is worse", "report loss of fastmax, order 2, less that of softmax", "at least",
+               SMALL),
+        _claim("a11", "The delta rule does better than sums of features", "report loss of delta less that of linear", "at most", 0.0),
+        _claim("a12", "Forgetting improves on the delta rule", "report loss of gated_delta less that of delta", "at most", 0.0),
         _loss("a13", "Three layers of four without softmax cost little", 2 * SMALL),
         _loss("a14", "Encoders: normalising twice lowers the loss", 0.0),
         _loss("a15", "Encoders: a learned mix of one and two normalisations lowers the loss", 0.0),
         _loss("a16", "Encoders: heads of several kinds cost nothing", SMALL),
     ),
     "b": (
-        Claim("b1", "Softmax attention forms sinks on the first token", "share of heads that give it more than 0.3", "at least", 0.1,
-              by="notes"),
-        Claim("b2", "A gate takes weight off the first token", "change of its share of rows", "at most", 0.0),
-        Claim("b3", "A learned sink takes weight off the first token", "change of its share of rows", "at most", 0.0),
-        Claim("b4", "A sink fixed at zero takes weight off the first token", "change of its share of rows", "at most", 0.0),
-        Claim("b5", "Sigmoid attention takes weight off the first token", "change of its share of rows", "at most", 0.0),
-        Claim("b6", "Without normalisation no head has a sink", "share of heads of sigmoid attention that have one", "at most", 0.0),
-        Claim("b7", "A gate makes the largest activations smaller", "change of the largest |h| over the median", "at most", 0.0),
-        Claim("b8", "Sinks need no massive activations", "largest |h| over the median, softmax", "at most", 1000.0, by="notes"),
+        _claim("b1", "Softmax attention forms sinks on the first token", "share of heads that give it more than 0.3", "at least", 0.1),
+        _claim("b2", "A gate takes weight off the first token", "change of its share of rows", "at most", 0.0),
+        _claim("b3", "A learned sink takes weight off the first token", "change of its share of rows", "at most", 0.0),
+        _claim("b4", "A sink fixed at zero takes weight off the first token", "change of its share of rows", "at most", 0.0),
+        _claim("b5", "Sigmoid attention takes weight off the first token", "change of its share of rows", "at most", 0.0),
+        _claim("b6", "Without normalisation no head has a sink", "share of heads of sigmoid attention that have one", "at most", 0.0),
+        _claim("b7", "A gate makes the largest activations smaller", "change of the largest entry of the stream over the median",
+               "at most", 0.0),
+        _claim("b8", "Sinks need no massive activations", "largest entry of the stream over the median, softmax", "at most", 1000.0),
     ),
     "c": (
-        Claim("c1", "Normalised Fastmax stays near uniform", "entropy as a share of the log of keys in view", "at least", 0.95, by="notes"),
-        Claim("c2", "Signs of queries and keys flatten attention", "change of entropy by binary, nats", "at least", 0.0, by="notes"),
-        Claim("c3", "QK-norm raises entropy", "change of entropy, nats", "at least", 0.0, by="notes"),
-        Claim("c4", "Mechanisms that attend more sharply do better",
-              "rank correlation of entropy with report loss, causal mechanisms that have one", "at least", 0.3, by="notes"),
+        _claim("c1", "Normalised Fastmax stays near uniform", "entropy as a share of the log of keys in view", "at least", 0.95),
+        _claim("c2", "Signs of queries and keys flatten attention", "change of entropy by binary, nats", "at least", 0.0),
+        _claim("c3", "QK-norm raises entropy", "change of entropy, nats", "at least", 0.0),
+        _claim("c4", "Mechanisms that attend more sharply do better",
+               "rank correlation of entropy with report loss, causal mechanisms that have one", "at least", 0.3),
     ),
     "d": (
-        Claim("d1", "Without the uniform part maps have a smaller gap", "change of 1 - s2/s1 by centred", "at most", 0.0),
-        Claim("d2", "Without the uniform part tokens stay further apart", "change of the residual after the last block by centred",
-              "at least", 0.0, by="notes"),
-        Claim("d3", "Normalised twice, no key is explained away", "share of keys that receive less than 1/S", "at most", 0.0),
-        Claim("d4", "Normalised once, some are", "share of keys that receive less than 1/S, softmax, masked", "at least", 0.01),
-        Claim("d5", "A learned mix explains fewer away than softmax", "change of the share of keys", "at most", 0.0),
+        _claim("d1", "Without the uniform part maps have a smaller gap", "change of 1 - s2/s1 by centred", "at most", 0.0),
+        _claim("d2", "Without the uniform part tokens stay further apart", "change of the residual after the last block by centred",
+               "at least", 0.0),
+        _claim("d3", "Normalised twice, no key is explained away", "share of keys that receive less than 1/S", "at most", 0.0),
+        _claim("d4", "Normalised once, some are", "share of keys that receive less than 1/S, softmax, masked", "at least", 0.01),
+        _claim("d5", "A learned mix explains fewer away than softmax", "change of the share of keys", "at most", 0.0),
     ),
 }  # fmt: skip
 
@@ -91,23 +93,23 @@ def _losses(runs: Runs) -> Mapping[str, Measured | None]:
     }
     ways = {"a14": "doubly_normalized", "a15": "hybrid_normalized", "a16": "multiformer"}
     found |= {key: change(runs, BOTH_WAYS[name], BOTH_WAYS["softmax"], "report_loss") for key, name in ways.items()}
-    first = found["a1"]
-    if first is not None:
-        more: dict[str, Any] = {"causal": ends_table(runs, CAUSAL.values()), "masked": ends_table(runs, BOTH_WAYS.values())}
-        found["a1"] = Measured(first.value, first.spread, first.spread_of, {**first.numbers, **more})
-    return found
+    return carried(found, {"causal": ends_table(runs, CAUSAL.values()), "masked": ends_table(runs, BOTH_WAYS.values())})
 
 
 def _sinks(runs: Runs) -> Mapping[str, Measured | None]:
+    """Where softmax has no sink, that others have none either says nothing, nor that it needs no massive activation for one."""
     plain = CAUSAL["softmax"]
     names = {"b2": "gated", "b3": "learned_sink", "b4": "softmax_plus_one", "b5": "sigmoid"}
-    return {
+    found = {
         "b1": level(runs, plain, "measures.sink_rate"),
         **{key: change(runs, CAUSAL[name], plain, "measures.first_mass") for key, name in names.items()},
         "b6": level(runs, CAUSAL["sigmoid"], "measures.sink_rate"),
         "b7": change(runs, CAUSAL["gated"], plain, "measures.spike_ratio"),
         "b8": level(runs, plain, "measures.spike_ratio"),
     }
+    if has_sink(runs, plain):
+        return found
+    return left_open(left_open(found, ("b6",), NO_SINK), ("b8",), NO_SINK, room=1000.0)
 
 
 def _entropy(runs: Runs) -> Mapping[str, Measured | None]:
@@ -121,16 +123,12 @@ def _entropy(runs: Runs) -> Mapping[str, Measured | None]:
 
 
 def _sharp(runs: Runs) -> Measured | None:
-    """Over mechanisms, for each seed."""
-    ends = [arm.ends(runs) for arm in CAUSAL.values()]
-    held = [lines for lines in ends if lines and all(value_of(line, "measures.entropy") is not None for line in lines)]
-    if len(held) < 5 or any(lines is None for lines in ends):
+    """Over the mechanisms whose every layer, or some, has an entropy; None while an arm is not whole."""
+    ends = {arm: arm.ends(runs) for arm in CAUSAL.values()}
+    if any(lines is None for lines in ends.values()):
         return None
-    found = []
-    for lines in zip(*held, strict=False):
-        x = torch.tensor([line["measures"]["entropy"] for line in lines])
-        found.append(spearman(x, torch.tensor([line["report_loss"] for line in lines])) or 0.0)
-    return seeds_range(found, {"mechanisms": len(held)})
+    known = [arm for arm, lines in ends.items() if all(value_of(line, "measures.entropy") is not None for line in lines or ())]
+    return rank_correlation(runs, known, "measures.entropy", "report_loss", {"mechanisms": len(known)})
 
 
 def _collapse(runs: Runs) -> Mapping[str, Measured | None]:

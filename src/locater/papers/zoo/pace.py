@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from locater.papers.claim import Claim, Measured, half_range
+from locater.papers.mechanism_runs import BASE
 from locater.papers.paper import Setting, Study
 from locater.papers.runs import Arm
 from locater.papers.zoo.arms import BOTH_WAYS, CAUSAL
 from locater.train.model import Shape, Transformer
 
 TURNS, STEPS, WARM = 5, 20, 3
+FEW = 4  # sequences of a batch on a CPU
 FUSED = ("softmax_plus_one", "learned_sink", "centred", "qk_norm", "gated")
 LINEAR = ("linear", "fastmax", "delta", "gated_delta")
 
@@ -94,7 +96,9 @@ def paces(arms: Mapping[str, Arm], setting: Setting) -> dict[str, list[float]]:
     """Milliseconds of a step by arm and turn."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     small = device.type == "cpu"
-    steps = {name: stepper(shape_of(arm, small), 4 if small else arm.base.batch, device) for name, arm in setting.each(list(arms.items()))}
+    steps = {
+        name: stepper(shape_of(arm, small), FEW if small else arm.base.batch, device) for name, arm in setting.each(list(arms.items()))
+    }
     turns, each = (3, 2) if small else (TURNS, STEPS)
     for step in steps.values():
         timed(step, each, device)
@@ -106,11 +110,12 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         causal, masked = paces(CAUSAL, setting), paces(BOTH_WAYS, setting)
     cuda = torch.cuda.is_available()
+    shape = shape_of(CAUSAL["softmax"], small=not cuda)
     numbers: dict[str, Any] = {
         "causal": {name: statistics.median(x) for name, x in causal.items()},
         "masked": {name: statistics.median(x) for name, x in masked.items()},
-        "device": torch.cuda.get_device_name() if cuda else "CPU, 1 thread",
-        "model": "6 layers of 256, 32 sequences of 256 tokens" if cuda else "2 layers of 128, 4 sequences of 128 tokens",
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, threads: {torch.get_num_threads()}",
+        "model": f"{shape.layers} layers of {shape.width}, {BASE.batch if cuda else FEW} sequences of {shape.length} tokens",
     }
     by_turn = {name: [x / y for x, y in zip(held, causal["softmax"], strict=True)] for name, held in causal.items()}
     slowest = max(FUSED, key=lambda name: statistics.median(by_turn[name]))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+from locater.papers.arms_page import failed, failed_said
+from locater.papers.judging import uniform_first
+from locater.papers.mechanism_runs import BASE
 from locater.papers.strips import strips
 
 Entry = Mapping[str, Any]
@@ -23,9 +27,6 @@ MEASURES = {
 }
 
 
-FAR = 1.0  # nats above softmax: a run that failed
-
-
 def lead(document: Entry) -> list[str]:
     """The order of mechanisms, and which do something else than lower the loss."""
     held = _numbers(document, "a1")
@@ -35,26 +36,22 @@ def lead(document: Entry) -> list[str]:
     ranked = sorted(held["causal"], key=lambda arm: _mean(arm["ends"], "loss"))
     ahead = [arm for arm in ranked if max(_changes(arm, plain, "loss"), default=0.0) < 0]
     behind = [arm for arm in ranked if min(_changes(arm, plain, "loss"), default=0.0) > 0]
-    seeds = plain["seeds"]
     lines = [
         "## What came out", "",
-        f"One causal language model of 6 layers and width 256, {seeds} seeds, every mechanism at the better of two learning rates, "
-        f"{plain['device']}. Losses are nats per token on text that chose nothing; softmax has {_mean(plain['ends'], 'loss'):.4f}, "
+        f"One causal language model of {BASE.layers} layers and width {BASE.width}, {plain['seeds']} seeds, every mechanism at the better "
+        f"of two learning rates{_untuned(held['causal'])}, {plain['device']}. What is said is of this size alone. Losses are "
+        f"nats per token on text that chose nothing; softmax has {_mean(plain['ends'], 'loss'):.4f}, "
         f"perplexity {math.exp(_mean(plain['ends'], 'loss')):.2f}.", "",
         f"- Lower loss than softmax with every seed: {_named(ahead, plain)}.",
         f"- Higher loss with every seed: {_named(behind, plain)}.",
     ]  # fmt: skip
-    lost = [
-        f"{arm['arm']} ({sum(x > FAR for x in gaps)} of {len(gaps)})"
-        for arm in ranked
-        if max(gaps := _changes(arm, plain, "loss") or [0.0]) > FAR
-    ]
-    if lost:
-        lines.append(f"- Seeds that failed, more than {FAR:g} nats above softmax: {', '.join(lost)}.")
+    lost = failed_said(failed(ranked, plain))
+    lines += [f"- {lost}"] if lost else []
     first = min(held["causal"], key=lambda arm: _mean(arm["ends"], "first_mass"))
     lines.append(
-        f"- The first token has {_mean(plain['ends'], 'first_mass'):.3f} of a row under softmax and least under {first['arm']}, "
-        f"{_mean(first['ends'], 'first_mass'):.3f}; {_mean(plain['ends'], 'sink_rate'):.0%} of softmax heads have a sink there."
+        f"- The first token has {_mean(plain['ends'], 'first_mass'):.3f} of a row under softmax (uniform attention would give it "
+        f"{uniform_first(BASE.length):.3f}) and least under {first['arm']}, {_mean(first['ends'], 'first_mass'):.3f}; "
+        f"{_mean(plain['ends'], 'sink_rate'):.0%} of softmax heads have a sink there."
     )
     quiet = min(held["causal"], key=lambda arm: _mean(arm["ends"], "spike_ratio"))
     lines.append(
@@ -65,7 +62,7 @@ def lead(document: Entry) -> list[str]:
     if masked:
         other = "; ".join(f"{arm['arm'].removesuffix(', masked')} {_span(_changes(arm, masked[0], 'loss'))}" for arm in masked[1:])
         lines.append(f"- Encoders, masked tokens, against softmax ({_mean(masked[0]['ends'], 'loss'):.4f}): {other}.")
-    return lines
+    return [*lines, ""]
 
 
 def page(document: Entry) -> tuple[list[str], dict[str, str]]:
@@ -79,10 +76,9 @@ def page(document: Entry) -> tuple[list[str], dict[str, str]]:
         lines += ["", *_reading(steps), "", "## One picture per measure", ""]
         plain = held["causal"][0]
         whole = [arm for arm in held["causal"] if len(arm["ends"]) == arm["seeds"]]
-        shown = [arm for arm in whole if max(_changes(arm, plain, "loss"), default=0.0) < FAR]
-        if len(shown) < len(whole):
-            off = ", ".join(arm["arm"] for arm in whole if arm not in shown)
-            lines += [f"Left out of the pictures, with a seed that ended more than {FAR:g} nats above softmax: {off}.", ""]
+        lost = failed(whole, plain)
+        shown = [arm for arm in whole if arm["arm"] not in lost]
+        lines += [f"Left out of the pictures, with a seed that failed: {', '.join(lost)}.", ""] if lost else []
         figures["loss"] = strips("report loss against softmax", "nats, a dot for each seed", _loss_rows(shown, plain))
         for name, (_, _, title) in MEASURES.items():
             rows = {arm["arm"]: [x[name] for x in arm["ends"]] for arm in shown if _is_known(arm, name)}
@@ -118,7 +114,8 @@ def table(arms: Sequence[Entry], steps: Mapping[str, float]) -> list[str]:
 
 def _reading(steps: Entry | None) -> list[str]:
     text = (
-        "Entropy is that of rows made to sum to 1, and has no meaning where weights are negative (-). Row mass: what a row sums to. First "
+        "Entropy is that of rows made to sum to 1, and has no meaning where weights are negative (-); in a stack it is that of the layers "
+        "that have one. Row mass: what a row sums to. First "
         "token: its share of a row's absolute weight. Sink rate: heads whose first token is given more than 0.3 of rows on average. Spike: "
         "largest entry of the stream over the median one, any half-block. Residual: distance of the tokens from their mean after the last "
         "block. Gap: 1 - s2/s1 of a map. M, Frobenius²: moments of query-key maps in logit units, where heads are read (not of "
@@ -136,7 +133,7 @@ def _numbers(document: Entry, id: str) -> Entry | None:
 
 
 def _mean(ends: Sequence[Entry], name: str) -> float:
-    return sum(float(x[name]) for x in ends) / len(ends)
+    return fmean(x[name] for x in ends)
 
 
 def _is_known(arm: Entry, name: str) -> bool:
@@ -154,8 +151,14 @@ def _loss_rows(arms: Sequence[Entry], plain: Entry) -> dict[str, list[float]]:
 
 
 def _named(arms: Sequence[Entry], plain: Entry) -> str:
-    return ", ".join(f"{arm['arm']} ({_mean(arm['ends'], 'loss') - _mean(plain['ends'], 'loss'):+.4f})" for arm in arms) or "none"
+    """With the mean change of loss over the seeds that both have."""
+    return ", ".join(f"{arm['arm']} ({fmean(_changes(arm, plain, 'loss')):+.4f})" for arm in arms) or "none"
+
+
+def _untuned(arms: Sequence[Entry]) -> str:
+    found = [f"{arm['arm']}: {arm['seeds']} seeds at one rate" for arm in arms if len(arm["rates"]) == 1]
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def _span(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})"
+    return f"{fmean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})"
