@@ -106,3 +106,16 @@ def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixt
     text = (ROOT / "docs" / "observe.md").read_text()
     assert rows
     assert all(row in text for row in rows)
+
+
+def test_the_verdicts_in_the_readme_are_those_kept() -> None:
+    from locater.papers import PAPERS
+    from locater.papers.report import tally
+
+    lines = (ROOT / "README.md").read_text().splitlines()
+    for name in PAPERS:
+        claims = json.loads((ROOT / f"docs/results/{name}.json").read_text())["claims"]
+        parts = [[entry for entry in claims if entry["by"] == by] for by in ("paper", "notes")]
+        cells = " | ".join(" / ".join(map(str, tally(part))) if part else "-" for part in parts)
+        row = next(line for line in lines if line.startswith(f"| [{name}]("))
+        assert row.endswith(f"| {cells} |"), f"{name}: {cells}"
