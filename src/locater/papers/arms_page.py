@@ -21,18 +21,17 @@ Said = Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]]]  #
 FAR = 1.0  # nats above the plain arm: a run that failed
 
 
-def in_short(document: Mapping[str, Any], said: Said, more: Mapping[str, float] | None = None, undecided: bool = False) -> list[str]:
+def in_short(document: Mapping[str, Any], said: Said, more: Mapping[str, float] | None = None) -> list[str]:
     """The answer in plain words: sentences all of whose claims were measured. `more` are numbers that no claim measures.
 
-    With `undecided` a sentence says which of its claims its numbers leave open.
+    A sentence says which of its claims its numbers leave open.
 
-    >>> in_short({"claims": [{"id": "a1", "measured": 0.5}]}, ((("a1",), lambda v: f"It is {v['a1']}."), (("a2",), lambda v: "More.")))
-    ['## In short', '', '- It is 0.5.', '']
-    >>> in_short({"claims": [{"id": "a1", "measured": 0.5, "verdict": "undecided"}]}, ((("a1",), lambda v: "So."),), undecided=True)[2]
-    '- So. (Undecided: a1.)'
+    >>> entry = {"id": "a1", "measured": 0.5, "verdict": "undecided"}
+    >>> in_short({"claims": [entry]}, ((("a1",), lambda v: f"It is {v['a1']}."), (("a2",), lambda v: "More.")))
+    ['## In short', '', '- It is 0.5. (Undecided: a1.)', '']
     """
     value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None} | dict(more or {})
-    unsure = {entry["id"] for entry in document["claims"] if undecided and entry["verdict"] == "undecided"}
+    unsure = {entry["id"] for entry in document["claims"] if entry["verdict"] == "undecided"}
     lines = []
     for needs, tell in said:
         if value.keys() >= set(needs):

@@ -1,7 +1,6 @@
 """Claims c to f, h and i, judged by the training runs of `arms.py`: those in the file of `Setting.runs`, or made when asked for.
 
-Differences are taken within a seed, which fixes first weights and order of the data. A measurement is the middle of the seeds' range
-and its spread half of that range, so that a verdict asks all seeds to agree.
+Differences are those of `papers.judging`: within a seed, and a verdict asks all seeds to agree.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from locater.papers.bao2024.arms import (
     stability_rows,
 )  # fmt: skip
 from locater.papers.claim import Claim, Measured, seeds_range
+from locater.papers.judging import NEEDS, Line, change, known
 from locater.papers.paper import Setting, Study
 from locater.papers.runs import Arm, Row, Runs, complete
 from locater.probe import spearman
 
-Line = Mapping[str, Any]
-NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER to make those that it lacks"
 SURVIVED = 0.5  # nats above the plain run at the coolest of the hot rates
 TUNED = "each at its best of three rates"
 
@@ -111,7 +109,7 @@ def measure(letter: str) -> Callable[[Setting], Mapping[str, Measured]]:
 
 def _c(runs: Runs) -> dict[str, Measured]:
     table = _table(runs, [PLAIN, BOTH])
-    return _known({"c1": _change(runs, BOTH, PLAIN, "report_loss", {"arms": table}), "c2": _change(runs, BOTH, PLAIN, "entropy")})
+    return known({"c1": change(runs, BOTH, PLAIN, "report_loss", {"arms": table}), "c2": change(runs, BOTH, PLAIN, "entropy")})
 
 
 def _d(runs: Runs) -> dict[str, Measured]:
@@ -124,7 +122,7 @@ def _d(runs: Runs) -> dict[str, Measured]:
     }
     both = curve(TARGETS["both"], "both", rate)
     found = {
-        "d8": _change(
+        "d8": change(
             runs,
             mean,
             PLAIN,
@@ -136,16 +134,16 @@ def _d(runs: Runs) -> dict[str, Measured]:
                 "rate": rate,
             },
         ),
-        "d9": _change(runs, scale, PLAIN, "entropy"),
-        "d10": _change(runs, scale, PLAIN, "report_loss"),
+        "d9": change(runs, scale, PLAIN, "entropy"),
+        "d10": change(runs, scale, PLAIN, "report_loss"),
         "d11": _by_seed(runs, list(both.values()), lambda lines: spearman(torch.tensor(list(both)), _losses(lines)) or 0.0),
         "d12": _by_seed(runs, [both[2.0], both[-2.0]], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"]),
-        "d13": _change(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
-        "d14": _change(runs, LEARNED["mean only"], LEARNED["none"], "report_loss"),
-        "d15": _change(runs, LEARNED["LocAteR"], LEARNED["none"], "report_loss"),
-        "d16": _change(runs, LEARNED["scale only"], LEARNED["none"], "report_loss"),
+        "d13": change(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
+        "d14": change(runs, LEARNED["mean only"], LEARNED["none"], "report_loss"),
+        "d15": change(runs, LEARNED["LocAteR"], LEARNED["none"], "report_loss"),
+        "d16": change(runs, LEARNED["scale only"], LEARNED["none"], "report_loss"),
     }
-    return _known(found)
+    return known(found)
 
 
 def _e(runs: Runs) -> dict[str, Measured]:
@@ -153,21 +151,21 @@ def _e(runs: Runs) -> dict[str, Measured]:
     rivals = [arm for arm in RIVALS.values() if "LocAteR" not in arm.name and arm.ends(runs)]
     best = min(rivals, key=lambda arm: _mean(arm.ends(runs) or (), "report_loss"), default=None)
     found = {
-        "e1": _change(runs, BOTH, mimetic, "report_loss", {"arms": _table(runs, [PLAIN, BOTH, *RIVALS.values()])}),
-        "e2": _change(runs, BOTH, normed, "report_loss"),
-        "e3": _change(runs, RIVALS["mimetic + LocAteR"], mimetic, "report_loss"),
-        "e4": _change(runs, RIVALS["QK-norm + LocAteR"], normed, "report_loss"),
-        "e6": _change(runs, RIVALS["weight decay 0.3 + LocAteR"], RIVALS["weight decay 0.3"], "report_loss"),
-        "e5": None if best is None else _change(runs, BOTH, best, "report_loss", {"best": best.name}),
+        "e1": change(runs, BOTH, mimetic, "report_loss", {"arms": _table(runs, [PLAIN, BOTH, *RIVALS.values()])}),
+        "e2": change(runs, BOTH, normed, "report_loss"),
+        "e3": change(runs, RIVALS["mimetic + LocAteR"], mimetic, "report_loss"),
+        "e4": change(runs, RIVALS["QK-norm + LocAteR"], normed, "report_loss"),
+        "e6": change(runs, RIVALS["weight decay 0.3 + LocAteR"], RIVALS["weight decay 0.3"], "report_loss"),
+        "e5": None if best is None else change(runs, BOTH, best, "report_loss", {"best": best.name}),
     }
-    return _known(found)
+    return known(found)
 
 
 def _f(runs: Runs) -> dict[str, Measured]:
     table = _table(runs, [arm for pair in ELSEWHERE.values() for arm in pair])
     kinds = (("f1", "masked", "report_loss"), ("f2", "image", "accuracy"), ("f3", "sort", "report_loss"))
-    found = {key: _change(runs, ELSEWHERE[name][1], ELSEWHERE[name][0], what, {"arms": table}) for key, name, what in kinds}
-    return _known(found)
+    found = {key: change(runs, ELSEWHERE[name][1], ELSEWHERE[name][0], what, {"arms": table}) for key, name, what in kinds}
+    return known(found)
 
 
 def _h(runs: Runs) -> dict[str, Measured]:
@@ -181,7 +179,7 @@ def _h(runs: Runs) -> dict[str, Measured]:
     def change(of: Sequence[Row], against: Sequence[Row], more: Mapping[str, Any] | None = None) -> Measured | None:
         return _by_seed(runs, [of, against], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"], more)
 
-    return _known({
+    return known({
         "h1": change(pushed["floor 0.75"], means[2.0], {"points": shown, "means": _points(runs, means)}),
         "h2": change(pushed["ceiling 0.35"], means[2.0]),
         "h3": change(means[4.0], means[0.0]),
@@ -217,21 +215,6 @@ TITLES = {
     "h": "is it the entropy", "i": "stability",
 }  # fmt: skip
 STUDIES = tuple(Study(TITLES[letter], CLAIMS[letter], measure(letter), NEEDS, on_runs=True) for letter in CLAIMS)
-
-
-def _known(found: Mapping[str, Measured | None]) -> dict[str, Measured]:
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _change(
-    runs: Runs, arm: Arm, against: Arm, what: str | Callable[[Line], float], more: Mapping[str, Any] | None = None
-) -> Measured | None:
-    """Of the ends of two arms, seed by seed; None where one has none."""
-    of, base = arm.ends(runs), against.ends(runs)
-    if of is None or base is None:
-        return None
-    read = what if callable(what) else lambda line: float(line[what])
-    return seeds_range([read(a) - read(b) for a, b in zip(of, base, strict=True)], more)
 
 
 def _by_seed(

@@ -30,7 +30,7 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("d3", "d4"), lambda v: f"Keys explained away after training: {100 * v['d4']:.0f} % with softmax, {100 * v['d3']:.0f} % doubly "
          "normalized."),
     )  # fmt: skip
-    return in_short(document, said, undecided=True)
+    return in_short(document, said)
 
 
 def page(document: Mapping[str, Any]) -> Part:

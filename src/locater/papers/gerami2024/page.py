@@ -47,7 +47,7 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("e4",), lambda v: f"On images order 2 changes test accuracy by {v['e4']:+.3f}."),
         (("e5", "e6"), lambda v: f"Trained maps of order 2 have {v['e5']:.3f} of the largest entropy, softmax's {v['e6']:.3f}."),
     )  # fmt: skip
-    return in_short(document, said, more, undecided=True)
+    return in_short(document, said, more)
 
 
 def _forms(found: Entries) -> Part:

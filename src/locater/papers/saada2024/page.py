@@ -45,7 +45,7 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("f2",), lambda v: f"Trained without the prefix mean, a causal language model changes its loss by {v['f2']:+.4f} nats, as seen at "
          "this size."),
     )  # fmt: skip
-    return in_short(document, said, more, undecided=True)
+    return in_short(document, said, more)
 
 
 def _power(exponent: float) -> str:

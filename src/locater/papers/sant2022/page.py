@@ -38,7 +38,7 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("e5",), lambda v: f"Does even relevance go with a lower loss? Over arms the rank correlation of unevenness with loss is "
          f"{v['e5']:+.2f}, as seen at this size."),
     )  # fmt: skip
-    return in_short(document, said, more, undecided=True)
+    return in_short(document, said, more)
 
 
 def _kinds(found: Entries) -> Part:

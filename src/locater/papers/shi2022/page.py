@@ -46,7 +46,7 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("f8", "f9"), lambda v: f"Norms after the sums change its last layer's cosine by {v['f8']:+.2f} and its loss by "
          f"{v['f9']:+.3f}, as seen at this size."),
     )  # fmt: skip
-    return in_short(document, said, more, undecided=True)
+    return in_short(document, said, more)
 
 
 def _cosine(found: Entries) -> Part:

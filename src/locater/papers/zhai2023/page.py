@@ -30,7 +30,7 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("d4",), lambda v: f"At the best rates it changes the loss by {v['d4']:+.3f} nats, as seen at this size."),
         (("e1",), lambda v: f"Begun with gamma = 1 its loss is {v['e1']:+.4f} nats from that with each map's own norm."),
     )  # fmt: skip
-    return in_short(document, said, undecided=True)
+    return in_short(document, said)
 
 
 def _short(x: float) -> str:
