@@ -129,3 +129,17 @@ def test_a_run_brings_them(tmp_path: Any) -> None:
     assert Result.from_dict(result.to_dict()).measures == result.measures
     old = {name: value for name, value in result.to_dict().items() if name != "measures"}
     assert Result.from_dict(old).measures == {}
+
+
+def test_a_stream_of_nothing_has_no_ratio() -> None:
+    """Numbers that do not exist are null, and the result is JSON."""
+    import json
+
+    model = model_of("softmax")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    found = measure(model, IDS)
+    assert (found["spike"], found["spike_ratio"], found["halves"][0]["residual"]) == (0.0, None, None)
+    assert found["entropy_share"] == pytest.approx(1)
+    json.dumps(found, allow_nan=False)

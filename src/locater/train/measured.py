@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def measure(model: Transformer, inputs: Tensor) -> dict[str, Any]:
     relevance                         by layer, each head's share in what attention adds
     gate                              mean of gates, where there are any
     halves                            the stream at first, after attention, after the MLP, ...: largest and median |h|, residual, cosines
-    spike, spike_ratio                the largest |h| of any half, and the largest over its median
+    spike, spike_ratio                the largest |h| of any half, and the largest ratio of it to the median
     """
     inputs = inputs[:SEQUENCES] if model.shape.image is not None else inputs[:SEQUENCES, :TOKENS]
     x, turn = model.model.embedded(inputs)
@@ -55,8 +56,8 @@ def measure(model: Transformer, inputs: Tensor) -> dict[str, Any]:
             halves.append(_half(x))
     means = {name: _mean([held[name] for held in maps]) for name in maps[0]}
     return means | {
-        "relevance": found, "halves": halves, "spike": max(half["largest"] for half in halves),
-        "spike_ratio": max(half["largest"] / half["median"] for half in halves),
+        "relevance": found, "halves": halves, "spike": _most(half["largest"] for half in halves),
+        "spike_ratio": _most(half["ratio"] for half in halves),
     }  # fmt: skip
 
 
@@ -117,12 +118,18 @@ def of_map(p: Maps, causal: bool, kind: str = "stochastic") -> dict[str, float |
     return {"entropy": float(entropy.mean()), "entropy_share": None if of_most is None else float(of_most), **found}
 
 
-def _half(x: Tensor) -> dict[str, float]:
+def _half(x: Tensor) -> dict[str, float | None]:
     massive = massive_activations(x)
-    return {
-        "largest": float(massive.top.max()), "median": float(massive.median.mean()), "residual": float(rank_residual(x).mean()),
-        "cosine": float(token_cosine(x).mean()), "centred_cosine": float(token_cosine(x, centred=True).mean()),
+    top, median = massive.top.max(), massive.median.mean()
+    numbers = {
+        "largest": top, "median": median, "ratio": top / median, "residual": rank_residual(x).mean(), "cosine": token_cosine(x).mean(),
+        "centred_cosine": token_cosine(x, centred=True).mean(),
     }  # fmt: skip
+    return {name: float(value) if bool(value.isfinite()) else None for name, value in numbers.items()}
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((x for x in values if x is not None), default=None)
 
 
 def _kind(part: Attention) -> str:
