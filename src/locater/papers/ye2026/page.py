@@ -102,7 +102,7 @@ def _stacks(found: Entries, decided: bool) -> Part:
         lines.append(f"| {layout} | {' | '.join(cells)} |")
     if not decided:
         lines += [
-            "", "This run is too short to learn the task, so nothing is concluded from it. On a GPU (about three minutes on an H200):", "",
+            "", "This run is too short to learn the task: nothing is concluded from it. In full, three hops on a GPU, two without one:", "",
             "    locater reproduce ye2026 --claim d --json d.json",
             "    locater reproduce ye2026 --from quick.json --from d.json --json ... --report ...",
         ]  # fmt: skip
