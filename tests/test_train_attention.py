@@ -520,9 +520,32 @@ def test_the_command(tmp_path: Path, run: Callable[..., Ran]) -> None:
     assert swept.status == 0
 
 
-def test_a_model_that_transformers_cannot_run_is_not_probed(tmp_path: Path, run: Callable[..., Ran]) -> None:
-    path = checkpoints.save(tmp_path, "model", model_of("sigmoid").float())
-    said = run("probe", path)
-    assert said.status == 2
-    assert said.err.count("\n") == 1
-    assert "observe(locater.train.load(" in said.err
+def test_own_blocks_are_probed_where_they_are_a_softmax(tmp_path: Path, run: Callable[..., Ran]) -> None:
+    """From the folder that a run leaves, whose type transformers does not know; others are refused with the reason."""
+    from locater.train import run as trained
+
+    made = {name: trained(plan(tmp_path, attention=name, out=str(tmp_path / name), steps=2)) for name in ("learned_sink", "sigmoid")}
+    text = tmp_path / "corpus.txt"
+    args = ("probe", made["learned_sink"].model, "--text", text, "--length", TINY["length"])
+    done = run(*args, "--json", "-")
+    assert done.status == 0, done.err
+    heads = json.loads(done.out)["heads"]
+    assert all(0 < row["row_mass"] < 1 for row in heads)
+    refused = run("probe", made["sigmoid"].model, "--text", text, "--length", TINY["length"])
+    assert refused.status == 2
+    assert "sigmoid attention cannot be measured" in refused.err
+    assert run("probe", made["learned_sink"].model, "--text", text, "--length", 10**4).status == 2
+    pictures = Transformer(Shape(**{**SMALL, "length": 4, "vocabulary": 3}, causal=False, positions="learned", image=(8, 8, 1)))  # type: ignore[arg-type]
+    images = run("probe", checkpoints.save(tmp_path, "images", pictures))
+    assert images.status == 2
+    assert "observe(locater.train.load(" in images.err
+
+
+def test_padding_is_refused() -> None:
+    model = model_of("softmax")
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS, attention_mask=torch.ones_like(IDS)), model(IDS))
+    with pytest.raises(LocaterError, match="no padding"):
+        model(input_ids=IDS, attention_mask=torch.zeros_like(IDS))
+    with pytest.raises(LocaterError, match="inputs of one length"):
+        model()

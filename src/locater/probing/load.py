@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from locater.errors import LocaterError, first_line
-
-OWN = ("locater", "locater_variant")  # types that `locater train` writes and transformers does not know
+from locater.probing.text import OWN
 
 
 def load_model(source: str) -> Any:
@@ -28,9 +27,13 @@ def load_model(source: str) -> Any:
     if not path.exists() and (source.count("/") != 1 or source[:1] in "/.~"):
         raise LocaterError(f"{source}: no such folder")
     if path.is_dir() and _kind(path) in OWN:
-        raise LocaterError(
-            f"{source}: its blocks are our own, which transformers does not run; in Python: observe(locater.train.load({source!r}))"
-        )
+        from locater.train import load
+
+        model: Any = load(path)
+        if model.shape.image is not None:
+            raise LocaterError(f"{source}: images of our own models are not read here; in Python: observe(locater.train.load({source!r}))")
+        model.name_or_path = source  # where its tokenizer is
+        return model
     try:
         config = AutoConfig.from_pretrained(source)
         named = (getattr(config, "architectures", None) or [""])[0]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
 
+OWN = ("locater", "locater_variant")  # types that `locater train` writes and transformers does not know
 OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")  # count positions from the padding id on
 Batch = dict[str, Tensor]
 Text = str | Path | Tensor | Sequence[str] | Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]
@@ -71,9 +72,10 @@ def tokenizer_for(model: Any, given: Any = None) -> Any:
     if not where:
         raise LocaterError(f"{type(model).__name__}: it does not say where its tokenizer is: {way_out}")
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        return AutoTokenizer.from_pretrained(where)
+        own = getattr(config, "model_type", "") in OWN  # a type that transformers would warn of
+        return (PreTrainedTokenizerFast if own else AutoTokenizer).from_pretrained(where)
     except ImportError:
         raise LocaterError("reading text needs the transformers package: pip install 'locater[hf]'") from None
     except Exception as error:

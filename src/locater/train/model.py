@@ -40,11 +40,17 @@ EPS = 1e-5
 
 
 class Config(dict[str, Any]):
-    """config.json, as a model carries it."""
+    """config.json, as a model carries it; entries are attributes too, as others expect of a configuration."""
 
     @property
     def model_type(self) -> str:
         return str(self["model_type"])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 @dataclass(frozen=True)
@@ -308,7 +314,14 @@ class Transformer(nn.Module):
         if isinstance(self.model.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor | None = None, targets: Tensor | None = None, *, input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`input_ids` is another name for the inputs, and a mask of ones is taken: batches made for other models run."""
+        inputs = input_ids if inputs is None else inputs
+        if inputs is None or (attention_mask is not None and not bool(attention_mask.all())):
+            raise LocaterError("these blocks take inputs of one length: token ids or images, and no padding")
         x = self.model(inputs)
         logits = self.lm_head(x if self.shape.image is None else x.mean(1))
         if targets is None:

@@ -29,6 +29,7 @@ from locater.papers.ye2026.task import Prompts, Task, prompts
 from locater.probe import spearman
 
 QUESTIONS = 8  # in each prompt, which tell each other nothing that the list does not
+WORSE = 0.05  # of answers: what counts as worse
 LEARNED = 0.9  # the all-full stack has learned the task where it is right so often at all hops; else nothing is compared
 
 
@@ -63,11 +64,11 @@ CLAIMS = (
     Claim("d1", "A stack of full layers learns to compose", "share of right answers at all L hops, every layer full, as seen at this size",
           "at least", LEARNED, by="notes"),
     Claim("d2", "Of equal depth, L - 1 full layers among linear ones do worse (the theorem is about what can be represented, and large m)",
-          "share of right answers at L hops, L - 1 full layers less all full, as seen at this size", "at most", 0.0, by="notes"),
+          "share of right answers at L hops, L - 1 full layers less all full, as seen at this size", "at most", -WORSE, by="notes"),
     Claim("d3", "The more full layers, the more hops", "rank correlation of the number of full layers with the share of right answers at "
           "L hops, as seen at this size", "at least", 0.8, by="notes"),
     Claim("d4", "Linear layers alone do worse at one hop already, where a function has more points than all keys have channels",
-          "share of right answers after the first layer, no full layer less all full, as seen at this size", "at most", 0.0, by="notes"),
+          "share of right answers after the first layer, no full layer less all full, as seen at this size", "at most", -WORSE, by="notes"),
 )  # fmt: skip
 
 
