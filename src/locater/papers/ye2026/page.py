@@ -34,8 +34,8 @@ def lead(document: Mapping[str, Any]) -> list[str]:
          f"end needs {v['c4']:.0f} times the states that a pointer does. It is the start in front that makes it easy."),
         (("c5", "c6", "c7"), lambda v: "L + 1 layers of full attention compose L functions, by construction; so do delta layers whose keys "
          "have a channel for every pair, and not with a quarter of them. The theorem is about states that are small against the prompt."),
-        (("d1", "d3"), lambda v: f"Trained at this size, a stack of full layers answers {100 * v['d1']:.0f} % at all hops; the number of full "
-         f"layers has a rank correlation of {v['d3']:.2f} with that" + (": linear layers do as well here." if v["d3"] <= 0 else ".")),
+        (("d1", "d3"), lambda v: f"Trained at this size, a stack of full layers answers {100 * v['d1']:.0f} % at all hops; the number of "
+         f"full layers has a rank correlation of {v['d3']:.2f} with that" + (": linear layers do as well here." if v["d3"] <= 0 else ".")),
         (("d1", "d2"), lambda v: f"Trained at this size, stacks of full layers answer {100 * v['d1']:.0f} % at all hops; with one full "
          f"layer less {100 * (v['d1'] + v['d2']):.0f} %."),
     )  # fmt: skip
