@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,13 @@ def test_the_page_names_what_failed_and_has_no_bar_in_a_cell() -> None:
     assert sum(text.startswith("| ") for text in lines) == len(CAUSAL) + len(BOTH_WAYS) + 2
     assert not any("|" in claim["quantity"] for claim in made["claims"])
     assert lead({"claims": []}) == []
+
+
+def test_the_plan_is_that_of_the_arms() -> None:
+    """Written before the runs; arms that change afterwards show here."""
+    from locater.papers import PAPERS
+    from locater.papers.mechanism_runs import plan_table
+
+    names = ("zoo", "qiu2025", "sun2026", "shi2022", "gerami2024", "sant2022", "xiao2026", "saada2024", "ding2020", "zhai2023")
+    text = (Path(__file__).parents[1] / "docs/results/mechanisms-plan.md").read_text()
+    assert "\n".join(plan_table([PAPERS[name] for name in names])) in text
