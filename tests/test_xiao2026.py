@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from locater.papers import Setting, reproduce
-from locater.papers.bao2024.gaussian import sources
 from locater.papers.claim import verdict_of
 from locater.papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater.papers.report import write_report
 from locater.papers.runs import Arm, Runs
+from locater.papers.trained_heads import sources
 from locater.papers.xiao2026 import PAPER, flattening, models, signs, training
 from locater.probing.load import load_model
 from locater.probing.text import batches

@@ -126,7 +126,6 @@ def test_runs_decide_both_ways(tmp_path: Path) -> None:
     assert said["d3"].verdict == "undecided", "a run that diverged has no entropy"
 
 
-@pytest.mark.skipif(not KEPT.is_file(), reason="no kept runs")
 def test_the_kept_runs_decide_the_hot_rates() -> None:
     said = {v.claim.id: v.verdict for v in reproduce(PAPER, Setting(runs=KEPT), claim="d").verdicts}
     assert said == {"d1": "holds", "d2": "holds", "d3": "holds", "d4": "fails", "d5": "holds"}

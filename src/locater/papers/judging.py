@@ -24,10 +24,12 @@ NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER
 
 
 def trained(title: str, claims: tuple[Claim, ...], arms: Sequence[Arm], judge: Judge, more: Sequence[Row] = ()) -> Study:
-    """A study that reads the runs of these arms (and of single rows), and makes those that are missing when told to."""
+    """A study of the runs of these arms, and of single rows."""
+    return of_runs(title, claims, lambda runs: [*(row for arm in arms for row in arm.rows(runs)), *more], judge)
 
-    def rows(runs: Runs) -> list[Row]:
-        return [*(row for arm in arms for row in arm.rows(runs)), *more]
+
+def of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], list[Row]], judge: Judge) -> Study:
+    """A study that reads these runs, and makes those that are missing when told to."""
 
     def measured(setting: Setting) -> Mapping[str, Measured]:
         if setting.runs is None:
@@ -123,7 +125,15 @@ SHOWN = ("entropy", "entropy_share", "row_mass", "first_mass", "sink_rate", "sin
          "explained_away", "spike", "spike_ratio", "gate")  # fmt: skip
 
 
-def ends_table(runs: Runs, arms: Iterable[Arm]) -> list[dict[str, Any]]:
+def end_of(line: Line) -> dict[str, Any]:
+    """What pages show of a run."""
+    held = line.get("measures") or {}
+    last = (held.get("halves") or [{}])[-1]
+    own = {"loss": line["report_loss"], "accuracy": line.get("accuracy"), **{name: (line["heads"] or {}).get(name) for name in "MSF"}}
+    return own | {name: held.get(name) for name in SHOWN} | {"residual": last.get("residual"), "cosine": last.get("cosine")}
+
+
+def ends_table(runs: Runs, arms: Iterable[Arm], end: Callable[[Line], dict[str, Any]] = end_of) -> list[dict[str, Any]]:
     """Arms as pages show them, with the seeds that there are: verdicts take whole arms alone."""
     found = []
     for arm in arms:
@@ -134,13 +144,6 @@ def ends_table(runs: Runs, arms: Iterable[Arm]) -> list[dict[str, Any]]:
         selected = [None if line is None or line["status"] != "done" else line["select_loss"] for line in tried]
         found.append({
             "arm": arm.name, "rates": list(arm.rates), "select_loss": selected, "rate": arm.rate(runs), "seeds": arm.seeds,
-            "ends": [_end(line) for line in ends], "device": ends[0]["device"],
+            "ends": [end(line) for line in ends], "device": ends[0]["device"],
         })  # fmt: skip
     return found
-
-
-def _end(line: Line) -> dict[str, Any]:
-    held = line.get("measures") or {}
-    last = (held.get("halves") or [{}])[-1]
-    own = {"loss": line["report_loss"], "accuracy": line.get("accuracy"), **{name: (line["heads"] or {}).get(name) for name in "MSF"}}
-    return own | {name: held.get(name) for name in SHOWN} | {"residual": last.get("residual"), "cosine": last.get("cosine")}

@@ -42,10 +42,6 @@ EPS = 1e-5
 class Config(dict[str, Any]):
     """config.json, as a model carries it; entries are attributes too, as others expect of a configuration."""
 
-    @property
-    def model_type(self) -> str:
-        return str(self["model_type"])
-
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
@@ -380,9 +376,10 @@ class OtherAttention(AttentionLayer):
 def layers(weights: Weights, config: dict[str, Any]) -> Iterator[AttentionLayer]:
     """Attention of the types `locater` and `locater_variant`, for `locater.attention_layers`."""
     shape = Shape.of(config)
+    by_layer = shape.by_layer
     around, place = shape.norm == "post", re.compile(r"layers\.\d+\.self_attn$")
     for layer in decoder_layers(weights, config, normed=not around):
-        held = shape.by_layer[layer.index]
+        held = by_layer[layer.index]
         if held.name in UNREAD:
             raise LocaterError(f"{weights.where}: {held.name} attention is not read: {UNREAD[held.name]}")
         if around and layer.index:  # what made the layer's input

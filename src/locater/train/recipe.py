@@ -18,14 +18,23 @@ def shape_of(plan: Plan, data: Data) -> Shape:
     """The model that a plan asks for, on this data."""
     facts = data.facts
     image = tuple(facts["shape"]) if plan.task == "image" else None
-    wide = 4 * plan.width if plan.mlp in ("gelu", "linear") else -(-8 * plan.width // 3 // 8) * 8  # as many weights either way
     return Shape(
         vocabulary=facts["classes"] if image else facts["vocabulary"] + (plan.task == "masked"),
-        layers=plan.layers, width=plan.width, heads=plan.heads, kv_heads=plan.kv_heads or plan.heads, hidden=plan.hidden or wide,
+        layers=plan.layers, width=plan.width, heads=plan.heads, kv_heads=plan.kv_heads or plan.heads,
+        hidden=plan.hidden or hidden_of(plan.width, plan.mlp),
         length=image[0] * image[1] // plan.patch**2 if image else plan.length, positions=plan.where, mlp=plan.mlp,
         qk_norm=plan.qk_norm, causal=plan.task == "causal", image=image, patch=plan.patch, attention=plan.attention,
         norm=plan.norm, fusion=plan.fusion,
     )  # fmt: skip
+
+
+def hidden_of(width: int, mlp: str) -> int:
+    """Channels of an MLP unless given: as many weights with a gate as without.
+
+    >>> hidden_of(128, "swiglu"), hidden_of(128, "gelu")
+    (344, 512)
+    """
+    return 4 * width if mlp in ("gelu", "linear") else -(-8 * width // 3 // 8) * 8
 
 
 def optimizer_for(plan: Plan, held: Sequence[nn.Parameter], device: torch.device) -> torch.optim.Optimizer:

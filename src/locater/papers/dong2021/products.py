@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.measures import composite_norm, token_residual
-from locater.papers.bao2024.gaussian import sources
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.dong2021.encoders import LENGTH, TEXT, initial, is_causal, trained_model, word_rows
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.paper import Setting, Study
+from locater.papers.trained_heads import read_each, sources
 from locater.probing.text import batches
 
 REPEATS, DRAWS, SAMPLES = {True: 24, False: 100}, {True: 2, False: 4}, {True: 2, False: 8}
@@ -161,13 +161,8 @@ def _medians(model: nn.Module, rows: Tensor, setting: Setting, seed: int) -> Med
 def measure(setting: Setting) -> Mapping[str, Measured]:
     """BERT base at several draws, then every trained model beside its own start."""
     draws = [bert(setting, seed) for seed in range(DRAWS[setting.quick])]
-    pairs, left_out = [], {}
-    for name, folder in sources(setting.models).items():
-        try:
-            pairs.append(pair(name, folder, setting))
-        except LocaterError as error:
-            left_out[name] = first_line(error)
-    return _measured(draws, pairs, left_out)
+    pairs, left_out = read_each(sources(setting.models).items(), lambda name, folder: pair(name, folder, setting))
+    return _measured(draws, list(pairs.values()), left_out)
 
 
 def _measured(draws: list[dict[str, Any]], pairs: list[dict[str, Any]], left_out: dict[str, str]) -> dict[str, Measured]:

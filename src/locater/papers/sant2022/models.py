@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.attention.multiformer import head_relevance
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.heads import attention_layers
-from locater.papers.bao2024.gaussian import sources
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.paper import Setting, Study
+from locater.papers.trained_heads import read_each, sources
 from locater.probe import spearman
 from locater.probing.load import load_model
 from locater.probing.text import batches
@@ -134,12 +134,8 @@ def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
 
 def measure(setting: Setting) -> Mapping[str, Measured]:
     """The models at hand; those that cannot be read are named."""
-    entries, left_out = [], {}
-    for name, folder in sources(setting.models).items():
-        try:
-            entries.append(loaded(name, folder, setting))
-        except LocaterError as error:
-            left_out[name] = first_line(error)
+    read, left_out = read_each(sources(setting.models).items(), lambda name, folder: loaded(name, folder, setting))
+    entries = list(read.values())
     found = judged(entries)
     if found:
         held = {"models": entries, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.errors import LocaterError, first_line
 from locater.measures import ranks, token_cosine
-from locater.papers.bao2024.gaussian import sources
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.dong2021.encoders import LENGTH, TEXT, is_causal
 from locater.papers.paper import Setting, Study
 from locater.papers.shi2022.bounds import STEEPEST, lam, least_deviation
 from locater.papers.shi2022.cosine import distance
+from locater.papers.trained_heads import read_each, sources
 from locater.probe import spearman
 from locater.probing.load import load_model
 from locater.probing.text import batches
@@ -129,13 +128,8 @@ def _norm(w: Tensor) -> float:
 
 def trained(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Every model at hand on two halves of the samples, and what was left out, with the reason."""
-    entries, left_out = [], {}
-    for name, folder in sources(setting.models).items():
-        try:
-            entries.append(_one(name, folder, setting))
-        except LocaterError as error:
-            left_out[name] = first_line(error)
-    return entries, left_out
+    found, left_out = read_each(sources(setting.models).items(), lambda name, folder: _one(name, folder, setting))
+    return list(found.values()), left_out
 
 
 def _one(name: str, folder: Path, setting: Setting) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +20,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.heads import Norm, attention_layers
 from locater.measures import massive_activations, token_cosine
-from locater.papers.bao2024.gaussian import sources
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.paper import Setting, Study
 from locater.papers.sun2026.forms import alignment, dominance, form, form_error, quadratic
 from locater.papers.sun2026.metrics import LENGTH
-from locater.papers.trained_heads import HALVES
+from locater.papers.trained_heads import HALVES, read_each, sources
 from locater.probing.load import load_model
 from locater.probing.text import batches
 from locater.train.measured import of_map
@@ -210,16 +210,13 @@ def at_step(model: Any, ids: Tensor, found: Seen, up: int) -> dict[str, Any]:
 
 def models(setting: Setting) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Every model at hand on two halves of the text, and what was left out, with the reason."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    left_out: dict[str, str] = {}
-    for name, folder in setting.each(list(sources(setting.models).items())):
-        try:
-            model = load_model(str(folder)).requires_grad_(False)
-            blocks(model)
-            found[name] = [one_half(model, ids) for ids in _halves(model, setting)]
-        except LocaterError as error:
-            left_out[name] = first_line(error)
-    return found, left_out
+
+    def halves(name: str, folder: Path) -> list[dict[str, Any]]:
+        model = load_model(str(folder)).requires_grad_(False)
+        blocks(model)
+        return [one_half(model, ids) for ids in _halves(model, setting)]
+
+    return read_each(setting.each(list(sources(setting.models).items())), halves)
 
 
 def _halves(model: Any, setting: Setting) -> list[Tensor]:

@@ -19,10 +19,9 @@ from locater.attention import mechanism
 from locater.control import Controls, Mechanism, Temperature
 from locater.control.base import Layers
 from locater.heads import AttentionLayer, Norm
-from locater.papers.bao2024.gaussian import inputs, sources
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.paper import Setting, Study
-from locater.papers.trained_heads import HALVES
+from locater.papers.trained_heads import HALVES, inputs, sources
 from locater.papers.xiao2026.flattening import ranks, row_correlation, top_agreement
 from locater.papers.xiao2026.signs import entropy
 from locater.probing.load import load_model

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from locater.papers.arms_page import carried
-from locater.papers.bao2024.arms import PLAIN, RIVALS, stability_rows
+from locater.papers.bao2024.arms import PLAIN, RIVALS, SHORT, stability_rows
+from locater.papers.bao2024.judged import hot_losses, rates_survived
 from locater.papers.claim import Claim, Measured, half_range, seeds_range
 from locater.papers.judging import change, ends_table, known, trained
 from locater.papers.mechanism_runs import SOFTMAX, arm
@@ -145,7 +146,6 @@ HOT = (
         "change of the entropy of attention, each at its best of three rates", "at least", 0.0, by="notes",
     ),
 )  # fmt: skip
-SURVIVED = 0.5  # nats above the plain run at the coolest of the hot rates, as in bao2024
 KEPT = "training runs of bao2024: --runs docs/results/bao2024-runs.jsonl"
 
 
@@ -155,21 +155,11 @@ def hot(runs: Runs) -> dict[str, Measured | None]:
     found = {
         name: {rate: [runs.of(row) for row in rows] for rate, rows in held[name].items()} for name in ("none", "sigma-reparam")
     }  # fmt: skip
-    if any(line is None for by_rate in found.values() for lines in by_rate.values() for line in lines):
+    losses = {name: by_rate for name, by_rate in hot_losses(runs).items() if name in found}
+    if losses.keys() < found.keys():
         return {}
-    losses = {
-        name: {
-            rate: [line["report_loss"] if line and line["status"] == "done" else math.inf for line in lines]
-            for rate, lines in by_rate.items()
-        }
-        for name, by_rate in found.items()
-    }
-    coolest, hottest = min(losses["none"]), max(losses["none"])
-    limits = [loss + SURVIVED for loss in losses["none"][coolest]]
-    best = {
-        name: [max((rate for rate in by_rate if by_rate[rate][seed] < limits[seed]), default=0.0) for seed in range(len(limits))]
-        for name, by_rate in losses.items()
-    }
+    best, _ = rates_survived(losses)
+    hottest = max(losses["none"])
     entropy = {
         name: {rate: [line["entropy"] for line in lines if line and line["status"] == "done"] for rate, lines in by_rate.items()}
         for name, by_rate in found.items()
@@ -179,7 +169,7 @@ def hot(runs: Runs) -> dict[str, Measured | None]:
             {"control": name, "rate": rate, "loss": fmean(losses[name][rate]), "entropy": fmean(entropy[name][rate] or [math.nan])}
             for name in losses for rate in losses[name]
         ],
-        "survived": best, "steps": held["none"][coolest][0].plan.steps,
+        "survived": best, "steps": SHORT,
     }  # fmt: skip
     ends = {name: by_rate[hottest] for name, by_rate in entropy.items()}
     return {

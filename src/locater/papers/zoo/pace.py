@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
+from locater.papers.captured import captured
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.mechanism_runs import BASE
 from locater.papers.paper import Setting, Study
 from locater.papers.runs import Arm
 from locater.papers.zoo.arms import BOTH_WAYS, CAUSAL
 from locater.train.model import Shape, Transformer
+from locater.train.recipe import hidden_of
 
-TURNS, STEPS, WARM = 5, 20, 3
+TURNS, STEPS = 5, 20
 FEW = 4  # sequences of a batch on a CPU
 FUSED = ("softmax_plus_one", "learned_sink", "centred", "qk_norm", "gated")
 LINEAR = ("linear", "fastmax", "delta", "gated_delta")
@@ -38,7 +40,7 @@ def shape_of(arm: Arm, small: bool) -> Shape:
     width, layers, length = (128, 2, 128) if small else (plan.width, plan.layers, plan.length)
     return Shape(
         vocabulary=512 if small else plan.vocabulary, layers=layers, width=width, heads=plan.heads, kv_heads=plan.heads,
-        hidden=-(-8 * width // 3 // 8) * 8, length=length, causal=plan.task == "causal",
+        hidden=hidden_of(width, plan.mlp), length=length, causal=plan.task == "causal",
         attention="hybrid(layout=1:1)" if small and "hybrid(" in plan.attention else plan.attention,
     )  # fmt: skip
 
@@ -60,20 +62,7 @@ def stepper(shape: Shape, batch: int, device: torch.device) -> Callable[[], None
     if device.type != "cuda":
         step()
         return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def again(held: object = step) -> None:  # what a graph reads and writes has to stay alive
-        graph.replay()
-
-    return again
+    return captured(step)
 
 
 def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
