@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 
 from locater.papers import Setting, reproduce
 from locater.papers.claim import verdict_of
@@ -74,7 +75,6 @@ def test_the_arcsine_law(r: float) -> None:
 
 
 def test_ranks_and_correlation_agree_with_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
     a = torch.randint(5, (4, 30), generator=torch.Generator().manual_seed(0)).double()
     b = torch.randn(4, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + a
     ours = flattening.row_correlation(flattening.ranks(a), flattening.ranks(b))

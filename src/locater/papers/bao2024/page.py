@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater.papers.arms_page import Entries, in_sections, numbers_of
+from locater.papers.arms_page import Entries, Part, in_sections, numbers_of
 from locater.papers.bao2024.runs_page import SECTIONS, answer
 from locater.papers.figures import Cells, Panel, Series, draw
 
 
-def page(document: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+def page(document: Mapping[str, Any]) -> Part:
     """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
     own = ((_propagation, ("a1",)), (_softmax, ("b1",)), (_gaussian, ("g1",)), (_training, ("d1",)))
     return in_sections(document, (*own, *SECTIONS))
@@ -22,7 +22,7 @@ def lead(document: Mapping[str, Any]) -> list[str]:
     return [*answer(found), ""] if {"d8", "e1"} <= found.keys() else []
 
 
-def _propagation(found: Entries) -> tuple[list[str], dict[str, str]]:
+def _propagation(found: Entries) -> Part:
     panels = []
     for rank, held in found["a1"]["profiles"].items():
         if rank not in ("1", "16", "128", 1, 16, 128):
@@ -54,7 +54,7 @@ def _propagation(found: Entries) -> tuple[list[str], dict[str, str]]:
     return lines, {"propagation": draw(panels)}
 
 
-def _softmax(found: Entries) -> tuple[list[str], dict[str, str]]:
+def _softmax(found: Entries) -> Part:
     phase = found["b1"]["phase"]
     rows, columns = [f"{m:g}" for m in phase["M"]], [f"{v:g}" for v in phase["variation"]]
     cells = [
@@ -105,7 +105,7 @@ def _families(frontier: Mapping[str, list[list[float]]]) -> list[Series]:
     ]
 
 
-def _gaussian(found: Entries) -> tuple[list[str], dict[str, str]]:
+def _gaussian(found: Entries) -> Part:
     layers = found["g1"]["layers"]
     panels = []
     for model in dict.fromkeys(entry["model"] for entry in layers):
@@ -135,7 +135,7 @@ def _gaussian(found: Entries) -> tuple[list[str], dict[str, str]]:
     return lines, {"normality": draw(panels)}
 
 
-def _training(found: Entries) -> tuple[list[str], dict[str, str]]:
+def _training(found: Entries) -> Part:
     held, how = found["d1"]["runs"], found["d1"]["settings"]
     base = held["no penalty"]
     series = [

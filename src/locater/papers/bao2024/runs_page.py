@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from locater.papers.arms_page import Entries, Part
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.strips import strips
 
-Entries = Mapping[str, Mapping[str, Any]]
-Part = tuple[list[str], dict[str, str]]
 HEAD = [
     "| arm | rate | report loss, by seed | against none | perplexity | entropy | M | Frobenius^2 |",
     "|---|---|---|---|---|---|---|---|",

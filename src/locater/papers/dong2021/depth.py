@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.papers.arms_page import Entries, Part
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.dong2021.encoders import (
     BRANCH_OUT,
@@ -249,7 +250,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
 # --- the page -----------------------------------------------------------------------------------------------------------
 
 
-def section(entries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], dict[str, str]]:
+def section(entries: Entries) -> Part:
     """Lines of Markdown and figures by name."""
     lines: list[str] = []
     figures: dict[str, str] = {}

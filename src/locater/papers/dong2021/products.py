@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.measures import composite_norm, token_residual
+from locater.papers.arms_page import Entries, Part
 from locater.papers.claim import Claim, Measured, half_range
 from locater.papers.dong2021.encoders import LENGTH, TEXT, initial, is_causal, trained_model, word_rows
 from locater.papers.figures import Panel, Series, draw
@@ -192,7 +193,7 @@ def _slopes(entry: Mapping[str, Any]) -> dict[str, list[float]]:
 # --- the page -----------------------------------------------------------------------------------------------------------
 
 
-def section(entries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], dict[str, str]]:
+def section(entries: Entries) -> Part:
     """Lines of Markdown and figures by name."""
     if "d1" not in entries:
         return [], {}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.papers.arms_page import Entries, Part
 from locater.papers.claim import Claim, Measured
 from locater.papers.dong2021.classifier import DEPTH, Classifier, Data, Recipe, Shape, accuracy, drawn, guess, train
 from locater.papers.dong2021.encoders import words
@@ -246,7 +247,7 @@ def _seeds(values: list[float], numbers: Mapping[str, Any] | None = None) -> Mea
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def section(entries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], dict[str, str]]:
+def section(entries: Entries) -> Part:
     """Lines of Markdown and figures by name."""
     held = {task.name: entries[f"f{1 + 5 * n}"] for n, task in enumerate(TASKS) if f"f{1 + 5 * n}" in entries}
     if not held:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from locater.papers.arms_page import failed, failed_said
+from locater.papers.arms_page import Part, failed, failed_said, numbers_of
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
 from locater.papers.strips import strips
@@ -65,7 +65,7 @@ def lead(document: Entry) -> list[str]:
     return [*lines, ""]
 
 
-def page(document: Entry) -> tuple[list[str], dict[str, str]]:
+def page(document: Entry) -> Part:
     held, steps = _numbers(document, "a1"), _numbers(document, "e1")
     lines: list[str] = []
     figures: dict[str, str] = {}
@@ -129,7 +129,7 @@ def _reading(steps: Entry | None) -> list[str]:
 
 
 def _numbers(document: Entry, id: str) -> Entry | None:
-    return next((entry["numbers"] for entry in document["claims"] if entry["id"] == id and entry["measured"] is not None), None)
+    return numbers_of(document).get(id)
 
 
 def _mean(ends: Sequence[Entry], name: str) -> float:
