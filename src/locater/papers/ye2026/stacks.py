@@ -149,7 +149,8 @@ def trained(size: Size, layout: str, device: torch.device) -> Float[Tensor, "see
         grads = torch.autograd.grad(loss, model.parameters)  # of the sum over seeds: each seed's own
         total = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
         for p, grad in zip(model.parameters, grads, strict=True):
-            p.grad = grad * (1.0 / total.clamp_min(1.0)).view(-1, *([1] * (grad.ndim - 1)))
+            short = grad * (1.0 / total.clamp_min(1.0)).view(-1, *([1] * (grad.ndim - 1)))
+            p.grad = short.contiguous()  # as the parameter lies: fused AdamW asks for that
         optimizer.step()
     with torch.no_grad():
         made = prompts(size.task, 2048 if device.type == "cuda" else 512, torch.Generator(device).manual_seed(2), questions=QUESTIONS)
