@@ -258,8 +258,9 @@ def _row(text: str, name: str) -> str:
     return next((line for line in text.splitlines() if line.startswith(f"| `{name}` |")), "")
 
 
-def test_the_table_of_costs_is_that_of_the_results() -> None:
-    held = json.loads((ROOT / "benchmarks/results/mechanisms-cpu.json").read_text())
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_table_of_costs_is_that_of_the_results(device: str) -> None:
+    held = json.loads((ROOT / f"benchmarks/results/mechanisms-{device}.json").read_text())
     made = runpy.run_path(str(ROOT / "benchmarks" / "mechanisms.py"))["table"](held)
     assert made in (ROOT / "docs" / "mechanisms.md").read_text(), "python benchmarks/mechanisms.py --table"
     assert {m.name for m in mechanisms()} <= set(held["seconds"])

@@ -6,7 +6,8 @@ a_t = exp(log_decay_t), which is 1 for the plain rule. What is stored under a ke
 In a chunk of C tokens that starts from M_0, with g_i the sum of log decays up to i and G_ij = exp(g_i - g_j) for j <= i:
     (I + L) u = beta (v - exp(g) k M_0),  L_ij = beta_i G_ij k_i.k_j for j < i
     o = scale (exp(g) q M_0 + (G * q k^T) u),  M_C = exp(g_C) M_0 + sum_j exp(g_C - g_j) k_j u_j^T
-so a chunk is one triangular solve, and T / C chunks follow each other. Time and memory grow as T; the loop over chunks runs in Python.
+so a chunk is one triangular solve. Only M and u follow from chunk to chunk, by one kernel on a GPU and a loop of T / C steps elsewhere;
+the rest is done for all chunks at once. Time and memory grow as T.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from locater.attention.inputs import Inputs, unit_length
 from locater.errors import LocaterError
+from locater.kernels.scan import chunk_scan
 
 CHUNK = 64  # tokens
 
@@ -50,13 +52,11 @@ def gated_delta_attention(x: Inputs, *, beta: Tensor, log_decay: Tensor, normali
     own, carried = solved.split([v.shape[-1], k.shape[-1]], -1)
     near, far = gap * (q @ k.mT), since * q
     keys = gap[..., -1, :, None] * k  # decayed to the end of the chunk
-    memory = k.new_zeros(1, 1, 1, k.shape[-1], v.shape[-1])
-    out = []
-    for n in range(q.shape[3]):
-        new = own[:, :, :, n] - carried[:, :, :, n] @ memory  # u
-        out.append(far[:, :, :, n] @ memory + near[:, :, :, n] @ new)
-        memory = since[:, :, :, n, -1:] * memory + keys[:, :, :, n].mT @ new
-    return torch.cat(out, -2).flatten(1, 2)[:, :, x.S - x.T : x.S].to(x.v.dtype)
+    lead = torch.broadcast_shapes(own.shape[:4], keys.shape[:4], since.shape[:4])
+    parts = (y.expand(*lead, *y.shape[4:]) for y in (own, carried, keys, since[..., -1, 0]))
+    memory, new = chunk_scan(*parts)  # what each chunk starts from, and u
+    out = far @ memory + near @ new
+    return out.flatten(-3, -2).flatten(1, 2)[:, :, x.S - x.T : x.S].to(x.v.dtype)
 
 
 def gated_delta_map(x: Inputs, *, beta: Tensor, log_decay: Tensor, normalise: bool = True) -> Tensor:

@@ -4,7 +4,7 @@ E_ij = scale q_i.k_j; xi_ij = exp(E_ij) / sum_i' exp(E_i'j); A_ij = xi_ij / sum_
 sum_i A_ij >= 1/S. The hybrid is u A + (1 - u) softmax(E), which gives at least u/S.
 
 log xi_ij = E_ij - L_j with L_j = log sum_i exp(E_ij), so it is softmax attention with -L_j added to the logits of key j. L is
-computed for some keys at a time; no T x S matrix is kept. The sum runs over later queries too: it cannot be causal.
+computed without a T x S matrix, and so is its gradient. The sum runs over later queries too: it cannot be causal.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from locater.attention.inputs import Inputs, head_values
-from locater.attention.softmax import fused, logits, made_again, normalized, softmax_attention, softmax_map, with_channels
+from locater.attention.inputs import Inputs, head_values, widen
+from locater.attention.softmax import fused, logits, normalized, softmax_attention, softmax_map, with_channels
 from locater.errors import LocaterError
+from locater.kernels import attention_statistics
+from locater.kernels.weighed import has_kernel
 
 BLOCK = 128  # keys at a time
 
@@ -31,7 +33,7 @@ def doubly_normalized_attention(x: Inputs) -> Tensor:
     """
     scale = x.usual_scale
     ready = replace(x, k=x.per_query_head(x.k), v=x.per_query_head(x.v))
-    shift = -torch.cat([_log_sum(ready, slice(at, at + BLOCK)) for at in range(0, x.S, BLOCK)], 2)  # (B, H, S)
+    shift = -_log_sums(ready)  # (B, H, S)
     return fused(with_channels(ready, x.q.new_ones(1, 1, 1, 1), shift[..., None] / scale), scale)
 
 
@@ -70,10 +72,40 @@ def _over_queries(scores: Tensor, counted: Tensor) -> Tensor:
     return out.masked_fill(~counted.any(2), 0.0)
 
 
-def _log_sum(x: Inputs, keys: slice) -> Tensor:
-    """L of some keys; logits are made again for the gradient."""
-    mask, padding = (None if y is None else y[..., keys] for y in (x.mask, x.padding))
-    some = replace(x, k=x.k[:, :, keys], v=x.v[:, :, keys], mask=mask, padding=padding)
-    real = x.real_queries()
-    seen = some.visible() if real is None else some.visible() & real
-    return made_again(lambda y: _over_queries(logits(y, x.usual_scale), seen), some)
+def _log_sums(x: Inputs) -> Tensor:
+    """L (B, H, S). Its gradient is attention too, of keys to queries: with p_ij = exp(E_ij - L_j),
+    dL_j/dk_j = scale sum_i p_ij q_i and dL_j/dq_i = scale p_ij k_j, which is what y_j = scale k_j.(sum_i p_ij q_i) has at fixed p."""
+    real, scale = x.real_queries(), x.usual_scale
+    shared = None if real is None else real.mT  # (B, 1, 1, T)
+    seen = _counted(x).mT if x.has_row_mask else shared  # of a key: queries that count
+    out = _values(x, seen)
+    if not torch.is_grad_enabled():
+        return out
+    turned = Inputs(x.k.detach(), x.q.detach(), x.q, mask=seen, scale=scale)
+    y = scale * (widen(x.k) * widen(fused(turned, scale))).sum(-1)
+    return out + (y - y.detach())
+
+
+def _values(x: Inputs, seen: Tensor | None) -> Tensor:
+    """L without its gradient: by the kernel that reads rows of attention on a GPU, for some keys at a time elsewhere."""
+    q, k, scale = x.q.detach(), x.k.detach(), x.usual_scale
+    if has_kernel(q, k):
+        out: Tensor = _log_sum_exp(k, q, seen, scale)
+        return out.masked_fill(out == -torch.inf, 0.0)
+    parts = []
+    for at in range(0, x.S, BLOCK):
+        scores = logits(Inputs(k[:, :, at : at + BLOCK], q, q), scale)
+        counted = seen if seen is None or seen.shape[2] == 1 else seen[:, :, at : at + BLOCK]
+        parts.append(scores.logsumexp(3) if counted is None else _over_queries(scores.mT, counted.mT))
+    return torch.cat(parts, 2)
+
+
+@torch.library.custom_op("locater::log_sum_exp", mutates_args=())
+def _log_sum_exp(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return attention_statistics(q, k, mask=mask, scale=scale, extended=False).log_sum_exp.clone()
+
+
+@_log_sum_exp.register_fake
+def _(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)

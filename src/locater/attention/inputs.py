@@ -101,17 +101,38 @@ class Inputs:
         else:
             keep = self.real_keys()
             weight = values.new_ones(1, 1, self.S, 1) if keep is None else keep.mT.to(values)
-            total, count = (values if weight.shape[1] == 1 else self.per_query_head(values)) * weight, weight
-            if self.causal:
-                total, count = (x.cumsum(2)[:, :, self.S - self.T :] for x in (total, count))
-            else:
-                total, count = total.sum(2, keepdim=True), count.sum(2, keepdim=True)
+            total = self._summed((values if weight.shape[1] == 1 else self.per_query_head(values)) * weight)
+            count = self._summed(weight)
         return total / count.clamp_min(1)
+
+    def keys_in_view(self) -> Float[Tensor, "b h t 1"]:
+        """How many keys each query sees, float32 at least; axes of size 1 are shared."""
+        kind = torch.promote_types(self.q.dtype, torch.float32)
+        if self.has_row_mask:
+            return self.visible().sum(-1, keepdim=True).to(kind)
+        keep = self.real_keys()
+        return self._summed(self.q.new_ones(1, 1, self.S, 1, dtype=kind) if keep is None else keep.mT.to(kind))
+
+    def _summed(self, x: Float[Tensor, "b h S n"]) -> Float[Tensor, "b h t n"]:
+        """Sums over the keys up to each query where it is causal, over all keys where not."""
+        return prefix_sums(x)[:, :, self.S - self.T :] if self.causal else x.sum(2, keepdim=True)
 
 
 def widen(x: Tensor) -> Tensor:
     """In float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def prefix_sums(x: Float[Tensor, "b h S n"], chunk: int = 128) -> Float[Tensor, "b h S n"]:
+    """Sums over tokens up to each, chunks side by side: a GPU adds up one column after the other no faster than a thread does.
+
+    >>> prefix_sums(torch.ones(1, 1, 5, 1), chunk=2).flatten()
+    tensor([1., 2., 3., 4., 5.])
+    """
+    S = x.shape[2]
+    inside = functional.pad(x, (0, 0, 0, -S % chunk)).unflatten(2, (-1, chunk)).cumsum(3)
+    before = functional.pad(inside[:, :, :-1, -1:].cumsum(2), (0, 0, 0, 0, 1, 0))
+    return (inside + before).flatten(2, 3)[:, :, :S]
 
 
 def unit_length(x: Tensor) -> Tensor:

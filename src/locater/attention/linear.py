@@ -58,8 +58,12 @@ def factorised(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: F
     v = functional.pad(v, (0, 1), value=1.0)  # the last column sums up the weights
     if keep is not None:
         v = v * keep
-    few = features(k[..., :0, :]).shape[-1] <= 2 * CHUNK
-    sums = (_at_once if few else _one_by_one)(q, k, v, features, kernel, x).flatten(1, 2)
+    number = features(k[..., :0, :]).shape[-1]
+    if number <= 2 * CHUNK:
+        sums = _at_once(q, k, v, features, kernel, x)
+    else:  # a GPU waits for the next operation to be launched, a CPU for its memory
+        sums = _one_by_one(q, k, v, features, kernel, x, number if q.device.type == "cuda" else CHUNK)
+    sums = sums.flatten(1, 2)
     size = x.v.shape[3]
     weight = sums[..., size:]
     none = weight <= 0
@@ -81,20 +85,22 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel
     return sums.flatten(-3, -2)[..., : x.T, :]
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs) -> Tensor:
-    """The same, one chunk after the other: of many features one matrix of sums is all that is kept."""
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs, chunk: int) -> Tensor:
+    """The same, one chunk after the other: of many features one matrix of sums is all that is kept.
+
+    Writing f out inside a chunk is cheap beside the features as long as there are more of these than tokens in it."""
     T, S = x.T, x.S
     past = S - T if x.causal else S
     state = features(k[..., :0, :]).mT @ v[..., :0, :]  # (..., F, E + 1), zeros
-    for at in range(0, past, CHUNK):
-        some = slice(at, min(at + CHUNK, past))
+    for at in range(0, past, chunk):
+        some = slice(at, min(at + chunk, past))
         state = state + features(k[..., some, :]).mT @ v[..., some, :]
     out = []
-    for at in range(0, T, CHUNK):
-        queries = q[..., at : at + CHUNK, :]
+    for at in range(0, T, chunk):
+        queries = q[..., at : at + chunk, :]
         sums = features(queries) @ state
         if x.causal:
-            some = slice(past + at, min(past + at + CHUNK, S))
+            some = slice(past + at, min(past + at + chunk, S))
             sums = sums + kernel(queries, k[..., some, :]).tril() @ v[..., some, :]
             state = state + features(k[..., some, :]).mT @ v[..., some, :]
         out.append(sums)

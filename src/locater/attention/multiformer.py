@@ -68,7 +68,7 @@ def multiformer_map(
         return softmax_map(replace(some, k=k, v=k, mask=seen, padding=None)) @ widen(shortened)
 
     def local(some: Inputs, _: list[int]) -> Tensor:
-        near = _near(some, slice(0, some.T), slice(0, some.S), window)
+        near = _near(some, torch.arange(some.S, device=some.q.device)[None], window)[None, None]
         return softmax_map(replace(some, mask=near if some.mask is None else near & some.mask))
 
     return _by_kind(x, kinds, {"f": lambda some, _: softmax_map(some), "l": local, "c": short})
@@ -103,38 +103,49 @@ def _by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]],
     if set(letters) == {"f"}:
         return run["f"](x, list(range(x.heads)))
     k, v = x.per_query_head(x.k), x.per_query_head(x.v)
-    order, out = [], []
+    done: dict[int, Tensor] = {}
     for letter, attend in run.items():
         heads = [h for h in range(x.heads) if letters[h] == letter]
         if heads:
-            mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else x.mask[:, heads]
-            out.append(attend(replace(x, q=x.q[:, heads], k=k[:, heads], v=v[:, heads], mask=mask), heads))
-            order += heads
-    return torch.cat(out, 1)[:, [order.index(h) for h in range(x.heads)]]
+            mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else _picked(x.mask, heads)
+            some = replace(x, q=_picked(x.q, heads), k=_picked(k, heads), v=_picked(v, heads), mask=mask)
+            done |= dict(zip(heads, attend(some, heads).unbind(1), strict=True))
+    return torch.stack([done[h] for h in range(x.heads)], 1)
 
 
-def _near(x: Inputs, rows: slice, keys: slice, window: int) -> Bool[Tensor, "1 1 t s"]:
-    """Which of `keys` are at most window // 2 from the queries `rows`."""
+def _picked(y: Tensor, heads: list[int]) -> Tensor:
+    """These heads of (b, heads, ...). Not by a list as an index, which would be copied to the device on every call."""
+    return torch.stack([y[:, h] for h in heads], 1)
+
+
+def _near(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
+    """Which of the keys at `positions` (T or 1, n) there are, and at most window // 2 from each query."""
     if window < 1:
         raise LocaterError(f"window={window}: at least 1 token, the query's own")
-    at = torch.arange(rows.start, rows.stop, device=x.q.device)[:, None] + x.S - x.T
-    return ((at - torch.arange(keys.start, keys.stop, device=x.q.device)).abs() <= window // 2)[None, None]
+    at = torch.arange(x.S - x.T, x.S, device=x.q.device)[:, None]
+    return ((at - positions).abs() <= window // 2) & (positions >= 0) & (positions < x.S)
 
 
 def _local(x: Inputs, window: int) -> Tensor:
-    """Fused, for some queries and the keys around them at a time."""
-    out = []
-    for start in range(0, x.T, ROWS):
-        rows = slice(start, min(start + ROWS, x.T))
-        ahead = x.S - x.T
-        keys = slice(max(0, ahead + rows.start - window // 2), min(x.S, max(1, ahead + rows.stop + window // 2)))
-        mask = _near(x, rows, keys, window)
-        if x.mask is not None:
-            mask = mask & (x.mask[:, :, rows] if x.has_row_mask else x.mask)[..., keys]
-        padding = None if x.padding is None else x.padding[:, keys]
-        some = replace(x, q=x.q[:, :, rows], k=x.k[:, :, keys], v=x.v[:, :, keys], mask=mask, padding=padding)
-        out.append(fused(some, x.usual_scale))
-    return torch.cat(out, 2)
+    """Fused: blocks of queries, each with the keys around it, as samples of one batch (B N, h, R, D)."""
+    half, block, ahead = window // 2, min(ROWS, x.T), x.S - x.T
+    N = -(-x.T // block)
+    short = N * block - x.T
+    q = functional.pad(x.q, (0, 0, 0, short)).unflatten(2, (N, block))  # (B, h, N, R, D)
+    around = block + 2 * half  # keys of a block, the first of them at ahead + n block - half
+    k, v = (functional.pad(y, (0, 0, half, half + short))[:, :, ahead:].unfold(2, around, block).mT for y in (x.k, x.v))
+    first = torch.arange(N, device=q.device).repeat_interleave(block)[: x.T] * block + ahead - half
+    positions = first[:, None] + torch.arange(around, device=q.device)
+    seen = _near(x, positions, window)[None, None]  # (1, 1, T, n)
+    inside = positions.clamp(0, x.S - 1)
+    for given in (None if x.padding is None else x.padding[:, None, None], x.mask):
+        if given is not None:
+            rows = given.expand(*given.shape[:2], x.T, x.S)
+            seen = seen & rows.gather(3, inside.expand(*given.shape[:2], -1, -1))
+    seen = functional.pad(seen, (0, 0, 0, short)).unflatten(2, (N, block)).expand(x.q.shape[0], -1, -1, -1, -1)
+    q, k, v, seen = (y.transpose(1, 2).flatten(0, 1) for y in (q, k, v, seen))
+    out = fused(Inputs(q, k, v, mask=seen), x.usual_scale)
+    return out.unflatten(0, (-1, N)).transpose(1, 2).flatten(2, 3)[:, :, : x.T]
 
 
 def _of_heads(x: Inputs, heads: list[int], *given: Tensor | None) -> list[Tensor | None]:
@@ -145,7 +156,7 @@ def _of_heads(x: Inputs, heads: list[int], *given: Tensor | None) -> list[Tensor
             raise LocaterError(f"multiformer: convolutional heads need {name} (1, heads, taps, size)")
         if y is not None and (y.ndim != 4 or y.shape[0] != 1 or y.shape[1] not in (1, x.heads)):
             raise LocaterError(f"{name} has shape {list(y.shape)}: four axes, [1, {x.heads} or 1, taps, size or 1]")
-        out.append(y if y is None or y.shape[1] == 1 else y[:, heads])
+        out.append(y if y is None or y.shape[1] == 1 else _picked(y, heads))
     return out
 
 

@@ -36,7 +36,7 @@ from locater.errors import LocaterError
 Kind = Literal["stochastic", "sub-stochastic", "non-negative", "signed"]
 Causal = Literal["either", "never", "only"]
 Cost = Literal["quadratic", "linear"]
-Path = Literal["sdpa", "factorised", "chunked", "blocked"]
+Path = Literal["sdpa", "factorised", "chunked", "kernel"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Mechanism:
     `kind` of its map: "stochastic" (weights of at least 0 that sum to 1 in a row), "sub-stochastic" (at most 1), "non-negative"
     (any sum), "signed" (negative weights too: no entropy). `causal`: "either", "never" (refused) or "only". `cost`: growth of
     time with T. `path`: "sdpa" (PyTorch's fused attention), "factorised" (sums of features), "chunked" (a recurrence, some tokens
-    at a time), or "blocked" (the map is built for some queries at a time). `learned` names the options that a model would learn,
-    or make of its stream.
+    at a time), or "kernel" (one of this package on a GPU; elsewhere the map is built for some queries at a time). `learned` names
+    the options that a model would learn, or make of its stream.
 
     >>> m = mechanism("softmax_plus_one")
     >>> m.kind, m.causal, m.cost, m.path
@@ -156,12 +156,12 @@ _RECURRENT = "it is a recurrence over tokens"
 _CONVOLVES = "a convolution over tokens joins each with later ones; for encoders"
 _TABLE = (
     Mechanism("softmax", softmax.softmax_attention, softmax.softmax_map, "stochastic", "softmax(s q k^T) v"),
-    Mechanism("softcap", capped_attention, capped_map, "stochastic", "softmax(c tanh(s q k^T / c)) v", path="blocked"),
+    Mechanism("softcap", capped_attention, capped_map, "stochastic", "softmax(c tanh(s q k^T / c)) v", path="kernel"),
     Mechanism(
         "qk_norm", qk_norm_attention, qk_norm_map, "stochastic", "softmax(s g_q g_k (q/rms q) (k/rms k)^T) v",
         learned=("query_gain", "key_gain"),
     ),
-    Mechanism("sigmoid", sigmoid.sigmoid_attention, sigmoid.sigmoid_map, "non-negative", "sigmoid(s q k^T - ln n) v", path="blocked"),
+    Mechanism("sigmoid", sigmoid.sigmoid_attention, sigmoid.sigmoid_map, "non-negative", "sigmoid(s q k^T - ln n) v", path="kernel"),
     Mechanism(
         "softmax_plus_one", sinks.softmax_plus_one_attention, sinks.softmax_plus_one_map, "sub-stochastic",
         "exp(x_j) / (1 + sum exp(x)), x = s q k^T",

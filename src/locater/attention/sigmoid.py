@@ -7,6 +7,7 @@ from torch import Tensor
 
 from locater.attention.inputs import Inputs, head_values
 from locater.attention.softmax import by_rows, logits
+from locater.kernels.weighed import has_kernel, weighed_attention
 
 
 def sigmoid_attention(x: Inputs, *, bias: float | Tensor | None = None) -> Tensor:
@@ -22,17 +23,19 @@ def sigmoid_attention(x: Inputs, *, bias: float | Tensor | None = None) -> Tenso
     tensor([1., 2., 3., 4.])
     """
 
-    def run(some: Inputs) -> Tensor:
-        return sigmoid_map(some, bias=bias).to(some.v.dtype) @ some.per_query_head(some.v)
-
-    return by_rows(x, run)
+    if x.has_row_mask or not has_kernel(x.q, x.v):
+        return by_rows(x, lambda some: sigmoid_map(some, bias=bias).to(some.v.dtype) @ some.per_query_head(some.v))
+    keys = x.real_keys()
+    shift = _shift(x, bias)
+    rows = shift.expand(*x.q.shape[:3], 1)[..., 0] if isinstance(shift, Tensor) else x.q.new_full(x.q.shape[:3], shift, dtype=torch.float32)
+    return weighed_attention(x.q, x.k, x.v, scale=x.usual_scale, shift=rows, keys=None if keys is None else keys[:, :, 0], causal=x.causal)
 
 
 def sigmoid_map(x: Inputs, *, bias: float | Tensor | None = None) -> Tensor:
-    seen = x.visible()
     scores = logits(x, x.usual_scale)
-    if bias is None:
-        shift: float | Tensor = -seen.sum(-1, keepdim=True).clamp_min(1).to(scores).log()
-    else:
-        shift = head_values(bias, x, "bias")
-    return torch.sigmoid(scores + shift).masked_fill(~seen, 0.0)
+    return torch.sigmoid(scores + _shift(x, bias)).masked_fill(~x.visible(), 0.0)
+
+
+def _shift(x: Inputs, bias: float | Tensor | None) -> float | Tensor:
+    """The bias given, or -ln of the keys that each row sees (b, h, t, 1)."""
+    return head_values(bias, x, "bias") if bias is not None else -x.keys_in_view().clamp_min(1).log()

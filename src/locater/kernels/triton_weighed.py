@@ -1,0 +1,285 @@
+"""Attention in Triton with weights that PyTorch's fused kernels do not know, forward and backward, no T x S matrix.
+
+With z = scale q.k, of every query i and key j in view:
+    capped softmax:  x = cap tanh(z / cap), p = exp(x - lse_i), out = sum p v;      dz = p (dp - do.out) (1 - (x / cap)^2)
+    sigmoid:         p = sigmoid(z + shift_i), out = sum p v;                       dz = p (1 - p) dp, and dshift_i = sum dz
+with dp_ij = do_i.v_j. Weights are made again for the gradient, once with rows of queries (dq) and once with rows of keys (dk, dv).
+Tiles along the edge of a causal mask, and all of them where there is padding, have masks; the others have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+EMPTY = tl.constexpr(-1.0e30)  # a masked logit; finite, so that differences of two are
+
+
+@triton.jit
+def _load(base, inside, d, D: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """Rows of q, k, v or do, zeros where they are not inside."""
+    if BLOCK != D:
+        rows = tl.load(base, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    elif EDGE:
+        rows = tl.load(base, mask=inside[:, None], other=0.0)
+    else:
+        rows = tl.load(base)
+    return rows
+
+
+@triton.jit
+def _seen(i, j, b, h, T, S, Pad, pb, ph, CAUSAL: tl.constexpr, PAD: tl.constexpr):
+    seen = (j < S) & (i < T)
+    if CAUSAL:
+        seen = seen & (j <= i + (S - T))
+    if PAD:
+        seen = seen & (tl.load(Pad + b * pb + h * ph + j, mask=j < S, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def _capped(z, cap):
+    """cap tanh(z / cap)."""
+    return cap * (1 - 2 / (1 + tl.exp2(z * (2 * LOG2E / cap))))
+
+
+@triton.jit
+def _logistic(z):
+    return 1 / (1 + tl.exp2(-(z * LOG2E)))
+
+
+@triton.jit
+def _forward(Q, K, V, Out, Lse, Shift, Pad, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale, cap,
+             D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    b = head // H
+    h = head % H
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal mask start first
+    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
+    q = _load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], i < T, d, D, BLOCK_D, True)
+    keys = K + b * kb + (h // GROUP) * kh + n[:, None].to(tl.int64) * kt + d[None, :]
+    values = V + b * vb + (h // GROUP) * vh + n[:, None].to(tl.int64) * vt + e[None, :]
+    m = tl.full([BLOCK_M], EMPTY, tl.float32)
+    s = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    if SIGMOID:
+        shift = tl.load(Shift + head * T + i, mask=i < T, other=0.0)
+    high = S
+    plain = S // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        high = tl.minimum(S, (block + 1) * BLOCK_M + (S - T))
+        plain = tl.minimum(plain, (block * BLOCK_M + (S - T) + 1) // BLOCK_N * BLOCK_N)
+    if PAD:
+        plain = 0
+    for EDGE in tl.static_range(2):  # first tiles whose keys are all in view
+        for start in range(plain if EDGE else 0, high if EDGE else plain, BLOCK_N):
+            at = tl.cast(start, tl.int64)
+            k = _load(keys + at * kt, start + n < S, d, D, BLOCK_D, EDGE)
+            v = _load(values + at * vt, start + n < S, e, E, BLOCK_E, EDGE)
+            z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if SIGMOID:
+                p = _logistic(z + shift[:, None])
+                if EDGE:
+                    p = tl.where(_seen(i[:, None], (start + n)[None, :], b, h, T, S, Pad, pb, ph, CAUSAL, PAD), p, 0.0)
+            else:
+                x = _capped(z, cap) * LOG2E
+                if EDGE:
+                    x = tl.where(_seen(i[:, None], (start + n)[None, :], b, h, T, S, Pad, pb, ph, CAUSAL, PAD), x, EMPTY)
+                new = tl.maximum(m, tl.max(x, 1))
+                p = tl.exp2(x - new[:, None])
+                if EDGE:
+                    p = tl.where(x > EMPTY, p, 0.0)
+                alpha = tl.exp2(m - new)
+                s = alpha * s + tl.sum(p, 1)
+                out = out * alpha[:, None]
+                m = new
+            out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
+    if not SIGMOID:
+        shown = s > 0
+        out = out / tl.where(shown, s, 1.0)[:, None]
+        tl.store(Lse + head * T + i, tl.where(shown, m + tl.log2(tl.where(shown, s, 1.0)), -EMPTY), mask=i < T)
+    where = Out + (head * T + i[:, None]) * E + e[None, :]
+    tl.store(where, out.to(Out.dtype.element_ty), mask=(i < T)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def _slopes(z, dp, shift, delta, cap, SIGMOID: tl.constexpr):
+    """Weights, and the gradient of z. `shift` is that of the row for a sigmoid, and its lse, in units of log 2, for a softmax."""
+    if SIGMOID:
+        p = _logistic(z + shift)
+        dz = p * (1 - p) * dp
+    else:
+        x = _capped(z, cap)
+        p = tl.exp2(x * LOG2E - shift)
+        dz = p * (dp - delta) * (1 - (x / cap) * (x / cap))
+    return p, dz
+
+
+@triton.jit
+def _queries(Q, K, V, Do, Row, Delta, Pad, Dq, Dshift, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale, cap,
+             D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    b = head // H
+    h = head % H
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
+    q = _load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], i < T, d, D, BLOCK_D, True)
+    do = _load(Do + (head * T + i[:, None]) * E + e[None, :], i < T, e, E, BLOCK_E, True)
+    keys = K + b * kb + (h // GROUP) * kh + n[:, None].to(tl.int64) * kt + d[None, :]
+    values = V + b * vb + (h // GROUP) * vh + n[:, None].to(tl.int64) * vt + e[None, :]
+    row = tl.load(Row + head * T + i, mask=i < T, other=0.0)
+    delta = tl.load(Delta + head * T + i, mask=i < T, other=0.0)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dshift = tl.zeros([BLOCK_M], tl.float32)
+    high = S
+    plain = S // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        high = tl.minimum(S, (block + 1) * BLOCK_M + (S - T))
+        plain = tl.minimum(plain, (block * BLOCK_M + (S - T) + 1) // BLOCK_N * BLOCK_N)
+    if PAD:
+        plain = 0
+    for EDGE in tl.static_range(2):
+        for start in range(plain if EDGE else 0, high if EDGE else plain, BLOCK_N):
+            at = tl.cast(start, tl.int64)
+            k = _load(keys + at * kt, start + n < S, d, D, BLOCK_D, EDGE)
+            v = _load(values + at * vt, start + n < S, e, E, BLOCK_E, EDGE)
+            z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            _, dz = _slopes(z, dp, row[:, None], delta[:, None], cap, SIGMOID)
+            if EDGE:
+                dz = tl.where(_seen(i[:, None], (start + n)[None, :], b, h, T, S, Pad, pb, ph, CAUSAL, PAD), dz, 0.0)
+            if SIGMOID:
+                dshift += tl.sum(dz, 1)
+            dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
+    if SIGMOID:
+        tl.store(Dshift + head * T + i, dshift, mask=i < T)
+    where = Dq + (head * T + i[:, None]) * D + d[None, :]
+    tl.store(where, (dq * scale).to(Dq.dtype.element_ty), mask=(i < T)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _keys(Q, K, V, Do, Row, Delta, Pad, Dk, Dv, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale, cap,
+          D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    """Tiles lie with keys in rows, so that both products take them as they are. One query head's part of dk and dv."""
+    head = tl.program_id(1).to(tl.int64)
+    b = head // H
+    h = head % H
+    block = tl.program_id(0)
+    j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_E)
+    k = _load(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], j < S, d, D, BLOCK_D, True)
+    v = _load(V + b * vb + (h // GROUP) * vh + j[:, None].to(tl.int64) * vt + e[None, :], j < S, e, E, BLOCK_E, True)
+    queries = Q + b * qb + h * qh + r[:, None].to(tl.int64) * qt + d[None, :]
+    grads = Do + (head * T + r[:, None]) * E + e[None, :]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    low = 0
+    middle = 0  # from here on every row sees every key of the block
+    if CAUSAL:
+        low = tl.maximum(0, block * BLOCK_N - (S - T)) // BLOCK_M * BLOCK_M
+        middle = tl.cdiv(tl.maximum(0, (block + 1) * BLOCK_N - 1 - (S - T)), BLOCK_M) * BLOCK_M
+    plain = T // BLOCK_M * BLOCK_M  # rows past the end are masked
+    middle = tl.minimum(middle, T)
+    if PAD:
+        middle = T
+    for PART in tl.static_range(3):  # along the edge of the mask, without one, and along the end
+        for start in range(low if PART == 0 else middle if PART == 1 else tl.maximum(plain, middle),
+                           middle if PART == 0 else plain if PART == 1 else T, BLOCK_M):  # fmt: skip
+            i = start + r
+            at = tl.cast(start, tl.int64)
+            q = _load(queries + at * qt, i < T, d, D, BLOCK_D, PART != 1)
+            do = _load(grads + at * E, i < T, e, E, BLOCK_E, PART != 1)
+            row = tl.load(Row + head * T + i, mask=i < T, other=0.0)
+            delta = tl.load(Delta + head * T + i, mask=i < T, other=0.0)
+            z = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            p, dz = _slopes(z, dp, row[None, :], delta[None, :], cap, SIGMOID)
+            if PART != 1:
+                seen = _seen(i[None, :], j[:, None], b, h, T, S, Pad, pb, ph, CAUSAL, PAD)
+                p = tl.where(seen, p, 0.0)
+                dz = tl.where(seen, dz, 0.0)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            dk = tl.dot(dz.to(q.dtype), q, dk, input_precision=PRECISION)
+    where = Dk + (head * S + j[:, None]) * D + d[None, :]
+    tl.store(where, (dk * scale).to(Dk.dtype.element_ty), mask=(j < S)[:, None] & (d < D)[None, :])
+    where = Dv + (head * S + j[:, None]) * E + e[None, :]
+    tl.store(where, dv.to(Dv.dtype.element_ty), mask=(j < S)[:, None] & (e < E)[None, :])
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, padding: Tensor | None, scale: float, cap: float,
+            causal: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, and what the gradient needs of every row: lse in units of log 2, or the shift of a sigmoid."""
+    B, H, T, _ = q.shape
+    out = torch.empty(B, H, T, v.shape[3], dtype=v.dtype, device=q.device)
+    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device) if shift is None else shift
+    arguments, flags, keep = _launch(q, k, v, padding, scale, cap, causal, shift is not None)
+    size = _blocks(q, v, "forward")
+    if T:
+        _forward[(triton.cdiv(T, size["BLOCK_M"]), B * H)](*keep[:3], out, lse, lse, keep[3], *arguments, **flags, **size)
+    return out, lse
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, row: Tensor, grad: Tensor, padding: Tensor | None, scale: float, cap: float,
+             causal: bool, sigmoid: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, and of a sigmoid dshift (B, H, T)."""
+    B, H, T, D = q.shape
+    K, S, E = v.shape[1:]
+    grad = grad.contiguous()
+    delta = row if sigmoid else (grad.float() * out.float()).sum(-1)
+    dq = torch.empty(B, H, T, D, dtype=q.dtype, device=q.device)
+    kind = k.dtype if H == K else torch.float32  # heads that share keys are added below
+    dk = torch.empty(B, H, S, D, dtype=kind, device=q.device)
+    dv = torch.empty(B, H, S, E, dtype=kind, device=q.device)
+    dshift = torch.zeros(B, H, T if sigmoid else 0, dtype=torch.float32, device=q.device)
+    arguments, flags, keep = _launch(q, k, v, padding, scale, cap, causal, sigmoid)
+    if T:
+        size = _blocks(q, v, "queries")
+        _queries[(triton.cdiv(T, size["BLOCK_M"]), B * H)](
+            *keep[:3], grad, row, delta, keep[3], dq, dshift, *arguments, **flags, **size
+        )  # fmt: skip
+    size = _blocks(q, v, "keys")
+    _keys[(triton.cdiv(S, size["BLOCK_N"]), B * H)](*keep[:3], grad, row, delta, keep[3], dk, dv, *arguments, **flags, **size)
+    if H != K:
+        dk, dv = (x.unflatten(1, (K, -1)).sum(2).to(k.dtype) for x in (dk, dv))
+    return dq, dk, dv, dshift
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, scale: float, cap: float, causal: bool, sigmoid: bool
+            ) -> tuple[list[Any], dict[str, Any], list[Tensor | None]]:  # fmt: skip
+    """Strides and numbers, compile-time switches, and tensors as the kernels read them."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    H, T = q.shape[1:3]
+    keys = None if padding is None else padding.to(torch.int8).contiguous()
+    apart = [0, 0] if keys is None else [0 if keys.shape[axis] == 1 else keys.stride(axis) for axis in (0, 1)]
+    numbers = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *apart, H, H // k.shape[1], T, k.shape[2], scale, cap]
+    flags = {
+        "D": q.shape[3], "E": v.shape[3], "CAUSAL": causal, "PAD": keys is not None, "SIGMOID": sigmoid,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    return numbers, flags, [q, k, v, keys]
+
+
+STAGES = {"forward": (3, 3), "queries": (3, 2), "keys": (2, 2)}  # up to 64 channels, and above: the fastest of seven tiles on an H200
+
+
+def _blocks(q: Tensor, v: Tensor, what: str) -> dict[str, int]:
+    widths = [max(16, triton.next_power_of_2(x.shape[3])) for x in (q, v)]
+    tile = (64, 64, STAGES[what][max(widths) > 64]) if q.dtype != torch.float32 and max(widths) <= 128 else (32, 32, 2)
+    return {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_D": widths[0], "BLOCK_E": widths[1], "num_warps": 4, "num_stages": tile[2]}

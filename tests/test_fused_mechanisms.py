@@ -1,0 +1,133 @@
+"""Kernels for weights that no fused attention knows, and for the delta rule's recurrence: against float64, written out.
+
+Triton runs on the CPU in its interpreter, in a process of its own; on a GPU the same checks run compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from locater.kernels.scan import chunk_scan
+
+# what is seen, batch, query heads, key heads, queries, keys, channels of queries and of values
+SHAPES = {
+    "causal": (True, 2, 2, 2, 70, 70, 16, 16),
+    "all keys": (False, 1, 2, 2, 45, 70, 16, 16),
+    "kept keys": (True, 1, 2, 1, 20, 150, 16, 16),
+    "odd sizes, groups": (True, 1, 4, 2, 131, 131, 24, 40),
+    "one query": (True, 1, 2, 2, 1, 33, 16, 16),
+}
+KINDS = ("softcap", "sigmoid")
+
+
+def drawn(*shape: int, seed: int, device: str, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
+
+
+def written_out(kind: str, q: Tensor, k: Tensor, v: Tensor, row: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    z = scale * q @ k.repeat_interleave(group, 1).mT
+    if kind == "sigmoid":
+        weights = torch.sigmoid(z + row[..., None])
+    else:
+        weights = (cap * torch.tanh(z / cap)).masked_fill(~seen, -1e300).softmax(-1)
+    return (weights * seen) @ v.repeat_interleave(group, 1)
+
+
+def check_weights(name: str, kind: str, padded: bool, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Output and every gradient; with padding a row may see nothing."""
+    from locater.kernels import triton_weighed
+
+    causal, B, H, K, T, S, D, E = SHAPES[name]
+    scale, cap = 0.7, 2.5
+    q, k, v = (drawn(B, h, t, d, seed=n, device=device, dtype=dtype) for n, (h, t, d) in enumerate([(H, T, D), (K, S, D), (K, S, E)]))
+    row = drawn(B, H, T, seed=3, device=device, dtype=torch.float32)
+    grad = drawn(B, H, T, E, seed=4, device=device, dtype=dtype).detach()
+    keys = (torch.arange(S) >= torch.arange(B)[:, None] * 2 + 3)[:, None].to(device) if padded else None  # (B, 1, S)
+    shift = row.detach() if kind == "sigmoid" else None
+    with torch.no_grad():
+        out, kept = triton_weighed.forward(q, k, v, shift, keys, scale, cap, causal)
+        found = triton_weighed.backward(q, k, v, out, kept, grad, keys, scale, cap, causal, kind == "sigmoid")
+    exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v, row)]
+    seen = torch.ones(B, H, T, S, dtype=torch.bool)
+    if causal:
+        seen = seen.tril(S - T)
+    if keys is not None:
+        seen = seen & keys.cpu()[:, :, None]
+    want = written_out(kind, *exact, seen, scale, cap)
+    grads = torch.autograd.grad(want, exact, grad.double().cpu(), allow_unused=True)
+    for label, a, b in zip("out q k v shift".split(), (out, *found), (want, *grads), strict=True):
+        if b is not None:
+            worst = (a.double().cpu() - b).abs().max() / (b.abs().max() + 1e-9)
+            assert worst < tolerance, f"{name}, {kind}, padded {padded}, {label}: {worst:.2e}"
+
+
+def check_all(device: str, dtype: torch.dtype, tolerance: float, names: tuple[str, ...] = tuple(SHAPES)) -> None:
+    for name in names:
+        for kind in KINDS:
+            for padded in (False, True):
+                check_weights(name, kind, padded, device, dtype, tolerance)
+
+
+def check_scan(device: str) -> None:
+    """States, corrections and gradients, over sizes that are no powers of two."""
+    from locater.kernels import triton_scan
+
+    for heads, N, C, D, E in ((3, 4, 16, 16, 16), (2, 3, 11, 24, 40)):
+        shapes = [(heads, N, C, E), (heads, N, C, D), (heads, N, C, D), (heads, N)]
+        leaves = [0.3 * drawn(*shape, seed=n, device=device, dtype=torch.float32).detach() for n, shape in enumerate(shapes)]
+        given = [drawn(heads, N, a, E, seed=5 + a, device=device, dtype=torch.float32).detach() for a in (D, C)]
+        states, new = triton_scan.forward(*leaves)
+        grads, down = triton_scan.backward(*leaves[1:], *given)
+        exact = [x.double().cpu().requires_grad_() for x in leaves]
+        want = chunk_scan(*exact)  # in float64 on a CPU, the loop as it is written
+        for a, b in zip((states, new), want, strict=True):
+            assert (a.cpu() - b).abs().max() < 1e-5
+        wanted = torch.autograd.grad(want, exact, [x.double().cpu() for x in given])
+        found = (down, -down @ states.mT, new @ grads.mT, (grads * states).sum((-2, -1)))
+        for a, b in zip(found, wanted, strict=True):
+            assert (a.cpu() - b).abs().max() < 1e-5 * (1 + b.abs().max())
+
+
+def interpreted(call: str) -> None:
+    pytest.importorskip("triton", reason="Triton is only made for Linux")
+    code = f"import torch\ntorch.set_num_threads(1)\nfrom tests import test_fused_mechanisms as t\n{call}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_recurrence_by_hand() -> None:
+    """One channel: M doubles its way to what the key holds."""
+    own, keys = torch.tensor([3.0, 5.0, 7.0]), torch.tensor([1.0, 2.0, 1.0])
+    carried, kept = torch.tensor([1.0, 0.5, 2.0]), torch.tensor([1.0, 0.5, 1.0])
+    states, new = chunk_scan(own.view(1, 3, 1, 1), carried.view(1, 3, 1, 1), keys.view(1, 3, 1, 1), kept.view(1, 3))
+    assert states.flatten().tolist() == [0.0, 3.0, 0.5 * 3 + 2 * 3.5]
+    assert new.flatten().tolist() == [3.0, 5 - 1.5, 7 - 2 * 8.5]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_in_the_interpreter(name: str) -> None:
+    interpreted(f"t.check_all('cpu', torch.float32, 1e-5, ({name!r},))")
+
+
+def test_half_precision_and_the_recurrence_in_the_interpreter() -> None:
+    interpreted("t.check_all('cpu', torch.float16, 4e-3, ('causal',)); t.check_scan('cpu')")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
+def test_weights_on_the_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    check_all("cuda", dtype, tolerance)
+
+
+@pytest.mark.gpu
+def test_the_recurrence_on_the_gpu() -> None:
+    check_scan("cuda")
