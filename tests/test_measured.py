@@ -69,6 +69,7 @@ def test_maps_are_those_that_act(text: str) -> None:
     assert found["row_mass"] == pytest.approx(float(acted.sum(-1).mean()), rel=1e-9, abs=1e-12)
     shares = size / size.sum(-1, keepdim=True).clamp_min(1e-300)
     assert found["first_mass"] == pytest.approx(float(shares[..., 0].mean()), rel=1e-6)
+    assert found["first_weight"] == pytest.approx(float(size[..., 0].mean()), rel=1e-6)
     assert found["column_least"] == pytest.approx(float(acted.sum(-2).amin(-1).mean()), rel=1e-6, abs=1e-12)
 
 
@@ -103,6 +104,22 @@ def test_halves_are_the_stream(norm: str) -> None:
     assert found["spike"] == max(half["largest"] for half in found["halves"])
 
 
+def test_the_first_value_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of values of length 1, but for the first key's of 1/4."""
+    model = model_of("softmax")
+    kind = type(parts(model)[0])
+    plain = kind.operands
+
+    def shrunk(part: Any, x: Tensor, turn: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = plain(part, x, turn)
+        v = v / v.norm(dim=-1, keepdim=True)
+        v[:, :, 0] *= 0.25
+        return q, k, v
+
+    monkeypatch.setattr(kind, "operands", shrunk)
+    assert measure(model, IDS)["first_value"] == pytest.approx(0.25)
+
+
 def test_sinks_and_what_is_explained_away() -> None:
     """Head 0 looks at the first key, head 1 at itself, head 2 at key 2 from there on."""
     T = 6
@@ -116,6 +133,8 @@ def test_sinks_and_what_is_explained_away() -> None:
     assert found["sink_rate"] == pytest.approx(1 / 3)  # of head 1 the first key has 1/6 of its queries
     assert found["sink_ratio"] == pytest.approx(1.0 - 1 / 3)
     assert found["first_mass"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 3)
+    assert of_map(p / 4, causal=True)["first_weight"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 12)  # the share stays, the weight does not
+    assert of_map(p / 4, causal=True)["first_mass"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 3)
     assert found["explained_away"] == pytest.approx((5 + 0 + 3) / 18)
     assert found["entropy"] == pytest.approx(0)
     assert found["gap"] == pytest.approx((1 + 0 + (1 - 1 / 2)) / 3)  # singular values: sqrt 6, 0; 1, 1; 2, 1

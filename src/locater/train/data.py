@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError, first_line
+from locater.train.copying import Source, copy_source
 from locater.train.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
 from locater.train.plan import Plan
 from locater.train.tokenizer import Tokenizer, kept_tokenizer, make_tokenizer
@@ -73,7 +74,7 @@ class TextData:
 
     def _pair(self, rows: Tensor, rng: torch.Generator) -> Batch:
         if self.plan.task == "causal":
-            return rows[:, :-1], rows[:, 1:]
+            return _shifted(rows)
         rows = rows[:, :-1]
         hidden = (torch.rand(rows.shape, generator=rng) < self.plan.masked).to(rows.device)
         hidden[:, 0] |= ~hidden.any(1)  # at least one, or there would be no loss
@@ -123,6 +124,28 @@ class SortData:
         return numbers, numbers.sort(-1).values
 
 
+@dataclass
+class CopyData:
+    """Sequences of a source that is the same for every seed: training ones made as they are asked for, the others kept."""
+
+    plan: Plan
+    source: Source
+    splits: dict[str, Tensor]
+    facts: dict[str, Any]
+
+    def batch(self, index: int) -> Batch:
+        rows = self.source.sample(self.plan.batch, self.plan.length, draw(self.plan.seed, index))
+        return _shifted(rows.to(self.splits["select"].device, non_blocking=True))
+
+    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
+        for rows in self.splits[name][:most].split(self.plan.batch):
+            yield _shifted(rows)
+
+
+def _shifted(rows: Tensor) -> Batch:
+    return rows[:, :-1], rows[:, 1:]
+
+
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int) -> Tensor:
     return torch.randperm(count, generator=draw(seed, epoch))
@@ -134,6 +157,8 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
         return read_images(plan, Path(plan.images), device)
     if plan.task == "sort":
         return SortData(plan, {"numbers": plan.vocabulary, "vocabulary": plan.vocabulary, "sha256": "made by the seed"}, device)
+    if plan.task == "copy":
+        return make_copies(plan, device)
     text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
     tokenizer = kept_tokenizer(folder, plan.vocabulary, partial(_learned, plan.vocabulary, text))
     splits = {name: tokens.to(device) for name, tokens in _encoded(tokenizer, text).items()}
@@ -150,6 +175,18 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
         "tokens": {name: len(x) for name, x in splits.items()}, "vocabulary": tokenizer.size,
     }  # fmt: skip
     return TextData(plan, tokenizer, splits, facts, device)
+
+
+def make_copies(plan: Plan, device: torch.device) -> CopyData:
+    """Held-out sequences are drawn by seeds that no plan has. `least_loss` is what the source itself would lose on them."""
+    source = copy_source(plan.vocabulary)
+    splits = {name: source.sample(HELD_OUT, plan.length, draw(-1 - at, 0)) for at, name in enumerate(("select", "report"))}
+    facts = {
+        "text": "locater.train.copying.copy_source", "vocabulary": plan.vocabulary + 1, "triggers": source.triggers.tolist(),
+        "entropy": source.entropy(plan.length), "least_loss": {name: float(source.surprise(rows).mean()) for name, rows in splits.items()},
+        "sha256": hashlib.sha256(splits["report"].numpy().tobytes()).hexdigest(),
+    }  # fmt: skip
+    return CopyData(plan, source, {name: rows.to(device) for name, rows in splits.items()}, facts)
 
 
 class Text:

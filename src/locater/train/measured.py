@@ -30,7 +30,8 @@ def measure(model: Transformer, inputs: Tensor) -> dict[str, Any]:
 
     entropy, entropy_share of log n   rows made to sum to 1, n the keys in view (rows that see one key are left out of the share)
     row_mass                          sum of a row
-    first_mass                        share of a row's absolute mass that is on the first key
+    first_mass, first_weight          share of a row's absolute mass that is on the first key; the absolute weight that is
+    first_value                       length of the first key's value over the mean length of the others'
     sink_rate, sink_ratio             heads in which the first key, or some key of the first half, is given more than 0.3 of rows that are
                                       made to sum to 1, mean over queries and sequences
     gap                               1 - s2 / s1 of a map's singular values; stable_rank is sum s^2 / s1^2
@@ -47,7 +48,8 @@ def measure(model: Transformer, inputs: Tensor) -> dict[str, Any]:
     for block in model.model.layers:
         part, read = block.self_attn, block.read(x)
         q, k, v = part.operands(read, turn)
-        maps.append(of_map(map_of(part, q, k, read), part.causal, _kind(part)) | {"gate": gate_of(part, q, read)})
+        more = {"gate": gate_of(part, q, read), "first_value": _first_of(v)}
+        maps.append(of_map(map_of(part, q, k, read), part.causal, _kind(part)) | more)
         found.append(head_relevance(attended(part, q, k, v, read, part.causal), part.o_proj.weight).tolist())
         x = block.after_attention(x, turn)
         halves.append(_half(x))
@@ -103,6 +105,7 @@ def of_map(p: Maps, causal: bool, kind: str = "stochastic") -> dict[str, float |
     found: dict[str, float | None] = {
         "row_mass": float(p.sum(-1).mean()),
         "first_mass": float(share[..., 0].mean()),
+        "first_weight": float(size[..., 0].mean()),
         "sink_rate": float(sinks[:, 0].double().mean()),
         "sink_ratio": float(sinks[:, : max(1, S // 2)].any(-1).double().mean()),
         "gap": float((1 - values[:, 1] / values[:, 0].clamp_min(1e-300)).mean()) if min(T, S) > 1 else None,
@@ -116,6 +119,12 @@ def of_map(p: Maps, causal: bool, kind: str = "stochastic") -> dict[str, float |
     several = seen > 1
     of_most = (entropy / seen.double().log())[..., several].mean() if bool(several.any()) else None
     return {"entropy": float(entropy.mean()), "entropy_share": None if of_most is None else float(of_most), **found}
+
+
+def _first_of(v: Tensor) -> float | None:
+    lengths = v.double().norm(dim=-1)
+    found = (lengths[..., 0] / lengths[..., 1:].mean(-1)).mean()
+    return float(found) if bool(found.isfinite()) else None  # not of one token, nor of values that are zero
 
 
 def _half(x: Tensor) -> dict[str, float | None]:

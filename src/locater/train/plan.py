@@ -17,6 +17,8 @@ from locater.result import SCHEMA, write_whole
 from locater.version import __version__
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
+BYTES = 256
+MADE = {"sort": "numbers", "copy": "tokens"}  # tasks that read no text
 PACE = ("out", "log")  # of no consequence for the weights: a run may be moved, and tell more or less
 
 
@@ -34,10 +36,12 @@ class Plan:
     """
 
     out: str = option("run", "Folder of the run.")
-    task: str = option("causal", "What is learned.", choices=("causal", "masked", "image", "sort"))
+    task: str = option("causal", "What is learned.", choices=("causal", "masked", "image", "sort", "copy"))
     corpus: tuple[str, ...] = option((), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; none: Python's own.")
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
-    vocabulary: int = option(256, "Tokens: 256 are bytes; more are learned from the text (needs tokenizers).", least=256)
+    vocabulary: int = option(
+        256, "Tokens: 256 are bytes; more are learned from the text (needs tokenizers); fewer for --task copy.", least=8
+    )
     layers: int = option(4, "Blocks.", least=1)
     width: int = option(128, "Channels of the residual stream.", least=2)
     heads: int = option(4, "Query heads in a block.", least=1)
@@ -82,8 +86,10 @@ class Plan:
             raise LocaterError(f"width={self.width}, heads={self.heads}: rotary positions turn pairs of channels; give heads an even size")
         if (self.task == "image") != (self.images is not None):
             raise LocaterError("task=image and images=PATH go together: give both or neither")
-        if self.task == "sort" and self.corpus:
-            raise LocaterError(f"task=sort makes its own numbers: leave out corpus={self.corpus[0]}")
+        if self.task in MADE and self.corpus:
+            raise LocaterError(f"task={self.task} makes its own {MADE[self.task]}: leave out corpus={self.corpus[0]}")
+        if self.task != "copy" and self.vocabulary < BYTES:
+            raise LocaterError(f"vocabulary={self.vocabulary}: {BYTES} is the least, but for task=copy")
         self._check_attention()
         if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
             raise LocaterError(
@@ -97,10 +103,15 @@ class Plan:
         size = self.width // self.heads
         sizes = dict(width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
         for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():  # each kind once
-            fits(held.mechanism, self.task == "causal", f"task={self.task}")
+            fits(held.mechanism, self.is_causal, f"task={self.task}")
             if held.name == "differential" and self.where == "rotary" and size % 4:
                 raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
             held.check(**sizes)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see those before them alone."""
+        return self.task in ("causal", "copy")
 
     @property
     def where(self) -> str:

@@ -23,7 +23,7 @@ def shape_of(plan: Plan, data: Data) -> Shape:
         layers=plan.layers, width=plan.width, heads=plan.heads, kv_heads=plan.kv_heads or plan.heads,
         hidden=plan.hidden or hidden_of(plan.width, plan.mlp),
         length=image[0] * image[1] // plan.patch**2 if image else plan.length, positions=plan.where, mlp=plan.mlp,
-        qk_norm=plan.qk_norm, causal=plan.task == "causal", image=image, patch=plan.patch, attention=plan.attention,
+        qk_norm=plan.qk_norm, causal=plan.is_causal, image=image, patch=plan.patch, attention=plan.attention,
         norm=plan.norm, fusion=plan.fusion,
     )  # fmt: skip
 
