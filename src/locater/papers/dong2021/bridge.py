@@ -28,8 +28,8 @@ from torch import Tensor
 from locater.papers.claim import Claim, Measured
 from locater.papers.dong2021.contraction import over_draws
 from locater.papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens
-from locater.papers.dong2021.runs import every
 from locater.papers.paper import Setting, Study
+from locater.papers.parts import every
 from locater.probe import spearman
 from locater.theory import localization
 

@@ -21,8 +21,8 @@ from locater.measures import rank_residual
 from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.dong2021.bridge import MAIN
 from locater.papers.dong2021.planted import WIDTH, tokens
-from locater.papers.dong2021.runs import device, every
 from locater.papers.paper import Setting, Study
+from locater.papers.parts import device, every
 from locater.theory import Block, depth_residuals
 from locater.train import Shape, Transformer
 

@@ -20,9 +20,9 @@ from locater.papers.arms_page import Entries, Part
 from locater.papers.claim import Claim, Measured
 from locater.papers.dong2021.classifier import DEPTH, Classifier, Data, Recipe, Shape, accuracy, drawn, guess, train
 from locater.papers.dong2021.encoders import words
-from locater.papers.dong2021.runs import device, every
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.paper import Setting, Study
+from locater.papers.parts import device, every
 from locater.probing.text import read_text
 
 PATHS, REPEATS = (5, 20), 5

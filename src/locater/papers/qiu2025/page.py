@@ -22,6 +22,7 @@ from locater.papers.arms_page import (
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
+from locater.papers.sink_runs import sinks_section
 from locater.papers.strips import strips
 
 UNIFORM = uniform_first(BASE.length)  # the first token's share of rows under uniform attention
@@ -37,6 +38,7 @@ def page(document: Mapping[str, Any]) -> Part:
     """The sections after the verdicts, and their figures."""
     sections: Sections = (
         (_gates, ("a1", "a4", "a7")), (_nonlinear, ("b2", "b6", "b7")), (_table, ("c1",)), (_training, ()), (_hot, ("e1",)),
+        (_sinks, ("f1",)),
     )  # fmt: skip
     return in_sections(document, sections)
 
@@ -60,6 +62,10 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("d7", "d8"), lambda v: sinks_said(
             numbers_of(document), f"the gate changes its share by {v['d7']:+.4f} per element and {v['d8']:+.4f} per head", BASE.length)),
         (("d13",), lambda v: f"It changes the largest activation over the median by {v['d13']:+.1f}."),
+        (("f1", "f2", "f3", "f4", "f5", "f7"), lambda v: "In one layer on a source where a head has nothing to add most of the time, "
+         f"softmax gives its first token {v['f1']:.2f}. With a gate per element it is given {v['f2']:.3f}, per head {v['f3']:.3f}; with "
+         f"gates on values {v['f4']:+.3f} of that, with a gate on keys {v['f5']:.2f}. A gate that ignores the input leaves it a share of "
+         f"{v['f7']:.2f}."),
         (("e1",), lambda v: f"At a hot learning rate its loss is {v['e1']:+.2f} nats from that of the plain model."),
     )  # fmt: skip
     return in_short(document, said)
@@ -90,6 +96,10 @@ def _gates(found: Entries) -> Part:
             "wrong reading runs and is wrong.",
         ]  # fmt: skip
     return lines, {}
+
+
+def _sinks(found: Entries) -> Part:
+    return sinks_section(found, "f", NAMES)
 
 
 def _nonlinear(found: Entries) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from locater.papers.arms_page import (
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
+from locater.papers.sink_runs import sinks_section
 from locater.papers.strips import strips
 from locater.papers.sun2026.metrics import LENGTH, THRESHOLD
 
@@ -34,7 +36,7 @@ NAMES = {
 
 def page(document: Mapping[str, Any]) -> Part:
     """The sections after the verdicts, and their figures."""
-    return in_sections(document, ((_norms, ("b1",)), (_first, ("c1",)), (_models, ("d3",)), (_training, ())))
+    return in_sections(document, ((_norms, ("b1",)), (_first, ("c1",)), (_models, ("d3",)), (_training, ()), (_sinks, ("f1",))))
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
@@ -64,9 +66,17 @@ def lead(document: Mapping[str, Any]) -> list[str]:
          "medians."),
         (("e1", "e5"), lambda v: sinks_said(held, (f"heads of 8 change its share by {v['e3']:+.4f}, " if "e3" in v else "")
          + f"a gate per head changes its share by {v['e5']:+.4f}", BASE.length)),
+        (("f1", "f2", "f5", "f12"), lambda v: "In one layer on a source where a head has nothing to add most of the time, the first token "
+         f"is given {v['f1']:.2f}. Heads of 8 change that by {v['f2']:+.2f}, sandwich norms by a factor of {math.exp(v['f5']):.2f}. "
+         f"Over all arms there, spike and sink have a rank correlation of {v['f12']:.2f}."),
         (("e14",), lambda v: f"Over all arms, spikes and the first token's share have a rank correlation of {v['e14']:.2f}."),
     )  # fmt: skip
     return in_short(document, said)
+
+
+def _sinks(found: Entries) -> Part:
+    names = {"softmax": "plain (one head of 64)", "heads=2": "heads of 32", "heads=4": "heads of 16", "heads=8": "heads of 8"}
+    return sinks_section(found, "f", NAMES | names)
 
 
 def _norms(found: Entries) -> Part:

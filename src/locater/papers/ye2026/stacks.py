@@ -25,6 +25,7 @@ from locater.attention.hybrid import hybrid
 from locater.papers.claim import Claim, Measured, seeds_range
 from locater.papers.judging import known, left_open
 from locater.papers.paper import Setting, Study
+from locater.papers.parts import device, every
 from locater.papers.ye2026.task import Prompts, Task, prompts
 from locater.probe import spearman
 
@@ -57,7 +58,10 @@ class Size:
 QUICK = Size(Task(10, 2), ("LL", "LS", "SS"), 48, 2, 4, 16, 300, 2, 5e-3, brief=True)
 MIDDLE = Size(Task(12, 2), ("LL", "LS", "SS"), 64, 2, 4, 32, 2500, 3, 4e-3)  # in full without a GPU: minutes on a core
 FULL = Size(Task(24, 3), ("LLL", "LLS", "LSS", "SSS"), 128, 2, 8, 128, 4500, 4, 2e-3)
-NEEDS = "more than a quick run: `locater reproduce ye2026 --claim d --json d.json` (three hops on a GPU, two without one), then --from"
+NEEDS = (
+    "more than a quick run: `locater reproduce ye2026 --claim d --json d.json` (three hops on a GPU, --jobs 4 for its stacks all at once; "
+    "two hops without one), then --from"
+)
 UNTRAINED = "unknown: the stack of full layers itself has not learned the task"
 
 CLAIMS = (
@@ -159,10 +163,18 @@ def trained(size: Size, layout: str, device: torch.device) -> Float[Tensor, "see
 
 
 def measure(setting: Setting) -> Mapping[str, Measured]:
-    device = torch.device("cuda" if torch.cuda.is_available() and not setting.quick else "cpu")
-    size = QUICK if setting.quick else FULL if device.type == "cuda" else MIDDLE
-    found = {layout: trained(size, layout, device) for layout in setting.each(list(size.layouts))}
-    return judged({layout: held.tolist() for layout, held in found.items()}, size, device.type)
+    size = _size(setting)
+    found = every(_of_layout, list(size.layouts), setting)
+    return judged(dict(zip(size.layouts, found, strict=True)), size, device(setting))
+
+
+def _size(setting: Setting) -> Size:
+    return QUICK if setting.quick else FULL if device(setting) == "cuda" else MIDDLE
+
+
+def _of_layout(setting: Setting, layout: str) -> list[list[float]]:
+    found: list[list[float]] = trained(_size(setting), layout, torch.device(device(setting))).tolist()
+    return found
 
 
 def judged(found: Mapping[str, list[list[float]]], size: Size, device: str) -> dict[str, Measured]:

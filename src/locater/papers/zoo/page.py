@@ -10,7 +10,9 @@ from typing import Any
 from locater.papers.arms_page import Part, failed, failed_said, numbers_of
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
+from locater.papers.sink_runs import sinks_section
 from locater.papers.strips import strips
+from locater.papers.zoo.sinks import AWAY
 
 Entry = Mapping[str, Any]
 # measure: heading in the table, digits, title of its picture
@@ -62,7 +64,19 @@ def lead(document: Entry) -> list[str]:
     if masked:
         other = "; ".join(f"{arm['arm'].removesuffix(', masked')} {_span(_changes(arm, masked[0], 'loss'))}" for arm in masked[1:])
         lines.append(f"- Encoders, masked tokens, against softmax ({_mean(masked[0]['ends'], 'loss'):.4f}): {other}.")
-    return [*lines, ""]
+    return [*lines, *_sinks_said(document), ""]
+
+
+def _sinks_said(document: Entry) -> list[str]:
+    """What study f saw, in a line."""
+    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
+    if not value.keys() >= {"f1", *AWAY}:
+        return []
+    left = ", ".join(f"{name} {value[key]:.3f}" for key, name in AWAY.items())
+    return [
+        f"- Where a head has nothing to add most of the time (one layer, made-up source), softmax gives its first token {value['f1']:.2f}. "
+        f"What others give it: {left}."
+    ]
 
 
 def page(document: Entry) -> Part:
@@ -94,7 +108,8 @@ def page(document: Entry) -> Part:
     elif steps is not None:
         lines += ["", "## Time of a step", "", *_reading(steps), "", "| | ms |", "|---|---|"]
         lines += [f"| {name} | {x:.2f} |" for kind in ("causal", "masked") for name, x in steps[kind].items()]
-    return lines, figures
+    more, drawn = sinks_section(numbers_of(document), "f")
+    return [*lines, *(["", *more] if more else [])], figures | drawn
 
 
 def table(arms: Sequence[Entry], steps: Mapping[str, float]) -> list[str]:

@@ -1,0 +1,76 @@
+"""Runs in which softmax attention has a sink: one layer on a made-up source (`locater train --task copy`), for claims about sinks.
+
+After three triggers the token before is copied, elsewhere pairs of tokens tell all: the head has something to add at triggers alone.
+The rate is one at which softmax has a sink with seeds 0, 1 and 2, looked for before the arms were fixed; seeds 3 to 5 chose nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from locater.papers.arms_page import Part, failed, failed_said, means_table
+from locater.papers.judging import Line, end_of, ends_table, uniform_first
+from locater.papers.runs import Arm, Runs
+from locater.papers.strips import strips
+from locater.train.plan import Plan
+
+COPY = Plan(
+    task="copy", vocabulary=64, layers=1, width=64, heads=1, length=64, batch=32, steps=1000, positions="learned", observe=0, evaluate=500,
+    checkpoint=0, precision="float32",
+)  # fmt: skip
+RATE, SEEDS = 6e-3, 6
+UNIFORM = round(uniform_first(COPY.length), 4)  # the first token's weight where attention is even
+SINK = 0.3  # and from where on it is a sink
+HERE = "one layer on the copy source"
+WEIGHT, SHARE, VALUE, SPIKE = (f"measures.{name}" for name in ("first_weight", "first_mass", "first_value", "spike_ratio"))
+COLUMNS = {
+    "first_weight": ("weight on the first token", 3), "first_mass": ("share of a row", 3), "row_mass": ("row mass", 2),
+    "first_value": ("its value over others'", 2), "gate": ("mean gate", 2), "spike_ratio": ("spike", 0),
+}  # fmt: skip
+
+
+def sink_arm(attention: str = "softmax", **changes: Any) -> Arm:
+    """A mechanism, or a variation of the model, at the one rate.
+
+    >>> sink_arm("gated").name, sink_arm(heads=4).name
+    ('gated', 'heads=4')
+    """
+    said = [attention] if attention != "softmax" or not changes else []
+    name = ", ".join([*said, *(f"{key}={value}" for key, value in changes.items())])
+    return Arm(name, "sinks", replace(COPY, attention=attention, **changes), (RATE,), SEEDS)
+
+
+PLAIN = sink_arm()
+
+
+def sinks_table(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
+    """Numbers for `sinks_section`."""
+    return {"sinks": ends_table(runs, arms, _end)}
+
+
+def _end(line: Line) -> dict[str, Any]:
+    held = line.get("measures") or {}
+    return end_of(line) | {name: held.get(name) for name in ("first_weight", "first_value")}
+
+
+def sinks_section(found: Mapping[str, Mapping[str, Any]], letter: str, names: Mapping[str, str] | None = None) -> Part:
+    """A table of the arms and a picture of the weight on the first token."""
+    held = next((numbers["sinks"] for numbers in found.values() if numbers.get("sinks")), None)
+    if held is None:
+        return [], {}
+    arms: Sequence[Mapping[str, Any]] = [{**arm, "arm": (names or {}).get(arm["arm"], arm["arm"])} for arm in held]
+    lines = [
+        f"## {letter}. Where a head has nothing to add", "", "![sink](figure:sink)", "",
+        f"One layer of width {COPY.width} with one head, unless said, {COPY.length} tokens, {COPY.steps:,} steps at a rate of {RATE:g}, on",
+        "a source of pairs and copies (`locater train --task copy`): after one of three triggers the token before it comes again,",
+        "elsewhere pairs tell all. The rate was chosen for softmax with seeds 0, 1 and 2; seeds 3 to 5 chose nothing. Weight: what the",
+        f"first token is given, as it acts (even attention: {UNIFORM}); share: of a row made to sum to 1. Value: length of the first",
+        "token's value over the mean of the others'. Spike: largest entry of the stream over the median.", "",
+        *means_table(arms, COLUMNS),
+    ]  # fmt: skip
+    lost = failed_said(failed(arms, arms[0]))
+    weights = {arm["arm"]: [end["first_weight"] for end in arm["ends"] if end["first_weight"] is not None] for arm in arms}
+    figure = strips("weight on the first token", "a dot for each seed", {name: values for name, values in weights.items() if values})
+    return [*lines, *(["", lost] if lost else [])], {"sink": figure}
