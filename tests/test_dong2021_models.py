@@ -22,8 +22,8 @@ from locater.errors import LocaterError
 from locater.papers.claim import Claim, Measured, judge
 from locater.papers.dong2021 import depth, encoders, products, slowing, tasks
 from locater.papers.dong2021.classifier import DEPTH, Choice, Classifier, Data, Layer, Recipe, Shape, accuracy, drawn, train
-from locater.papers.parts import device, every
 from locater.papers.paper import Setting
+from locater.papers.parts import device, every
 from locater.spectrum import one_thread
 
 Array = np.ndarray[Any, Any]

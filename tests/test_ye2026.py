@@ -15,6 +15,7 @@ from locater.papers import Setting, reproduce
 from locater.papers.claim import verdict_of
 from locater.papers.report import write_report
 from locater.papers.ye2026 import PAPER, composing, recall, recurrences, stacks
+from locater.papers.ye2026.page import lead, page
 from locater.papers.ye2026.task import Task, prompts
 
 TINY = replace(stacks.QUICK, task=Task(4, 2), steps=3, batch=4, width=16)
@@ -114,6 +115,23 @@ def test_verdicts_of_stacks_wait_until_the_task_is_learned() -> None:
     )
     long = stacks.judged(worse, size, "cuda")
     assert [verdict_of(c, long[c.id], "").verdict for c in stacks.CLAIMS] == ["fails", "undecided", "undecided", "holds"]
+
+
+def test_the_page_counts_the_seeds_that_learned(document: dict[str, Any]) -> None:
+    """Where a seed of full layers has not: in the lead and below the table, and with the picture that a brief run does not have."""
+    right = {"LLL": [[1.0, 1.0, 0.04]] * 4, "LLS": [[1.0, 1.0, 0.1]] * 4, "LSS": [[1.0, 1.0, 0.95], *[[1.0, 1.0, 0.1]] * 3]}
+    measured = stacks.judged({**right, "SSS": [[1.0, 0.1, 0.1], *[[1.0, 1.0, 1.0]] * 3]}, stacks.FULL, "cuda")
+    entries = [dict(entry) for entry in document["claims"]]
+    for entry in entries:
+        if entry["id"] in measured:
+            entry |= {"measured": measured[entry["id"]].value, "numbers": dict(measured[entry["id"]].numbers), "decided": False}
+    lines, figures = page({**document, "claims": entries})
+    counts = "Seeds that answer 90 % at all hops: LLL 0 of 4, LLS 0 of 4, LSS 1 of 4, SSS 3 of 4."
+    assert "stacks" in figures
+    assert any(text.startswith(counts) for text in lines)
+    assert counts in "\n".join(lead({**document, "claims": entries}))
+    assert not any("nothing is concluded" in text for text in lines)
+    assert "Seeds that answer" not in "\n".join(lead(document))
 
 
 def test_the_page_is_made_of_the_document_alone(tmp_path: Path, document: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from locater.papers.arms_page import Part, failed, failed_said, means_table
@@ -53,6 +54,12 @@ def sinks_table(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
 def _end(line: Line) -> dict[str, Any]:
     held = line.get("measures") or {}
     return end_of(line) | {name: held.get(name) for name in ("first_weight", "first_value")}
+
+
+def mean_weights(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Weight on the first token by arm, means over seeds; empty where there were no runs."""
+    held = next((numbers["sinks"] for numbers in found.values() if numbers.get("sinks")), ())
+    return {arm["arm"]: fmean(end["first_weight"] for end in arm["ends"]) for arm in held}
 
 
 def sinks_section(found: Mapping[str, Mapping[str, Any]], letter: str, names: Mapping[str, str] | None = None) -> Part:

@@ -22,7 +22,7 @@ from locater.papers.arms_page import (
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
-from locater.papers.sink_runs import sinks_section
+from locater.papers.sink_runs import mean_weights, sinks_section
 from locater.papers.strips import strips
 
 UNIFORM = uniform_first(BASE.length)  # the first token's share of rows under uniform attention
@@ -45,6 +45,7 @@ def page(document: Mapping[str, Any]) -> Part:
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What the gate does and does not do, for a reader who knows nothing of the paper; only what was measured."""
+    weight = mean_weights(numbers_of(document))
     said: Said = (
         (("a1", "a2"), lambda v: "Gated attention multiplies what a head gives by a sigmoid of the token that asks. The paper's forms are "
          f"what they are said to be (errors up to {v['a1']:.0e}), and the gate of Qwen3-Next is one of them."),
@@ -62,10 +63,10 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("d7", "d8"), lambda v: sinks_said(
             numbers_of(document), f"the gate changes its share by {v['d7']:+.4f} per element and {v['d8']:+.4f} per head", BASE.length)),
         (("d13",), lambda v: f"It changes the largest activation over the median by {v['d13']:+.1f}."),
-        (("f1", "f2", "f3", "f4", "f5", "f7"), lambda v: "In one layer on a source where a head has nothing to add most of the time, "
-         f"softmax gives its first token {v['f1']:.2f}. With a gate per element it is given {v['f2']:.3f}, per head {v['f3']:.3f}; with "
-         f"gates on values {v['f4']:+.3f} of that, with a gate on keys {v['f5']:.2f}. A gate that ignores the input leaves it a share of "
-         f"{v['f7']:.2f}."),
+        (("f1", "f2", "f3", "f4", "f5", "f7"), lambda v: "In one layer on a source where a head has nothing to add most of the time, the "
+         f"first token is given {weight['softmax']:.2f} under softmax, {weight['gated(per=element)']:.3f} with a gate per element, "
+         f"{weight['gated']:.3f} per head, {weight['gated(position=value, per=element)']:.3f} with gates on values and "
+         f"{weight['gated(position=key)']:.2f} with a gate on keys. A gate that ignores the input leaves it a share of {v['f7']:.2f}."),
         (("e1",), lambda v: f"At a hot learning rate its loss is {v['e1']:+.2f} nats from that of the plain model."),
     )  # fmt: skip
     return in_short(document, said)

@@ -185,7 +185,7 @@ def judged(found: Mapping[str, list[list[float]]], size: Size, device: str) -> d
     seeds = range(size.seeds)
     numbers: dict[str, Any] = {
         "right": dict(found), "points": size.task.points, "functions": L, "rows": size.rows, "pairs": size.task.pairs, "steps": size.steps,
-        "width": size.width, "device": device,
+        "width": size.width, "device": device, "brief": size.brief,
     }  # fmt: skip
     counts = torch.tensor([layout.count("S") for layout in found], dtype=torch.float64)
     trend = [spearman(counts, torch.tensor([held[s][-1] for held in found.values()], dtype=torch.float64)) or 0.0 for s in seeds]

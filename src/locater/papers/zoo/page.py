@@ -10,7 +10,7 @@ from typing import Any
 from locater.papers.arms_page import Part, failed, failed_said, numbers_of
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
-from locater.papers.sink_runs import sinks_section
+from locater.papers.sink_runs import mean_weights, sinks_section
 from locater.papers.strips import strips
 from locater.papers.zoo.sinks import AWAY
 
@@ -69,13 +69,13 @@ def lead(document: Entry) -> list[str]:
 
 def _sinks_said(document: Entry) -> list[str]:
     """What study f saw, in a line."""
-    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None}
-    if not value.keys() >= {"f1", *AWAY}:
+    weight = mean_weights(numbers_of(document))
+    if not weight.keys() >= {"softmax", *AWAY.values()}:
         return []
-    left = ", ".join(f"{name} {value[key]:.3f}" for key, name in AWAY.items())
+    left = ", ".join(f"{name} {weight[name]:.3f}" for name in AWAY.values())
     return [
-        f"- Where a head has nothing to add most of the time (one layer, made-up source), softmax gives its first token {value['f1']:.2f}. "
-        f"What others give it: {left}."
+        "- Where a head has nothing to add most of the time (one layer, made-up source), softmax gives its first token "
+        f"{weight['softmax']:.3f}. What others give it: {left}."
     ]
 
 
