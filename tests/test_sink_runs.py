@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +75,13 @@ def test_the_section_has_a_row_per_arm_and_means() -> None:
     assert ">gated<" in figures["sink"]
     assert mean_weights(numbers)["gated"] == pytest.approx(0.01)
     assert sinks_section({}, "f") == ([], {})
+
+
+def test_the_readme_has_the_kept_figure() -> None:
+    root = Path(__file__).parents[1]
+    claims = json.loads((root / "docs/results/zoo.json").read_text())["claims"]
+    weight = mean_weights({entry["id"]: entry["numbers"] for entry in claims})["softmax"]
+    assert f"softmax gives its first token {weight:.2f} of a row" in (root / "README.md").read_text()
 
 
 def test_a_short_run_brings_what_is_judged(tmp_path: Any) -> None:
