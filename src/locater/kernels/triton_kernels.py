@@ -23,10 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import AttentionStatistics, Terms
+from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, load_rows
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-EMPTY = tl.constexpr(-1.0e30)  # a masked logit; finite, so that 0 x EMPTY is 0
 LEAST = tl.constexpr(-1.0e15)  # where maxima start: below any logit, and so far above EMPTY that the difference of both is EMPTY again
 
 
@@ -43,18 +42,6 @@ def _program(H, heads, blocks, together):
 
 
 @triton.jit
-def _rows(base, d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
-    """Rows of q or k at `base`, those that are not inside as zeros."""
-    if BLOCK_D != D:
-        rows = tl.load(base, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    elif EDGE:
-        rows = tl.load(base, mask=inside[:, None], other=0.0)
-    else:
-        rows = tl.load(base)
-    return rows
-
-
-@triton.jit
 def _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
            CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
            MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
@@ -68,7 +55,7 @@ def _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
     if BIAS:
         x += tl.load(Bias + b * bb + h * bh + i.to(tl.int64) * bt + j, mask=(i < T) & (j < S), other=0.0).to(tl.float32)
     if CAP:
-        x = cap * (1 - 2 / (1 + tl.exp2(x * (2 * LOG2E / cap))))  # cap * tanh(x / cap)
+        x = capped(x, cap)
     seen = j <= at
     if EDGE:
         if not CAUSAL:
@@ -155,7 +142,7 @@ def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi,
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    q = _rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
+    q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
     keys = K + b * kb + (h // GROUP) * kh + (n[:, None] * kt + d[None, :])
     LANES: tl.constexpr = 1 if PAD or DOC or MASK or BIAS else 4
     m = tl.full([BLOCK_M, LANES], LEAST, tl.float32)
@@ -169,10 +156,10 @@ def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi,
     unit = _unit(scale, CAP, BIAS, ALIBI)
     row = block * BLOCK_M + (S - T)
     behind = (i + (S - T))[:, None] - 2 * tl.arange(0, LANES)[None, :]
-    low, high, plain_high = _span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
+    low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):  # first tiles whose keys are all visible, where there is no mask to build, then the others
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
-            k = _rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
+            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
                              mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
@@ -220,26 +207,6 @@ def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi,
 
 
 @triton.jit
-def _span(block, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OTHER: tl.constexpr,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Key range of a block of rows: from `low`, all visible up to `plain_high`, masked up to `high`; multiples of BLOCK_N."""
-    start = block * BLOCK_M + (S - T)  # position of the first row
-    low = 0
-    high = S
-    if CAUSAL:
-        high = tl.minimum(S, start + BLOCK_M)
-    if WINDOW:
-        low = tl.maximum(0, start - window + 1) // BLOCK_N * BLOCK_N
-        high = tl.minimum(high, start + BLOCK_M + window)
-    plain_high = S // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        plain_high = tl.minimum(plain_high, start // BLOCK_N * BLOCK_N)  # a row's own key is in a masked tile
-    if WINDOW or OTHER:
-        plain_high = low
-    return low, tl.maximum(high, low), tl.maximum(plain_high, low)
-
-
-@triton.jit
 def _slope(x, seen, unit, lse, pull, cap, CAP: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr):
     """p (log2 p + pull): times -ln 2 the slope of the entropy on a logit before the cap. lse is in units of log 2, 1e30 where no key is."""
     y = x * unit - lse
@@ -265,7 +232,7 @@ def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alib
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    q = _rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
+    q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
     keys = K + b * kb + (h // GROUP) * kh + (n[:, None] * kt + d[None, :])
     at = head * T + i
     lse = tl.load(Lse + at, mask=i < T, other=-EMPTY)[:, None]
@@ -273,10 +240,10 @@ def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alib
     grad = tl.load(Grad + at, mask=i < T, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     unit = _unit(scale, CAP, BIAS, ALIBI)
-    low, high, plain_high = _span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
+    low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
-            k = _rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
+            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
                              mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
@@ -298,7 +265,7 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
     j = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_M)
-    k = _rows(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], d, j < S, D, BLOCK_D, True)
+    k = load_rows(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], d, j < S, D, BLOCK_D, True)
     queries = Q + b * qb + h * qh + (r[:, None] * qt + d[None, :])
     at = head * T + r
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -320,7 +287,7 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
     for EDGE in tl.static_range(2):
         for start in range(first_row if EDGE else plain_row, tl.minimum(plain_row, last_row) if EDGE else last_row, BLOCK_M):
             i = start + r
-            q = _rows(queries + tl.cast(start, tl.int64) * qt, d, i < T, D, BLOCK_D, True)
+            q = load_rows(queries + tl.cast(start, tl.int64) * qt, d, i < T, D, BLOCK_D, True)
             x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             x, seen = _terms(x, i[None, :], j[:, None], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
                              mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip

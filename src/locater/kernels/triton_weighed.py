@@ -16,20 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = tl.constexpr(1.4426950408889634)
-EMPTY = tl.constexpr(-1.0e30)  # a masked logit; finite, so that differences of two are
-
-
-@triton.jit
-def _load(base, inside, d, D: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
-    """Rows of q, k, v or do, zeros where they are not inside."""
-    if BLOCK != D:
-        rows = tl.load(base, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    elif EDGE:
-        rows = tl.load(base, mask=inside[:, None], other=0.0)
-    else:
-        rows = tl.load(base)
-    return rows
+from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, load_rows
 
 
 @triton.jit
@@ -40,12 +27,6 @@ def _seen(i, j, b, h, T, S, Pad, pb, ph, CAUSAL: tl.constexpr, PAD: tl.constexpr
     if PAD:
         seen = seen & (tl.load(Pad + b * pb + h * ph + j, mask=j < S, other=0) != 0)
     return seen
-
-
-@triton.jit
-def _capped(z, cap):
-    """cap tanh(z / cap)."""
-    return cap * (1 - 2 / (1 + tl.exp2(z * (2 * LOG2E / cap))))
 
 
 @triton.jit
@@ -65,7 +46,7 @@ def _forward(Q, K, V, Out, Lse, Shift, Pad, qb, qh, qt, kb, kh, kt, vb, vh, vt, 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
-    q = _load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], i < T, d, D, BLOCK_D, True)
+    q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
     keys = K + b * kb + (h // GROUP) * kh + n[:, None].to(tl.int64) * kt + d[None, :]
     values = V + b * vb + (h // GROUP) * vh + n[:, None].to(tl.int64) * vt + e[None, :]
     m = tl.full([BLOCK_M], EMPTY, tl.float32)
@@ -74,25 +55,19 @@ def _forward(Q, K, V, Out, Lse, Shift, Pad, qb, qh, qt, kb, kh, kt, vb, vh, vt, 
     shift = tl.zeros([BLOCK_M], tl.float32)
     if SIGMOID:
         shift = tl.load(Shift + head * T + i, mask=i < T, other=0.0)
-    high = S
-    plain = S // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        high = tl.minimum(S, (block + 1) * BLOCK_M + (S - T))
-        plain = tl.minimum(plain, (block * BLOCK_M + (S - T) + 1) // BLOCK_N * BLOCK_N)
-    if PAD:
-        plain = 0
+    low, high, plain = key_span(block, T, S, 0, CAUSAL, False, PAD, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):  # first tiles whose keys are all in view
-        for start in range(plain if EDGE else 0, high if EDGE else plain, BLOCK_N):
+        for start in range(plain if EDGE else low, high if EDGE else plain, BLOCK_N):
             at = tl.cast(start, tl.int64)
-            k = _load(keys + at * kt, start + n < S, d, D, BLOCK_D, EDGE)
-            v = _load(values + at * vt, start + n < S, e, E, BLOCK_E, EDGE)
+            k = load_rows(keys + at * kt, d, start + n < S, D, BLOCK_D, EDGE)
+            v = load_rows(values + at * vt, e, start + n < S, E, BLOCK_E, EDGE)
             z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if SIGMOID:
                 p = _logistic(z + shift[:, None])
                 if EDGE:
                     p = tl.where(_seen(i[:, None], (start + n)[None, :], b, h, T, S, Pad, pb, ph, CAUSAL, PAD), p, 0.0)
             else:
-                x = _capped(z, cap) * LOG2E
+                x = capped(z, cap) * LOG2E
                 if EDGE:
                     x = tl.where(_seen(i[:, None], (start + n)[None, :], b, h, T, S, Pad, pb, ph, CAUSAL, PAD), x, EMPTY)
                 new = tl.maximum(m, tl.max(x, 1))
@@ -119,7 +94,7 @@ def _slopes(z, dp, shift, delta, cap, SIGMOID: tl.constexpr):
         p = _logistic(z + shift)
         dz = p * (1 - p) * dp
     else:
-        x = _capped(z, cap)
+        x = capped(z, cap)
         p = tl.exp2(x * LOG2E - shift)
         dz = p * (dp - delta) * (1 - (x / cap) * (x / cap))
     return p, dz
@@ -137,26 +112,20 @@ def _queries(Q, K, V, Do, Row, Delta, Pad, Dq, Dshift, qb, qh, qt, kb, kh, kt, v
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
-    q = _load(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], i < T, d, D, BLOCK_D, True)
-    do = _load(Do + (head * T + i[:, None]) * E + e[None, :], i < T, e, E, BLOCK_E, True)
+    q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
+    do = load_rows(Do + (head * T + i[:, None]) * E + e[None, :], e, i < T, E, BLOCK_E, True)
     keys = K + b * kb + (h // GROUP) * kh + n[:, None].to(tl.int64) * kt + d[None, :]
     values = V + b * vb + (h // GROUP) * vh + n[:, None].to(tl.int64) * vt + e[None, :]
     row = tl.load(Row + head * T + i, mask=i < T, other=0.0)
     delta = tl.load(Delta + head * T + i, mask=i < T, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dshift = tl.zeros([BLOCK_M], tl.float32)
-    high = S
-    plain = S // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        high = tl.minimum(S, (block + 1) * BLOCK_M + (S - T))
-        plain = tl.minimum(plain, (block * BLOCK_M + (S - T) + 1) // BLOCK_N * BLOCK_N)
-    if PAD:
-        plain = 0
+    low, high, plain = key_span(block, T, S, 0, CAUSAL, False, PAD, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
-        for start in range(plain if EDGE else 0, high if EDGE else plain, BLOCK_N):
+        for start in range(plain if EDGE else low, high if EDGE else plain, BLOCK_N):
             at = tl.cast(start, tl.int64)
-            k = _load(keys + at * kt, start + n < S, d, D, BLOCK_D, EDGE)
-            v = _load(values + at * vt, start + n < S, e, E, BLOCK_E, EDGE)
+            k = load_rows(keys + at * kt, d, start + n < S, D, BLOCK_D, EDGE)
+            v = load_rows(values + at * vt, e, start + n < S, E, BLOCK_E, EDGE)
             z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             _, dz = _slopes(z, dp, row[:, None], delta[:, None], cap, SIGMOID)
@@ -184,8 +153,8 @@ def _keys(Q, K, V, Do, Row, Delta, Pad, Dk, Dv, qb, qh, qt, kb, kh, kt, vb, vh, 
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
-    k = _load(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], j < S, d, D, BLOCK_D, True)
-    v = _load(V + b * vb + (h // GROUP) * vh + j[:, None].to(tl.int64) * vt + e[None, :], j < S, e, E, BLOCK_E, True)
+    k = load_rows(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], d, j < S, D, BLOCK_D, True)
+    v = load_rows(V + b * vb + (h // GROUP) * vh + j[:, None].to(tl.int64) * vt + e[None, :], e, j < S, E, BLOCK_E, True)
     queries = Q + b * qb + h * qh + r[:, None].to(tl.int64) * qt + d[None, :]
     grads = Do + (head * T + r[:, None]) * E + e[None, :]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -204,8 +173,8 @@ def _keys(Q, K, V, Do, Row, Delta, Pad, Dk, Dv, qb, qh, qt, kb, kh, kt, vb, vh, 
                            middle if PART == 0 else plain if PART == 1 else T, BLOCK_M):  # fmt: skip
             i = start + r
             at = tl.cast(start, tl.int64)
-            q = _load(queries + at * qt, i < T, d, D, BLOCK_D, PART != 1)
-            do = _load(grads + at * E, i < T, e, E, BLOCK_E, PART != 1)
+            q = load_rows(queries + at * qt, d, i < T, D, BLOCK_D, PART != 1)
+            do = load_rows(grads + at * E, e, i < T, E, BLOCK_E, PART != 1)
             row = tl.load(Row + head * T + i, mask=i < T, other=0.0)
             delta = tl.load(Delta + head * T + i, mask=i < T, other=0.0)
             z = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale

@@ -1,0 +1,47 @@
+"""What the Triton kernels of this package share: rows of a tensor, the keys that a block of queries sees, the soft-cap."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+EMPTY = tl.constexpr(-1.0e30)  # a masked logit; finite, so that 0 x EMPTY is 0 and the difference of two of them is
+
+
+@triton.jit
+def load_rows(base, d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
+    """Rows of q, k or v at `base`, those that are not inside as zeros."""
+    if BLOCK_D != D:
+        rows = tl.load(base, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    elif EDGE:
+        rows = tl.load(base, mask=inside[:, None], other=0.0)
+    else:
+        rows = tl.load(base)
+    return rows
+
+
+@triton.jit
+def key_span(block, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OTHER: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Key range of a block of rows: from `low`, all visible up to `plain_high`, masked up to `high`; multiples of BLOCK_N."""
+    start = block * BLOCK_M + (S - T)  # position of the first row
+    low = 0
+    high = S
+    if CAUSAL:
+        high = tl.minimum(S, start + BLOCK_M)
+    if WINDOW:
+        low = tl.maximum(0, start - window + 1) // BLOCK_N * BLOCK_N
+        high = tl.minimum(high, start + BLOCK_M + window)
+    plain_high = S // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        plain_high = tl.minimum(plain_high, start // BLOCK_N * BLOCK_N)  # a row's own key is in a masked tile
+    if WINDOW or OTHER:
+        plain_high = low
+    return low, tl.maximum(high, low), tl.maximum(plain_high, low)
+
+
+@triton.jit
+def capped(x, cap):
+    """cap tanh(x / cap)."""
+    return cap * (1 - 2 / (1 + tl.exp2(x * (2 * LOG2E / cap))))

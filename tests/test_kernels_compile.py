@@ -1,0 +1,121 @@
+"""Every Triton kernel compiles for a GPU, with the arguments that it is launched with; none is needed for that.
+
+The interpreter checks what kernels compute and knows nothing of layouts, shared memory or registers; tests marked `gpu` run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="Triton is only made for Linux")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from locater.kernels import triton_kernels, triton_scan, triton_weighed  # noqa: E402
+from locater.kernels.terms import Terms  # noqa: E402
+
+HOPPER, MEMORY = GPUTarget("cuda", 90, 32), 227 * 1024  # bytes that a block can have there
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32"}
+Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # kernel, arguments by name, options
+
+
+def launches(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What `call` launches; nothing is run."""
+    found: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> None:
+        named = dict(zip(kernel.arg_names, args, strict=False)) | {name: x for name, x in more.items() if name in kernel.arg_names}
+        found.append((kernel, named, {name: x for name, x in more.items() if name not in kernel.arg_names}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", record)
+        call()
+    assert found
+    return found
+
+
+def compiled(launch: Launch) -> Any:
+    kernel, named, options = launch
+    assert list(named) == kernel.arg_names or set(named) == set(kernel.arg_names)
+    signature, fixed, attributes = {}, {}, {}
+    for at, parameter in enumerate(kernel.params):
+        value = named[parameter.name]
+        if isinstance(value, Tensor):
+            signature[parameter.name] = "*" + KINDS[value.dtype]
+            attributes[(at,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None:
+            signature[parameter.name], fixed[(at,)] = "constexpr", value
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=HOPPER, options=options)
+
+
+def check(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, kernels: int) -> None:
+    held = launches(call, monkeypatch)
+    assert len(held) == kernels
+    for launch in held:
+        made = compiled(launch)
+        assert len(made.asm["cubin"]) > 1000
+        assert made.metadata.shared <= MEMORY, launch[0].__name__
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kind", ["softcap", "sigmoid"])
+def test_weights(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (drawn(1, 2, 128, size, dtype=torch.bfloat16) for _ in range(3))
+    shift = torch.zeros(1, 2, 128) if kind == "sigmoid" else None
+    keys = torch.ones(1, 1, 128, dtype=torch.bool) if size == 64 else None
+
+    def call() -> None:
+        out, row = triton_weighed.forward(q, k, v, shift, keys, 0.125, 50.0, True)
+        triton_weighed.backward(q, k, v, out, row, out, keys, 0.125, 50.0, True, kind == "sigmoid")
+
+    check(call, monkeypatch, 3)
+
+
+def test_weights_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (drawn(1, h, 100, 80, dtype=torch.float32) for h in (4, 2, 2))
+
+    def call() -> None:
+        out, row = triton_weighed.forward(q, k, v, None, None, 0.125, 50.0, False)
+        triton_weighed.backward(q, k, v, out, row, out, None, 0.125, 50.0, False, False)
+
+    check(call, monkeypatch, 3)
+
+
+def test_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, carried, keys = (drawn(2, 3, 64, size, dtype=torch.float32) for size in (96, 128, 128))
+    kept = torch.ones(2, 3)
+
+    def call() -> None:
+        states, new = triton_scan.forward(own, carried, keys, kept)
+        triton_scan.backward(carried, keys, kept, states, new)
+
+    check(call, monkeypatch, 2)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_statistics(extended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = drawn(1, 2, 256, 64, dtype=torch.bfloat16), drawn(1, 1, 256, 64, dtype=torch.bfloat16)
+    terms = Terms(0.125, causal=True, softcap=30.0 if extended else None)
+    triton_kernels.LAUNCHES.clear()
+    check(lambda: triton_kernels.statistics(q, k, terms, extended, per_key=extended), monkeypatch, 1 + extended)
+    triton_kernels.LAUNCHES.clear()
+
+
+def test_the_gradient_of_the_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = drawn(1, 2, 256, 128, dtype=torch.bfloat16), drawn(1, 2, 256, 128, dtype=torch.bfloat16)
+    row = torch.ones(1, 2, 256)
+    padding = torch.ones(1, 256, dtype=torch.bool)
+    check(lambda: triton_kernels.entropy_gradient(q, k, Terms(0.1, padding=padding), row, row, row, row), monkeypatch, 2)
