@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from locater.kernels import scan, weighed
+from locater.kernels.dispatch import default_backend
 from locater.kernels.scan import chunk_scan
+from locater.kernels.terms import LARGEST_CAP, Terms
 
 # what is seen, batch, query heads, key heads, queries, keys, channels of queries and of values
 SHAPES = {
@@ -75,6 +80,36 @@ def check_all(device: str, dtype: torch.dtype, tolerance: float, names: tuple[st
                 check_weights(name, kind, padded, device, dtype, tolerance)
 
 
+def check_extremes(device: str) -> None:
+    """A key that is not a number is not hidden from those that see it, on the edge of a mask either; others do not see it."""
+    from locater.kernels import triton_weighed
+
+    q, k, v = (drawn(1, 1, 40, 16, seed=n, device=device, dtype=torch.float32).detach() for n in range(3))
+    k[0, 0, 5] = float("nan")
+    for shift in (None, torch.zeros(1, 1, 40, device=device)):
+        out = triton_weighed.forward(q, k, v, shift, None, 0.25, 30.0, True)[0]
+        assert out[0, 0, 5:].isnan().all()
+        assert out[0, 0, :5].isfinite().all()
+
+
+def check_operations(device: str) -> None:
+    """What PyTorch asks of an operation: shapes without data, gradients, no input changed; and that gradients are those of the loop."""
+    q, k, v = (drawn(1, 2, 20, 16, seed=n, device=device, dtype=torch.float32) for n in range(3))
+    row = drawn(1, 2, 20, seed=3, device=device, dtype=torch.float32)
+    for shift in (None, row):
+        torch.library.opcheck(weighed._weighed, (q, k, v, shift, None, 0.25, 30.0, True))
+    leaves = [0.3 * drawn(*shape, seed=n, device=device, dtype=torch.float32).detach() for n, shape in enumerate(
+        [(2, 3, 16, 16), (2, 3, 16, 16), (2, 3, 16, 16), (2, 3)])]  # fmt: skip
+    leaves = [x.requires_grad_() for x in leaves]
+    torch.library.opcheck(scan._scan, tuple(leaves))
+    weight = [drawn(2, 3, 16, 16, seed=n, device=device, dtype=torch.float32).detach() for n in (7, 8)]
+    exact = [x.detach().double().cpu().requires_grad_() for x in leaves]
+    grads = torch.autograd.grad(scan._scan(*leaves), leaves, weight)
+    wanted = torch.autograd.grad(chunk_scan(*exact), exact, [x.double().cpu() for x in weight])
+    for a, b in zip(grads, wanted, strict=True):
+        assert (a.cpu() - b).abs().max() < 1e-5 * (1 + b.abs().max())
+
+
 def check_scan(device: str) -> None:
     """States, corrections and gradients, over sizes that are no powers of two."""
     from locater.kernels import triton_scan
@@ -84,15 +119,13 @@ def check_scan(device: str) -> None:
         leaves = [0.3 * drawn(*shape, seed=n, device=device, dtype=torch.float32).detach() for n, shape in enumerate(shapes)]
         given = [drawn(heads, N, a, E, seed=5 + a, device=device, dtype=torch.float32).detach() for a in (D, C)]
         states, new = triton_scan.forward(*leaves)
-        grads, down = triton_scan.backward(*leaves[1:], *given)
+        down = triton_scan.backward(*leaves[1:], *given)[1]
         exact = [x.double().cpu().requires_grad_() for x in leaves]
         want = chunk_scan(*exact)  # in float64 on a CPU, the loop as it is written
         for a, b in zip((states, new), want, strict=True):
             assert (a.cpu() - b).abs().max() < 1e-5
-        wanted = torch.autograd.grad(want, exact, [x.double().cpu() for x in given])
-        found = (down, -down @ states.mT, new @ grads.mT, (grads * states).sum((-2, -1)))
-        for a, b in zip(found, wanted, strict=True):
-            assert (a.cpu() - b).abs().max() < 1e-5 * (1 + b.abs().max())
+        wanted = torch.autograd.grad(want, exact[0], [x.double().cpu() for x in given])[0]
+        assert (down.cpu() - wanted).abs().max() < 1e-5 * (1 + wanted.abs().max())
 
 
 def interpreted(call: str) -> None:
@@ -122,6 +155,22 @@ def test_half_precision_and_the_recurrence_in_the_interpreter() -> None:
     interpreted("t.check_all('cpu', torch.float16, 4e-3, ('causal',)); t.check_scan('cpu')")
 
 
+def test_operations_and_extremes_in_the_interpreter() -> None:
+    interpreted("t.check_operations('cpu'); t.check_extremes('cpu')")
+
+
+def test_a_cap_that_hardly_caps_is_left_to_pytorch() -> None:
+    """cap tanh(x / cap) by one exponential loses its digits as the cap grows."""
+    pytest.importorskip("triton", reason="Triton is only made for Linux")
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert default_backend(on_gpu, Terms(1.0, softcap=50.0)) == "triton"
+    assert default_backend(on_gpu, Terms(1.0, softcap=1e6)) == "torch"
+    for cap, most in ((50.0, 1e-5), (LARGEST_CAP, 1e-4)):
+        x = torch.linspace(-5, 5, 11)
+        by_one = cap * (1 - 2 / (1 + torch.exp2(x * (2 * 1.4426950408889634 / cap))))
+        assert (by_one - cap * torch.tanh(x.double() / cap)).abs().max() < most
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
 def test_weights_on_the_gpu(dtype: torch.dtype, tolerance: float) -> None:
@@ -129,5 +178,7 @@ def test_weights_on_the_gpu(dtype: torch.dtype, tolerance: float) -> None:
 
 
 @pytest.mark.gpu
-def test_the_recurrence_on_the_gpu() -> None:
+def test_the_recurrence_and_operations_on_the_gpu() -> None:
     check_scan("cuda")
+    check_operations("cuda")
+    check_extremes("cuda")

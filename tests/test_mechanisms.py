@@ -80,6 +80,27 @@ def test_gradients(case: Case) -> None:
     torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q, k, v)] + list(given.values()), fast_mode=True)
 
 
+@pytest.mark.parametrize("name", ["doubly_normalized", "hybrid_normalized"])
+def test_no_second_derivative_is_made_up(name: str) -> None:
+    """Where attention itself would have one: its first is right, a second would lack terms."""
+    q, k, v = (x.requires_grad_() for x in operands(5, 5))
+    options = {"mix": 0.5} if name == "hybrid_normalized" else {}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        loss = mechanism(name)(q, k, v, **options).square().sum()
+        with pytest.raises(LocaterError, match="first derivatives only"):
+            torch.autograd.grad(loss, (q, k), create_graph=True)
+
+
+def test_a_window_wider_than_the_text_costs_no_more() -> None:
+    """It is all keys then, and nothing is padded to its width."""
+    q, k, v = operands(40, 40)
+    wide = mechanism("multiformer")(q, k, v, kinds="l", window=10**9)
+    torch.testing.assert_close(wide, mechanism("softmax")(q, k, v))
+    near, far = (mechanism("multiformer").map(q, k, kinds="l", window=n) @ v.repeat_interleave(H // K, 1) for n in (30, 78))
+    torch.testing.assert_close(mechanism("multiformer")(q, k, v, kinds="l", window=30), near)
+    torch.testing.assert_close(far, wide)
+
+
 @every_use
 @pytest.mark.parametrize("T", [300, 150])
 def test_blocks_and_chunks_fit_together(case: Case, T: int, causal: bool) -> None:

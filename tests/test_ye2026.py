@@ -126,7 +126,7 @@ def test_the_page_counts_the_seeds_that_learned(document: dict[str, Any]) -> Non
         if entry["id"] in measured:
             entry |= {"measured": measured[entry["id"]].value, "numbers": dict(measured[entry["id"]].numbers), "decided": False}
     lines, figures = page({**document, "claims": entries})
-    counts = "Seeds that answer 90 % at all hops: LLL 0 of 4, LLS 0 of 4, LSS 1 of 4, SSS 3 of 4."
+    counts = "Seeds that answer 90 % at the last hop: LLL 0 of 4, LLS 0 of 4, LSS 1 of 4, SSS 3 of 4."
     assert "stacks" in figures
     assert any(text.startswith(counts) for text in lines)
     assert counts in "\n".join(lead({**document, "claims": entries}))

@@ -10,6 +10,7 @@ computed without a T x S matrix, and so is its gradient. The sum runs over later
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,8 +83,22 @@ def _log_sums(x: Inputs) -> Tensor:
     if not torch.is_grad_enabled():
         return out
     turned = Inputs(x.k.detach(), x.q.detach(), x.q, mask=seen, scale=scale)
-    y = scale * (widen(x.k) * widen(fused(turned, scale))).sum(-1)
+    y = _Once.apply(scale * (widen(x.k) * widen(fused(turned, scale))).sum(-1))
     return out + (y - y.detach())
+
+
+class _Once(torch.autograd.Function):
+    """The identity; a second derivative, which y does not have, is refused. (`once_differentiable` says nothing to `autograd.grad`.)"""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise LocaterError("doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, has all of them")
+        return grad
 
 
 def _values(x: Inputs, seen: Tensor | None) -> Tensor:

@@ -128,7 +128,8 @@ def _near(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
 
 def _local(x: Inputs, window: int) -> Tensor:
     """Fused: blocks of queries, each with the keys around it, as samples of one batch (B N, h, R, D)."""
-    half, block, ahead = window // 2, min(ROWS, x.T), x.S - x.T
+    half, ahead = min(window // 2, x.S - 1), x.S - x.T
+    block = min(max(ROWS, 2 * half), x.T)  # at least as many queries as keys at their sides, or these would be held many times
     N = -(-x.T // block)
     short = N * block - x.T
     q = functional.pad(x.q, (0, 0, 0, short)).unflatten(2, (N, block))  # (B, h, N, R, D)

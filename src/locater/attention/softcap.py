@@ -12,6 +12,7 @@ from locater.attention.inputs import Inputs
 from locater.attention.softmax import by_rows
 from locater.errors import LocaterError
 from locater.kernels import Terms
+from locater.kernels.terms import LARGEST_CAP
 from locater.kernels.weighed import has_kernel, weighed_attention
 
 
@@ -66,7 +67,7 @@ def softcap_attention(
 def capped_attention(x: Inputs, *, cap: float = 50.0) -> Tensor:
     """`softcap_attention` as a mechanism of the registry: one kernel on a GPU, elsewhere some rows at a time."""
     terms = _terms(x, cap)
-    if x.has_row_mask or not has_kernel(x.q, x.v):
+    if x.has_row_mask or cap > LARGEST_CAP or not has_kernel(x.q, x.v):
         return by_rows(x, lambda some: softcap_attention(some.q, some.k, some.v, _terms(some, cap))[0])
     keys = x.real_keys()
     return weighed_attention(x.q, x.k, x.v, scale=terms.scale, cap=cap, keys=None if keys is None else keys[:, :, 0], causal=x.causal)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.kernels import reference
-from locater.kernels.terms import AttentionStatistics, Terms, full_terms
+from locater.kernels.terms import LARGEST_CAP, AttentionStatistics, Terms, full_terms
 
 Backend = Literal["torch", "triton"]
 
@@ -102,9 +102,10 @@ class _Entropy(torch.autograd.Function):
 def default_backend(q: Tensor, terms: Terms) -> Backend:
     """Triton for CUDA tensors where it is installed.
 
-    float64 stays with PyTorch, since Triton's products are float32, and so do rows with positions of their own, which are few.
+    float64 stays with PyTorch, since Triton's products are float32, and so do rows with positions of their own, which are few, and caps
+    that hardly cap.
     """
-    if q.device.type != "cuda" or q.dtype == torch.float64 or terms.positions is not None:
+    if q.device.type != "cuda" or q.dtype == torch.float64 or terms.positions is not None or (terms.softcap or 0.0) > LARGEST_CAP:
         return "torch"
     try:
         import triton  # noqa: F401

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 
+LARGEST_CAP = 1000.0  # of the Triton kernels: cap tanh(x / cap) by one exponential is off by 6e-8 of the cap
+
 
 @dataclass(frozen=True)
 class Terms:

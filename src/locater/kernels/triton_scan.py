@@ -18,10 +18,11 @@ from torch import Tensor
 @triton.jit
 def _forward(Own, Carried, Keys, Kept, States, New, chunks, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
              BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64) * chunks
+    columns = tl.cdiv(E, BLOCK_E)
+    head = (tl.program_id(0) // columns).to(tl.int64) * chunks
     c = tl.arange(0, BLOCK_C)[:, None]
     d = tl.arange(0, BLOCK_D)
-    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    e = (tl.program_id(0) % columns) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
     tile = (c < C) & (d < D)[None, :]
     column = (c < C) & (e < E)
     state = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
@@ -39,10 +40,11 @@ def _forward(Own, Carried, Keys, Kept, States, New, chunks, C: tl.constexpr, D: 
 @triton.jit
 def _backward(Carried, Keys, Kept, Given, Dnew, Grads, Dout, chunks, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
               BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64) * chunks
+    columns = tl.cdiv(E, BLOCK_E)
+    head = (tl.program_id(0) // columns).to(tl.int64) * chunks
     c = tl.arange(0, BLOCK_C)[:, None]
     d = tl.arange(0, BLOCK_D)
-    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    e = (tl.program_id(0) % columns) * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
     tile = (c < C) & (d < D)[None, :]
     column = (c < C) & (e < E)
     square = (d < D)[:, None] & (e < E)
@@ -64,7 +66,7 @@ def forward(own: Tensor, carried: Tensor, keys: Tensor, kept: Tensor) -> tuple[T
     D = keys.shape[3]
     states, new = own.new_empty(heads, N, D, E), torch.empty_like(own)
     size = _blocks(C, D, E)
-    _forward[(triton.cdiv(E, size["BLOCK_E"]), heads)](own, carried, keys, kept, states, new, N, C=C, D=D, E=E, **size)
+    _forward[(triton.cdiv(E, size["BLOCK_E"]) * heads,)](own, carried, keys, kept, states, new, N, C=C, D=D, E=E, **size)
     return states, new
 
 
@@ -74,7 +76,7 @@ def backward(carried: Tensor, keys: Tensor, kept: Tensor, given: Tensor, dnew: T
     D = keys.shape[3]
     grads, out = torch.empty_like(given), torch.empty_like(dnew)
     size = _blocks(C, D, E)
-    _backward[(triton.cdiv(E, size["BLOCK_E"]), heads)](carried, keys, kept, given, dnew, grads, out, N, C=C, D=D, E=E, **size)
+    _backward[(triton.cdiv(E, size["BLOCK_E"]) * heads,)](carried, keys, kept, given, dnew, grads, out, N, C=C, D=D, E=E, **size)
     return grads, out
 
 

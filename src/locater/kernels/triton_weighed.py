@@ -20,6 +20,14 @@ from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, load_ro
 
 
 @triton.jit
+def _program(H, blocks):
+    """Batch, head, both, and number of this program's block. On one axis: the others of a grid end at 65,535."""
+    n = tl.program_id(0)
+    head = (n // blocks).to(tl.int64)
+    return head // H, head % H, head, n % blocks
+
+
+@triton.jit
 def _seen(i, j, b, h, T, S, Pad, pb, ph, CAUSAL: tl.constexpr, PAD: tl.constexpr):
     seen = (j < S) & (i < T)
     if CAUSAL:
@@ -38,10 +46,8 @@ def _logistic(z):
 def _forward(Q, K, V, Out, Lse, Shift, Pad, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale, cap,
              D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    b = head // H
-    h = head % H
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a causal mask start first
+    b, h, head, block = _program(H, tl.cdiv(T, BLOCK_M))
+    block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -62,18 +68,21 @@ def _forward(Q, K, V, Out, Lse, Shift, Pad, qb, qh, qt, kb, kh, kt, vb, vh, vt, 
             k = load_rows(keys + at * kt, d, start + n < S, D, BLOCK_D, EDGE)
             v = load_rows(values + at * vt, e, start + n < S, E, BLOCK_E, EDGE)
             z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            seen = (start + n)[None, :] < S
+            if EDGE:
+                seen = _seen(i[:, None], (start + n)[None, :], b, h, T, S, Pad, pb, ph, CAUSAL, PAD)
             if SIGMOID:
                 p = _logistic(z + shift[:, None])
                 if EDGE:
-                    p = tl.where(_seen(i[:, None], (start + n)[None, :], b, h, T, S, Pad, pb, ph, CAUSAL, PAD), p, 0.0)
+                    p = tl.where(seen, p, 0.0)
             else:
                 x = capped(z, cap) * LOG2E
                 if EDGE:
-                    x = tl.where(_seen(i[:, None], (start + n)[None, :], b, h, T, S, Pad, pb, ph, CAUSAL, PAD), x, EMPTY)
+                    x = tl.where(seen, x, EMPTY)
                 new = tl.maximum(m, tl.max(x, 1))
                 p = tl.exp2(x - new[:, None])
                 if EDGE:
-                    p = tl.where(x > EMPTY, p, 0.0)
+                    p = tl.where(seen, p, 0.0)
                 alpha = tl.exp2(m - new)
                 s = alpha * s + tl.sum(p, 1)
                 out = out * alpha[:, None]
@@ -104,10 +113,8 @@ def _slopes(z, dp, shift, delta, cap, SIGMOID: tl.constexpr):
 def _queries(Q, K, V, Do, Row, Delta, Pad, Dq, Dshift, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale, cap,
              D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    b = head // H
-    h = head % H
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, h, head, block = _program(H, tl.cdiv(T, BLOCK_M))
+    block = tl.cdiv(T, BLOCK_M) - 1 - block
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -145,10 +152,7 @@ def _keys(Q, K, V, Do, Row, Delta, Pad, Dk, Dv, qb, qh, qt, kb, kh, kt, vb, vh, 
           D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     """Tiles lie with keys in rows, so that both products take them as they are. One query head's part of dk and dv."""
-    head = tl.program_id(1).to(tl.int64)
-    b = head // H
-    h = head % H
-    block = tl.program_id(0)
+    b, h, head, block = _program(H, tl.cdiv(S, BLOCK_N))
     j = block * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -201,7 +205,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, padding: Tens
     arguments, flags, keep = _launch(q, k, v, padding, scale, cap, causal, shift is not None)
     size = _blocks(q, v, "forward")
     if T:
-        _forward[(triton.cdiv(T, size["BLOCK_M"]), B * H)](*keep[:3], out, lse, lse, keep[3], *arguments, **flags, **size)
+        _forward[(triton.cdiv(T, size["BLOCK_M"]) * B * H,)](*keep[:3], out, lse, lse, keep[3], *arguments, **flags, **size)
     return out, lse
 
 
@@ -220,11 +224,11 @@ def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, row: Tensor, grad: Te
     arguments, flags, keep = _launch(q, k, v, padding, scale, cap, causal, sigmoid)
     if T:
         size = _blocks(q, v, "queries")
-        _queries[(triton.cdiv(T, size["BLOCK_M"]), B * H)](
+        _queries[(triton.cdiv(T, size["BLOCK_M"]) * B * H,)](
             *keep[:3], grad, row, delta, keep[3], dq, dshift, *arguments, **flags, **size
         )  # fmt: skip
     size = _blocks(q, v, "keys")
-    _keys[(triton.cdiv(S, size["BLOCK_N"]), B * H)](*keep[:3], grad, row, delta, keep[3], dk, dv, *arguments, **flags, **size)
+    _keys[(triton.cdiv(S, size["BLOCK_N"]) * B * H,)](*keep[:3], grad, row, delta, keep[3], dk, dv, *arguments, **flags, **size)
     if H != K:
         dk, dv = (x.unflatten(1, (K, -1)).sum(2).to(k.dtype) for x in (dk, dv))
     return dq, dk, dv, dshift

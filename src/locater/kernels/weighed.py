@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-WIDEST = 256  # channels of a head
+WIDEST, WIDEST_FULL = 256, 128  # channels of a head, in half precision and in float32: what fits a GPU's shared memory
 
 
 @cache
@@ -22,8 +22,9 @@ def has_triton() -> bool:
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:
-    """Whether `weighed_attention` can take them: on CUDA, float32 or less, heads of at most 256 channels."""
-    return q.device.type == "cuda" and q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= WIDEST and has_triton()
+    """Whether `weighed_attention` can take them: on CUDA, in half precision up to 256 channels, in float32 up to 128."""
+    widest = WIDEST_FULL if q.dtype == torch.float32 else WIDEST
+    return q.device.type == "cuda" and q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= widest and has_triton()
 
 
 def weighed_attention(

@@ -71,8 +71,8 @@ def carried(found: Mapping[str, Measured | None], numbers: Mapping[str, Any]) ->
     }
 
 
-def failed(arms: Sequence[Mapping[str, Any]], plain: Mapping[str, Any]) -> dict[str, str]:
-    """Arms with a seed that ended more than FAR above the plain arm's, and how many of their seeds did.
+def failed(arms: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], far: float = FAR) -> dict[str, str]:
+    """Arms with a seed that ended more than `far` nats above the plain arm's, and how many of their seeds did.
 
     >>> plain = {"arm": "softmax", "ends": [{"loss": 3.0}, {"loss": 3.1}]}
     >>> failed([plain, {"arm": "other", "ends": [{"loss": 3.0}, {"loss": 6.0}]}], plain)
@@ -80,20 +80,20 @@ def failed(arms: Sequence[Mapping[str, Any]], plain: Mapping[str, Any]) -> dict[
     """
     found = {}
     for arm in arms:
-        above = [end["loss"] - base["loss"] > FAR for end, base in zip(arm["ends"], plain["ends"], strict=False)]
+        above = [end["loss"] - base["loss"] > far for end, base in zip(arm["ends"], plain["ends"], strict=False)]
         if any(above):
             found[arm["arm"]] = f"{sum(above)} of {len(above)}"
     return found
 
 
-def failed_said(lost: Mapping[str, str]) -> str:
+def failed_said(lost: Mapping[str, str], far: float = FAR) -> str:
     """One sentence, or nothing.
 
     >>> failed_said({"other": "1 of 2"}), failed_said({})
     ('Seeds that failed, more than 1 nat above the plain arm: other (1 of 2).', '')
     """
     named = ", ".join(f"{name} ({count})" for name, count in lost.items())
-    return f"Seeds that failed, more than {FAR:g} nat above the plain arm: {named}." if named else ""
+    return f"Seeds that failed, more than {far:g} nat above the plain arm: {named}." if named else ""
 
 
 def sinks_said(found: Entries, changes: str, length: int, plain: str = "softmax") -> str:

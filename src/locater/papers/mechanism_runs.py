@@ -27,6 +27,8 @@ RATES, IMAGE_RATES = (1e-3, 2.5e-3), (2e-4, 5e-4)
 SEEN = "as seen at this size"
 COOL_RATES = (2.5e-4, 1e-3)  # of what fails at the higher rate with every seed
 TUNED, VARIED = f"each at the better of two rates, {SEEN}", f"variations at one rate, {SEEN}"
+MASSIVE = 1000.0  # medians from which on a largest entry is a spike
+NO_SPIKE = f"unknown: the plain model's largest entry is below {MASSIVE:,.0f} medians, so that there is no spike"
 NO_SINK = "unknown: the plain model gives its first token no more than uniform attention does, so that there is no sink"
 
 

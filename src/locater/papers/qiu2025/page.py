@@ -22,7 +22,7 @@ from locater.papers.arms_page import (
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
-from locater.papers.sink_runs import mean_weights, sinks_section
+from locater.papers.sink_runs import arm_means, sinks_section
 from locater.papers.strips import strips
 
 UNIFORM = uniform_first(BASE.length)  # the first token's share of rows under uniform attention
@@ -45,7 +45,7 @@ def page(document: Mapping[str, Any]) -> Part:
 
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What the gate does and does not do, for a reader who knows nothing of the paper; only what was measured."""
-    weight = mean_weights(numbers_of(document))
+    weight, share = arm_means(numbers_of(document)), arm_means(numbers_of(document), "first_mass")
     said: Said = (
         (("a1", "a2"), lambda v: "Gated attention multiplies what a head gives by a sigmoid of the token that asks. The paper's forms are "
          f"what they are said to be (errors up to {v['a1']:.0e}), and the gate of Qwen3-Next is one of them."),
@@ -63,10 +63,12 @@ def lead(document: Mapping[str, Any]) -> list[str]:
         (("d7", "d8"), lambda v: sinks_said(
             numbers_of(document), f"the gate changes its share by {v['d7']:+.4f} per element and {v['d8']:+.4f} per head", BASE.length)),
         (("d13",), lambda v: f"It changes the largest activation over the median by {v['d13']:+.1f}."),
-        (("f1", "f2", "f3", "f4", "f5", "f7"), lambda v: "In one layer on a source where a head has nothing to add most of the time, the "
-         f"first token is given {weight['softmax']:.2f} under softmax, {weight['gated(per=element)']:.3f} with a gate per element, "
-         f"{weight['gated']:.3f} per head, {weight['gated(position=value, per=element)']:.3f} with gates on values and "
-         f"{weight['gated(position=key)']:.2f} with a gate on keys. A gate that ignores the input leaves it a share of {v['f7']:.2f}."),
+        (("f1", "f2", "f3", "f4", "f7"), lambda v: "In one layer on a source where a head has nothing to add most of the time, the first "
+         f"token has {share['softmax']:.2f} of rows under softmax. With a gate it has {share['gated(per=element)']:.2f} of the map behind "
+         f"the gate per element and {share['gated']:.2f} per head, with gates on values "
+         f"{share['gated(position=value, per=element)']:.2f}, with gates that ignore the input {share['gated(from_input=False)']:.2f}."),
+        (("f1", "f10", "f11"), lambda v: f"What acts of that is {weight['gated(per=element)']:.3f} per element and {weight['gated']:.3f} "
+         f"per head, where softmax gives {weight['softmax']:.2f}: gates close more than maps change."),
         (("e1",), lambda v: f"At a hot learning rate its loss is {v['e1']:+.2f} nats from that of the plain model."),
     )  # fmt: skip
     return in_short(document, said)

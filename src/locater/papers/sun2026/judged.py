@@ -3,8 +3,9 @@
 The paper trains models of 7 billion parameters, whose largest |h| is in the thousands. Here numbers are ratios and shares, and every
 verdict is of a model of 6 layers and width 256 alone. Sinks are compared by the first token's share of rows, since the count of heads over
 a threshold may be 0 in small models, and 0 cannot fall; where softmax gives its first token no more than uniform attention does, nothing
-is said of sinks. Softmax and the gate per head are at the better of two learning rates, other arms at the higher of them,
-and "post" at the better of two lower ones: it is a norm of the sum, not the paper's norm of branches with QK-norm.
+is said of sinks, and where the plain model has no massive entry nothing of spikes. Softmax and the gate per head are at the better of two
+learning rates, other arms at the higher of them, and "post" at the better of two lower ones: it is a norm of the sum, not the paper's norm
+of branches with QK-norm.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from locater.papers.arms_page import carried
 from locater.papers.claim import Claim, Measured
 from locater.papers.judging import change, ends_table, has_sink, left_open, level, rank_correlation, trained, value_of
-from locater.papers.mechanism_runs import NO_SINK, SEEN, SOFTMAX, TUNED, VARIED, arm, cool
+from locater.papers.mechanism_runs import MASSIVE, NO_SINK, NO_SPIKE, SEEN, SOFTMAX, TUNED, VARIED, arm, cool
 from locater.papers.qiu2025.judged import ELEMENT, HEAD
 from locater.papers.runs import Runs
 
@@ -24,12 +25,13 @@ SANDWICH, POST = arm(norm="sandwich"), cool(arm(norm="post"))
 GELU, NONE, NO_DECAY = arm(mlp="gelu"), arm(mlp="none"), arm(decay=0.0)
 OTHERS = (SANDWICH, POST, GELU, NONE, NO_DECAY, HEAD, ELEMENT)
 ARMS = (*SIZES.values(), *OTHERS)
+OF_SPIKES = ("e7", "e9", "e12", "e13", "e14")
 OF_SINKS = ("e3", "e4", "e5", "e6", "e8", "e10", "e11", "e14")
 RATIO, FIRST, SPIKE, SPIKE_RATIO = (f"measures.{name}" for name in ("sink_ratio", "first_mass", "spike", "spike_ratio"))
 
 CLAIMS = (
     Claim("e1", "There are sinks to drive away", f"sink ratio of the plain model, {SEEN}", "at least", 0.1, by="notes"),
-    Claim("e2", "There are spikes to drive away", f"largest entry over the median in the plain model, {SEEN}", "at least", 1000.0,
+    Claim("e2", "There are spikes to drive away", f"largest entry over the median in the plain model, {SEEN}", "at least", MASSIVE,
           by="notes"),
     Claim("e3", "Small heads have less of a sink", f"first token's share with heads of 8 less with heads of 64, equal width, {VARIED}",
           "at most", 0.0),
@@ -71,6 +73,9 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "e14": rank_correlation(runs, ARMS, SPIKE_RATIO, FIRST),
     }
     found = carried(found, {"arms": ends_table(runs, ARMS)})
+    spikes = found["e2"]
+    if spikes is not None and spikes.value < MASSIVE:
+        found = left_open(found, OF_SPIKES, NO_SPIKE, room=MASSIVE)
     return found if has_sink(runs, SOFTMAX) else left_open(found, OF_SINKS, NO_SINK)
 
 

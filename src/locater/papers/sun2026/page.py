@@ -21,7 +21,7 @@ from locater.papers.arms_page import (
 from locater.papers.figures import Panel, Series, draw
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
-from locater.papers.sink_runs import mean_weights, sinks_section
+from locater.papers.sink_runs import arm_means, sinks_section
 from locater.papers.strips import strips
 from locater.papers.sun2026.metrics import LENGTH, THRESHOLD
 
@@ -41,7 +41,7 @@ def page(document: Mapping[str, Any]) -> Part:
 def lead(document: Mapping[str, Any]) -> list[str]:
     """What spikes and sinks are and what was seen of them, for a reader who knows nothing of the paper."""
     held = numbers_of(document)
-    weight = mean_weights(held)
+    weight, spike = arm_means(held), arm_means(held, "spike_ratio")
     said: Said = (
         (("a4", "a5"), lambda v: f"A sink is a key that gets more than {THRESHOLD:g} of what queries give on average. The measure is sound "
          f"at {LENGTH} tokens ({v['a5']:.1%} of random heads pass) and means nothing on short texts: uniform attention passes up to "
@@ -66,9 +66,9 @@ def lead(document: Mapping[str, Any]) -> list[str]:
          "medians."),
         (("e1", "e5"), lambda v: sinks_said(held, (f"heads of 8 change its share by {v['e3']:+.4f}, " if "e3" in v else "")
          + f"a gate per head changes its share by {v['e5']:+.4f}", BASE.length)),
-        (("f1", "f2", "f5", "f12"), lambda v: "In one layer on a source where a head has nothing to add most of the time, the first token "
+        (("f1", "f2", "f5"), lambda v: "In one layer on a source where a head has nothing to add most of the time, the first token "
          f"is given {weight['softmax']:.2f}, with heads of 8 {weight['heads=8']:.2f}, with sandwich norms {weight['norm=sandwich']:.2f}, "
-         f"without an MLP {weight['mlp=none']:.2f}. Over all arms there, spike and sink have a rank correlation of {v['f12']:.2f}."),
+         f"with GELU {weight['mlp=gelu']:.2f}. The largest entry of the stream is {spike['softmax']:.0f} medians there."),
         (("e14",), lambda v: f"Over all arms, spikes and the first token's share have a rank correlation of {v['e14']:.2f}."),
     )  # fmt: skip
     return in_short(document, said)

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from locater.papers.arms_page import carried
 from locater.papers.claim import Claim, Measured
-from locater.papers.judging import change, level, rank_correlation, trained, value_of
+from locater.papers.judging import change, left_open, level, rank_correlation, trained, value_of
+from locater.papers.mechanism_runs import MASSIVE, NO_SPIKE
 from locater.papers.runs import Runs
-from locater.papers.sink_runs import COPY, HERE, PLAIN, SINK, SPIKE, WEIGHT, sink_arm, sinks_table
+from locater.papers.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sinks_table
 
 SIZES = {
     size: PLAIN if size == COPY.width else sink_arm(heads=COPY.width // size) for size in (8, 16, 32, 64)
@@ -18,6 +19,9 @@ SANDWICH, POST = sink_arm(norm="sandwich"), sink_arm(norm="post")
 GELU, NONE, NO_DECAY, GATE = sink_arm(mlp="gelu"), sink_arm(mlp="none"), sink_arm(decay=0.0), sink_arm("gated")
 ARMS = (*reversed(SIZES.values()), SANDWICH, POST, GELU, NONE, NO_DECAY, GATE)
 ON_FIRST, LARGEST = f"change of the weight on the first token, {HERE}", f"change of the largest entry over the median, {HERE}"
+
+OF_SPIKES = ("f4", "f6", "f9", "f10", "f12")
+UNLEARNED = "unknown: without an MLP the source is not learned, so that heads have something to add"
 
 CLAIMS = (
     Claim("f1", "There is a sink to drive away", f"weight on the first token, plain model, {HERE}", "at least", SINK, by="notes"),
@@ -53,7 +57,14 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "f11": change(runs, GATE, PLAIN, WEIGHT),
         "f12": rank_correlation(runs, ARMS, SPIKE, WEIGHT),
     }
-    return carried(found, sinks_table(runs, ARMS))
+    found = carried(found, sinks_table(runs, ARMS))
+    spikes = level(runs, PLAIN, SPIKE)
+    if spikes is not None and spikes.value < MASSIVE:
+        found = left_open(found, OF_SPIKES, NO_SPIKE, room=MASSIVE)
+    lost = change(runs, NONE, PLAIN, "report_loss")
+    if lost is not None and lost.value > SHORT:
+        found = left_open(found, ("f8", "f9"), UNLEARNED, room=MASSIVE)
+    return found
 
 
 STUDY = trained("sinks and spikes where there is a sink", CLAIMS, ARMS, judge)

@@ -36,7 +36,7 @@ def lead(document: Mapping[str, Any]) -> list[str]:
          f"full layers has a rank correlation of {v['d3']:.2f} with that" + (": linear layers do as well here." if v["d3"] <= 0 else ".")),
         (("d1", "d2"), lambda v: f"Trained at this size, stacks of full layers answer {100 * v['d1']:.0f} % at all hops; with one full "
          f"layer less {100 * (v['d1'] + v['d2']):.0f} %."),
-        (("some",), lambda v: f"Trained on {numbers['d1']['functions']} hops, not every seed learns, with full layers alone neither. "
+        (("some",), lambda v: f"Trained on {numbers['d1']['functions']} hops, not every seed learns, not even with full layers alone. "
          f"{_counts(numbers['d1'])}"),
     )  # fmt: skip
     some = {"some": 1.0} if "d1" in numbers and not numbers["d1"].get("brief") and _is_unsure(numbers["d1"]) else None
@@ -53,10 +53,10 @@ def _counts(held: Mapping[str, Any]) -> str:
     """Seeds that learned, by stack.
 
     >>> _counts({"right": {"LS": [[1.0, 0.2], [1.0, 0.95]], "SS": [[1.0, 1.0], [1.0, 1.0]]}})
-    'Seeds that answer 90 % at all hops: LS 1 of 2, SS 2 of 2.'
+    'Seeds that answer 90 % at the last hop: LS 1 of 2, SS 2 of 2.'
     """
     each = (f"{layout} {sum(seed[-1] >= LEARNED for seed in seeds)} of {len(seeds)}" for layout, seeds in held["right"].items())
-    return f"Seeds that answer {100 * LEARNED:.0f} % at all hops: {', '.join(each)}."
+    return f"Seeds that answer {100 * LEARNED:.0f} % at the last hop: {', '.join(each)}."
 
 
 def _recurrences(found: Entries) -> Part:

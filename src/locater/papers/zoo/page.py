@@ -10,7 +10,7 @@ from typing import Any
 from locater.papers.arms_page import Part, failed, failed_said, numbers_of
 from locater.papers.judging import uniform_first
 from locater.papers.mechanism_runs import BASE
-from locater.papers.sink_runs import mean_weights, sinks_section
+from locater.papers.sink_runs import arm_means, sinks_section
 from locater.papers.strips import strips
 from locater.papers.zoo.sinks import AWAY
 
@@ -69,13 +69,15 @@ def lead(document: Entry) -> list[str]:
 
 def _sinks_said(document: Entry) -> list[str]:
     """What study f saw, in a line."""
-    weight = mean_weights(numbers_of(document))
+    found = numbers_of(document)
+    weight, share = arm_means(found), arm_means(found, "first_mass")
     if not weight.keys() >= {"softmax", *AWAY.values()}:
         return []
     left = ", ".join(f"{name} {weight[name]:.3f}" for name in AWAY.values())
     return [
         "- Where a head has nothing to add most of the time (one layer, made-up source), softmax gives its first token "
-        f"{weight['softmax']:.3f}. What others give it: {left}."
+        f"{weight['softmax']:.3f}. What others give it, as they act: {left}. The map behind the gate still has {share['gated']:.2f} of its "
+        "rows there: the gate closes."
     ]
 
 
