@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 import shutil
@@ -309,3 +310,45 @@ def test_only_scans_made_alike_are_compared(run: Run, broken: Path, tmp_path: Pa
     for change in ({"schema": 99}, {"heads": [{**document["heads"][0], "M": "x"}]}):
         (tmp_path / "b.json").write_text(json.dumps({**document, **change}))
         assert run("compare", tmp_path / "b.json", broken).status == 2
+
+
+def test_python_calls_name_what_they_were_given() -> None:
+    """Not a shape error from within, and not an attribute that a string lacks."""
+    import locater
+    from locater.explain import decompose
+
+    for call, said in (
+        (lambda: locater.scan(3), "3 is no model"),
+        (lambda: locater.observe("folder"), "'folder' is no nn.Module"),
+        (lambda: inspect.unwrap(locater.moments)(torch.ones(3, 8, 64), torch.ones(3, 8, 3)), "both end in (head size, width)"),
+        (lambda: decompose(nn.Linear(2, 2), "text"), "batch is a str"),
+    ):
+        with pytest.raises(LocaterError) as error:
+            call()
+        assert said in str(error.value)
+
+
+def test_other_files_in_the_place_of_a_scan_or_of_runs(run: Run, tmp_path: Path) -> None:
+    """Each named with what it should have been."""
+    other, empty = tmp_path / "other.json", tmp_path / "empty.jsonl"
+    other.write_text('{"schema": 1}')
+    empty.write_text("")
+    result = run("compare", other, other)
+    assert result.status == 2
+    assert "other.json: not what `locater scan --json` writes (it lacks 'heads')" in result.err
+    for path, said in ((other, "no training run in it"), (empty, "no training run in it")):
+        result = run("reproduce", "zoo", "--claim", "f", "--quick", "--runs", path)
+        assert (result.status, result.out) == (2, "")
+        assert f"{path}: {said}" in result.err
+    result = run("reproduce", "zoo", "--claim", "f", "--quick", "--runs", Path(__file__).parents[1] / "docs/results/bao2024-runs.jsonl")
+    assert "training runs is one that these claims ask for" in result.err
+
+
+def test_a_sweep_is_not_a_log(run: Run, tmp_path: Path) -> None:
+    """Its runs are named."""
+    (tmp_path / "sweep" / "seed=0").mkdir(parents=True)
+    (tmp_path / "sweep" / "results.jsonl").write_text("{}\n")
+    (tmp_path / "sweep" / "seed=0" / "locater.jsonl").write_text("")
+    result = run("watch", tmp_path / "sweep", "--json", "-")
+    assert result.status == 2
+    assert f"a sweep; name one of its runs: {tmp_path / 'sweep' / 'seed=0'}" in result.err

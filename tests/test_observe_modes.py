@@ -359,6 +359,7 @@ def test_nothing_intercepted_is_an_error() -> None:
     ("wrong", "said"),
     [
         (dict(every=0), "every=0"),
+        (dict(rows=0), "rows=0"),
         (dict(layers=[7]), "there are 2, numbered from 0"),
         (dict(heads=0), "heads=0"),
         (dict(heads=[]), "there are 4"),

@@ -382,14 +382,18 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "broken.xz").write_bytes(b"no archive")
     (tmp_path / "junk.pt").write_bytes(b"junk")
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9 au lait".encode("latin-1"))
+    (tmp_path / "zero.txt").write_bytes(b"some\0thing")
     cases: list[tuple[list[object], str]] = [
         (["probe", saved, "--text", tmp_path / "empty.txt"], "the text is empty"),
         (["probe", saved, "--text", tmp_path / "broken.xz"], "cannot be read as text"),
-        (["probe", saved, "--text", tmp_path / "none.txt"], "none.txt"),
+        (["probe", saved, "--text", tmp_path / "none.txt"], "none.txt: cannot be read as text (No such file or directory)"),
+        (["probe", saved, "--text", tmp_path / "latin.txt"], "latin.txt: not UTF-8 text (byte 3)"),
+        (["probe", saved, "--text", tmp_path / "zero.txt"], "zero.txt: not text: it holds a zero byte"),
         (["probe", saved_llama, "--text", words], "--tokenizer PATH"),
         (["probe", saved, "--text", words, "--tokenizer", tmp_path / "none"], "no tokenizer there"),
         (["probe", saved, "--text", words, "--length", 100], "the model has 64 positions"),
-        (["probe", saved / "model.safetensors", "--text", words], "a weights file alone does not run"),
+        (["probe", saved / "model.safetensors", "--text", words], "a file alone does not run"),
         (["probe", tmp_path / "none", "--text", words], "no such folder"),
         (["probe", saved, "--text", words, "--corpus"], "exclude each other"),
         (["probe", saved, "--images", tmp_path / "none"], "names no image size"),

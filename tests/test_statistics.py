@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,9 @@ def test_a_scan_refuses_statistics_of_another_model(found: Statistics) -> None:
         locater.scan(model_of(case_of("clip")), statistics=found)
     with pytest.raises(LocaterError, match="exclude each other"):
         locater.scan(model_of(case_of("t5")), statistics=found, raw=True)
+    fewer = Statistics(found.source, found.tokens, found.length, [*found.inputs, replace(found.inputs[0], layer=99)])
+    with pytest.raises(LocaterError, match=r"attention layers, the statistics of T5Model are of 100"):
+        locater.scan(model_of(case_of("t5")), statistics=fewer)
     short = Statistics(found.source, found.tokens, found.length, found.inputs[:-1])
     with pytest.raises(LocaterError, match="have nothing there"):
         locater.scan(model_of(case_of("t5")), statistics=short)

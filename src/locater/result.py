@@ -107,7 +107,9 @@ class Scan:
                 raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
             rows = [_row(head) for head in held["heads"]]
             return cls(held["source"], held["assumptions"], held["layers"], rows)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
+            raise LocaterError(f"{path}: not what `locater scan --json` writes (it lacks {error}): scan the model again") from None
+        except ValueError as error:
             raise LocaterError(f"{path}: not a scan that this version reads ({error}): scan the model again") from None
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None

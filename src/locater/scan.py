@@ -33,6 +33,7 @@ from locater.theory import (
 from locater.theory.localization import SKEW_LIMIT
 
 LENGTH = 256
+OF_SOFTMAX = ("expected_entropy", "residual_kept", "localization")  # columns that speak of no other weights
 LONGEST = 8192  # tokens that heads are run on where statistics are given
 ROWS = 32  # of different length, that stand for all
 PROFILE = 65  # points of a profile that has no closed form
@@ -172,6 +173,11 @@ def _inputs(statistics: Statistics, layers: list[AttentionLayer], where: str, le
                 f"{where}: layer {number} ({layer.name}) is {layer.kind}-attention of width {layer.width}, the statistics of "
                 f"{statistics.source} have {has} there: collect them from this model"
             )
+    most = max((*found, *statistics.silent), default=-1) + 1
+    if most > len(layers):
+        raise LocaterError(
+            f"{where}: {len(layers)} attention layers, the statistics of {statistics.source} are of {most}: collect them from this model"
+        )
     return found
 
 
@@ -255,7 +261,7 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
         if held.cross is not None:
             columns |= _spectra(held, scale, columns["approximation"], wanted, layer.rotary)
     if layer.mechanism != "softmax":
-        columns |= {name: [None] * int(finite.sum()) for name in ("expected_entropy", "residual_kept", "localization") if name in columns}
+        columns |= {name: [None] * int(finite.sum()) for name in OF_SOFTMAX if name in columns}
     elif given is not None:
         expected = predict(layer, given, wanted.length)["entropy"].cpu()[finite]
         columns["residual_kept"] = [_finite(x) for x in kept_at_entropy(expected, row_keys(layer, wanted.length)).tolist()]
@@ -270,7 +276,8 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
             "layer": number, "head": head, "kv_head": head // layer.group, "kind": layer.kind,
             "width": layer.width, "head_dim": layer.head_dim, "scale": layer.scale,
         }  # fmt: skip
-        flags = flags_of({**row, "finite": bool(finite[head])}, wanted.length)
+        read = row if layer.mechanism == "softmax" else {}  # what flags mean is said of a softmax
+        flags = flags_of({**read, "finite": bool(finite[head])}, wanted.length)
         yield HeadRow(**fixed, **row, flags=flags)
 
 

@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
+from locater.errors import LocaterError
+
 Batched = Float[Tensor, "*heads"]
 
 
@@ -157,6 +159,8 @@ def moments(
     >>> m.trace.item(), m.frobenius_sq.item(), m.mean.item(), m.variance.item()
     (5.0, 17.0, 2.5, 2.25)
     """
+    if W_Q.shape[-2:] != W_K.shape[-2:]:
+        raise LocaterError(f"W_Q has shape {list(W_Q.shape)} and W_K {list(W_K.shape)}: both end in (head size, width)")
     q, k = upcast(W_Q), upcast(W_K)
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k = q.to(dtype), k.to(dtype)

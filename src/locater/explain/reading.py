@@ -60,6 +60,8 @@ def decompose(model: nn.Module, batch: Mapping[str, Tensor] | Tensor, *, mlp: Ml
     """
     if mlp not in ("source", "linear"):
         raise LocaterError(f"mlp={mlp!r} is not known: use 'source' or 'linear'")
+    if not isinstance(batch, Mapping | Tensor):
+        raise LocaterError(f"batch is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes")
     layout = _layout(model)
     layers = list(attention_layers(model))
     cross = next((layer.name for layer in layers if layer.kind != "self"), None)

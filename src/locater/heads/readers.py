@@ -33,6 +33,8 @@ def open_source(source: Source) -> tuple[Weights, Config]:
     """Weights and configuration of `source`; the configuration is empty where there is none."""
     if isinstance(source, nn.Module):
         return ModuleWeights(source), config_of(source)
+    if not isinstance(source, str | os.PathLike):
+        raise LocaterError(f"{source!r:.60} is no model: give an nn.Module, a folder, a file or a hub id")
     if not str(source):
         raise LocaterError("the name of the model is empty: give a folder, a file or a hub id")
     path = Path(source)

@@ -74,6 +74,8 @@ def add_reproduce(app: typer.Typer, shell: Shell) -> None:
             return
         _check(shell, json, report, images, models, earlier, len(wanted))
         _check_runs(runs, data, jobs, [c.id for each in wanted for c in chosen(each, claim) if _rests_on_runs(each, c)])
+        if runs is not None and not jobs and not earlier:
+            _check_lines(Path(runs), wanted, claim)
         for each in wanted:
             bar = partial(shell.progress, what=each.name)
             setting = Setting(quick, _path(models), bar, _path(runs), _path(data), jobs, partial(print, file=sys.stderr))
@@ -118,6 +120,19 @@ def _check_runs(runs: str | None, data: str | None, jobs: int, trained: list[str
         raise LocaterError(f"{runs}: no such file; give the lines that an earlier --jobs wrote")
     if data is not None and not Path(data).is_dir():
         raise LocaterError(f"{data}: no such folder")
+
+
+def _check_lines(runs: Path, papers: Iterable[Paper], claim: str | None) -> None:
+    """Refuse a file in which no line is a run that these claims ask for: all of them would stay open without a word."""
+    from locater.papers.runs import Runs as Lines
+
+    held, studies = Lines(runs), [study for paper in papers for study in paper.studies if set(study.claims) & set(chosen(paper, claim))]
+    if any(study.on_runs and study.rows is None for study in studies) and held.lines:
+        return  # it takes whatever runs there are
+    asked = [row for study in studies if study.rows is not None for row in study.rows(held)]
+    if asked and not any(held.of(row) for row in asked):
+        what = f"none of its {len(held.lines)} training runs is one that these claims ask for" if held.lines else "no training run in it"
+        raise LocaterError(f"{runs}: {what}; give the lines that an earlier --jobs wrote")
 
 
 def _path(text: str | None) -> Path | None:

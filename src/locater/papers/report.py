@@ -24,11 +24,32 @@ def stated(entry: Mapping[str, Any]) -> str:
 
 
 def measured(entry: Mapping[str, Any]) -> str:
-    """`0.029 ± 0.015`, or a dash."""
+    """`0.029 ± 0.015`, `0.029 (open)` where a spread is not known, or a dash.
+
+    >>> measured({"measured": 0.5, "spread": 2.0, "spread_of": "unknown: there is no sink"})
+    '0.5 (open)'
+    """
     if entry["measured"] is None:
         return "-"
     value, spread = entry["measured"], entry["spread"]
+    if is_open(entry):
+        return f"{value:.3g} (open)"
     return f"{value:.3g}" + (f" ± {spread:.2g}" if spread else "")
+
+
+def is_open(entry: Mapping[str, Any]) -> bool:
+    """Whether something was measured that cannot decide its claim, whatever it is."""
+    return entry["measured"] is not None and str(entry.get("spread_of", "")).startswith("unknown")
+
+
+def reasons(claims: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Why claims are open or not measured, each reason once with the claims it is of."""
+    found: dict[str, list[str]] = {}
+    for entry in claims:
+        why = entry["spread_of"].removeprefix("unknown: ") if is_open(entry) else entry["waits_for"] and f"waits for {entry['waits_for']}"
+        if why:
+            found.setdefault(why, []).append(entry["id"])
+    return [f"{', '.join(ids)}: {why}" for why, ids in found.items()]
 
 
 def _time(held: Mapping[str, Any], study: str) -> str:
@@ -61,6 +82,8 @@ def print_verdicts(document: Mapping[str, Any], console: Console) -> None:
         said = entry["verdict"]
         table.add_row(entry["id"], stated(entry), measured(entry), f"[{STYLES[said]}]{said}[/]", escape(entry["claim"]))
     console.print(table)
+    for why in reasons(document["claims"]):
+        console.print(f"[dim]{escape(why)}[/dim]", highlight=False)
     console.print(f"{count(document['claims'])} (± is the spread; --json has the numbers behind each)", highlight=False)
 
 
@@ -94,7 +117,8 @@ def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
     lines = [
         f"# {paper.title}", "", *_made_by(paper, held), "", *(paper.lead(dict(document)) if paper.lead is not None else []),
         "## Verdicts", "",
-        f"{count(claims)}. A claim holds or fails where the whole of measured ± spread is on one side of what is stated.", "",
+        f"{count(claims)}. A claim holds or fails where the whole of measured ± spread is on one side of what is stated. "
+        "Of several seeds, measured is the middle of their range; tables below have means.", "",
         "| | claim | quantity | stated | measured | verdict |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for entry in claims:
@@ -103,6 +127,9 @@ def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
         lines.append(f"| {entry['id']} | {entry['claim']}{by} | {entry['quantity']} | {stated(entry)} | {measured(entry)} | {said} |")
     took = ", ".join(f"{name} {_time(held, name)}" for name in held["processor_seconds"])
     lines += ["", f"torch {held['torch']}, Python {held['python']}, threads: {held['threads']}. Processor time: {took}."]
+    why = [entry for entry in claims if is_open(entry)]
+    if why:
+        lines += ["", "Open, whatever was measured:", "", *(f"- {text}." for text in reasons(why))]
     waiting = [entry for entry in claims if entry["waits_for"]]
     if waiting:
         lines += ["", "Not decided yet:", ""]

@@ -101,7 +101,8 @@ def unread(name: str) -> str | None:
     """
     if name in ("softmax", "softcap", "softmax_plus_one", "learned_sink"):
         return None
-    kind, of_map = mechanism(name).kind, f"locater.attention.mechanism({name!r}).map(q, k)"
+    held = mechanism(name)
+    kind, of_map = held.kind, f"locater.attention.mechanism({name!r}).map({', '.join(['q', 'k', *(f'{need}=...' for need in held.needs)])})"
     said = f"{name} attention cannot be measured"
     if kind in ("signed", "non-negative"):
         return f"{said}: rows of {kind} weights do not sum to 1 and have no entropy; their mass is {of_map}.sum(-1)"

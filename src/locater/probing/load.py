@@ -21,7 +21,7 @@ def load_model(source: str) -> Any:
         raise LocaterError("running a model needs the transformers package: pip install 'locater[hf]'") from None
     path = Path(source)
     if path.is_file():
-        raise LocaterError(f"{source}: a weights file alone does not run; give the folder that holds it and its config.json")
+        raise LocaterError(f"{source}: a file alone does not run; give the folder that holds a model's weights and config.json")
     if path.is_dir() and not (path / "config.json").is_file():
         raise LocaterError(f"{source}: no config.json in it, so its architecture is not known and it cannot be run")
     if not path.exists() and (source.count("/") != 1 or source[:1] in "/.~"):
@@ -41,7 +41,8 @@ def load_model(source: str) -> Any:
         transformers.logging.disable_progress_bar()
         return kind.from_pretrained(source, dtype=torch.float32).eval()
     except Exception as error:
-        raise LocaterError(f"{source}: cannot be run ({first_line(error)})") from None
+        absent = "" if path.exists() else "no such folder here, and as a hub id it "
+        raise LocaterError(f"{source}: {absent}cannot be run ({first_line(error)})") from None
 
 
 def _kind(folder: Path) -> str | None:

@@ -52,6 +52,10 @@ def observe(
     >>> [round(row.entropy_ratio, 3) for row in seen.rows]     # equal tokens: every key gets the same weight
     [1.0, 1.0]
     """
+    if not isinstance(model, nn.Module):
+        raise LocaterError(f"observe: {model!r:.60} is no nn.Module; `locater.probe` takes a folder or a hub id")
+    if rows is not None and rows < 1:
+        raise LocaterError(f"rows={rows}: at least 1, or None for all rows")
     if every < 1:
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -93,6 +94,8 @@ class Statistics:
             return cls(held["source"], held["tokens"], held["length"], inputs, tuple(held["silent"]))
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+        except pickle.UnpicklingError:  # of which PyTorch says much, and advises to trust the file
+            raise LocaterError(f"{path}: not statistics that this version reads (no file of torch.save): collect them again") from None
         except Exception as error:
             raise LocaterError(f"{path}: not statistics that this version reads ({first_line(error)}): collect them again") from None
 

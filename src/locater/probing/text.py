@@ -53,10 +53,16 @@ def read_text(path: Path) -> str:
 
     try:
         opened: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-        with opened(path, "rt", encoding="utf-8", errors="replace") as file:
-            found = file.read()
-    except (OSError, EOFError, lzma.LZMAError) as error:
+        with opened(path, "rt", encoding="utf-8") as file:
+            found = str(file.read())
+    except UnicodeDecodeError as error:
+        raise LocaterError(f"{path}: not UTF-8 text (byte {error.start:,}): convert it, or give another file") from None
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be read as text ({error.strerror or first_line(error)})") from None
+    except (EOFError, lzma.LZMAError) as error:
         raise LocaterError(f"{path}: cannot be read as text ({first_line(error)})") from None
+    if "\0" in found:
+        raise LocaterError(f"{path}: not text: it holds a zero byte")
     if not found.strip():
         raise LocaterError(f"{path}: {EMPTY}")
     return found
@@ -68,7 +74,7 @@ def tokenizer_for(model: Any, given: Any = None) -> Any:
         return given
     config = getattr(model, "config", None)
     where = str(given) if given is not None else getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
-    way_out = "give one with tokenizer= (--tokenizer PATH on the command line), or token ids in place of text"
+    way_out = "give one with tokenizer= (--tokenizer PATH on the command line), or in Python token ids in place of text"
     if not where:
         raise LocaterError(f"{type(model).__name__}: it does not say where its tokenizer is: {way_out}")
     try:
@@ -79,7 +85,8 @@ def tokenizer_for(model: Any, given: Any = None) -> Any:
     except ImportError:
         raise LocaterError("reading text needs the transformers package: pip install 'locater[hf]'") from None
     except Exception as error:
-        raise LocaterError(f"{where}: no tokenizer there ({first_line(error)}): {way_out}") from None
+        why = "" if Path(where).is_dir() and not list(Path(where).glob("*token*")) else f" ({first_line(error)})"
+        raise LocaterError(f"{where}: no tokenizer there{why}: {way_out}") from None
 
 
 def _tokenized(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:

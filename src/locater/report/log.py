@@ -22,6 +22,7 @@ from locater.version import __version__
 Record = dict[str, Any]
 NUMBER = {int, float, type(None)}  # types of a value in a log; bool is none of them
 FIELDS = {"loss": (), "step": ("heads",), "warning": ("flag", "layer", "head"), "end": ()}
+SWEEP = "results.jsonl"  # what `locater train` writes beside the folders of several runs
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ def find_log(path: str | os.PathLike[str]) -> Path | None:
     place = Path(path)
     if not place.is_dir():
         return place if place.exists() else None
-    logs = sorted(place.glob("*.jsonl"))
+    logs = sorted(log for log in place.glob("*.jsonl") if log.name != SWEEP)
+    if not logs and (place / SWEEP).is_file():
+        runs = sorted(folder.name for folder in place.iterdir() if any(folder.glob("*.jsonl")))
+        raise LocaterError(f"{place}: a sweep; name one of its runs: {', '.join(f'{place / name}' for name in runs[:4])}")
     if len(logs) > 1:
         raise LocaterError(f"{place}: holds {len(logs)} logs ({', '.join(log.name for log in logs[:4])}): name one of them")
     return logs[0] if logs else None
