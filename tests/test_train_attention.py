@@ -22,6 +22,7 @@ from locater.control import EntropyPenalty, LogitSoftcap, Surgery
 from locater.report.sinks import read_run
 from locater.train import Plan, Shape, Transformer, load, run, sweep
 from locater.train import checkpoint as checkpoints
+from locater.train.controls import attach, check_controls
 from locater.train.health import culprit, why_unread
 from locater.train.model import UNREAD, rotate
 from tests.conftest import Result as Ran
@@ -324,6 +325,7 @@ def test_a_scan_reads_the_same_maps(tmp_path: Path) -> None:
             continue
         assert [(row.M, row.S, row.F, row.stable_rank) for row in found.rows] == [(row.M, row.S, row.F, row.stable_rank) for row in rows]
         assert {(row.expected_entropy, row.residual_kept, row.localization) for row in found.rows} == {(None, None, None)}
+        assert {row.flags for row in found.rows} == {()}, "what flags mean is said of a softmax"
         assert any(note.startswith(f"{name} attention: its weights are no softmax") for note in found.assumptions["notes"])
 
 
@@ -399,6 +401,38 @@ def test_controls_that_need_a_softmax_are_refused() -> None:
         control.detach()
     with pytest.raises(LocaterError, match=r"capped at 50\.0 already"):
         LogitSoftcap(cap=2.0).attach(model_of("softcap"))
+
+
+@pytest.mark.parametrize("control", ["qk_clip", "entropy_penalty(ceiling=0.5)", "logit_softcap(cap=2)", "qk_norm"])
+def test_a_run_under_them_is_refused_before_it_begins(tmp_path: Path, control: str, caplog: pytest.LogCaptureFixture) -> None:
+    held = plan(tmp_path, attention="sigmoid", control=(control,))
+    with pytest.raises(LocaterError) as error:
+        run(held)
+    assert str(error.value).startswith(f"--control {control}: it needs the logits of a softmax, and sigmoid attention has none: ")
+    assert not caplog.records, "no word of a run that goes on"
+    with pytest.raises(LocaterError, match="needs the logits of a softmax"):
+        sweep(replace(held, attention="softmax"), {"attention": ["softmax", "sigmoid"]})
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_control_needs_is_asked_of_its_layers() -> None:
+    mixed, whole = ["gated_delta", "softmax"], ["softmax", "learned_sink"]
+    check_controls(["logit_softcap(cap=2, layers=[1])", "qk_norm(init=1.0)", "locater"], mixed)
+    check_controls(["qk_norm", "mechanism(name=sigmoid)"], whole)
+    with pytest.raises(LocaterError, match=r"gated_delta attention has none: choose its layers=\[...\], leave it out"):
+        check_controls(["logit_softcap(cap=2)"], mixed)
+    with pytest.raises(LocaterError, match=r"--control qk_norm: .* give it init=1\.0, "):
+        check_controls(["qk_norm"], ["sigmoid"])
+    for texts in (["qk_clip", "mechanism(name=sigmoid)"], ["mechanism(name=sigmoid, layers=[1])", "qk_clip"]):
+        with pytest.raises(LocaterError, match=r"--control qk_clip: .* sigmoid attention has none"):
+            check_controls(texts, whole)
+
+
+def test_layers_of_every_module_are_traced() -> None:
+    """First values that cannot be drawn while a control traces what it reads."""
+    held = attach(("locater",), model_of("binary"))
+    assert float(held.loss().detach()) > 0
+    held.detach()
 
 
 def test_what_failed_is_named_without_logits() -> None:
@@ -478,7 +512,9 @@ REFUSED = [
     ("causal", "differential(depth=2)", "differential has no setting 'depth'"),
     ("masked", "multiformer(kinds=xyz)", "kinds='xyz'"),
     ("causal", "softcap(cap=-1)", "cap=-1"),
-    ("causal", "softcap(cap=word)", "softcap: a value that cannot be among cap='word'"),
+    ("causal", "softcap(cap=word)", "cap=word: give a finite number above 0"),
+    ("causal", "softcap(cap=nan)", "cap=nan: give a finite number above 0"),
+    ("causal", "softcap(cap=1e400)", "cap=inf: give a finite number above 0"),
     ("causal", "learned_sink(sinks=3)", "learned_sink has no setting 'sinks'"),
     ("causal", "gated(position=end)", "position='end': choose output, value, key, query"),
     ("causal", "hybrid", "attention 'hybrid': hybrid(layout=3:1, full=softmax, linear=gated_delta)"),
@@ -512,6 +548,12 @@ def test_the_command(tmp_path: Path, run: Callable[..., Ran]) -> None:
     assert done.status == 0
     assert "entropy" not in done.out
     assert run("scan", tmp_path / "run" / "model").status == 0
+    assert f"Now: locater scan {tmp_path / 'run' / 'model'}" in done.out
+    for name in ("differential", "qk_norm"):
+        unread = run(*args, "--out", tmp_path / name, "--attention", name)
+        assert unread.status == 0, unread.err
+        assert unread.out.endswith(f"Model written to {tmp_path / name / 'model'}.\n")
+        assert run("scan", tmp_path / name / "model").status == 2
     refused = run(*args, "--out", tmp_path / "no", "--attention", "doubly_normalized")
     assert refused.status == 2
     assert refused.err.count("\n") == 1

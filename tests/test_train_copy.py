@@ -165,9 +165,11 @@ def test_facts_of_the_source(tmp_path: Path) -> None:
     [
         ({"task": "copy", "corpus": ["a.txt"]}, "task=copy makes its own tokens: leave out corpus=a.txt"),
         ({"task": "copy", "vocabulary": 7}, "vocabulary=7: 8 is the least"),
-        ({"task": "causal", "vocabulary": 64}, "vocabulary=64: 256 is the least, but for task=copy"),
-        ({"task": "sort", "vocabulary": 64}, "vocabulary=64: 256 is the least"),
-        ({"task": "copy", "images": "a.npz"}, "go together"),
+        ({"task": "causal", "vocabulary": 64}, "vocabulary=64: 256 is the least, but for task=copy and task=sort"),
+        ({"task": "sort", "vocabulary": 7}, "vocabulary=7: 8 is the least"),
+        ({"task": "copy", "vocabulary": 4097}, "vocabulary=4097: 4096 is the most for task=copy"),
+        ({"task": "copy", "images": "a.npz"}, "task=copy makes its own tokens: leave out images=a.npz"),
+        ({"task": "sort", "images": "a.npz"}, "task=sort makes its own numbers: leave out images=a.npz"),
         ({"task": "copy", "attention": "doubly_normalized"}, "task=copy: doubly_normalized attention cannot be causal"),
     ],
 )
@@ -203,6 +205,12 @@ def test_every_causal_mechanism_trains_and_is_measured(tmp_path: Path, name: str
     assert load(result.model).shape.causal
     for kind in ("first_mass", "sink_rate", "sink_ratio", "spike"):
         assert math.isfinite(result.measures[kind])
+
+
+def test_few_numbers_are_sorted(tmp_path: Path) -> None:
+    result = run(replace(TINY, task="sort", vocabulary=8, out=str(tmp_path)))
+    assert result.accuracy is not None
+    assert load(result.model).shape.vocabulary == 8
 
 
 def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:

@@ -281,6 +281,49 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         run(plan(tmp_path, steps=13))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"corpus": ("no/such.txt",)}, {"length": 5000}, {"control": ("surgery",)}, {"vocabulary": 300, "control": ("mimetic(x=1)",)}]
+)
+def test_a_start_that_failed_claims_nothing(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    out = tmp_path / "new" / "run"
+    with pytest.raises(LocaterError):
+        run(plan(tmp_path, out=str(out), **wrong))
+    with pytest.raises(LocaterError):
+        sweep(plan(tmp_path, out=str(out), **wrong), {"seed": [0, 1]})
+    assert not out.parent.exists()
+
+
+def test_a_control_that_does_not_fit_the_model_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(LocaterError, match="capped at"):
+        run(plan(tmp_path, vocabulary=300, attention="softcap", control=("logit_softcap(cap=2)",)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_came_to_no_step_makes_room_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(self: loop.Training) -> None:
+        raise Cut
+
+    with monkeypatch.context() as held:
+        held.setattr(loop.Training, "train", killed)
+        with pytest.raises(Cut):
+            run(plan(tmp_path, vocabulary=300))
+    assert (tmp_path / "run" / "tokenizer.json").is_file()
+    with pytest.raises(Cut):
+        run(plan(tmp_path, vocabulary=310, steps=5, checkpoint=0), cut_at(2))
+    assert len(json.loads((tmp_path / "run" / "tokenizer.json").read_text())["model"]["vocab"]) == 310, "of the new plan"
+    with pytest.raises(LocaterError, match=r"holds another run \(vocabulary=310, here 256\)"):
+        run(plan(tmp_path))  # two steps are in the log
+    assert run(plan(tmp_path, vocabulary=310, steps=5, checkpoint=0)).tokens == 5 * 4 * 16
+
+
+def test_a_plan_that_somebody_wrote_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.json").write_text(plan(tmp_path, steps=3).to_json())
+    with pytest.raises(LocaterError, match="holds another run"):
+        run(plan(tmp_path, steps=4))
+    assert Plan.load(tmp_path / "run" / "plan.json").steps == 3
+
+
 def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path: Path) -> None:
     def another(event: dict[str, Any]) -> None:
         run(plan(tmp_path))
@@ -380,6 +423,28 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     assert run("scan", tmp_path / "run" / "model").status == 0
 
 
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [
+        (0, "no checkpoint was written (--checkpoint 0), so the same command starts from the first step"),
+        (5, "no checkpoint was written, so the same command starts from the first step"),
+        (2, "the same command goes on from {}/step-00000002"),
+    ],
+)
+def test_an_interruption_says_what_is_kept(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, said: str) -> None:
+    before = loop.Training._after_step
+
+    def interrupted(self: loop.Training, start: int) -> None:
+        before(self, start)
+        if self.step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.Training, "_after_step", interrupted)
+    found = run("train", *options(tmp_path), "--checkpoint", every)
+    assert found.status == 130
+    assert found.err.splitlines()[-1] == f"locater: interrupted; {said.format(tmp_path / 'run')}"
+
+
 def test_a_plan_from_a_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan(tmp_path, steps=3, rate=0.5).to_json())
     found = run("train", "--plan", tmp_path / "plan.json", "--rate", "0.001", "--json", "-")
@@ -393,6 +458,12 @@ def test_seeds_from_the_command(run: Run, tmp_path: Path) -> None:
     assert found.err.splitlines()[-1].startswith("locater: 2 of 4 runs diverged, first ")
     assert "rate=0.001,seed=1: report loss" in found.out
     assert len(read_results(tmp_path / "run" / RESULTS)) == 4
+
+
+def test_seeds_begin_at_the_one_given(run: Run, tmp_path: Path) -> None:
+    found = run("train", *options(tmp_path), "--seed", 3, "--seeds", 2)
+    assert found.status == 0, found.err
+    assert [line["plan"]["seed"] for line in read_results(tmp_path / "run" / RESULTS)] == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ def capped_map(x: Inputs, *, cap: float = 50.0) -> Tensor:
 
 
 def _terms(x: Inputs, cap: float) -> Terms:
-    if not (cap > 0 and math.isfinite(cap)):
+    if not isinstance(cap, int | float) or not math.isfinite(cap):  # a word, such as nan, comes as a text
+        raise LocaterError(f"cap={cap}: give a finite number above 0")
+    if cap <= 0:
         raise LocaterError(f"cap={cap}: a number above 0")
     return Terms(x.usual_scale, causal=x.causal, softcap=cap, padding=x.padding, mask=x.mask)

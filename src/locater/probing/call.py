@@ -102,7 +102,8 @@ def unread(name: str) -> str | None:
     if name in ("softmax", "softcap", "softmax_plus_one", "learned_sink"):
         return None
     held = mechanism(name)
-    kind, of_map = held.kind, f"locater.attention.mechanism({name!r}).map({', '.join(['q', 'k', *(f'{need}=...' for need in held.needs)])})"
+    given = ", ".join(["q", "k", *(f"{need}={need}" for need in held.needs or held.learned[:1])])
+    kind, of_map = held.kind, f"locater.attention.mechanism({name!r}).map({given})"
     said = f"{name} attention cannot be measured"
     if kind in ("signed", "non-negative"):
         return f"{said}: rows of {kind} weights do not sum to 1 and have no entropy; their mass is {of_map}.sum(-1)"

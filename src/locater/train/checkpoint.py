@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from locater.errors import LocaterError, first_line
 from locater.heads import open_source
 from locater.heads.readers import DTYPES
+from locater.report.sinks import read_run
 from locater.result import write_whole
 from locater.train.model import Shape, Transformer
 from locater.train.plan import Plan
-from locater.train.tokenizer import CONFIG
+from locater.train.tokenizer import CONFIG, FILE
 
 try:
     import fcntl
@@ -33,27 +34,64 @@ except ImportError:  # Windows
 
 KEPT = 2  # the last one, and one before it
 STATE = "state.pt"
-RESULT = "result.json"
+PLAN, RESULT, LOG, LOCK = "plan.json", "result.json", "locater.jsonl", ".lock"
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def run_folder(plan: Plan) -> Path:
-    """The run's folder, which holds this plan or none."""
+    """The run's folder, which need not be there yet; refused where it holds another run, or cannot be made. Nothing is written."""
+    folder = Path(plan.out)
+    if (folder / PLAN).is_file():
+        other = plan.difference(Plan.load(folder / PLAN))
+        if other is not None and not _took_no_step(folder):
+            raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
+    elif any(folder.glob("step-*")) or (folder / RESULT).is_file():
+        raise LocaterError(f"{folder}: holds checkpoints but no {PLAN}: give another --out")
+    if not (folder / RESULT).is_file():
+        _check_free(folder)
+    return folder
+
+
+def _check_free(folder: Path) -> None:
+    """Tell now, rather than after the text is read, that a folder cannot be written to or that another process trains in it."""
+    there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written to" if there.is_dir() else "is no folder"
+        raise LocaterError(f"{folder}: cannot be made ({there} {why}): give another --out")
+    if (folder / LOCK).is_file():
+        with alone(folder):
+            pass
+
+
+@contextmanager
+def claimed(plan: Plan) -> Iterator[None]:
+    """The run's folder made and this plan's alone; what a start of another plan left in it, that came to no step, is removed."""
     folder = Path(plan.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LocaterError(f"{folder}: cannot be made ({error.strerror}): give another --out") from None
-    path = folder / "plan.json"
-    if path.is_file():
-        other = plan.difference(Plan.load(path))
-        if other is not None:
+    with alone(folder):
+        path = folder / PLAN
+        other = plan.difference(Plan.load(path)) if path.is_file() else None
+        if other is not None and not _took_no_step(folder):  # begun by another process since the first look
             raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
-    elif any(folder.glob("step-*")) or (folder / RESULT).is_file():
-        raise LocaterError(f"{folder}: holds checkpoints but no plan.json: give another --out")
-    else:
-        write_whole(path, plan.to_json() + "\n")
-    return folder
+        if other is not None:
+            for name in (LOG, FILE):
+                (folder / name).unlink(missing_ok=True)
+        if other is not None or not path.is_file():
+            write_whole(path, plan.to_json() + "\n")
+        yield
+
+
+def _took_no_step(folder: Path) -> bool:
+    """Whether a run was started here and left nothing: no checkpoint, no weights, no result, no step in the log."""
+    if not (folder / LOCK).is_file() or any(folder.glob("step-*")) or any((folder / name).exists() for name in (RESULT, "model")):
+        return False
+    try:
+        return not (folder / LOG).is_file() or not read_run(folder / LOG).losses
+    except LocaterError:  # no log of ours, so nothing to take over
+        return False
 
 
 def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | None = None) -> Path:
@@ -64,8 +102,8 @@ def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | No
         beside.mkdir(parents=True)
         _write(beside / "config.json", json.dumps(model.config, indent=2).encode() + b"\n")
         _write(beside / "model.safetensors", *safetensors(model))
-        if (folder / "tokenizer.json").is_file():
-            _write(beside / "tokenizer.json", (folder / "tokenizer.json").read_bytes())
+        if (folder / FILE).is_file():
+            _write(beside / FILE, (folder / FILE).read_bytes())
             _write(beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n")
         if state is not None:
             with (beside / STATE).open("wb") as file:
@@ -112,7 +150,11 @@ def thin_out(folder: Path) -> None:
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """A run's folder for this process alone; what a crash left half-done in it is cleared away."""
-    with (folder / ".lock").open("w") as file:
+    try:
+        opened = (folder / LOCK).open("w")
+    except OSError as error:
+        raise LocaterError(f"{folder}: cannot be written to ({error.strerror}): give another --out") from None
+    with opened as file:
         if fcntl is not None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends

@@ -19,7 +19,7 @@ from locater.train.plan import Plan, Result
 Check = Callable[[str | None, str | None], None]
 OWN = {
     "plan": (str | None, typer.Option("--plan", metavar="FILE", help="Take the plan from JSON; options given beside it count more.")),
-    "seeds": (int | None, typer.Option("--seeds", min=1, help="Run it with so many seeds, 0, 1, ...")),
+    "seeds": (int | None, typer.Option("--seeds", min=1, help="Run it with so many seeds, from --seed on: 0, 1, ...")),
     "sweep": (list[str] | None, typer.Option("--sweep", metavar="OPTION=A,B", help="Run it with each value; may be repeated.")),
     "json": (str | None, typer.Option("--json", metavar="PATH", help="Write the result as JSON; - for standard output.")),
 }
@@ -69,6 +69,7 @@ def _option(item: Any, hint: Any) -> tuple[Any, Any]:
 def _one(plan: Plan, json: str | None) -> None:
     from locater.train.display import Live
     from locater.train.loop import run
+    from locater.train.model import is_scanned
 
     live = Live()
     try:
@@ -78,7 +79,7 @@ def _one(plan: Plan, json: str | None) -> None:
         raise
     except KeyboardInterrupt:
         live.clear()
-        print("locater: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"locater: interrupted; {_what_is_kept(plan)}", file=sys.stderr)
         raise typer.Exit(130) from None
     if json == "-":
         print(result.to_json())
@@ -87,14 +88,25 @@ def _one(plan: Plan, json: str | None) -> None:
     if json is not None:
         write_whole(Path(json), result.to_json() + "\n")
         print(f"Data written to {json}")
-    print(f"Model written to {result.model}. Now: locater scan {result.model}")
+    print(f"Model written to {result.model}." + (f" Now: locater scan {result.model}" if is_scanned(plan.attention, plan.layers) else ""))
+
+
+def _what_is_kept(plan: Plan) -> str:
+    """After an interruption."""
+    from locater.train.checkpoint import latest
+
+    last = latest(Path(plan.out))
+    if last is not None:
+        return f"the same command goes on from {last}"
+    why = " (--checkpoint 0)" if plan.checkpoint == 0 else ""
+    return f"no checkpoint was written{why}, so the same command starts from the first step"
 
 
 def _several(plan: Plan, texts: list[str], seeds: int | None, json: str | None) -> None:
     from locater.train.display import Live
     from locater.train.sweep import RESULTS, parse_sweep, sweep
 
-    lines = sweep(plan, parse_sweep(texts, seeds), lambda name: Live(label=f"{name}  "))
+    lines = sweep(plan, parse_sweep(texts, seeds, plan.seed), lambda name: Live(label=f"{name}  "))
     if json is not None:
         data = jsonlib.dumps({"schema": 1, "source": plan.out, "runs": lines}, indent=2)
         print(data) if json == "-" else write_whole(Path(json), data + "\n")

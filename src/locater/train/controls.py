@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from locater.calls import parse_call
+from locater.control import EntropyPenalty, LogitSoftcap, Mechanism, QKClip, QKNorm
 from locater.control.base import Control, Controls, known_options
 from locater.errors import LocaterError
+from locater.probing.call import unread
 
 OFFERED: list[type[Control]] = []
 
@@ -54,6 +56,39 @@ def parse_control(text: str) -> Control:
         return kind(**options)
     except (TypeError, ValueError) as error:
         raise LocaterError(f"control {text!r}: {error}") from None
+
+
+def check_controls(texts: Sequence[str], attention: Sequence[str]) -> None:
+    """Refuse, before there is a model, what is no control, and one that needs logits of a softmax where a layer has none.
+
+    `attention` names the mechanism of each layer; a control called mechanism changes it.
+
+    >>> check_controls(["qk_clip"], ["softmax", "learned_sink"])
+    """
+    made, acting = [(text, parse_control(text)) for text in texts], list(attention)
+    for _, control in made:
+        if isinstance(control, Mechanism):
+            acting = [control.name if _chosen(control, at) else name for at, name in enumerate(acting)]
+    for text, control in made:
+        held = attention if isinstance(control, QKNorm) else acting  # it comes before another mechanism does
+        wrong = [name for at, name in enumerate(held) if _chosen(control, at) and unread(name) is not None]
+        if wrong and _needs_softmax(control):
+            start = "give it init=1.0, " if isinstance(control, QKNorm) else ""
+            some = "choose its layers=[...], " if hasattr(control, "layers") and len(set(acting)) > 1 else ""
+            raise LocaterError(
+                f"--control {text}: it needs the logits of a softmax, and {wrong[0]} attention has none: {start}{some}leave it out, "
+                "or attend by softmax, softmax_plus_one or learned_sink"
+            )
+
+
+def _needs_softmax(control: Control) -> bool:
+    """Whether a control reads or changes logits as those of a softmax; lengths that are kept come of the same call."""
+    return isinstance(control, EntropyPenalty | LogitSoftcap | QKClip) or (isinstance(control, QKNorm) and control.init == "keep")
+
+
+def _chosen(control: Control, layer: int) -> bool:
+    layers = getattr(control, "layers", None)
+    return not isinstance(layers, list | tuple) or layer in layers
 
 
 def _folded(name: str) -> str:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError, first_line
+from locater.result import write_whole
 from locater.train.copying import Source, copy_source
 from locater.train.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
 from locater.train.plan import Plan
-from locater.train.tokenizer import Tokenizer, kept_tokenizer, make_tokenizer
+from locater.train.tokenizer import FILE, Tokenizer, kept_tokenizer, make_tokenizer
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets; -100 marks a target that does not count
 IGNORED = -100
@@ -55,6 +56,10 @@ class TextData:
     def mask(self) -> int:
         """The token that hides another."""
         return self.tokenizer.size
+
+    def keep_tokenizer(self, folder: Path) -> None:
+        """For models that are saved there, and for a run that goes on."""
+        write_whole(folder / FILE, self.tokenizer.to_json())
 
     def batch(self, index: int) -> Batch:
         """Sequences from anywhere in the training text."""
@@ -152,7 +157,7 @@ def _order(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
-    """What a plan learns from; tokenizer.json is kept in `folder`."""
+    """What a plan learns from. Nothing is written; the tokenizer is that in `folder`, where there is one."""
     if plan.images is not None:
         return read_images(plan, Path(plan.images), device)
     if plan.task == "sort":

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.attention.text import parse_attention
 from locater.control.base import Controls
 from locater.errors import LocaterError
 from locater.probing import Monitor, observe
 from locater.train import checkpoint
-from locater.train.controls import attach, parameters, parse_control, restore, state_of
-from locater.train.data import Batch, Data, open_data
+from locater.train.controls import attach, check_controls, parameters, restore, state_of
+from locater.train.data import Batch, Data, TextData, open_data
 from locater.train.health import LastSeen, Losses, culprit, why_unread
 from locater.train.measured import SEQUENCES, measure
 from locater.train.model import Transformer
 from locater.train.plan import Plan, Result
 from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of
 
-LOG = "locater.jsonl"
 logger = logging.getLogger("locater")
 WINDOWS = 256  # of the select split, during training; the end is measured on all
 Tell = Callable[[dict[str, Any]], None]
@@ -41,19 +41,25 @@ def run(plan: Plan, tell: Tell = lambda event: None) -> Result:
 
     `tell` is handed a dictionary each `plan.log` steps: step, loss, perplexity, select_loss, entropy, tokens_per_second, seconds_left.
     """
-    for text in plan.control:  # before a folder is made for a run that cannot begin
-        parse_control(text)
+    check_plan(plan)
     device = device_of(plan.device)
     folder = checkpoint.run_folder(plan)
     if (folder / checkpoint.RESULT).is_file():
         return Result.load(folder / checkpoint.RESULT)
-    with checkpoint.alone(folder), checkpoint.own_randomness(plan.seed, device):
+    with checkpoint.own_randomness(plan.seed, device):
         training = Training.begin(plan, folder, device, tell)
         try:
-            training.train()
-            return training.finish()
+            with checkpoint.claimed(plan):  # nothing is written before data, model and controls stand
+                training.go_on()
+                training.train()
+                return training.finish()
         finally:
             training.end()
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse controls that are none, or that do not go with the attention; the rest of a plan was checked when it was made."""
+    check_controls(plan.control, [layer.name for layer in parse_attention(plan.attention, plan.layers)])
 
 
 @dataclass
@@ -86,24 +92,27 @@ class Training:
         controls = attach(plan.control, model)
         learned = [p for p in (*model.parameters(), *parameters(controls)) if p.requires_grad]
         seen, monitor = LastSeen(), None
-        if plan.observe:
-            why = why_unread(model)
-            if why is not None:
-                logger.warning("%s: the run goes on, its heads not observed: %s", folder, why)
-            monitor = Monitor(folder / LOG, seen, every=plan.observe) if why is None else Losses(folder / LOG, plan.observe)
-        made = cls(
-            plan, folder, device, tell, data, model, torch.compile(model) if plan.compile else model, controls, learned,
-            optimizer_for(plan, learned, device), monitor, seen,
-        )  # fmt: skip
         try:
-            made._resume()
-            if made.monitor is not None:
-                made.monitor.step = made.step
-                made.monitor.attach(model)
+            if plan.observe:
+                log, why = folder / checkpoint.LOG, why_unread(model)
+                if why is not None:
+                    logger.warning("%s: the run goes on, its heads not observed: %s", folder, why)
+                monitor = Monitor(log, seen, every=plan.observe) if why is None else Losses(log, plan.observe)
+            forward = torch.compile(model) if plan.compile else model
+            optimizer = optimizer_for(plan, learned, device)
         except BaseException:
             controls.detach()
             raise
-        return made
+        return cls(plan, folder, device, tell, data, model, forward, controls, learned, optimizer, monitor, seen)
+
+    def go_on(self) -> None:
+        """From the last checkpoint in the folder, which is now this run's, or from nothing."""
+        self._resume()
+        if isinstance(self.data, TextData) and self.step == 0:
+            self.data.keep_tokenizer(self.folder)
+        if self.monitor is not None:
+            self.monitor.step = self.step
+            self.monitor.attach(self.model)
 
     def train(self) -> None:
         plan, start = self.plan, self.step

@@ -39,6 +39,15 @@ THETA = 10_000.0
 EPS = 1e-5
 
 
+def is_scanned(attention: str, layers: int) -> bool:
+    """Whether `locater scan` reads a model that attends so.
+
+    >>> is_scanned("sigmoid", 4), is_scanned("differential", 4)
+    (True, False)
+    """
+    return not any(held.name in UNREAD for held in parse_attention(attention, layers))
+
+
 class Config(dict[str, Any]):
     """config.json, as a model carries it; entries are attributes too, as others expect of a configuration."""
 
@@ -405,8 +414,10 @@ def _attending(layer: AttentionLayer, held: Named, shape: Shape, weights: Weight
         return layer
     learned = None
     if not held.is_bare:
-        learned = held.module(**shape.sizes(), depth=layer.index)
-        learned.load_state_dict({name: weights.read(f"{layer.name}.mechanism.{name}") for name in learned.state_dict()})
+        with torch.device("meta"):  # no first values: some cannot be drawn while a control traces this
+            learned = held.module(**shape.sizes(), depth=layer.index)
+        read = {name: weights.read(f"{layer.name}.mechanism.{name}").detach() for name in learned.state_dict()}
+        learned.load_state_dict(read, assign=True)
         learned.requires_grad_(False)
     return OtherAttention(**{item.name: getattr(layer, item.name) for item in fields(layer)} | {"mechanism": held.name, "learned": learned})
 

@@ -18,7 +18,8 @@ from locater.version import __version__
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
 BYTES = 256
-MADE = {"sort": "numbers", "copy": "tokens"}  # tasks that read no text
+MADE = {"sort": "numbers", "copy": "tokens"}  # tasks that read nothing
+LARGEST_COPY = 4096  # tokens of a source that holds a chance for every pair of them
 PACE = ("out", "log")  # of no consequence for the weights: a run may be moved, and tell more or less
 
 
@@ -40,7 +41,7 @@ class Plan:
     corpus: tuple[str, ...] = option((), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; none: Python's own.")
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
     vocabulary: int = option(
-        256, "Tokens: 256 are bytes; more are learned from the text (needs tokenizers); fewer for --task copy.", least=8
+        256, "Tokens: 256 are bytes; more are learned from the text (needs tokenizers); fewer for --task copy or sort.", least=8
     )
     layers: int = option(4, "Blocks.", least=1)
     width: int = option(128, "Channels of the residual stream.", least=2)
@@ -81,19 +82,29 @@ class Plan:
         for item in fields(self):
             _check(item.name, getattr(self, item.name), item.metadata)
         if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
-            raise LocaterError(f"width={self.width}, heads={self.heads}, kv_heads={self.kv_heads}: each must be a multiple of the next")
+            shared = "" if self.kv_heads is None else f", kv_heads={self.kv_heads}"
+            raise LocaterError(f"width={self.width}, heads={self.heads}{shared}: each must be a multiple of the next")
         if (self.width // self.heads) % 2 and self.where == "rotary":
             raise LocaterError(f"width={self.width}, heads={self.heads}: rotary positions turn pairs of channels; give heads an even size")
-        if (self.task == "image") != (self.images is not None):
-            raise LocaterError("task=image and images=PATH go together: give both or neither")
-        if self.task in MADE and self.corpus:
-            raise LocaterError(f"task={self.task} makes its own {MADE[self.task]}: leave out corpus={self.corpus[0]}")
-        if self.task != "copy" and self.vocabulary < BYTES:
-            raise LocaterError(f"vocabulary={self.vocabulary}: {BYTES} is the least, but for task=copy")
+        self._check_data()
         self._check_attention()
         if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
             raise LocaterError(
                 f"masked={self.masked}, warmup={self.warmup}, floor={self.floor}: these are shares, 1 at most (masked below 1)"
+            )
+
+    def _check_data(self) -> None:
+        """Refuse what the task does not read, and sizes of its vocabulary that it cannot have."""
+        given = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
+        if self.task in MADE and given:
+            raise LocaterError(f"task={self.task} makes its own {MADE[self.task]}: leave out {given}")
+        if (self.task == "image") != (self.images is not None):
+            raise LocaterError("task=image and images=PATH go together: give both or neither")
+        if self.task not in MADE and self.vocabulary < BYTES:
+            raise LocaterError(f"vocabulary={self.vocabulary}: {BYTES} is the least, but for task=copy and task=sort")
+        if self.task == "copy" and self.vocabulary > LARGEST_COPY:
+            raise LocaterError(
+                f"vocabulary={self.vocabulary}: {LARGEST_COPY} is the most for task=copy, which holds a number for every pair"
             )
 
     def _check_attention(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from locater.errors import LocaterError
-from locater.train.loop import DivergedError, Tell, run
+from locater.train.loop import DivergedError, Tell, check_plan, run
 from locater.train.plan import PACE, Plan
 
 RESULTS = "results.jsonl"
@@ -25,8 +25,9 @@ def sweep(
     Returns the lines of all: `name`, `status` ("done" or "diverged", then with `message`), and for those that are done a result.
     """
     plans = list(combinations(plan, over))
+    for _, each in plans:  # before the first is run
+        check_plan(each)
     path = Path(plan.out) / RESULTS
-    _make(path)
     for name, each in plans:
         if _line_of(each, read_results(path)) is None:
             append_line(path, _run(name, each, tell(name)))
@@ -41,8 +42,8 @@ def combinations(plan: Plan, over: Mapping[str, Sequence[Any]]) -> Iterator[tupl
         yield name, replace(plan, **dict(zip(over, values, strict=True)), out=str(Path(plan.out) / name))
 
 
-def parse_sweep(texts: Sequence[str], seeds: int | None) -> dict[str, list[Any]]:
-    """From the command line: `rate=1e-3,3e-3`, and how many seeds.
+def parse_sweep(texts: Sequence[str], seeds: int | None, first: int = 0) -> dict[str, list[Any]]:
+    """From the command line: `rate=1e-3,3e-3`, and how many seeds from the first one on.
 
     >>> parse_sweep(["rate=1e-3,3e-3", "control=none,locater(target=1, hold=0.1)"], 2)
     {'rate': [0.001, 0.003], 'control': [(), ('locater(target=1, hold=0.1)',)], 'seed': [0, 1]}
@@ -61,7 +62,7 @@ def parse_sweep(texts: Sequence[str], seeds: int | None) -> dict[str, list[Any]]
     if seeds is not None:
         if "seed" in found:
             raise LocaterError("--seeds and --sweep seed=... exclude each other: give one")
-        found["seed"] = list(range(seeds))
+        found["seed"] = list(range(first, first + seeds))
     return found
 
 
@@ -107,13 +108,6 @@ def _line_of(plan: Plan, lines: Sequence[dict[str, Any]]) -> dict[str, Any] | No
 
 def _identity(held: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in held.items() if name not in PACE}
-
-
-def _make(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LocaterError(f"{path.parent}: cannot be made ({error.strerror}): give another --out") from None
 
 
 def _parts(text: str) -> list[str]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.result import write_whole
 
 BYTES = 256
+FILE = "tokenizer.json"
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # tokenizer_config.json
 PIECE = 1 << 20  # characters handed over at once
 
@@ -90,12 +90,10 @@ def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def kept_tokenizer(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
-    """The tokenizer that a run's folder holds, or a new one, kept there: a run that goes on reads with the same."""
-    path = folder / "tokenizer.json"
-    if vocabulary == BYTES or not path.is_file():
-        made = make()
-        write_whole(path, made.to_json())
-        return made
+    """The tokenizer of a run that goes on from a checkpoint, which its folder holds; for others a new one."""
+    path = folder / FILE
+    if vocabulary == BYTES or not path.is_file() or not any(folder.glob("step-*")):
+        return make()
     try:
         return PairTokenizer(_library(vocabulary).Tokenizer.from_file(str(path)))
     except LocaterError:
