@@ -83,6 +83,7 @@ def test_weights(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(call, monkeypatch, 3)
 
 
+@pytest.mark.slow
 def test_weights_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (drawn(1, h, 100, 80, dtype=torch.float32) for h in (4, 2, 2))
 
@@ -104,7 +105,7 @@ def test_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     check(call, monkeypatch, 2)
 
 
-@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("extended", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_statistics(extended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = drawn(1, 2, 256, 64, dtype=torch.bfloat16), drawn(1, 1, 256, 64, dtype=torch.bfloat16)
     terms = Terms(0.125, causal=True, softcap=30.0 if extended else None)

@@ -58,7 +58,7 @@ def weights(name):
 
 assert child("whole", 0) == 0
 died = 0
-for point in range(1, 80, 9):
+for point in range(1, 80, int(sys.argv[3])):
     name = f"killed-{point}"
     first = child(name, point)
     died += first == signal.SIGKILL
@@ -74,11 +74,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_killed_at_many_points_of_a_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(corpus(tmp_path)), str(tmp_path)]
+@pytest.mark.parametrize(("every", "least"), [(18, 4), pytest.param(6, 10, marks=pytest.mark.slow)])
+def test_killed_at_many_points_of_a_checkpoint(every: int, least: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(corpus(tmp_path)), str(tmp_path), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= 7, "the points must lie inside the run"
+    assert int(done.stdout.split()[-1]) >= least, "the points must lie inside the run"
 
 
 def test_the_command_killed_from_outside(tmp_path: Path) -> None:
