@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -99,6 +100,15 @@ class _Entropy(torch.autograd.Function):
         return dq, dk, None, None
 
 
+@cache
+def has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def default_backend(q: Tensor, terms: Terms) -> Backend:
     """Triton for CUDA tensors where it is installed.
 
@@ -107,11 +117,7 @@ def default_backend(q: Tensor, terms: Terms) -> Backend:
     """
     if q.device.type != "cuda" or q.dtype == torch.float64 or terms.positions is not None or (terms.softcap or 0.0) > LARGEST_CAP:
         return "torch"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "torch"
-    return "triton"
+    return "triton" if has_triton() else "torch"
 
 
 def _terms(q: Tensor, k: Tensor, scale: float | None, **given: Any) -> Terms:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater.kernels.weighed import has_triton
+from locater.kernels.dispatch import has_triton
 
 WIDEST = 128  # channels of a memory's side that a program keeps
 

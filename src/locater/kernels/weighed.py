@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from locater.kernels.dispatch import has_triton
+
 WIDEST, WIDEST_FULL = 256, 128  # channels of a head, in half precision and in float32: what fits a GPU's shared memory
-
-
-@cache
-def has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:

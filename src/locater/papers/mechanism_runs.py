@@ -7,7 +7,7 @@ it, and of the blocks around it, keep the higher rate, which softmax prefers, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,11 @@ NO_SPIKE = f"unknown: the plain model's largest entry is below {MASSIVE:,.0f} me
 NO_SINK = "unknown: the plain model gives its first token no more than uniform attention does, so that there is no sink"
 
 
+def changed(attention: str, changes: Mapping[str, Any]) -> list[str]:
+    """What an arm has that the plain one has not, in words."""
+    return ([attention] if attention != "softmax" or not changes else []) + [f"{key}={value}" for key, value in changes.items()]
+
+
 def arm(attention: str = "softmax", base: Plan = BASE, name: str | None = None, *, claim: str = "zoo", **changes: Any) -> Arm:
     """A way to train: a mechanism, or a variation.
 
@@ -39,8 +44,7 @@ def arm(attention: str = "softmax", base: Plan = BASE, name: str | None = None, 
     ('gated(per=element)', 'mlp=none', 'softmax, masked')
     """
     tuned = not changes and base.task != "image" and attention in {m.name for m in mechanisms()}
-    said = [attention] if attention != "softmax" or not changes else []
-    said += [f"{key}={value}" for key, value in changes.items()] + ([base.task] if base.task != "causal" else [])
+    said = changed(attention, changes) + ([base.task] if base.task != "causal" else [])
     rates = IMAGE_RATES if base.task == "image" else RATES
     return Arm(
         name or ", ".join(said), claim, replace(base, attention=attention, **changes), rates if tuned else rates[1:], 3 if tuned else 2

@@ -17,6 +17,7 @@ from typing import Any
 from locater.papers.arms_page import Part, failed, failed_said, means_table
 from locater.papers.claim import Measured, seeds_range
 from locater.papers.judging import Line, end_of, ends_table, uniform_first, value_of
+from locater.papers.mechanism_runs import changed
 from locater.papers.runs import Arm, Runs
 from locater.papers.strips import strips
 from locater.train.plan import Plan
@@ -44,9 +45,7 @@ def sink_arm(attention: str = "softmax", **changes: Any) -> Arm:
     >>> sink_arm("gated").name, sink_arm(heads=4).name
     ('gated', 'heads=4')
     """
-    said = [attention] if attention != "softmax" or not changes else []
-    name = ", ".join([*said, *(f"{key}={value}" for key, value in changes.items())])
-    return Arm(name, "sinks", replace(COPY, attention=attention, **changes), (RATE,), SEEDS)
+    return Arm(", ".join(changed(attention, changes)), "sinks", replace(COPY, attention=attention, **changes), (RATE,), SEEDS)
 
 
 PLAIN = sink_arm()

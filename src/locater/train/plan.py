@@ -14,10 +14,10 @@ from locater.attention.text import parse_attention
 from locater.control.mechanism import fits
 from locater.errors import LocaterError
 from locater.result import SCHEMA, write_whole
+from locater.train.tokenizer import BYTES
 from locater.version import __version__
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
-BYTES = 256
 MADE = {"sort": "numbers", "copy": "tokens"}  # tasks that read nothing
 LARGEST_COPY = 4096  # tokens of a source that holds a chance for every pair of them
 PACE = ("out", "log")  # of no consequence for the weights: a run may be moved, and tell more or less

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from locater.errors import LocaterError
+from locater.report.log import SWEEP
 from locater.train.loop import DivergedError, Tell, check_plan, run
 from locater.train.plan import PACE, Plan
 
-RESULTS = "results.jsonl"
+RESULTS = SWEEP
 
 
 def sweep(

@@ -55,6 +55,11 @@ CLAIMS = (
 )  # fmt: skip
 
 
+def unless_massive(found: Mapping[str, Measured | None], plain: Measured | None, keys: tuple[str, ...]) -> dict[str, Measured | None]:
+    """The same measurements, those of `keys`, on spikes, left open where the plain model has none."""
+    return left_open(found, keys if plain is not None and plain.value < MASSIVE else (), NO_SPIKE, room=MASSIVE)
+
+
 def judge(runs: Runs) -> Mapping[str, Measured | None]:
     found = {
         "e1": level(runs, SOFTMAX, RATIO),
@@ -73,9 +78,7 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "e14": rank_correlation(runs, ARMS, SPIKE_RATIO, FIRST),
     }
     found = carried(found, {"arms": ends_table(runs, ARMS)})
-    spikes = found["e2"]
-    if spikes is not None and spikes.value < MASSIVE:
-        found = left_open(found, OF_SPIKES, NO_SPIKE, room=MASSIVE)
+    found = unless_massive(found, found["e2"], OF_SPIKES)
     return found if has_sink(runs, SOFTMAX) else left_open(found, OF_SINKS, NO_SINK)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from locater.papers.arms_page import carried
 from locater.papers.claim import Claim, Measured
 from locater.papers.judging import change, left_open, level, rank_correlation, trained, value_of
-from locater.papers.mechanism_runs import MASSIVE, NO_SPIKE
+from locater.papers.mechanism_runs import MASSIVE
 from locater.papers.runs import Runs
 from locater.papers.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sinks_table
+from locater.papers.sun2026.judged import unless_massive
 
 SIZES = {
     size: PLAIN if size == COPY.width else sink_arm(heads=COPY.width // size) for size in (8, 16, 32, 64)
@@ -58,9 +59,7 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "f12": rank_correlation(runs, ARMS, SPIKE, WEIGHT),
     }
     found = carried(found, sinks_table(runs, ARMS))
-    spikes = level(runs, PLAIN, SPIKE)
-    if spikes is not None and spikes.value < MASSIVE:
-        found = left_open(found, OF_SPIKES, NO_SPIKE, room=MASSIVE)
+    found = unless_massive(found, level(runs, PLAIN, SPIKE), OF_SPIKES)
     lost = change(runs, NONE, PLAIN, "report_loss")
     if lost is not None and lost.value > SHORT:
         found = left_open(found, ("f8", "f9"), UNLEARNED, room=MASSIVE)
