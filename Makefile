@@ -1,12 +1,16 @@
 # Two commands do everything: `make demo` and `make test`. Both set up .venv first.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+
+# TORCH='==2.6.*' tries another torch than the pinned one, in a VENV of its own.
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
 # Tests run in parallel processes: threads inside each would only fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
+PYTEST := env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-slow test-gpu lint bench census surrogate papers browser clean
+.PHONY: demo test test-core test-slow test-gpu lint bench census surrogate papers browser clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -14,11 +18,21 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev lint
 	$(PYTEST) -n 2
 
+# What needs no optional package: macOS and Windows run this.
+CORE := spectrum localization walk entropy measures paths mechanism_facts corpus train_copy
+test-core: $(VENV)/.core
+	$(INSTALL) -e '.[test]'
+	$(PYTEST) -n 2 $(CORE:%=tests/test_%.py)
+
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
 
-test-gpu: $(VENV)/.dev
-	$(PYTEST) -m gpu
+# With BIN=folder-of-a-python it installs nothing and runs with the packages that are there. Most of the time goes into
+# compiling kernels, one core each, so the tests run in PARTS processes that share the GPU.
+PARTS ?= 12
+test-gpu: $(if $(filter command,$(firstword $(origin BIN))),,$(VENV)/.dev)
+	seq $(PARTS) | PYTHONPATH=src xargs -P $(PARTS) -I {} $(PYTEST) -p no:cacheprovider -m gpu --part {}/$(PARTS) \
+	  $$(grep -l 'mark\.gpu' tests/*.py)
 
 # The page tests skip where there is no Chromium; on Debian and its relatives this installs one.
 browser:
@@ -46,16 +60,19 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "locater needs Python 3.11 or later, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+$(VENV)/constraints.txt: constraints.txt $(BIN)/python
+	sed -e 's/^torch==.*/torch$(TORCH)/' -e '/^sympy==/d' constraints.txt > $@ # each torch pins a sympy of its own
+
+$(VENV)/.core: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(INSTALL) -e '.[bench]'
 	touch $@
 
 clean:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,28 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-# shapes and types of the pure number modules are checked at run time here; the hook must come before they are imported
-install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
+# Shapes and types of the pure number modules are checked at run time here; the hook must come before they are imported.
+# `make test-gpu BIN=...` runs with the packages of a GPU machine, where beartype may be absent.
+if SHAPES_CHECKED := find_spec("beartype") is not None:
+    install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
 
 torch.set_num_threads(1)  # tests run in parallel processes; threads inside tiny operations would only fight over the cores
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not SHAPES_CHECKED:
+        terminalreporter.write_line("beartype is not installed: shapes were not checked at run time")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="run the I-th of N parts of the selected tests, for processes side by side")
+
+
+@pytest.hookimpl(trylast=True)  # after -m has deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        number, count = map(int, part.split("/"))
+        items[:] = items[number - 1 :: count]
 
 
 @dataclass
