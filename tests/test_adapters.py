@@ -111,6 +111,19 @@ def test_a_bias_of_the_adapter_counts() -> None:
     agrees(model)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@torch.no_grad()
+def test_adapters_in_sixteen_bits_are_added_in_more(kind: str) -> None:
+    """A layer adds what its base and its adapter give, so the sum of their maps is nowhere rounded to 16 bits."""
+    exact = adapted("llama", **KINDS[kind])
+    for p in exact.parameters():
+        p.copy_(p.bfloat16())
+    wanted = {name: ModuleWeights(exact).read(f"{name}.weight") for name in wrapped(exact)}
+    stored = ModuleWeights(exact.to(torch.bfloat16))
+    for name, W in wanted.items():
+        assert (stored.read(f"{name}.weight") - W).norm() / W.norm() < 1e-6, name
+
+
 def test_dropout_of_a_training_step_does_not_reach_the_reading() -> None:
     model = adapted("llama", lora_dropout=0.5)
     before = [layer.query.weight().clone() for layer in attention_layers(model)]
@@ -196,7 +209,7 @@ def test_parametrizations_are_read_as_computed_and_not_stepped() -> None:
     with torch.no_grad():
         query.parametrizations.weight.original0.mul_(2)
         u = key.parametrizations.weight[0]._u.clone()
-    layer = next(attention_layers(model))
+    layer = attention_layers(model)[0]
     shown = layer.key.weight()
     assert torch.equal(key.parametrizations.weight[0]._u, u)
     assert key.parametrizations.weight[0].training

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from torch import nn
 
 from locater import LocaterError, scan
 from tests.conftest import Result
+from tests.families import CASES
+from tests.families.decoders import LLAMA3
+from tests.parity import model_of
 from tests.test_readers import shard
 
 Run = Callable[..., Result]
@@ -156,6 +161,7 @@ def test_tensors_can_be_named(run: Run, broken: Path, tmp_path: Path, saved_llam
     stored = scan(saved_llama, raw=True).rows
     assert [h["trace"] for h in found] == [r.trace for r in stored]
     assert [h["kv_head"] for h in found] == [r.kv_head for r in stored]
+    assert "which 5 heads do not divide" in refused(run, tmp_path, broken, "--query", query, "--key", key, "--heads", 5)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +169,7 @@ def test_tensors_can_be_named(run: Run, broken: Path, tmp_path: Path, saved_llam
     [
         (("--query", "model.*"), "--query and --key go together"),
         (("--query", "q.*", "--key", "k.*", "--heads", 4), "no tensor matches --query 'q.*'"),
-        (("--query", "*.q_proj.weight", "--key", "*.k_proj.weight", "--heads", 5), "which 5 heads do not divide"),
+        (("--query", "*.q_proj.weight", "--key", "*.k_proj.weight", "--heads", 5), "the model says num_attention_heads = 4"),
         (("--query", "*.q_proj.weight", "--key", "*.input_layernorm.weight", "--heads", 4), "has no partner"),
         (("--query", "*.self_attn.q_proj.weight", "--key", "*.mlp.up_proj.weight", "--heads", 4), "does not fit 4 query heads"),
         (("--query", "*.input_layernorm.weight", "--key", "*.input_layernorm.weight", "--heads", 4), "a query or key map has two axes"),
@@ -224,6 +230,104 @@ def test_config_values_of_the_wrong_kind(run: Run, broken: Path, tmp_path: Path)
         (broken / "config.json").write_text(original)
         edit_config(broken, **change)
         refused(run, tmp_path, broken)
+
+
+NOT_COUNTS = (0, -4, 2.5, "4", True, 10**30, [4], math.nan)
+NOT_SIZES = (0, -1.0, math.nan, math.inf, -math.inf, 10**400, "1e4", True, [1.0])
+BAD_SETTINGS: list[tuple[str, tuple[Any, ...]]] = [
+    *((key, NOT_COUNTS) for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")),
+    ("sliding_window", (0, -4, 2.5, "4", True, [4], math.nan)),
+    ("num_hidden_layers", (-1, 10**12, 2.5, "3", True, math.nan)),
+    ("rope_theta", NOT_SIZES),
+    ("rms_norm_eps", (-1e-6, math.nan, math.inf, "1e-6", None)),
+    ("partial_rotary_factor", (0, -0.5, 1.5, math.nan, "half")),
+    ("layer_types", ("full", [1, 2, 3], ["full_attention"])),
+]
+BAD_ROPE: list[tuple[dict[str, Any], str]] = [
+    *(({"rope_type": "linear", "factor": bad}, "factor") for bad in NOT_SIZES),
+    *(({"rope_type": "default", "rope_theta": bad}, "rope_theta") for bad in (*NOT_SIZES, None)),
+    ({"rope_type": "linear"}, "factor"),
+    ({"rope_type": "yarn", "factor": None}, "factor"),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, "original_max_position_embeddings"),
+    (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor"),
+    (LLAMA3 | {"low_freq_factor": math.nan}, "low_freq_factor"),
+    ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta"),
+    ({"rope_type": "yarn", "factor": 4.0, "attention_factor": math.inf}, "attention_factor"),
+    ({"rope_type": "longrope", "short_factor": [1.0, math.nan, 1.0, 1.0], "original_max_position_embeddings": 16}, "short_factor"),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+    ({"rope_type": "longrope", "original_max_position_embeddings": 16}, "short_factor"),
+    ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
+]
+
+
+def test_settings_that_no_model_can_have(broken: Path) -> None:
+    """json reads NaN and Infinity, and what is computed from them would look like a result."""
+    original = json.loads((broken / "config.json").read_text())
+    changes = [({key: bad}, key) for key, values in BAD_SETTINGS for bad in values]
+    for change, key in [*changes, *(({"rope_parameters": rope}, key) for rope, key in BAD_ROPE)]:
+        (broken / "config.json").write_text(json.dumps({**original, **change}))
+        with pytest.raises(LocaterError) as error:
+            scan(broken)
+        line = str(error.value)
+        assert line.startswith(f"{broken}: "), (change, line)
+        assert key in line, (change, line)
+        assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("label", "change"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma2", {"attn_logit_softcapping": math.nan}),
+        ("gemma2", {"attn_logit_softcapping": 0.0}),
+        ("gemma2", {"sliding_window": 0}),
+        ("gemma3-composite", {"text_config": {"query_pre_attn_scalar": -1}}),
+        ("gemma3-composite", {"text_config": {"rope_parameters": {"sliding_attention": {"rope_theta": math.inf}}}}),
+        ("gemma3-composite", {"vision_config": {"num_attention_heads": 0}}),
+        ("granite", {"attention_multiplier": math.nan}),
+        ("bert", {"layer_norm_eps": -1.0}),
+        ("gpt_neox", {"rotary_pct": 0.0, "rope_parameters": None}),
+        ("gptj", {"rotary_dim": None}),
+        ("deepseek_v3", {"kv_lora_rank": 0}),
+        ("qwen2-window", {"use_sliding_window": "false"}),
+        ("t5", {"num_heads": 4.0}),
+        ("albert", {"inner_group_num": 0}),
+        ("torch-encoder-pre", {"layer_norm_eps": "small"}),
+        ("timm", {"num_heads": True}),
+    ],
+)
+def test_settings_of_other_families(label: str, change: dict[str, Any], tmp_path: Path) -> None:
+    case = next(c for c in CASES if c.label == label)
+    model = model_of(case)
+    case.save(model, tmp_path) if case.save else model.save_pretrained(tmp_path)
+    edit_config(tmp_path, **change)
+    with pytest.raises(LocaterError) as error:
+        scan(tmp_path)
+    key, value = next(iter(change.items()))
+    while isinstance(value, dict):
+        key, value = next(iter(value.items()))
+    assert f"{key} = {value!r}" in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_heads_that_the_model_contradicts(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    """An option that is not used is not passed over in silence."""
+    assert "--heads 3 was given, but the model says 4" in refused(run, tmp_path, saved_llama, "--heads", 3)
+    assert run("scan", saved_llama, "--heads", 4).status == 0
+    named = ("--query", "*.q_proj.weight", "--key", "*.k_proj.weight")
+    assert "--heads 8 was given, but the model says num_attention_heads = 4" in refused(run, tmp_path, saved_llama, *named, "--heads", 8)
+    assert run("scan", saved_llama, *named, "--heads", 4).status == 0
+    assert run("scan", saved_llama, *named).status == 0
+    save_file({k: v.contiguous() for k, v in nn.MultiheadAttention(16, 2).state_dict().items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "torch", "num_heads": 2}))
+    assert "--heads 4 was given, but the model says num_heads = 2" in refused(run, tmp_path, tmp_path, "--heads", 4)
+    with pytest.raises(LocaterError, match="--heads 4 was given, but the model says 2"):
+        scan(nn.MultiheadAttention(16, 2), heads=4)
+    for bad in (0, -1, 2.5, True):
+        with pytest.raises(LocaterError, match="is not a positive whole number"):
+            scan(saved_llama, heads=bad)
+    with pytest.raises(LocaterError, match="kv_heads 4 was given, but the model says 2"):
+        scan(saved_llama, kv_heads=4)
 
 
 def test_a_missing_gain_is_not_taken_for_one(run: Run, broken: Path, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_the_same_batch_then_reaches_the_limit_and_no_more(label: str, clip: Cal
     model = undropped(case)
     before = first_layer(case, model)
     limit = 0.7 * float(before.sort().values[len(before) // 2])
-    untouched = effective(next(attention_layers(model))).query.detach().clone()
+    untouched = effective(attention_layers(model)[0]).query.detach().clone()
     control = clip(model, limit)
     run(case, model)
     control.after_step()
@@ -181,21 +181,21 @@ def test_the_same_batch_then_reaches_the_limit_and_no_more(label: str, clip: Cal
     assert bool(over.any())
     assert torch.allclose(after[over], torch.full_like(after[over], limit), rtol=1e-4)
     assert torch.allclose(after[~over], before[~over], rtol=1e-6)
-    if not isinstance(next(attention_layers(model)).query, NormedProjection):
-        assert torch.equal(effective(next(attention_layers(model))).query[~over], untouched[~over])
+    if not isinstance(attention_layers(model)[0].query, NormedProjection):
+        assert torch.equal(effective(attention_layers(model)[0]).query[~over], untouched[~over])
 
 
 @pytest.mark.parametrize(("alpha", "shares"), [(0.5, (0.5, 0.5)), (1.0, (1.0, 0.0)), (0.25, (0.25, 0.75))])
 def test_alpha_shares_the_scaling(alpha: float, shares: tuple[float, float], clip: Callable[..., QKClip]) -> None:
     case = case_of("gpt2")
     model = undropped(case)
-    was = next(attention_layers(model))
+    was = attention_layers(model)[0]
     q, k, bias, v = was.query.weight().clone(), was.key.weight().clone(), was.key.bias.clone(), was.value.weight().clone()
     top = first_layer(case, model)
     control = clip(model, float(top.max()) / 2, alpha)
     run(case, model)
     control.after_step()
-    head, now = int(top.argmax()), next(attention_layers(model))
+    head, now = int(top.argmax()), attention_layers(model)[0]
     rows = slice(head * now.head_dim, (head + 1) * now.head_dim)
     assert torch.allclose(now.query.weight()[rows], q[rows] * 0.5 ** shares[0], rtol=1e-6)
     assert torch.allclose(now.key.weight()[rows], k[rows] * 0.5 ** shares[1], rtol=1e-6)
@@ -325,7 +325,7 @@ def test_one_step_of_power_iteration_per_training_pass_and_none_for_a_look() -> 
         original.add_(torch.randn(original.shape, dtype=original.dtype, generator=torch.Generator().manual_seed(3)))
     u = part.u.clone()
     LocAteR().attach(model).loss()
-    next(iter(attention_layers(model))).query.weight()
+    attention_layers(model)[0].query.weight()
     assert torch.equal(part.u, u)
     outputs(model.eval())
     assert torch.equal(part.u, u)

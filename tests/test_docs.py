@@ -16,6 +16,19 @@ from locater.findings import FLAGS
 ROOT = Path(__file__).parents[1]
 
 
+def test_one_count_of_supported_types() -> None:
+    """Of the families' own files: the README, the page and the message on an unknown architecture give the same number."""
+    from locater.heads import families
+    from locater.heads.registry import BUILT_IN, FAMILIES, OWN
+
+    said = re.search(r"(\d+) model types in (\d+) families", (ROOT / "README.md").read_text())
+    assert said is not None
+    assert (int(said[1]), int(said[2])) == (len(BUILT_IN), len(FAMILIES))
+    listed = re.findall(r"`([^`]+)`", "".join(re.findall(r"(?m)^\|([^|]*`[^|]*)\|", (ROOT / "docs" / "families.md").read_text())))
+    assert sorted(listed) == sorted(BUILT_IN)
+    assert {*BUILT_IN, *OWN} <= set(families()), "whether or not the trainer has been imported"
+
+
 def test_the_page_of_families_is_up_to_date() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "families.py"))["page"]()
     assert (ROOT / "docs" / "families.md").read_text() == made, "run scripts/families.py"

@@ -125,7 +125,7 @@ def test_the_row_order_shows_in_logits_and_not_in_moments(tmp_path: Path) -> Non
     torch.manual_seed(0)
     model = KINDS["llama"]().eval()
     redraw(model)
-    layer = next(attention_layers(model))
+    layer = attention_layers(model)[0]
     stored = [torch.from_numpy(pairs(p.weight().numpy(), n).copy()) for p, n in ((layer.query, 4), (layer.key, 2))]
     wrong = replace(layer, query=replace(layer.query, weight=lambda: stored[0]), key=replace(layer.key, weight=lambda: stored[1]))
     assert torch.allclose(effective(wrong).moments().trace, effective(layer).moments().trace, atol=1e-5)
@@ -179,7 +179,7 @@ def test_length_extension_by_a_table(tmp_path: Path) -> None:
         writer.add_tensor(tensor.name, np.array(tensor.data))
     writer.add_tensor("rope_freqs.weight", np.array([1, 2, 4, 8], dtype=np.float32))
     finish(writer)
-    plain, long = (next(attention_layers(tmp_path / name)).rotary for name in ("plain.gguf", "long.gguf"))
+    plain, long = (attention_layers(tmp_path / name)[0].rotary for name in ("plain.gguf", "long.gguf"))
     assert torch.allclose(long.frequencies * torch.tensor([1.0, 2, 4, 8]), plain.frequencies)
     assert long.amplitude == 1
 

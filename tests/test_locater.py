@@ -157,7 +157,7 @@ def test_where_the_penalty_alone_comes_to_rest() -> None:
         return loss
 
     optimizer.step(closure)
-    layer = next(attention_layers(model))
+    layer = attention_layers(model)[0]
     m = effective(layer).moments()
     M = layer.scale * m.trace.detach()
     want = 2.0 / (1 + 0.5 / (1.0 * 8 * m.concentration.detach()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
@@ -11,11 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from locater.heads import AttentionLayer, Norm, Projection, Rotary, attention_layers, families
+from locater import scan
+from locater.heads import AttentionLayer, Norm, Projection, Rotary, attention_layers, effective, families
+from locater.heads.coverage import unread
 from locater.heads.normed import NormedProjection
 from locater.heads.relative import RelativeTerms
+from locater.heads.weights import DictWeights, ModuleWeights
 from tests.families import CASES
-from tests.parity import TOLERANCE, Case, Record, disagreement, model_of, record
+from tests.parity import STORED, TOLERANCE, Case, Record, disagreement, model_of, record
 
 RUNS = [pytest.param(case, how, id=f"{case.label}-{how}") for case in CASES for how in case.implementations]
 
@@ -43,6 +47,75 @@ def test_checkpoint(case: Case, tmp_path: Path) -> None:
         agree(case, layers, seen[how])
 
 
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CASES])
+def test_bfloat16(case: Case, tmp_path: Path) -> None:
+    """The dtype that checkpoints are stored in: no sum or product of stored numbers may be rounded to it, live or from disk.
+
+    The reference is the model itself, run in float64 with the stored numbers.
+    """
+    stored, exact = in_bits(case.label, torch.bfloat16)
+    case.save(stored, tmp_path) if case.save else stored.save_pretrained(tmp_path)
+    seen = record(case, exact, case.implementations[0])
+    for layers in (attention_layers(stored), attention_layers(tmp_path, **case.options)):
+        same_moments(layers, attention_layers(exact))
+        for layer, here in zip(layers, seen, strict=True):
+            apart = disagreement(layer, here, case)
+            assert all(value <= STORED for value in apart.values()), f"{layer.name}: {apart}"
+
+
+@pytest.mark.parametrize("label", ["gemma2", "gemma3", "dinov2", "deepseek_v3", "cohere-normed", "xlnet"])
+def test_float16(label: str) -> None:
+    stored, exact = in_bits(label, torch.float16)
+    same_moments(attention_layers(stored), attention_layers(exact))
+
+
+@pytest.mark.parametrize("label", ["gemma2", "gemma3"])
+def test_scan_of_a_bfloat16_checkpoint(label: str, tmp_path: Path) -> None:
+    stored, exact = in_bits(label, torch.bfloat16)
+    stored.save_pretrained(tmp_path)
+    for ours, theirs in zip(scan(tmp_path).rows, scan(exact).rows, strict=True):
+        size = theirs["frobenius_sq"]
+        assert ours["trace"] == pytest.approx(theirs["trace"], abs=STORED * (size * theirs.head_dim) ** 0.5)
+        assert ours["frobenius_sq"] == pytest.approx(size, rel=STORED)
+        assert ours["trace_of_square"] == pytest.approx(theirs["trace_of_square"], abs=STORED * size)
+
+
+@torch.no_grad()
+def in_bits(label: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """A model stored in `dtype`, and its twin: the same numbers in float64. Buffers, such as rotary tables, stay exact in the twin."""
+    exact = copy.deepcopy(live(label)[0])
+    for p in exact.parameters():
+        p.copy_(p.to(dtype))
+    return copy.deepcopy(exact).to(dtype), exact
+
+
+@torch.no_grad()
+def same_moments(stored: list[AttentionLayer], reference: list[AttentionLayer]) -> None:
+    """Of the effective W: traces relative to ||W||_F sqrt(head_dim), second moments to ||W||_F^2."""
+    for layer, other in zip(stored, reference, strict=True):
+        folded, wanted = effective(layer), effective(other)
+        ours, theirs = folded.moments(), wanted.moments()
+        size = theirs.frobenius_sq
+        apart = {"key_term": (folded.key_term - wanted.key_term).norm(dim=-1) / wanted.key_term.norm(dim=-1).clamp_min(size.sqrt())}
+        apart["frobenius_sq"] = (ours.frobenius_sq - size) / size
+        if theirs.cross is not None:
+            apart["trace"] = (ours.trace - theirs.trace) / (size * theirs.head_dim).sqrt()
+            apart["trace_of_square"] = (ours.trace_of_square - theirs.trace_of_square) / size
+        assert all(value.abs().max() <= STORED for value in apart.values()), f"{layer.name}: {apart}"
+
+
+def test_gains_added_in_sixteen_bits_are_noticed() -> None:
+    """What the tests above are for: 1 + w of a bfloat16 w is not a bfloat16 number."""
+    case = next(c for c in CASES if c.label == "gemma2")
+    model, seen = live("gemma2")
+    layer = attention_layers(model)[0]
+    assert layer.norm.gain is not None
+    rounded = replace(layer, norm=replace(layer.norm, gain=layer.norm.gain.bfloat16().double()))
+    assert disagreement(rounded, seen["eager"][0], case)["logits"] > 100 * STORED
+    with pytest.raises(AssertionError, match="trace"):
+        same_moments([rounded], [layer])
+
+
 def agree(case: Case, layers: list[AttentionLayer], seen: list[Record]) -> None:
     assert len(layers) == len(case.sites)
     for layer, here in zip(layers, seen, strict=True):
@@ -52,6 +125,15 @@ def agree(case: Case, layers: list[AttentionLayer], seen: list[Record]) -> None:
         apart = disagreement(layer, here, case)
         assert {"output"} < set(apart), f"{layer.name}: nothing of its logits was recorded"
         assert all(value <= TOLERANCE for value in apart.values()), f"{layer.name}: {apart}"
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CASES])
+def test_a_layer_that_were_left_out_would_be_missed(case: Case) -> None:
+    model, _ = live(case.label)
+    names = [layer.name for layer in attention_layers(model)]
+    for weights in (ModuleWeights(model), DictWeights(model.state_dict(), "disk")):
+        for name in names:
+            assert unread(weights, [other for other in names if other != name]), name
 
 
 # The mutation check: a field set to its neutral value must break parity somewhere, or nothing tests it.

@@ -92,7 +92,7 @@ def test_fused_rows_are_read_by_range(tmp_path: Path) -> None:
 def test_other_precisions(saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, dtype: torch.dtype) -> None:
     shutil.copy(saved_llama / "config.json", tmp_path)
     save_file({n: t.to(dtype) for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    layer = next(attention_layers(tmp_path))
+    layer = attention_layers(tmp_path)[0]
     assert torch.equal(layer.query.weight(), tensors["model.layers.0.self_attn.q_proj.weight"].to(dtype))
 
 

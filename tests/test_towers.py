@@ -147,10 +147,10 @@ def test_heads_are_asked_for(tmp_path: Path) -> None:
     assert "--heads" in refusal(written("timm-architecture", tmp_path))
     assert "--heads" in refusal(written("timm-architecture", tmp_path), heads=5)
     folder = written("timm-architecture", tmp_path, model_args={"num_heads": 4})
-    assert next(attention_layers(folder)).heads == 4
+    assert attention_layers(folder)[0].heads == 4
     (folder / "config.json").unlink()
     assert "--heads" in refusal(folder)
-    assert next(attention_layers(folder, heads=4)).heads == 4
+    assert attention_layers(folder, heads=4)[0].heads == 4
 
 
 @pytest.mark.parametrize("name", ["vit_pe_core_base_patch16_224", "vit_base_patch16_dinov3", "eva02_base_patch14_224", "davit_base"])
@@ -187,7 +187,7 @@ def test_norm_after_attention() -> None:
     class ResPostBlock(Block):
         pass
 
-    layer = next(attention_layers(ResPostBlock(32, 4, LAYER, nn.Identity, scaled=False)))
+    layer = attention_layers(ResPostBlock(32, 4, LAYER, nn.Identity, scaled=False))[0]
     assert layer.norm.kind == "none"
 
 

@@ -12,6 +12,7 @@ from locater.errors import LocaterError
 from locater.heads.layer import Projection
 from locater.heads.norm import Norm, NormKind
 from locater.heads.weights import Rows, Weights
+from locater.spectrum import upcast
 
 
 def optional(weights: Weights, name: str, rows: Rows | None = None) -> Tensor | None:
@@ -56,12 +57,15 @@ def within_heads(whole: Projection, heads: int, order: Sequence[int]) -> Project
 
 
 def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float = 0.0, affine: bool = True) -> Norm:
-    """`stem.weight` and `stem.bias` (or gamma and beta, the old names); `offset` is 1 where the file stores gain - 1."""
+    """`stem.weight` and `stem.bias` (or gamma and beta, the old names); `offset` is 1 where the file stores gain - 1.
+
+    The offset is added in float32 at least, as the models do: 1 + w of a bfloat16 w is not a bfloat16 number.
+    """
     gain = first(weights, f"{stem}.weight", f"{stem}.gamma")
     bias = first(weights, f"{stem}.bias", f"{stem}.beta")
     if gain is None and affine:
         raise LocaterError(f"{weights.where}: the gain {stem}.weight is missing; the checkpoint is incomplete or of another architecture")
-    return Norm(kind, gain + offset if gain is not None and offset else gain, bias, eps)
+    return Norm(kind, upcast(gain) + offset if gain is not None and offset else gain, bias, eps)
 
 
 def rescaled(weights: Weights, out: Projection | None, name: str) -> Projection | None:
@@ -69,7 +73,7 @@ def rescaled(weights: Weights, out: Projection | None, name: str) -> Projection 
     factor = optional(weights, name)
     if out is None or factor is None:
         return out
-    plain = out.weight
+    plain, factor = out.weight, upcast(factor)  # a product of two 16-bit numbers is no 16-bit number
     return Projection(lambda: plain() * factor[:, None], out.shape, None if out.bias is None else out.bias * factor)
 
 

@@ -43,5 +43,5 @@ def _normed(whole: Projection, inner: Norm, before: Norm, heads: int, order: lis
 
 def _window(config: Config, index: int) -> int | None:
     types = config.get("layer_types")
-    sliding = types[index] == "sliding_attention" if types else (index + 1) % config.get("sliding_window_pattern", 4)
+    sliding = types[index] == "sliding_attention" if types else (index + 1) % (config.get("sliding_window_pattern") or 4)
     return config.get("sliding_window", 4096) if sliding else None

@@ -20,6 +20,7 @@ from locater.heads.norm import Norm
 from locater.heads.readers import Config
 from locater.heads.relative import RelativeTerms
 from locater.heads.weights import Weights
+from locater.spectrum import upcast
 
 MODEL_TYPES = ("deberta-v2",)
 NAMES = Names(
@@ -70,7 +71,7 @@ def _code(weights: Weights, config: Config, encoder: str, width: int) -> Callabl
     def code(distances: Tensor) -> Tensor:
         place = (bucket(distances, buckets, farthest) if buckets > 0 else distances) + span
         rows = weights.read(table).to(distances.device)[place.clamp(0, 2 * span - 1)]
-        return after(rows)
+        return after(upcast(rows))
 
     return code
 

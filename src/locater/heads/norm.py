@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from locater.spectrum import upcast
+
 NormKind = Literal["layer", "rms", "none"]
 
 
@@ -38,4 +40,5 @@ class Norm:
         return z if self.bias is None else z + self.bias.to(z)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.affine(self.standardize(x))
+        """In float32 at least, as in the models; the result has the dtype of `x`."""
+        return self.affine(self.standardize(upcast(x))).to(x.dtype)

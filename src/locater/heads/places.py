@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from locater.errors import LocaterError
+from locater.spectrum import upcast
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,13 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
         raise LocaterError(f"{name}: adapters of kind {' '.join([kind, *variants])} are not read: merge_and_unload() them first")
     if not base.is_floating_point():
         raise LocaterError(f"{name} is stored as {base.dtype} (quantised): dequantise the model first")
-    total = base
+    if not active:
+        return base
+    base = total = upcast(base)  # the layer adds what its parts give, not their numbers: the sum is no 16-bit number
     for one in active:
         if attribute == "bias":
             extra = adapter.lora_B[one].bias
-            total = total if extra is None else total + adapter.scaling[one] * _whole(extra)
+            total = total if extra is None else total + adapter.scaling[one] * upcast(_whole(extra))
         elif one in adapter.lora_variant:
             total = _dora(adapter, one, base, total)
         else:
@@ -122,7 +125,7 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
 
 def _product(adapter: Any, one: str) -> Tensor:
     """scale B A, as the weight under it is stored."""
-    delta = _whole(adapter.lora_B[one].weight) @ _whole(adapter.lora_A[one].weight) * adapter.scaling[one]
+    delta = upcast(_whole(adapter.lora_B[one].weight)) @ upcast(_whole(adapter.lora_A[one].weight)) * adapter.scaling[one]
     return delta.mT if adapter.fan_in_fan_out else delta
 
 
@@ -134,7 +137,7 @@ def _dora(adapter: Any, one: str, base: Tensor, total: Tensor) -> Tensor:
     delta = _product(adapter, one)
     inputs = 0 if adapter.fan_in_fan_out else 1  # their axis
     size = (base + delta).norm(dim=inputs, keepdim=True).detach()
-    return _whole(adapter.lora_magnitude_vector[one].weight).unsqueeze(inputs) / size * (total + delta)
+    return upcast(_whole(adapter.lora_magnitude_vector[one].weight)).unsqueeze(inputs) / size * (total + delta)
 
 
 def is_a(part: object, module: str, name: str) -> bool:

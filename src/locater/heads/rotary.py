@@ -32,7 +32,8 @@ class Rotary:
 
     def rotate(self, x: Float[Tensor, "*b t h"], positions: Tensor) -> Float[Tensor, "*b t h"]:
         angle = positions.float()[..., None] * self.frequencies.to(positions.device)  # (..., t, pairs)
-        cos, sin = (f(angle).to(x) * self.amplitude for f in (torch.cos, torch.sin))
+        precise = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = ((f(angle).to(x.device, precise) * self.amplitude).to(x) for f in (torch.cos, torch.sin))
         turning, rest = x[..., : self.channels], x[..., self.channels :]
         first, second = turning.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
@@ -71,17 +72,22 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
     share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share)))
     channels = int(head_dim * share)
     frequencies = 1.0 / base ** (torch.arange(0, channels, 2).float() / channels)
+    if 2 * len(frequencies) > head_dim:
+        raise LocaterError(f"the configuration turns {channels} channels of heads that have {head_dim}: only pairs can turn")
     how = rope.get("rope_type", rope.get("type", "default"))
-    if how == "default":
-        return Rotary(frequencies)
-    if how == "linear":
-        return Rotary(frequencies / float(rope["factor"]))
-    if how == "llama3":
-        return Rotary(_llama3(frequencies, rope))
-    if how == "yarn":
-        return _yarn(frequencies, base, channels, rope, config)
-    if how == "longrope":
-        return _longrope(base, channels, rope, config)
+    try:
+        if how == "default":
+            return Rotary(frequencies)
+        if how == "linear":
+            return Rotary(frequencies / _needed("factor", rope))
+        if how == "llama3":
+            return Rotary(_llama3(frequencies, rope))
+        if how == "yarn":
+            return _yarn(frequencies, base, channels, rope, config)
+        if how == "longrope":
+            return _longrope(base, channels, rope, config)
+    except KeyError as missing:
+        raise LocaterError(f"the configuration has rotary positions of type {how!r} without {missing}: add it to config.json") from None
     raise LocaterError(
         f"rotary positions of type {how!r} are not supported (default, linear, llama3, longrope and yarn are); "
         "moments do not need them: name the tensors with --query and --key"
@@ -90,16 +96,20 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Slow channels (wavelength beyond the trained length) are slowed by `factor`, fast ones kept, a ramp between."""
-    length = float(rope["original_max_position_embeddings"])
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    length = _needed("original_max_position_embeddings", rope)
+    low, high = _needed("low_freq_factor", rope), _needed("high_freq_factor", rope)
+    if high <= low:
+        raise LocaterError(f"the configuration says high_freq_factor = {high:g}, not above low_freq_factor = {low:g}: mend config.json")
     turns = length * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / float(rope["factor"]))
+    return frequencies * (keep + (1 - keep) / _needed("factor", rope))
 
 
 def _yarn(frequencies: Tensor, base: float, channels: int, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
-    factor = float(rope["factor"])
-    length = float(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
+    factor = _needed("factor", rope)
+    length = float(rope.get("original_max_position_embeddings") or _needed("max_position_embeddings", config))
+    if base <= 1:
+        raise LocaterError(f"the configuration says rope_theta = {base:g} with yarn, which needs one above 1: mend config.json")
 
     def channel(turns: float) -> float:  # the channel that makes this many turns over the trained length
         return channels * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -118,8 +128,8 @@ def _yarn(frequencies: Tensor, base: float, channels: int, rope: Mapping[str, An
 
 def _longrope(base: float, channels: int, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
     """A factor per channel. Of its two sets, the one for sequences up to the trained length: longer ones use `long_factor`."""
-    length = float(rope.get("original_max_position_embeddings") or config["original_max_position_embeddings"])
-    factor = float(rope.get("factor") or config["max_position_embeddings"] / length)
+    length = _needed("original_max_position_embeddings", rope, config)
+    factor = float(rope.get("factor") or _needed("max_position_embeddings", config) / length)
     amplitude = rope.get("attention_factor")
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
@@ -127,6 +137,14 @@ def _longrope(base: float, channels: int, rope: Mapping[str, Any], config: Mappi
     if len(slowed) != channels // 2:
         raise LocaterError(f"the configuration slows {len(slowed)} pairs of channels (short_factor) of heads that turn {channels // 2}")
     return Rotary(1.0 / (slowed * base ** (torch.arange(0, channels, 2).float() / channels)), float(amplitude))
+
+
+def _needed(key: str, *settings: Mapping[str, Any]) -> float:
+    """A number without which nothing can be computed, from the first that has it."""
+    value = next((held[key] for held in settings if held.get(key) is not None), None)
+    if value is None:
+        raise KeyError(key)
+    return float(value)
 
 
 def yarn_scale(factor: float, weight: float) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.heads.build import expect, norm, projection, rescaled, shape_of
+from locater.heads.build import expect, integer, norm, projection, rescaled, shape_of
 from locater.heads.layer import AttentionLayer
 from locater.heads.norm import Norm
 from locater.heads.readers import Config
@@ -36,20 +36,15 @@ class _Facts:
     scale: float | None = None  # None: 1/sqrt(head_dim)
 
 
-def recognises(weights: Weights) -> bool:
-    """Whether a source without a configuration holds such attention."""
-    return bool(_stems(weights))
-
-
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    stems = _stems(weights)
-    if not stems:
+    found = stems(weights)
+    if not found:
         raise LocaterError(f"{weights.where}: no attention in timm's manner here: a Linear qkv, a Linear proj, num_heads and scale")
-    for stem in stems:
+    for stem in found:
         yield _layer(weights, config, stem, _facts(weights, config, stem))
 
 
-def _stems(weights: Weights) -> list[str]:
+def stems(weights: Weights) -> list[str]:
     """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
     if isinstance(weights, ModuleWeights):
         return [f"{path}." if path else "" for path, module in weights.module.named_modules() if _offers(module)]
@@ -78,10 +73,10 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
             f"{weights.where}: timm's {architecture} is not known to be a plain ViT; if it is, "
             'set "model_type": "timm" and "num_heads" in config.json'
         )
-    heads = config.get("num_heads") or (config.get("model_args") or {}).get("num_heads")
-    if not isinstance(heads, int):
+    told = {**(config.get("model_args") or {}), **config}
+    if told.get("num_heads") is None:
         raise LocaterError(f"{weights.where}: the number of heads is not in the tensors: add --heads N")
-    return _Facts(heads)
+    return _Facts(integer(told, weights, "num_heads"))
 
 
 def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> AttentionLayer:

@@ -35,9 +35,14 @@ class _Facts:
     cross: bool | None = None  # None: only the name tells
 
 
+def stems(weights: Weights) -> list[str]:
+    """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
+    found = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
+    return sorted(found, key=lambda stem: natural(stem.split(".")))
+
+
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    stems = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
-    for index, stem in enumerate(sorted(stems, key=lambda stem: natural(stem.split(".")))):
+    for index, stem in enumerate(stems(weights)):
         yield _layer(weights, stem, index, _facts(weights, config, stem.removesuffix(".")))
 
 

@@ -71,6 +71,10 @@ class ModuleWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._places[name].shape
 
+    def modules(self) -> dict[str, nn.Module]:
+        """Every module by its path without wrappers' names."""
+        return self._modules
+
     def submodule(self, path: str) -> nn.Module:
         """The module at a path without wrappers' names; "" is the model."""
         return self._modules[path] if path else self.module

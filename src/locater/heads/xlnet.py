@@ -21,6 +21,7 @@ from locater.heads.norm import Norm
 from locater.heads.readers import Config
 from locater.heads.relative import RelativeTerms
 from locater.heads.weights import Weights, numbered
+from locater.spectrum import upcast
 
 MODEL_TYPES = ("xlnet",)
 PATTERN = r"(?P<prefix>(.*\.)?)layer\.(?P<layer>\d+)\.rel_attn\.q"
@@ -72,7 +73,7 @@ def _out_of_heads(weights: Weights, name: str) -> Projection:
 
 
 def _difference(weights: Weights, name: str, other: str) -> Callable[[], Tensor]:
-    return lambda: weights.read(name) - weights.read(other)
+    return lambda: upcast(weights.read(name)) - upcast(weights.read(other))
 
 
 def sinusoid(width: int, farthest: int) -> Callable[[Tensor], Tensor]:
