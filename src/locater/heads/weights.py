@@ -41,7 +41,15 @@ class DictWeights:
         return tuple(self._tensors[name].shape)
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        return take_rows(self._tensors[name], rows)
+        tensor = self._tensors[name]
+        if not plain(tensor):
+            raise LocaterError(f"{self.where}: {name} holds no plain numbers ({tensor.layout}, {tensor.device}): save it dense, with its data")
+        return take_rows(tensor, rows)
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether a tensor has its numbers in memory, one beside the other: not sparse, not on the meta device."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")

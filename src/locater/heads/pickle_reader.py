@@ -1,0 +1,89 @@
+"""Pickled weights (`pytorch_model.bin`, `*.pt`): opened with weights_only, mapped and not loaded where they are a zip archive.
+
+Mapping takes the bytes of a record as they lie in the file, so the archive has to be what torch.save writes: nothing compressed,
+no record twice, no two records in one place.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError, first_line
+from locater.files import regular_file
+from locater.heads.safetensors_reader import joined
+from locater.heads.weights import DictWeights, plain
+
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its mark, and the lengths of its name and of the field before the data
+
+
+def open_pickles(files: Sequence[Path], where: str, places: Mapping[str, Path] | None = None) -> DictWeights:
+    """Tensors of one or several files; `places` is the file of each where an index tells."""
+    return DictWeights(joined(((path, _load(path)) for path in files), where, places), where)
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    regular_file(path)
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(4) == b"PK\x03\x04"
+            if zipped:
+                _check_archive(path, file)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)  # the older format cannot be mapped
+    except LocaterError:
+        raise
+    except pickle.UnpicklingError as error:
+        if "Unsupported" not in str(error) and "GLOBAL" not in str(error) and "weights_only" not in str(error).lower():
+            raise LocaterError(f"{path}: not a readable weights file") from None
+        raise LocaterError(
+            f"{path}: holds more than weights, so opening it would run its code: refused. Save it again as safetensors"
+        ) from None
+    except Exception as error:  # bytes that are no pickle make the unpickler raise anything at all
+        raise LocaterError(f"{path}: not a readable weights file ({first_line(error)})") from None
+    return _tensors(path, content)
+
+
+def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
+        raise LocaterError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors")
+    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if not plain(tensor):
+            continue
+        claimed, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+        if claimed > stored:
+            raise LocaterError(f"{path}: {name} claims {claimed:,} bytes, of which {stored:,} are stored: save it again, contiguous")
+    return tensors
+
+
+def _check_archive(path: Path, file: Any) -> None:
+    """Refuse an archive whose records do not lie in the file as they are."""
+    end = 0
+    with zipfile.ZipFile(file) as archive:
+        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        directory = archive.start_dir
+    names = [record.filename for record in records]
+    twice = next((a for a, b in zip(sorted(names), sorted(names)[1:], strict=False) if a == b), None)
+    if twice is not None:
+        raise LocaterError(f"{path}: its record {twice} stands twice: save it again")
+    for record in records:
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size or record.flag_bits & 1:
+            raise LocaterError(f"{path}: its record {record.filename} is compressed or encrypted: load it with torch and save it again")
+        if record.header_offset < end:
+            raise LocaterError(f"{path}: its record {record.filename} overlaps the one before it: the file is damaged, fetch it again")
+        file.seek(record.header_offset)
+        mark, name_length, extra = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
+        end = record.header_offset + LOCAL_HEADER.size + name_length + extra + record.file_size
+        if mark != b"PK\x03\x04":
+            raise LocaterError(f"{path}: its record {record.filename} is not where the archive says: the file is damaged, fetch it again")
+    if end > directory:
+        raise LocaterError(f"{path}: its last record overlaps the directory: the file is damaged, fetch it again")
