@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests run in parallel processes: threads inside each would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-slow test-gpu lint bench census surrogate papers browser clean
+.PHONY: demo test test-slow test-gpu fuzz lint bench census surrogate papers browser clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -19,6 +19,10 @@ test-slow: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(PYTEST) -m gpu
+
+# 20,000 mutated files of every format in at most ten minutes; make test tries some hundred of each. Faults are kept in fuzz-faults/.
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
 # The page tests skip where there is no Chromium; on Debian and its relatives this installs one.
 browser:
@@ -59,4 +63,4 @@ $(VENV)/.bench: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo.json demo.html demo-twin.html
+	rm -rf $(VENV) fuzz-faults demo.json demo.html demo-twin.html

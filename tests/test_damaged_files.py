@@ -155,7 +155,7 @@ def test_an_index_that_places_a_tensor_twice(saved_llama: Path, tmp_path: Path) 
     (tmp_path / "model.safetensors.index.json").write_text(
         f'{{"weight_map": {{"lm_head.weight": "{sorted(set(places.values()))[1]}", {json.dumps(places)[1:]}}}'
     )
-    with pytest.raises(LocaterError, match="'lm_head.weight' stands twice"):
+    with pytest.raises(LocaterError, match=r"'lm_head\.weight' stands twice"):
         open_source(tmp_path)
 
 
@@ -297,3 +297,106 @@ def test_a_configuration_nested_too_deep(saved_llama: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(LocaterError, match=r"config\.json: not readable as JSON"):
         open_source(tmp_path)
+
+
+def test_layers_numbered_with_zeros_in_front_are_refused(saved_llama: Path, tmp_path: Path) -> None:
+    """Layer 00 was read as layer 0 once more, and layer 1 not at all."""
+    shutil.copy(saved_llama / "config.json", tmp_path)
+    tensors = load_file(saved_llama / "model.safetensors")
+    save_file({n.replace("layers.1.", "layers.00."): t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(LocaterError, match=r"layers\.00\.self_attn\.q_proj\.weight does not write the number"):
+        scan(tmp_path)
+
+
+def test_a_gain_of_another_size_is_refused(saved_llama: Path, tmp_path: Path) -> None:
+    """A single number was spread over all channels; 31 of 32 ended in an error from within."""
+    shutil.copy(saved_llama / "config.json", tmp_path)
+    tensors = load_file(saved_llama / "model.safetensors")
+    for gain in (torch.ones(1), torch.ones(31), torch.tensor(2.0)):
+        save_file({**tensors, "model.layers.1.input_layernorm.weight": gain}, tmp_path / "model.safetensors")
+        with pytest.raises(LocaterError, match=r"layers\.1\.self_attn has a gain or a bias of shape .* where 32 numbers belong"):
+            scan(tmp_path)
+
+
+def test_a_pickle_whose_records_have_another_size_is_refused(pickled: Path) -> None:
+    """Mapped, the tensor reached into the record behind it."""
+    with zipfile.ZipFile(pickled) as old:
+        records = {info.filename: old.read(info) for info in old.infolist()}
+    with zipfile.ZipFile(pickled, "w") as new:
+        for name, data in records.items():
+            new.writestr(name, data[:-4] if name.endswith("data/3") else data)
+    with pytest.raises(RuntimeError, match="record size"):
+        torch.load(pickled, weights_only=True)
+    with pytest.raises(LocaterError, match=r"pytorch_model\.bin: .* its record has another size"):
+        open_source(pickled)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": "x"}, {"rms_norm_eps": None}, {"rms_norm_eps": float("nan")}, {"rope_parameters": {"rope_theta": 0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": -1}}, {"rope_parameters": 3}, {"head_dim": "8"},
+        {"num_key_value_heads": [2]}, {"num_key_value_heads": 1.5},
+    ],
+)  # fmt: skip
+def test_settings_that_are_no_numbers_are_refused_from_python_too(saved_llama: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    shutil.copy(saved_llama / "model.safetensors", tmp_path)
+    config = json.loads((saved_llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(LocaterError, match="mend config"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("assumptions", 3), ("assumptions", {}), ("layers", {}), ("layers", [3]), ("heads", [{}]), ("source", None),
+        ("layers", [{"layer": "0", "name": "x"}]), ("heads", 3),
+    ],
+)  # fmt: skip
+def test_damaged_scans_are_refused(saved_llama: Path, tmp_path: Path, part: str, change: object) -> None:
+    scan(saved_llama).save(tmp_path / "scan.json")
+    document = json.loads((tmp_path / "scan.json").read_text())
+    assert len(Scan.load(tmp_path / "scan.json").rows) == 12
+    (tmp_path / "scan.json").write_text(json.dumps({**document, part: change}))
+    with pytest.raises(LocaterError, match=r"scan\.json: not "):
+        Scan.load(tmp_path / "scan.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"F": -1.0},
+        {"M": 1e301},
+        {"M": 10**400},
+        {"eigenvalues": [1.0]},
+        {"drive": {"even": 3}},
+        {"layer": 9},
+        {"flags": [3]},
+        {"head": True},
+    ],
+)
+def test_damaged_heads_of_a_scan_are_refused(saved_llama: Path, tmp_path: Path, change: dict[str, object]) -> None:
+    scan(saved_llama).save(tmp_path / "scan.json")
+    document = json.loads((tmp_path / "scan.json").read_text())
+    document["heads"][3].update(change)
+    (tmp_path / "scan.json").write_text(json.dumps(document))
+    with pytest.raises(LocaterError, match=r"scan\.json: not a scan that this version reads"):
+        Scan.load(tmp_path / "scan.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mean": torch.zeros(3)}, {"mean": [0.0]}, {"covariance": torch.zeros(8)}, {"first": torch.empty(8, device="meta")}, {"layer": -1},
+        {"covariance": torch.zeros(8, 8, dtype=torch.int8)}, {"kind": "cross"}, {"tokens": "many"}, {"name": 3}, {"nonsense": 1},
+    ],
+)  # fmt: skip
+def test_damaged_statistics_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    given = {"layer": 0, "name": "x", "kind": "self", "tokens": 5, "mean": torch.zeros(8), "covariance": torch.eye(8)}
+    document = {"schema": 1, "source": "x", "tokens": 5, "length": 5, "silent": ()}
+    torch.save({**document, "inputs": [given]}, tmp_path / "good.pt")
+    assert len(Statistics.load(tmp_path / "good.pt").inputs) == 1
+    torch.save({**document, "inputs": [{**given, **change}]}, tmp_path / "bad.pt")
+    with pytest.raises(LocaterError, match=r"bad\.pt: not statistics that this version reads"):
+        Statistics.load(tmp_path / "bad.pt")

@@ -10,6 +10,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     try:
         with open(path, "rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"
-            if zipped:
-                _check_archive(path, file)
+            records = _records(path, file) if zipped else None
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)  # the older format cannot be mapped
     except LocaterError:
         raise
@@ -47,7 +47,10 @@ def _load(path: Path) -> dict[str, Tensor]:
         ) from None
     except Exception as error:  # bytes that are no pickle make the unpickler raise anything at all
         raise LocaterError(f"{path}: not a readable weights file ({first_line(error)})") from None
-    return _tensors(path, content)
+    tensors = _tensors(path, content)
+    if records is not None:
+        _check_places(path, tensors, records)
+    return tensors
 
 
 def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
@@ -65,25 +68,51 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_archive(path: Path, file: Any) -> None:
-    """Refuse an archive whose records do not lie in the file as they are."""
+def _check_places(path: Path, tensors: Mapping[str, Tensor], records: Mapping[int, int]) -> None:
+    """Each tensor's storage is one whole record: mapped, it would reach into the next where the pickle says another size.
+
+    Where the file is mapped is not told; it is the one address from which all storages begin at records of their size.
+    """
+    storages = {
+        tensor.untyped_storage().data_ptr(): (tensor.untyped_storage().nbytes(), name) for name, tensor in tensors.items() if plain(tensor)
+    }
+    bases: set[int] | None = None
+    for place, (size, name) in storages.items():
+        if not size:
+            continue
+        if bases is None:
+            bases = {place - start for start, length in records.items() if length == size}
+        bases = {base for base in bases if records.get(place - base) == size}
+        if not bases:
+            raise LocaterError(
+                f"{path}: {name} is stored in {size:,} bytes, its record has another size: the file is damaged, fetch it again"
+            )
+
+
+def _records(path: Path, file: Any) -> dict[int, int]:
+    """Where the data of each record begins, and its size; an archive whose records do not lie in the file as they are is refused."""
     end = 0
+    found = {}
     with zipfile.ZipFile(file) as archive:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         directory = archive.start_dir
-    names = [record.filename for record in records]
-    twice = next((a for a, b in zip(sorted(names), sorted(names)[1:], strict=False) if a == b), None)
+    names = sorted(record.filename for record in records)
+    twice = next((a for a, b in pairwise(names) if a == b), None)
     if twice is not None:
         raise LocaterError(f"{path}: its record {twice} stands twice: save it again")
     for record in records:
+        damaged = f"{path}: its record {record.filename} {{}}: the file is damaged, fetch it again"
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size or record.flag_bits & 1:
             raise LocaterError(f"{path}: its record {record.filename} is compressed or encrypted: load it with torch and save it again")
         if record.header_offset < end:
-            raise LocaterError(f"{path}: its record {record.filename} overlaps the one before it: the file is damaged, fetch it again")
+            raise LocaterError(damaged.format("overlaps the one before it"))
         file.seek(record.header_offset)
         mark, name_length, extra = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
-        end = record.header_offset + LOCAL_HEADER.size + name_length + extra + record.file_size
         if mark != b"PK\x03\x04":
-            raise LocaterError(f"{path}: its record {record.filename} is not where the archive says: the file is damaged, fetch it again")
+            raise LocaterError(damaged.format("is not where the archive says"))
+        start = record.header_offset + LOCAL_HEADER.size + name_length + extra
+        end = start + record.file_size
+        found[start] = record.file_size
     if end > directory:
         raise LocaterError(f"{path}: its last record overlaps the directory: the file is damaged, fetch it again")
+    return found

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import chain
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.heads import timm, torch_mha
+from locater.heads.build import check_counts, check_layer
 from locater.heads.layer import AttentionLayer
 from locater.heads.named import examples, layers_by_name
 from locater.heads.readers import Config, Source, open_source
-from locater.heads.weights import Weights
+from locater.heads.weights import ModuleWeights, Weights
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
 OWN = "locater"  # models that `locater train` saves; read by the package that makes them
@@ -106,7 +107,22 @@ def layers_of(
         return layers_by_name(weights, query, key, count, kv_heads)
     if heads is not None:
         config = {**config, "num_heads": heads}
-    return reader_for(weights, config)(weights, config)
+    layers = reader_for(weights, config)(weights, config)
+    return layers if isinstance(weights, ModuleWeights) else _from_file(weights, config, layers)
+
+
+def _from_file(weights: Weights, config: Config, layers: Iterator[AttentionLayer]) -> Iterator[AttentionLayer]:
+    """Layers of a checkpoint. Families take the values of config.json for what they should be; where one is not, the file is at fault."""
+    check_counts(weights, config)
+    try:
+        for layer in layers:
+            check_layer(weights, layer)
+            yield layer
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise LocaterError(
+            f"{weights.where}: its configuration (model_type {config.get('model_type')!r}) cannot be read as expected "
+            f"({type(error).__name__}: {first_line(error)}): mend config.json"
+        ) from error
 
 
 def reader_for(weights: Weights, config: Config) -> Reader:

@@ -43,7 +43,9 @@ class DictWeights:
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
         tensor = self._tensors[name]
         if not plain(tensor):
-            raise LocaterError(f"{self.where}: {name} holds no plain numbers ({tensor.layout}, {tensor.device}): save it dense, with its data")
+            raise LocaterError(
+                f"{self.where}: {name} holds no plain numbers ({tensor.layout}, {tensor.device}): save it dense, with its data"
+            )
         return take_rows(tensor, rows)
 
 
@@ -100,9 +102,12 @@ def take_rows(tensor: Tensor, rows: Rows | None) -> Tensor:
 def numbered(weights: Weights, pattern: str) -> Iterator[tuple[re.Match[str], str]]:
     """Names that match `pattern` in full, ordered by their `layer` group; yields (match, name)."""
     found = [(m, n) for n in weights.names() if (m := re.fullmatch(pattern, n))]
+    padded = next((n for m, n in found if not re.fullmatch("0|[1-9][0-9]{0,8}", m["layer"])), None)
+    if padded is not None:  # layers are asked for by number: 00 would be read as another 0
+        raise LocaterError(f"{weights.where}: {padded} does not write the number of its layer as 0, 1, 2, ...: rename it")
     yield from sorted(found, key=lambda pair: (pair[0].groupdict().get("prefix", ""), int(pair[0]["layer"])))
 
 
 def natural(parts: Iterable[str]) -> list[tuple[int, str]]:
     """Sort key: parts that are numbers by their value, so that layer 10 comes after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    return [(int(part), "") if re.fullmatch("[0-9]{1,9}", part) else (-1, part) for part in parts]
