@@ -18,6 +18,8 @@ def parsed(text: str) -> Any:
 
 def check_scan(document: Mapping[str, Any], numeric: Collection[str]) -> None:
     """Raise ValueError with the place of the first value that is not what a scan writes; `numeric` are the columns with numbers."""
+    for part in ("heads", "layers", "assumptions", "source"):
+        document[part]  # KeyError names it
     if not _text(document["source"]):
         raise ValueError("source is no text")
     _check(document["assumptions"], ASSUMPTIONS, "assumptions", {"layers"})

@@ -43,7 +43,7 @@ class Tensor(NamedTuple):
 class Array(NamedTuple):
     """A setting that is an array. None that is read here is one, so its elements stay in the file."""
 
-    count: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_header(path: Path) -> Header:
         data = np.memmap(path, mode="r")
     except (OSError, ValueError) as error:
         raise LocaterError(f"{path}: cannot be read ({error})") from None
-    cursor = _Cursor(path, memoryview(data))
+    cursor = _Cursor(path, memoryview(data))  # type: ignore[arg-type]
     try:
         tensor_count, key_count = cursor.start()
         fields: dict[str, Any] = {}

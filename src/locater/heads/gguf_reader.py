@@ -129,7 +129,7 @@ class Settings:
             raise LocaterError(f"{self.path}: its key {name} is {value!r:.40}, not a text")
         whole = key in COUNTS
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < LARGEST:
-            shown = f"an array of {value.count}" if isinstance(value, Array) else f"{value!r:.40}"
+            shown = f"an array of {value.length}" if isinstance(value, Array) else f"{value!r:.40}"
             raise LocaterError(f"{self.path}: its key {name} is {shown}, not a positive {'whole ' * whole}number")
         return value
 

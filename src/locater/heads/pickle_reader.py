@@ -22,6 +22,7 @@ from locater.files import regular_file
 from locater.heads.safetensors_reader import joined
 from locater.heads.weights import DictWeights, plain
 
+MARK = b"PK\x03\x04"
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its mark, and the lengths of its name and of the field before the data
 
 
@@ -31,12 +32,9 @@ def open_pickles(files: Sequence[Path], where: str, places: Mapping[str, Path] |
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    regular_file(path)
     try:
-        with open(path, "rb") as file:
-            zipped = file.read(4) == b"PK\x03\x04"
-            records = _records(path, file) if zipped else None
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)  # the older format cannot be mapped
+        records = archive_records(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=records is not None)  # the older format cannot be mapped
     except LocaterError:
         raise
     except pickle.UnpicklingError as error:
@@ -89,13 +87,23 @@ def _check_places(path: Path, tensors: Mapping[str, Tensor], records: Mapping[in
             )
 
 
-def _records(path: Path, file: Any) -> dict[int, int]:
-    """Where the data of each record begins, and its size; an archive whose records do not lie in the file as they are is refused."""
+def archive_records(path: Path) -> dict[int, int] | None:
+    """Where the data of each record of a zip archive begins, and its size; None for a file that is no archive.
+
+    An archive whose records do not lie in the file as they are is refused: compressed ones can be a thousand times their size.
+    """
+    regular_file(path)
+    with open(path, "rb") as file:
+        if file.read(4) != MARK:
+            return None
+        with zipfile.ZipFile(file) as archive:
+            return _records(path, file, archive)
+
+
+def _records(path: Path, file: Any, archive: zipfile.ZipFile) -> dict[int, int]:
     end = 0
     found = {}
-    with zipfile.ZipFile(file) as archive:
-        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
-        directory = archive.start_dir
+    records = sorted(archive.infolist(), key=lambda record: record.header_offset)
     names = sorted(record.filename for record in records)
     twice = next((a for a, b in pairwise(names) if a == b), None)
     if twice is not None:
@@ -108,11 +116,11 @@ def _records(path: Path, file: Any) -> dict[int, int]:
             raise LocaterError(damaged.format("overlaps the one before it"))
         file.seek(record.header_offset)
         mark, name_length, extra = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
-        if mark != b"PK\x03\x04":
+        if mark != MARK:
             raise LocaterError(damaged.format("is not where the archive says"))
         start = record.header_offset + LOCAL_HEADER.size + name_length + extra
         end = start + record.file_size
         found[start] = record.file_size
-    if end > directory:
+    if end > archive.start_dir:
         raise LocaterError(f"{path}: its last record overlaps the directory: the file is damaged, fetch it again")
     return found

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
-from locater.files import regular_file
 from locater.heads import Tokens, attention_layers
+from locater.heads.pickle_reader import archive_records
 from locater.heads.weights import ModuleWeights, plain
 from locater.measures import ChannelMoments, normality_distance, top_directions
 from locater.probing.hidden import Padding
@@ -88,7 +88,7 @@ class Statistics:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         try:
-            regular_file(Path(path))
+            archive_records(Path(path))
             held = torch.load(path, map_location="cpu", weights_only=True)
             if held["schema"] != SCHEMA:
                 raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
@@ -118,15 +118,18 @@ def _check(made: Statistics) -> None:
     if len({*layers, *made.silent}) < len(layers) + len(made.silent):
         raise ValueError("a layer stands twice")
     for given in made.inputs:
-        if given.kind not in ("self", "cross") or (given.kind == "cross") != (given.memory_mean is not None):
-            raise ValueError(f"layer {given.layer} is {given.kind!r:.40}-attention without what its keys read, or with it")
-        vectors = [v for v in (given.mean, given.first, given.memory_mean) if v is not None]
-        squares = [(given.mean, given.covariance), (given.memory_mean, given.memory_covariance)]
-        pairs = [(mean, square) for mean, square in squares if mean is not None or square is not None]
-        if not all(_dense(v, 1) for v in vectors) or not all(_dense(c, 2) and c.shape == (*m.shape, *m.shape) for m, c in pairs):
+        _check_input(given)
+
+
+def _check_input(given: Input) -> None:
+    cross, memory = given.kind == "cross", (given.memory_mean, given.memory_covariance)
+    if given.kind not in ("self", "cross") or any((part is not None) != cross for part in memory):
+        raise ValueError(f"layer {given.layer} is {given.kind!r:.40}-attention without what its keys read, or with it")
+    for mean, covariance in ((given.mean, given.covariance), memory)[: 1 + cross]:
+        if not (_dense(mean, 1) and _dense(covariance, 2)) or covariance.shape != (*mean.shape, *mean.shape):  # type: ignore[union-attr]
             raise ValueError(f"the mean or covariance of layer {given.layer} is no vector or no square of its size")
-        if given.first is not None and given.first.shape != given.mean.shape:
-            raise ValueError(f"the first token of layer {given.layer} has another width than its mean")
+    if given.first is not None and not (_dense(given.first, 1) and given.first.shape == given.mean.shape):
+        raise ValueError(f"the first token of layer {given.layer} is no vector of its width")
 
 
 def _dense(x: Any, axes: int) -> bool:
