@@ -400,3 +400,9 @@ def test_damaged_statistics_are_refused(tmp_path: Path, change: dict[str, Any]) 
     torch.save({**document, "inputs": [{**given, **change}]}, tmp_path / "bad.pt")
     with pytest.raises(LocaterError, match=r"bad\.pt: not statistics that this version reads"):
         Statistics.load(tmp_path / "bad.pt")
+
+
+def test_a_name_that_is_a_number_and_a_text_is_refused(pickled: Path) -> None:
+    torch.save({1: torch.zeros(2), "1": torch.ones(2)}, pickled)
+    with pytest.raises(LocaterError, match="two of its tensors have one name"):
+        open_source(pickled)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
-from locater.heads.safetensors_reader import joined
-from locater.heads.weights import DictWeights, plain
+from locater.heads.weights import DictWeights, joined, plain
 
 MARK = b"PK\x03\x04"
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its mark, and the lengths of its name and of the field before the data
@@ -56,7 +55,10 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
         raise LocaterError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors")
-    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    stored = [(str(name), value) for name, value in content.items() if isinstance(value, Tensor)]
+    tensors = dict(stored)
+    if len(tensors) < len(stored):
+        raise LocaterError(f"{path}: two of its tensors have one name, once as a text and once as a number: rename one")
     for name, tensor in tensors.items():
         if not plain(tensor):
             continue

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.files import no_duplicates, regular_file
-from locater.heads.weights import Rows
+from locater.heads.weights import Rows, joined
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -31,7 +31,6 @@ BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()} | {  # of ev
 HEADER_LIMIT = 100_000_000  # bytes, as the format demands
 LARGEST = 2**63 - 1  # number of elements, bytes, and length of an axis
 FIELDS = {"dtype", "shape", "data_offsets"}
-T = TypeVar("T")
 Entry = dict[str, Any]
 
 
@@ -82,21 +81,6 @@ class SafetensorsWeights:
         with self._lock:
             self.bytes_read += size
         return torch.frombuffer(buffer, dtype=dtype)
-
-
-def joined(parts: Iterable[tuple[Path, Mapping[str, T]]], where: str, places: Mapping[str, Path] | None) -> dict[str, T]:
-    """The tensors of several files under their names. One that is in two files, or not in the file that the index names, is refused."""
-    whole: dict[str, T] = {}
-    origin: dict[str, Path] = {}
-    for path, tensors in parts:
-        for name in tensors:
-            if name in origin:
-                raise LocaterError(f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files")
-            if places and places.get(name, path) != path:
-                raise LocaterError(f"{where}: {name} is in {path.name}, the index says {places[name].name}: fetch the checkpoint again")
-            origin[name] = path
-        whole.update(tensors)
-    return whole
 
 
 def _located(path: Path) -> dict[str, tuple[Path, int, Entry]]:

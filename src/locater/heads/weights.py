@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.heads.places import Place, places
 
+T = TypeVar("T")
 Rows = Sequence[tuple[int, int]]  # half-open ranges of the first axis, in the order wanted
 
 
@@ -52,6 +54,21 @@ class DictWeights:
 def plain(tensor: Tensor) -> bool:
     """Whether a tensor has its numbers in memory, one beside the other: not sparse, not on the meta device."""
     return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def joined(parts: Iterable[tuple[Path, Mapping[str, T]]], where: str, places: Mapping[str, Path] | None) -> dict[str, T]:
+    """The tensors of several files under their names. One that is in two files, or not in the file that the index names, is refused."""
+    whole: dict[str, T] = {}
+    origin: dict[str, Path] = {}
+    for path, tensors in parts:
+        for name in tensors:
+            if name in origin:
+                raise LocaterError(f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files")
+            if places and places.get(name, path) != path:
+                raise LocaterError(f"{where}: {name} is in {path.name}, the index says {places[name].name}: fetch the checkpoint again")
+            origin[name] = path
+        whole.update(tensors)
+    return whole
 
 
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
