@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 # Tests run in parallel processes: threads inside each would only fight over the cores.
 PYTEST := env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-core test-slow test-gpu lint bench census surrogate papers browser clean
+.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate papers browser clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -33,6 +33,10 @@ PARTS ?= 12
 test-gpu: $(if $(filter command,$(firstword $(origin BIN))),,$(VENV)/.dev)
 	seq $(PARTS) | PYTHONPATH=src xargs -P $(PARTS) -I {} $(PYTEST) -p no:cacheprovider -m gpu --part {}/$(PARTS) \
 	  $$(grep -l 'mark\.gpu' tests/*.py)
+
+# 20,000 mutated files of every format in at most ten minutes; make test tries some hundred of each. Faults are kept in fuzz-faults/.
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
 # The page tests skip where there is no Chromium; on Debian and its relatives this installs one.
 browser:
@@ -76,4 +80,4 @@ $(VENV)/.bench: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo.json demo.html demo-twin.html
+	rm -rf $(VENV) fuzz-faults demo.json demo.html demo-twin.html

@@ -6,6 +6,8 @@ reader, transformers' own: the model it loads from the file has the loss of the 
 
 from __future__ import annotations
 
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -195,4 +197,161 @@ def test_bad_files(tmp_path: Path) -> None:
     writer.add_tensor("a", np.zeros((2, 2), dtype=np.float32))
     finish(writer)
     with pytest.raises(LocaterError, match="architecture 'rwkv6' is not supported"):
+        scan(tmp_path / "y.gguf")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write(KINDS["llama"](), path, "llama")
+    return path.read_bytes()
+
+
+def places(data: bytes) -> dict[str, int]:
+    """Where the fields of interest lie in a file: counts, a key, the first array, the entry of the second tensor."""
+    name = b"blk.0.attn_q.weight"
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    return {"version": 4, "tensors": 8, "keys": 16, "axes": at, "shape": at + 4, "type": at + 20, "offset": at + 24}
+
+
+def number(data: bytes, at: int) -> int:
+    return int(struct.unpack_from("<Q", data, at)[0])
+
+
+GGUF_DAMAGE = {
+    "unaligned": ("offset", lambda old: struct.pack("<Q", old + 4), "blk.0.attn_q.weight begins at byte"),
+    "overlap": ("offset", lambda old: struct.pack("<Q", old - 32), "blk.0.attn_q.weight begins at byte"),
+    "wraps around": ("offset", lambda old: struct.pack("<Q", 2**64 - 32), "blk.0.attn_q.weight begins at byte"),
+    "beyond the file": ("offset", lambda old: struct.pack("<Q", 2**40), "blk.0.attn_q.weight begins at byte"),
+    "shape that wraps around": ("shape", lambda old: struct.pack("<QQ", 2**60 + 2, 2**4), "blk.0.attn_q.weight"),
+    "five axes": ("axes", lambda old: struct.pack("<I", 5), "blk.0.attn_q.weight has 5 axes"),
+    "unknown type": ("type", lambda old: struct.pack("<I", 99), "blk.0.attn_q.weight is stored as type 99"),
+    "too many tensors": ("tensors", lambda old: struct.pack("<Q", 2**40), "1,099,511,627,776 tensors"),
+    "too many keys": ("keys", lambda old: struct.pack("<Q", 2**62), "keys"),
+    "a tensor more than there is": ("tensors", lambda old: struct.pack("<Q", old + 1), "GGUF"),
+    "version 1": ("version", lambda old: struct.pack("<I", 1), "version 1"),
+    "other byte order": ("version", lambda old: struct.pack(">I", 3), "other byte order"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", GGUF_DAMAGE)
+def test_damaged_gguf_files_are_refused(small: bytes, tmp_path: Path, damage: str) -> None:
+    place, change, says = GGUF_DAMAGE[damage]
+    at = places(small)[place]
+    new = change(number(small, at))
+    path = tmp_path / "x.gguf"
+    path.write_bytes(small[:at] + new + small[at + len(new) :])
+    with pytest.raises(LocaterError) as error:
+        scan(path)
+    assert says in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_truncated_gguf_file_is_refused(small: bytes, tmp_path: Path) -> None:
+    for kept in (0, 3, 20, 100, 1500, len(small) // 2, len(small) - 1000):
+        (tmp_path / "x.gguf").write_bytes(small[:kept])
+        with pytest.raises(LocaterError, match=r"x\.gguf: "):
+            scan(tmp_path / "x.gguf")
+
+
+def with_keys(small: bytes, keys: list[bytes]) -> bytes:
+    """The file with more keys in front of its own; the data no longer begins where it did, which is not reached."""
+    return small[:16] + struct.pack("<Q", number(small, 16) + len(keys)) + b"".join(keys) + small[24:]
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (key("x", 9, struct.pack("<IQ", 0, 2**40)), "'x' has an array of 1,099,511,627,776"),
+        (key("x", 9, struct.pack("<IQ", 8, 2**40)), "'x' has an array of 1,099,511,627,776"),
+        (key("x", 9, struct.pack("<IQ", 9, 2**40)), "'x' has an array of 1,099,511,627,776"),
+        (key("x", 9, struct.pack("<IQ", 9, 1) * 50), "'x' has arrays nested"),
+        (key("x", 9, struct.pack("<IQ", 77, 1)), "'x' has a value of type 77"),
+        (key("x", 8, struct.pack("<Q", 2**63)), "truncated"),
+        (key("x", 8, struct.pack("<Q", 1) + b"\xff"), "UTF-8"),
+        (key("x", 7, b"\2"), "'x' is neither true nor false"),
+        (key("x", 0, b"\0") * 2, "'x' stands twice"),
+        (key("general.alignment", 4, struct.pack("<I", 24)), "alignment"),
+        (key("general.alignment", 4, struct.pack("<I", 0)), "alignment"),
+        (key("general.alignment", 5, struct.pack("<I", 32)), "alignment"),
+        (key("general.alignment", 4, struct.pack("<I", 2**31)), "truncated"),
+    ],
+)
+def test_damaged_gguf_keys_are_refused_at_once(small: bytes, tmp_path: Path, value: bytes, says: str) -> None:
+    """A file of 13 kB with an array of 2^40 elements took all memory."""
+    count = 2 if "twice" in says else 1
+    path = tmp_path / "x.gguf"
+    path.write_bytes(with_keys(small, [value] + [b""] * (count - 1)))
+    with pytest.raises(LocaterError) as error:
+        scan(path)
+    assert says in str(error.value)
+
+
+def test_many_gguf_keys_and_long_arrays_are_read_in_little_time(small: bytes, tmp_path: Path) -> None:
+    """300,000 keys took more than twelve seconds. Padding keeps the data where the alignment wants it."""
+    keys = [key(f"k{i:06}", 4, struct.pack("<I", i)) for i in range(100_000)]
+    texts = b"".join(struct.pack("<Q", 5) + b"token" for _ in range(100_000))
+    keys.append(key("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 100_000) + texts))
+    added = sum(map(len, keys))
+    keys.append(key("pad", 8, struct.pack("<Q", fill := -(added + 23) % 32) + b"-" * fill))
+    path = tmp_path / "x.gguf"
+    path.write_bytes(with_keys(small, keys))
+    begun = time.process_time()
+    rows = scan(path).rows
+    assert time.process_time() - begun < 3
+    (tmp_path / "y.gguf").write_bytes(small)
+    assert [r.trace for r in rows] == [r.trace for r in scan(tmp_path / "y.gguf").rows]
+
+
+def test_the_header_is_read_as_the_gguf_package_reads_it(pair: tuple[nn.Module, Path]) -> None:
+    """Every tensor's bytes, shape and type, and every setting."""
+    from locater.heads.gguf_header import read_header
+
+    _, path = pair
+    header, reader = read_header(path), gguf.GGUFReader(path)
+    assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
+    for theirs in reader.tensors:
+        ours = header.tensors[theirs.name]
+        assert (ours.shape, ours.kind) == (tuple(theirs.shape.tolist()), theirs.tensor_type)
+        assert (ours.start, ours.size) == (theirs.data_offset, theirs.n_bytes)
+    theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert header.fields == theirs
+
+
+def test_settings_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    write(KINDS["llama"](), tmp_path / "x.gguf", "llama")
+    for name, value, kind in (
+        ("llama.attention.head_count_kv", [2, 2], gguf.GGUFValueType.ARRAY),
+        ("llama.attention.head_count", "four", gguf.GGUFValueType.STRING),
+        ("llama.attention.head_count", 0, gguf.GGUFValueType.UINT32),
+        ("llama.rope.freq_base", float("nan"), gguf.GGUFValueType.FLOAT32),
+        ("llama.rope.scaling.type", 3, gguf.GGUFValueType.UINT32),
+    ):
+        reader, writer = gguf.GGUFReader(tmp_path / "x.gguf"), gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
+        for other, field in reader.fields.items():
+            if other.startswith("llama.") and other != name:
+                writer.add_key_value(other, field.contents(), field.types[0])
+        writer.add_key_value(name, value, kind, gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.ARRAY else None)
+        for tensor in reader.tensors:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+        finish(writer)
+        with pytest.raises(LocaterError, match=name):
+            scan(tmp_path / "y.gguf")
+
+
+def test_types_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    write(KINDS["llama"](), tmp_path / "x.gguf", "llama")
+    reader, writer = copy_settings(tmp_path / "x.gguf", tmp_path / "y.gguf")
+    for tensor in reader.tensors:
+        data = np.array(tensor.data)
+        writer.add_tensor(tensor.name, data.astype(np.int32) if "attn_q." in tensor.name else data)
+    finish(writer)
+    with pytest.raises(LocaterError, match=r"y\.gguf: blk\.0\.attn_q\.weight is stored as I32"):
         scan(tmp_path / "y.gguf")

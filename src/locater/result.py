@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locater.errors import LocaterError
+from locater.documents import check_scan, parsed
+from locater.errors import LocaterError, first_line
+from locater.files import regular_file
 from locater.findings import FLAGS
 from locater.version import __version__
 
@@ -101,16 +103,21 @@ class Scan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Scan:
         """Read a document that `save` or `--json` wrote."""
+        file = Path(path)
+        regular_file(file)
         try:
-            held = json.loads(Path(path).read_text(encoding="utf-8"))
-            if held["schema"] != SCHEMA:
-                raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
-            rows = [_row(head) for head in held["heads"]]
-            return cls(held["source"], held["assumptions"], held["layers"], rows)
+            document = parsed(file.read_text(encoding="utf-8"))
+            if document["schema"] != SCHEMA:
+                raise ValueError(f"schema {document['schema']!r:.40}, not {SCHEMA}")
+            check_scan(document, NUMERIC_COLUMNS)
+            rows = [_row(head) for head in document["heads"]]
+            return cls(document["source"], document["assumptions"], document["layers"], rows)
         except (KeyError, TypeError, AttributeError) as error:
             raise LocaterError(f"{path}: not what `locater scan --json` writes (it lacks {error}): scan the model again") from None
+        except RecursionError:
+            raise LocaterError(f"{path}: not what `locater scan --json` writes (nested too deep): scan the model again") from None
         except ValueError as error:
-            raise LocaterError(f"{path}: not a scan that this version reads ({error}): scan the model again") from None
+            raise LocaterError(f"{path}: not a scan that this version reads ({first_line(error)}): scan the model again") from None
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -169,11 +176,7 @@ def _no_profile(row: HeadRow) -> bool:
 
 
 def _row(head: dict[str, Any]) -> HeadRow:
-    head = {**dict.fromkeys(ADDED), **head}
-    wrong = [name for name in NUMERIC_COLUMNS if not isinstance(head[name], int | float | None)]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is {head[wrong[0]]!r}, not a number")
-    return HeadRow(**{**head, "flags": tuple(head["flags"])})
+    return HeadRow(**{**dict.fromkeys(ADDED), **head, "flags": tuple(head["flags"])})
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

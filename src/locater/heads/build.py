@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.heads.layer import Projection
+from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm, NormKind
 from locater.heads.weights import Rows, Weights
 from locater.spectrum import upcast
@@ -108,6 +109,31 @@ def expect(weights: Weights, name: str, got: tuple[int, ...], want: tuple[int, .
     """Refuse a tensor whose shape is not what the configuration says."""
     if got != want:
         raise LocaterError(f"{weights.where}: {name} has shape {list(got)} but the configuration says {list(want)} ({why})")
+
+
+def check_layer(weights: Weights, layer: AttentionLayer) -> None:
+    """Refuse gains and biases that do not fit their maps (one of a single number would spread over all channels without a word),
+    and settings that are no numbers."""
+    width, norms = layer.query.shape[1], [(layer.query_norm, layer.head_dim), (layer.key_norm, layer.head_dim)]
+    norms += [(layer.norm, width), (layer.memory_norm, layer.key.shape[1])]
+    vectors = [(tensor, size) for norm, size in norms if norm is not None for tensor in (norm.gain, norm.bias)]
+    maps = [part for part in (layer.query, layer.key, layer.value, layer.out) if part is not None and type(part) is Projection]
+    vectors += [(part.bias, part.shape[0]) for part in maps]
+    for tensor, size in vectors:
+        if tensor is not None and (not tensor.ndim or tensor.shape[-1] != size or not tensor.is_floating_point()):
+            raise LocaterError(
+                f"{weights.where}: {layer.name} has a gain or a bias of shape {list(tensor.shape)} ({tensor.dtype}) "
+                f"where {size} numbers belong: the checkpoint is damaged or of another architecture"
+            )
+    settings: list[tuple[str, Any]] = [("epsilon", norm.eps) for norm, _ in norms if norm is not None]
+    settings += [("scale", layer.scale), ("softcap", layer.softcap or 0.0), ("window", layer.window or 0)]
+    if layer.rotary is not None:
+        settings += [("rotary amplitude", layer.rotary.amplitude), ("rotary frequency", float(layer.rotary.frequencies.sum()))]
+    for name, value in settings:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise LocaterError(f"{weights.where}: {layer.name} has the {name} {value!r:.40}: mend config.json")
+    if layer.heads % layer.kv_heads:
+        raise LocaterError(f"{weights.where}: {layer.name} has {layer.heads} heads for {layer.kv_heads} key heads: mend config.json")
 
 
 def expect_layers(weights: Weights, found: int, config: Mapping[str, Any], *keys: str) -> None:

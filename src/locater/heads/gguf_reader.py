@@ -1,20 +1,24 @@
-"""GGUF files, through the `gguf` package: their tensors under the names that the families know, their metadata as a configuration.
+"""GGUF files: their tensors under the names that the families know, their metadata as a configuration.
 
 Files of architecture "llama" store the rows of queries and keys in another order (neighbouring channels turn together); it is
 undone here. Moments at offset 0 cannot see that order, logits and drives can. Gemma's gains are stored as 1 + w and handed on as w.
+The header is read in `gguf_header.py`; quantised blocks are turned into numbers by the `gguf` package.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
+from locater.heads.gguf_header import Array, Header, read_header
 from locater.heads.weights import Rows, take_rows
 
 MODEL_TYPES = {  # architectures whose layout is known
@@ -30,51 +34,69 @@ KEYS = {
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
     "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
 }  # fmt: skip
+COUNTS = {
+    "block_count", "embedding_length", "context_length", "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.sliding_window", "rope.scaling.original_context_length",
+}  # fmt: skip
+TEXTS = {"rope.scaling.type"}
+LARGEST = 2.0**53  # of a setting: no model has one near it
 
 
 def open_gguf(path: Path) -> tuple[GGUFWeights, dict[str, Any]]:
     """Weights and configuration of a GGUF file."""
     try:
-        import gguf
+        import gguf  # noqa: F401
     except ImportError:
         raise LocaterError(f"{path}: to read GGUF files, install locater[gguf]") from None
+    header = read_header(path)
+    architecture = header.fields.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
+        known = ", ".join(sorted(MODEL_TYPES))
+        raise LocaterError(f"{path}: GGUF architecture {architecture!r:.40} is not supported (known: {known})")
+    settings = Settings(path, architecture, header.fields)
+    factors = _floats(path, header, "rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in header.tensors else None
+    config = _config(settings, factors)
+    return GGUFWeights(path, header, architecture, config), config
+
+
+def _floats(path: Path, header: Header, name: str) -> Tensor:
+    """A tensor as numbers, dequantised by the gguf package."""
+    from gguf import GGMLQuantizationType, dequantize
+    from gguf.quants import quant_shape_to_byte_shape
+
+    tensor = header.tensors[name]
+    plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(tensor.kind)
+    shape = tuple(reversed(tensor.shape))
+    data = header.data[tensor.start : tensor.start + tensor.size]
     try:
-        reader = gguf.GGUFReader(path)
-        held = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except Exception as error:  # the package raises whatever its parsing runs into
-        raise LocaterError(f"{path}: not a readable GGUF file ({first_line(error)})") from None
-    architecture = str(held.get("general.architecture"))
-    if architecture not in MODEL_TYPES:
-        raise LocaterError(f"{path}: GGUF architecture {architecture!r} is not supported (known: {', '.join(sorted(MODEL_TYPES))})")
-    config = _config(held, architecture, tensors)
-    return GGUFWeights(path, tensors, architecture, config), config
+        data = data.view(plain).reshape(shape) if plain else data.reshape(quant_shape_to_byte_shape(shape or (1,), tensor.kind))
+        return torch.from_numpy(dequantize(data, tensor.kind).copy()).view(shape)
+    except NotImplementedError:
+        raise LocaterError(f"{path}: {name} is stored as {tensor.kind.name}, which is no weight: give another file") from None
 
 
 class GGUFWeights:
     """Tensors of a GGUF file, dequantised when they are read."""
 
-    def __init__(self, path: Path, tensors: dict[str, Any], architecture: str, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, header: Header, architecture: str, config: dict[str, Any]) -> None:
         self.where = str(path)
+        self._header = header
         self._architecture = architecture
         self._config = config
-        self._tensors: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+        self._stored: dict[str, str] = {}  # name in the file of each tensor
+        for name in header.tensors:
+            match = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", name, re.ASCII)
             if match and match[2] in STEMS:
-                self._tensors[f"model.layers.{match[1]}.{STEMS[match[2]]}.{match[3]}"] = tensor
+                self._stored[f"model.layers.{match[1]}.{STEMS[match[2]]}.{match[3]}"] = name
 
     def names(self) -> Collection[str]:
-        return self._tensors.keys()
+        return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))  # GGUF counts axes from the fastest
+        return tuple(reversed(self._header.tensors[self._stored[name]].shape))  # GGUF counts axes from the fastest
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        import gguf
-
-        tensor = self._tensors[name]
-        data = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).view(self.shape(name))
+        data = _floats(Path(self.where), self._header, self._stored[name])
         if self._architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             data = _turn_halves(data, self._config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"])
         if self._architecture.startswith("gemma") and name.endswith("norm.weight"):
@@ -87,31 +109,57 @@ def _turn_halves(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
-def _config(held: dict[str, Any], architecture: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    config = {ours: held[f"{architecture}.{key}"] for key, ours in KEYS.items() if f"{architecture}.{key}" in held}
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one architecture, each checked when it is asked for: a count, a number or a text."""
+
+    path: Path
+    architecture: str
+    fields: dict[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A setting that has to be positive and finite if it is a number; `default` where the file does not have it."""
+        name = f"{self.architecture}.{key}"
+        value = self.fields.get(name, default)
+        if value is None:
+            return None
+        if key in TEXTS:
+            if isinstance(value, str):
+                return value
+            raise LocaterError(f"{self.path}: its key {name} is {value!r:.40}, not a text")
+        whole = key in COUNTS
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < LARGEST:
+            shown = f"an array of {value.length}" if isinstance(value, Array) else f"{value!r:.40}"
+            raise LocaterError(f"{self.path}: its key {name} is {shown}, not a positive {'whole ' * whole}number")
+        return value
+
+
+def _config(settings: Settings, factors: list[float] | None) -> dict[str, Any]:
+    architecture = settings.architecture
+    values = {ours: settings.get(key) for key, ours in KEYS.items()}
+    config = {name: value for name, value in values.items() if value is not None}
     config["model_type"] = MODEL_TYPES[architecture]
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if isinstance(width, int) and isinstance(heads, int):
+    if width and heads:
         config.setdefault("head_dim", width // heads)
     if architecture in ("gemma2", "gemma3"):  # the file leaves the query scale to the program: the largest of each has its own
         largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[architecture]
         config["query_pre_attn_scalar"] = width // heads if largest and width and heads else config.get("head_dim")
-    rope = _rope(held, architecture, tensors, config)
+    rope = _rope(settings, config, factors)
     if architecture == "gemma3":
-        local = {"rope_type": "default", "rope_theta": held.get("gemma3.rope.freq_base_swa", 10_000.0)}
+        local = {"rope_type": "default", "rope_theta": settings.get("rope.freq_base_swa", 10_000.0)}
         config["rope_parameters"] = {"full_attention": {"rope_theta": 1_000_000.0, **rope}, "sliding_attention": local}
     else:
         config["rope_parameters"] = rope
     return config
 
 
-def _rope(held: dict[str, Any], architecture: str, tensors: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def _rope(settings: Settings, config: dict[str, Any], factors: list[float] | None) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     if "rope_theta" in config:
         rope["rope_theta"] = config["rope_theta"]
-    if "rope_freqs.weight" in tensors:  # a divisor per frequency, where the length was extended
-        factors = [float(x) for x in tensors["rope_freqs.weight"].data]
+    if factors is not None:  # a divisor per frequency, where the length was extended
         length = config.get("max_position_embeddings", 1)
         return {
             **rope,
@@ -120,9 +168,12 @@ def _rope(held: dict[str, Any], architecture: str, tensors: dict[str, Any], conf
             "attention_factor": 1.0,
             "original_max_position_embeddings": length,
         }
-    kind = held.get(f"{architecture}.rope.scaling.type", "none")
+    kind = settings.get("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": held[f"{architecture}.rope.scaling.factor"]}
-        if f"{architecture}.rope.scaling.original_context_length" in held:
-            rope["original_max_position_embeddings"] = held[f"{architecture}.rope.scaling.original_context_length"]
+        rope |= {"rope_type": kind, "factor": settings.get("rope.scaling.factor", 1.0)}
+        length = settings.get("rope.scaling.original_context_length")
+        if length is not None:
+            rope["original_max_position_embeddings"] = length
+    elif kind != "none":
+        rope["rope_type"] = kind  # refused by name, where positions are read
     return rope

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
-import pickle
-import struct
-import threading
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PureWindowsPath
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from locater.errors import LocaterError, first_line
-from locater.heads.weights import DictWeights, ModuleWeights, Rows, Weights
+from locater.files import is_there, read_json
+from locater.heads.pickle_reader import open_pickles
+from locater.heads.safetensors_reader import DTYPES as DTYPES
+from locater.heads.safetensors_reader import SafetensorsWeights
+from locater.heads.weights import ModuleWeights, Weights
 
 Config = dict[str, Any]
 Source = nn.Module | str | os.PathLike[str]
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-HEADER_LIMIT = 100_000_000  # bytes, as the format demands
+
+class Opener(Protocol):
+    """Opens the files of one checkpoint; `places` is the file of each tensor where an index tells."""
+
+    def __call__(self, files: Sequence[Path], where: str, places: Mapping[str, Path] | None = None) -> Weights: ...
 
 
 def open_source(source: Source) -> tuple[Weights, Config]:
@@ -38,15 +36,15 @@ def open_source(source: Source) -> tuple[Weights, Config]:
     if not str(source):
         raise LocaterError("the name of the model is empty: give a folder, a file or a hub id")
     path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _open_folder(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if not is_there(path):
+        return _open_folder(_from_hub(str(source)))
+    if path.suffix == ".gguf":
         from locater.heads.gguf_reader import open_gguf
 
         return open_gguf(path)
-    if path.is_file():
-        return _open_file(path), _read_config(path.parent / "config.json")
-    return _open_folder(_from_hub(str(source)))
+    return _open_file(path), _read_config(path.parent / "config.json")
 
 
 def config_of(module: nn.Module) -> Config:
@@ -64,167 +62,76 @@ def config_of(module: nn.Module) -> Config:
     return {}
 
 
-class SafetensorsWeights:
-    """One or several safetensors files, read by byte range: no tensor is mapped or loaded that nobody asked for."""
-
-    def __init__(self, files: Sequence[Path], where: str) -> None:
-        self.where = where
-        self.bytes_read = 0
-        self._lock = threading.Lock()
-        self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-        for path in files:
-            start, header = _safetensors_header(path)
-            twice = next((name for name in header if name in self._entries), None)
-            if twice is not None:
-                raise LocaterError(f"{where}: {twice} is in {self._entries[twice][0].name} and in {path.name}: name one of the files")
-            self._entries.update({name: (path, start, entry) for name, entry in header.items()})
-
-    def names(self) -> Collection[str]:
-        return self._entries.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entries[name][2]["shape"])
-
-    def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        path, start, entry = self._entries[name]
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise LocaterError(f"{path}: tensor {name} is stored as {entry['dtype']} (quantised?): dequantise the checkpoint first")
-        shape = tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        if rows is None:
-            return self._pread(path, start + begin, end - begin, dtype).view(shape)
-        stride = (end - begin) // max(shape[0], 1)
-        parts = [self._pread(path, start + begin + a * stride, (b - a) * stride, dtype) for a, b in rows]
-        return torch.cat(parts).view(-1, *shape[1:])
-
-    def _pread(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
-        buffer = bytearray(size)
-        with open(path, "rb", buffering=0) as file:
-            got = os.preadv(file.fileno(), [buffer], offset) if size else 0
-            while got < size:  # a read can return less than asked, beyond 2 GB always
-                more = os.preadv(file.fileno(), [memoryview(buffer)[got:]], offset + got)
-                if not more:
-                    raise LocaterError(f"{path}: ends before its data does: the file is truncated, fetch it again")
-                got += more
-        with self._lock:
-            self.bytes_read += size
-        return torch.frombuffer(buffer, dtype=dtype) if size else torch.empty(0, dtype=dtype)
-
-
-def _safetensors_header(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Offset of the data and the tensors' entries, checked against the size of the file."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < length <= min(HEADER_LIMIT, size - 8):
-            raise LocaterError(f"{path}: not a safetensors file, or truncated in its header ({size:,} bytes)")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            for name, entry in header.items():
-                size_of = DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
-                begin, stop = entry["data_offsets"]
-                if size_of is not None and stop - begin != size_of * math.prod(entry["shape"]):
-                    raise LocaterError(
-                        f"{path}: {name} has {stop - begin} bytes for shape {entry['shape']}: the file is damaged, fetch it again"
-                    )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise LocaterError(f"{path}: its safetensors header is not readable ({error}): fetch it again") from None
-    if 8 + length + end > size:
-        raise LocaterError(f"{path}: truncated, {size:,} bytes of {8 + length + end:,}: fetch it again")
-    return 8 + length, header
-
-
 def _open_folder(folder: Path) -> tuple[Weights, Config]:
     config = _read_config(folder / "config.json")
-    for stem, open_files in (("model.safetensors", SafetensorsWeights), ("pytorch_model.bin", _open_pickles)):
+    for stem, open_files in (("model.safetensors", SafetensorsWeights), ("pytorch_model.bin", open_pickles)):
         index = folder / f"{stem}.index.json"
-        if index.is_file():
+        if is_there(index):
             return _open_index(index, open_files), config
-        if (folder / stem).is_file():
+        if is_there(folder / stem):
             return open_files([folder / stem], str(folder)), config
-    loose = sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise LocaterError(f"{folder}: cannot be read ({error.strerror})") from None
+    loose = [folder / name for name in names if name.endswith(".safetensors")]
     if loose:
         return SafetensorsWeights(loose, str(folder)), config
-    quantised = sorted(folder.glob("*.gguf"))
+    quantised = [folder / name for name in names if name.endswith(".gguf")]
     if quantised:
         raise LocaterError(f"{folder}: holds GGUF files; name one of them: {quantised[0]}")
-    found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise LocaterError(
-        f"{folder}: no weights here (looked for model.safetensors, its index, pytorch_model.bin and *.safetensors; found {found})"
+        f"{folder}: no weights here (looked for model.safetensors, its index, pytorch_model.bin and *.safetensors; "
+        f"found {', '.join(names[:8]) or 'nothing'})"
     )
 
 
-def _open_index(index: Path, open_files: Any) -> Weights:
-    try:
-        places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        shards = sorted(set(places.values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise LocaterError(f"{index}: not a readable index ({error!r}): fetch it again") from None
-    missing = [s for s in shards if not (index.parent / s).is_file()]
+def _open_index(index: Path, open_files: Opener) -> Weights:
+    """The shards that an index names, each tensor from the shard that it names for it."""
+    document = read_json(index, unique=True)
+    places = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(places, dict) or not places or not all(isinstance(shard, str) for shard in places.values()):
+        raise LocaterError(f"{index}: not an index (weight_map does not give the shard of each tensor): fetch it again")
+    shards = sorted(set(places.values()))
+    for shard in shards:
+        if not _inside(shard):
+            raise LocaterError(f"{index}: names the shard {shard!r:.80}, which is not in its folder: refused")
+    missing = [shard for shard in shards if not is_there(index.parent / shard)]
     if missing:
-        raise LocaterError(f"{index}: names the shard {missing[0]}, which is not there ({len(missing)} of {len(shards)} missing)")
-    weights: Weights = open_files([index.parent / s for s in shards], str(index.parent))
-    held = set(weights.names())
-    lost = [name for name in places if name not in held]
+        raise LocaterError(f"{index}: names the shard {missing[0]:.80}, which is not there ({len(missing)} of {len(shards)} missing)")
+    paths = {shard: index.parent / shard for shard in shards}
+    weights = open_files(list(paths.values()), str(index.parent), {name: paths[shard] for name, shard in places.items()})
+    names = set(weights.names())
+    lost = [name for name in places if name not in names]
     if lost:
         raise LocaterError(f"{index}: names the tensor {lost[0]}, which {places[lost[0]]} does not hold ({len(lost)} missing)")
     return weights
+
+
+def _inside(shard: str) -> bool:
+    """Whether a shard's name stays in the folder of its index, on every system."""
+    parts = PureWindowsPath(shard).parts  # splits at both kinds of slash, and knows drives
+    return bool(parts) and ".." not in parts and not PureWindowsPath(shard).anchor and "\0" not in shard
 
 
 def _open_file(path: Path) -> Weights:
     if path.suffix == ".safetensors":
         return SafetensorsWeights([path], str(path))
     if path.suffix in (".bin", ".pt", ".pth"):
-        return _open_pickles([path], str(path))
+        return open_pickles([path], str(path))
     if path.name.endswith(".index.json"):
-        opener = SafetensorsWeights if "safetensors" in path.name else _open_pickles
-        return _open_index(path, opener)
+        return _open_index(path, SafetensorsWeights if "safetensors" in path.name else open_pickles)
     raise LocaterError(f"{path}: not a kind of weights file that is read (.safetensors, .gguf, .bin, .pt, .pth or an index)")
 
 
-def _open_pickles(files: Sequence[Path], where: str) -> DictWeights:
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        tensors.update(_load_pickle(path))
-    return DictWeights(tensors, where)
-
-
-def _load_pickle(path: Path) -> dict[str, Tensor]:
-    try:
-        try:
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before zip archives cannot be mapped
-            held = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "Unsupported" not in str(error) and "GLOBAL" not in str(error) and "weights_only" not in str(error).lower():
-            raise LocaterError(f"{path}: not a readable weights file") from None
-        raise LocaterError(
-            f"{path}: holds more than weights, so opening it would run its code: refused. Save it again as safetensors"
-        ) from None
-    except Exception as error:  # bytes that are no pickle make the unpickler raise anything at all
-        raise LocaterError(f"{path}: not a readable weights file ({first_line(error)})") from None
-    if isinstance(held, Mapping) and isinstance(held.get("state_dict"), Mapping):
-        held = held["state_dict"]
-    if not isinstance(held, Mapping) or not any(isinstance(v, Tensor) for v in held.values()):
-        raise LocaterError(f"{path}: holds a {type(held).__name__}, not a dictionary of tensors")
-    return {str(k): v for k, v in held.items() if isinstance(v, Tensor)}
-
-
 def _read_config(path: Path) -> Config:
-    if not path.is_file():
+    if not is_there(path):
         return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LocaterError(f"{path}: not readable as JSON ({error})") from None
+    config = read_json(path)
     if not isinstance(config, dict):
         raise LocaterError(f"{path}: holds a {type(config).__name__}, not a configuration")
     if not isinstance(config.get("model_type"), str | None):
-        raise LocaterError(f"{path}: model_type is {config['model_type']!r}, not a name")
+        raise LocaterError(f"{path}: model_type is {config['model_type']!r:.80}, not a name")
     return config
 
 

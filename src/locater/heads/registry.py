@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import chain
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.heads import timm, torch_mha
-from locater.heads.build import integer
+from locater.heads.build import check_layer, integer
 from locater.heads.coverage import folded_paths, unread
 from locater.heads.layer import AttentionLayer
 from locater.heads.named import examples, layers_by_name
@@ -113,16 +113,32 @@ def layers_of(
     trusted = model_type in _readers and _readers[model_type] is not BUILT_IN.get(model_type)
     if not trusted and (model_type in BUILT_IN or (model_type is None and not isinstance(weights, ModuleWeights))):
         check_settings(config, weights.where)
-    try:
-        layers = list(reader(weights, _with_heads(weights, config, heads)))
-    except LocaterError as error:
-        said = str(error)
-        raise LocaterError(said if said.startswith(weights.where) else f"{weights.where}: {said}") from None
+    layers = _read(reader, weights, _with_heads(weights, config, heads))
     _expect_heads(weights, layers, heads, kv_heads)
     names = [layer.name for layer in layers]
     left = [] if trusted else unread(weights, names, config.get("num_hidden_layers"))
     if left:
         raise LocaterError(f"{weights.where}: {_partly(weights, names, left)}")
+    return layers
+
+
+def _read(reader: Reader, weights: Weights, config: Config) -> list[AttentionLayer]:
+    """Families take the values of config.json for what they should be; where one of a checkpoint is not, the file is at fault."""
+    on_disk = not isinstance(weights, ModuleWeights)
+    try:
+        layers = list(reader(weights, config))
+        for layer in layers if on_disk else ():
+            check_layer(weights, layer)
+    except LocaterError as error:
+        said = str(error)
+        raise LocaterError(said if said.startswith(weights.where) else f"{weights.where}: {said}") from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if not on_disk:
+            raise
+        raise LocaterError(
+            f"{weights.where}: its configuration (model_type {config.get('model_type')!r}) cannot be read as expected "
+            f"({type(error).__name__}: {first_line(error)}): mend config.json"
+        ) from error
     return layers
 
 

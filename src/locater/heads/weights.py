@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.heads.places import Place, places
 
+T = TypeVar("T")
 Rows = Sequence[tuple[int, int]]  # half-open ranges of the first axis, in the order wanted
 
 
@@ -41,7 +43,32 @@ class DictWeights:
         return tuple(self._tensors[name].shape)
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        return take_rows(self._tensors[name], rows)
+        tensor = self._tensors[name]
+        if not plain(tensor):
+            raise LocaterError(
+                f"{self.where}: {name} holds no plain numbers ({tensor.layout}, {tensor.device}): save it dense, with its data"
+            )
+        return take_rows(tensor, rows)
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether a tensor has its numbers in memory, one beside the other: not sparse, not on the meta device."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def joined(parts: Iterable[tuple[Path, Mapping[str, T]]], where: str, places: Mapping[str, Path] | None) -> dict[str, T]:
+    """The tensors of several files under their names. One that is in two files, or not in the file that the index names, is refused."""
+    whole: dict[str, T] = {}
+    origin: dict[str, Path] = {}
+    for path, tensors in parts:
+        for name in tensors:
+            if name in origin:
+                raise LocaterError(f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files")
+            if places and places.get(name, path) != path:
+                raise LocaterError(f"{where}: {name} is in {path.name}, the index says {places[name].name}: fetch the checkpoint again")
+            origin[name] = path
+        whole.update(tensors)
+    return whole
 
 
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -96,9 +123,12 @@ def take_rows(tensor: Tensor, rows: Rows | None) -> Tensor:
 def numbered(weights: Weights, pattern: str) -> Iterator[tuple[re.Match[str], str]]:
     """Names that match `pattern` in full, ordered by their `layer` group; yields (match, name)."""
     found = [(m, n) for n in weights.names() if (m := re.fullmatch(pattern, n))]
+    padded = next((n for m, n in found if not re.fullmatch("0|[1-9][0-9]{0,8}", m["layer"])), None)
+    if padded is not None:  # layers are asked for by number: 00 would be read as another 0
+        raise LocaterError(f"{weights.where}: {padded} does not write the number of its layer as 0, 1, 2, ...: rename it")
     yield from sorted(found, key=lambda pair: (pair[0].groupdict().get("prefix", ""), int(pair[0]["layer"])))
 
 
 def natural(parts: Iterable[str]) -> list[tuple[int, str]]:
     """Sort key: parts that are numbers by their value, so that layer 10 comes after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    return [(int(part), "") if re.fullmatch("[0-9]{1,9}", part) else (-1, part) for part in parts]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
 from locater.heads import Tokens, attention_layers
-from locater.heads.weights import ModuleWeights
+from locater.heads.pickle_reader import archive_records
+from locater.heads.weights import ModuleWeights, plain
 from locater.measures import ChannelMoments, normality_distance, top_directions
 from locater.probing.hidden import Padding
 from locater.probing.running import Read, on_input, run
@@ -87,17 +88,52 @@ class Statistics:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         try:
+            archive_records(Path(path))
             held = torch.load(path, map_location="cpu", weights_only=True)
             if held["schema"] != SCHEMA:
                 raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
             inputs = [Input(**x) for x in held["inputs"]]
-            return cls(held["source"], held["tokens"], held["length"], inputs, tuple(held["silent"]))
+            made = cls(held["source"], held["tokens"], held["length"], inputs, tuple(held["silent"]))
+            _check(made)
+            return made
+        except LocaterError:
+            raise
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
         except pickle.UnpicklingError:  # of which PyTorch says much, and advises to trust the file
             raise LocaterError(f"{path}: not statistics that this version reads (no file of torch.save): collect them again") from None
         except Exception as error:
             raise LocaterError(f"{path}: not statistics that this version reads ({first_line(error)}): collect them again") from None
+
+
+def _check(made: Statistics) -> None:
+    """Raise ValueError with the first value of a file that is not what `save` writes."""
+    numbers = [made.tokens, made.length, *made.silent, *(n for x in made.inputs for n in (x.layer, x.tokens, x.length, x.memory_length))]
+    wrong = next((n for n in numbers if type(n) is not int or not 0 <= n < 2**53), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong!r:.40} where a count should be")
+    if not all(isinstance(text, str) for text in (made.source, *(x.name for x in made.inputs))):
+        raise ValueError("a name is no text")
+    layers = [x.layer for x in made.inputs]
+    if len({*layers, *made.silent}) < len(layers) + len(made.silent):
+        raise ValueError("a layer stands twice")
+    for given in made.inputs:
+        _check_input(given)
+
+
+def _check_input(given: Input) -> None:
+    cross, memory = given.kind == "cross", (given.memory_mean, given.memory_covariance)
+    if given.kind not in ("self", "cross") or any((part is not None) != cross for part in memory):
+        raise ValueError(f"layer {given.layer} is {given.kind!r:.40}-attention without what its keys read, or with it")
+    for mean, covariance in ((given.mean, given.covariance), memory)[: 1 + cross]:
+        if not (_dense(mean, 1) and _dense(covariance, 2)) or covariance.shape != (*mean.shape, *mean.shape):  # type: ignore[union-attr]
+            raise ValueError(f"the mean or covariance of layer {given.layer} is no vector or no square of its size")
+    if given.first is not None and not (_dense(given.first, 1) and given.first.shape == given.mean.shape):
+        raise ValueError(f"the first token of layer {given.layer} is no vector of its width")
+
+
+def _dense(x: Any, axes: int) -> bool:
+    return isinstance(x, Tensor) and plain(x) and x.is_floating_point() and x.ndim == axes and x.numel() > 0
 
 
 def statistics(

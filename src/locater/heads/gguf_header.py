@@ -1,0 +1,216 @@
+"""The header of a GGUF file: settings by key, and where each tensor lies. Read in one pass, and as strict as llama.cpp is.
+
+Counts and lengths are held against the size of the file before anything is made of them, so no number in the file can take more
+memory or time than the file itself is worth. Tensors have to follow one another, each padded to the alignment, in the order of their
+entries: then no offset can point to another tensor's bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from locater.errors import LocaterError
+from locater.files import regular_file
+
+HEADER_LIMIT = 100_000_000  # bytes; the longest known vocabularies take a tenth of it
+SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
+}.items()}  # fmt: skip
+BOOL, TEXT, ARRAY, UINT32 = 7, 8, 9, 4
+LEAST = {TEXT: 8, ARRAY: 12} | {kind: scalar.size for kind, scalar in SCALARS.items()}  # bytes that a value takes at least
+DEEPEST = 4  # arrays in arrays
+AXES = 4
+VERSIONS = (2, 3)
+COUNT, KIND, AXIS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<q")
+ALIGNMENT = "general.alignment"
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies: `shape` counts axes from the fastest, as the file does."""
+
+    shape: tuple[int, ...]
+    kind: Any  # gguf.GGMLQuantizationType
+    start: int
+    size: int
+
+
+class Array(NamedTuple):
+    """A setting that is an array. None that is read here is one, so its elements stay in the file."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class Header:
+    fields: dict[str, Any]
+    tensors: dict[str, Tensor]
+    data: np.memmap[Any, Any]  # the whole file, mapped
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file, or a refusal that names what is wrong with it."""
+    size = regular_file(path)
+    if size < 24:
+        raise LocaterError(f"{path}: not a readable GGUF file ({size} bytes)")
+    try:
+        data = np.memmap(path, mode="r")
+    except (OSError, ValueError) as error:
+        raise LocaterError(f"{path}: cannot be read ({error})") from None
+    cursor = _Cursor(path, memoryview(data))  # type: ignore[arg-type]
+    try:
+        tensor_count, key_count = cursor.start()
+        fields: dict[str, Any] = {}
+        for _ in range(key_count):
+            name = cursor.text()
+            if name in fields:
+                cursor.refuse(f"the key {name!r:.80} stands twice")
+            kind = cursor.take(KIND)
+            fields[name] = cursor.value(kind, name)
+            if name == ALIGNMENT and kind != UINT32:
+                cursor.refuse(f"{ALIGNMENT} has a value of type {kind}")
+        tensors = _tensors(cursor, tensor_count, fields)
+    except struct.error:
+        raise LocaterError(f"{path}: not a readable GGUF file (truncated in its header): fetch it again") from None
+    except UnicodeDecodeError:
+        raise LocaterError(f"{path}: not a readable GGUF file (a name or a text is not UTF-8): fetch it again") from None
+    return Header(fields, tensors, data)
+
+
+class _Cursor:
+    """A place in the file that moves forward; reading past the end raises struct.error."""
+
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.path = path
+        self.data = data[:HEADER_LIMIT]
+        self.size = len(data)
+        self.at = 0
+
+    def refuse(self, what: str) -> NoReturn:
+        raise LocaterError(f"{self.path}: not a readable GGUF file ({what}): fetch it again")
+
+    def take(self, form: struct.Struct) -> Any:
+        (value,) = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return value
+
+    def skip(self, size: int) -> int:
+        """Go on by `size` bytes; gives back where they begin."""
+        begin, self.at = self.at, self.at + size
+        if self.at > len(self.data):
+            raise struct.error
+        return begin
+
+    def text(self) -> str:
+        length = self.take(COUNT)
+        begin = self.skip(length)
+        return str(self.data[begin : begin + length], "utf-8")
+
+    def start(self) -> tuple[int, int]:
+        """Mark and version; gives back how many tensors and keys there are."""
+        if bytes(self.data[:4]) != b"GGUF":
+            self.refuse("it does not begin with GGUF")
+        self.at = 4
+        version = self.take(KIND)
+        if version & 0xFFFF == 0:
+            self.refuse("it is written in the other byte order; convert it with gguf-convert-endian")
+        if version not in VERSIONS:
+            self.refuse(f"version {version}, and {VERSIONS} are read")
+        tensors, keys = self.take(COUNT), self.take(COUNT)
+        for count, least, what in ((tensors, 24, "tensors"), (keys, 13, "keys")):
+            if count * least > len(self.data):
+                self.refuse(f"{count:,} {what} in {self.size:,} bytes")
+        return tensors, keys
+
+    def value(self, kind: int, name: str, depth: int = 0) -> Any:
+        """A setting: a number, a text, or an array of which only the length is kept."""
+        if kind == TEXT:
+            return self.text()
+        if kind == BOOL:
+            truth = self.take(SCALARS[BOOL])
+            if truth > 1:
+                self.refuse(f"the key {name!r:.80} is neither true nor false")
+            return bool(truth)
+        if kind in SCALARS:
+            return self.take(SCALARS[kind])
+        if kind != ARRAY:
+            self.refuse(f"the key {name!r:.80} has a value of type {kind}")
+        return self.array(name, depth)
+
+    def array(self, name: str, depth: int) -> Array:
+        if depth == DEEPEST:
+            self.refuse(f"the key {name!r:.80} has arrays nested more than {DEEPEST} deep")
+        kind, count = self.take(KIND), self.take(COUNT)
+        if kind not in LEAST:
+            self.refuse(f"the key {name!r:.80} has a value of type {kind}")
+        if count * LEAST[kind] > len(self.data) - self.at:
+            self.refuse(f"the key {name!r:.80} has an array of {count:,} in {self.size:,} bytes")
+        if kind in SCALARS:
+            self.skip(count * SCALARS[kind].size)
+        elif kind == TEXT:
+            self.skip_texts(count)
+        else:
+            for _ in range(count):
+                self.array(name, depth + 1)
+        return Array(count)
+
+    def skip_texts(self, count: int) -> None:
+        """Vocabularies have some hundred thousand tokens: their lengths are walked along, nothing else."""
+        data, at, length, end = self.data, self.at, COUNT.unpack_from, len(self.data)
+        for _ in range(count):
+            at += 8 + length(data, at)[0]
+            if at > end:
+                raise struct.error
+        self.at = at
+
+
+def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors' entries, then their places: these count from the end of the header, padded to the alignment."""
+    entries: dict[str, tuple[tuple[int, ...], Any, int, int]] = {}
+    for _ in range(count):
+        name = cursor.text()
+        if name in entries:
+            cursor.refuse(f"the tensor {name:.80} stands twice")
+        entries[name] = _entry(cursor, name)
+    alignment = fields.get(ALIGNMENT, 32)
+    if alignment < 1 or alignment & (alignment - 1):
+        cursor.refuse(f"{ALIGNMENT} is {alignment}, not a power of two")
+
+    def padded(size: int) -> int:
+        return -(-size // alignment) * alignment
+
+    begin, expected = padded(cursor.at), 0
+    tensors = {}
+    for name, (shape, kind, offset, size) in entries.items():
+        if offset != expected:
+            cursor.refuse(f"the tensor {name:.80} begins at byte {offset:,} of the data and not at {expected:,}, where the last one ends")
+        if begin + offset + size > cursor.size:
+            cursor.refuse(f"truncated: the tensor {name:.80} ends at byte {begin + offset + size:,} of {cursor.size:,}")
+        tensors[name] = Tensor(shape, kind, begin + offset, size)
+        expected += padded(size)
+    return tensors
+
+
+def _entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Any, int, int]:
+    """Shape, kind, offset and size in bytes."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    axes = cursor.take(KIND)
+    if axes > AXES:
+        cursor.refuse(f"the tensor {name:.80} has {axes} axes")
+    shape = tuple(cursor.take(AXIS) for _ in range(axes))
+    if any(axis < 0 for axis in shape):
+        cursor.refuse(f"the tensor {name:.80} has the shape {shape}")
+    number, offset = cursor.take(KIND), cursor.take(COUNT)
+    if number not in GGMLQuantizationType._value2member_map_:
+        cursor.refuse(f"the tensor {name:.80} is stored as type {number}, which the installed gguf package does not know")
+    kind = GGMLQuantizationType(number)
+    block, size = GGML_QUANT_SIZES[kind]
+    if (shape[0] if shape else 1) % block:
+        cursor.refuse(f"the tensor {name:.80} has the shape {list(shape)} in blocks of {block}")
+    return shape, kind, offset, math.prod(shape) // block * size

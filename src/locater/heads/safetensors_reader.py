@@ -1,0 +1,193 @@
+"""Safetensors files, read by byte range: fused maps need row ranges, and no tensor is loaded that nobody asked for.
+
+The format leaves no room: a header that is JSON, tensors that fill the rest of the file without gap or overlap. All of it is demanded,
+so that a damaged file is refused and never read as other numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.files import no_duplicates, regular_file
+from locater.heads.weights import Rows, joined
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()} | {  # of every dtype that the format has
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64,
+}  # fmt: skip
+HEADER_LIMIT = 100_000_000  # bytes, as the format demands
+LARGEST = 2**63 - 1  # number of elements, bytes, and length of an axis
+FIELDS = {"dtype", "shape", "data_offsets"}
+Entry = dict[str, Any]
+
+
+class SafetensorsWeights:
+    """One or several safetensors files; `places` is the file of each tensor where an index tells."""
+
+    def __init__(self, files: Sequence[Path], where: str, places: Mapping[str, Path] | None = None) -> None:
+        self.where = where
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._entries: dict[str, tuple[Path, int, Entry]] = joined(((path, _located(path)) for path in files), where, places)
+
+    def names(self) -> Collection[str]:
+        return self._entries.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name][2]["shape"])
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        path, start, entry = self._entries[name]
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise LocaterError(f"{path}: tensor {name} is stored as {entry['dtype']} (quantised?): dequantise the checkpoint first")
+        shape = tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if rows is None:
+            return self._bytes(path, start + begin, end - begin, dtype).view(shape)
+        stride = (end - begin) // max(shape[0], 1)
+        parts = [self._bytes(path, start + begin + a * stride, (b - a) * stride, dtype) for a, b in rows]
+        return torch.cat(parts).view(-1, *shape[1:])
+
+    def _bytes(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
+        """`size` bytes from `offset` on. The file is opened anew each time, so threads do not share a position in it."""
+        if not size:
+            return torch.empty(0, dtype=dtype)
+        buffer = bytearray(size)
+        rest = memoryview(buffer)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                file.seek(offset)
+                while rest:  # a read can return less than it was given room for, beyond 2 GB always
+                    count = file.readinto(rest)
+                    if not count:
+                        raise LocaterError(f"{path}: ends before its data does: the file is truncated, fetch it again")
+                    rest = rest[count:]
+        except OSError as error:
+            raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+        with self._lock:
+            self.bytes_read += size
+        return torch.frombuffer(buffer, dtype=dtype)
+
+
+def _located(path: Path) -> dict[str, tuple[Path, int, Entry]]:
+    start, header = safetensors_header(path)
+    return {name: (path, start, entry) for name, entry in header.items()}
+
+
+def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
+    """Offset of the data and the tensors' entries, as strict as the format."""
+    size = regular_file(path)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            if not 0 < length <= min(HEADER_LIMIT, size - 8):
+                raise LocaterError(f"{path}: not a safetensors file, or truncated in its header ({size:,} bytes)")
+            text = file.read(length)
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        header = _parsed(text)
+    except RecursionError:
+        raise LocaterError(f"{path}: its safetensors header is not readable (nested too deep): fetch it again") from None
+    except ValueError as error:
+        raise LocaterError(f"{path}: its safetensors header is not readable ({error}): fetch it again") from None
+    _check_entries(path, header, size - 8 - length)
+    return 8 + length, header
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """The header without its metadata. Python's JSON is wider than the format's: fractions, NaN and negative numbers are refused."""
+    if text[:1] != b"{":
+        raise ValueError("it does not begin with '{'")
+    try:
+        decoded = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    header: dict[str, Any] = json.loads(
+        decoded, object_pairs_hook=no_duplicates, parse_float=_refuse_number, parse_constant=_refuse_number, parse_int=_natural
+    )
+    metadata = header.pop("__metadata__", None)
+    strings = [*header]
+    if metadata is not None:
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ holds something else than text")
+        strings += [*metadata, *metadata.values()]
+    if rb"\u" in text:
+        "".join(strings).encode("utf-8")  # half of a pair of escapes is no text: UnicodeEncodeError is a ValueError
+    return header
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"the number {text:.40}")
+
+
+def _natural(text: str) -> int:
+    if text.startswith("-"):
+        raise ValueError(f"a negative number, {text:.40}")
+    return int(text)
+
+
+def _check_entries(path: Path, header: Mapping[str, Any], room: int) -> None:
+    """Every tensor has the bytes that its shape needs, and together they fill the `room` bytes of data."""
+    for name, entry in header.items():
+        fault = _fault(entry)
+        if fault:
+            raise LocaterError(f"{path}: tensor {_shown(name)} {fault}: the file is damaged, fetch it again")
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = entry["data_offsets"]
+        if begin != end:
+            raise LocaterError(
+                f"{path}: tensor {_shown(name)} begins at byte {begin} and not at {end}, where the one before it ends: "
+                "the file is damaged, fetch it again"
+            )
+        end = stop
+    if end > room:
+        raise LocaterError(f"{path}: truncated, {room:,} bytes of data and not {end:,}: fetch it again")
+    if end < room:
+        more = room - end
+        raise LocaterError(f"{path}: {more:,} byte{'s' * (more > 1)} more than its tensors have: the file is damaged, fetch it again")
+
+
+def _fault(entry: Any) -> str | None:
+    """What is wrong with a tensor's entry, None if nothing is."""
+    if not isinstance(entry, dict) or set(entry) != FIELDS:
+        return "has an entry without dtype, shape and data_offsets, or with more"
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        return f"has the dtype {dtype!r:.40}, which the format does not have"
+    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+        return f"has the shape {shape!r:.60} and the offsets {offsets!r:.60}, not lists of whole numbers"
+    count = BITS[dtype]
+    for axis in shape:  # axis by axis: a zero behind an overflow does not excuse it
+        count *= axis
+        if max(count, axis) > LARGEST:
+            return f"has the shape {shape!r:.60}, more than a file can hold"
+    begin, end = offsets
+    if count != 8 * (end - begin):
+        return f"has {end - begin} bytes for shape {shape!r:.60}"
+    return None
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+def _shown(name: str) -> str:
+    """A tensor's name for a message of one line."""
+    return name if name.isprintable() and len(name) <= 200 else f"{name!r:.80}"

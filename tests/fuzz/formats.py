@@ -1,0 +1,274 @@
+"""Each format: how a good file is made, mutated and read, and what the library that defines the format makes of the same file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locater import LocaterError, Statistics, compare, scan
+from locater.heads import open_source
+from tests.fuzz import mutate, seeds
+
+Tensors = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Format:
+    """`read` gives what is compared, or raises LocaterError; `reference` gives the same from the library, or raises what it likes."""
+
+    make: Callable[[Path], None]
+    mutate: Callable[[Random, Path], None]
+    read: Callable[[Path], Any]
+    reference: Callable[[Path], Any] | None = None
+    share: int = 1  # of the files that are tried, in 20ths
+
+
+def raw(tensor: Tensor) -> bytes:
+    """A tensor's bytes and what they mean: NaN equals itself, and 0 is not -0."""
+    flat = tensor.detach().contiguous().flatten()
+    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + (flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"")
+
+
+def every_tensor(weights: Any) -> Tensors:
+    """All tensors that can be read, whole and once more by rows; those refused one by one (quantised, sparse) are left out."""
+    found = {}
+    for name in weights.names():
+        try:
+            tensor = weights.read(name)
+            if tensor.ndim and len(tensor):
+                assert raw(weights.read(name, [(0, 1), (len(tensor) - 1, len(tensor))])) == raw(torch.cat([tensor[:1], tensor[-1:]])), name
+        except LocaterError:
+            continue
+        found[name] = raw(tensor)
+    return found
+
+
+def read_and_scan(path: Path) -> Tensors:
+    weights, _ = open_source(path)
+    found = every_tensor(weights)
+    with suppress(LocaterError):
+        scan(path)
+    return found
+
+
+def edit(pattern: str, change: Callable[[Random, bytes], bytes]) -> Callable[[Random, Path], None]:
+    """Mutates one of the files that match, by its bytes or by its structure."""
+
+    def change_one(rng: Random, folder: Path) -> None:
+        path = rng.choice(sorted(folder.glob(pattern)))
+        data = path.read_bytes()
+        path.write_bytes(rng.choice((change, change, mutate.of_bytes))(rng, data))
+
+    return change_one
+
+
+def edit_json(extra: tuple[Any, ...] = ()) -> Callable[[Random, bytes], bytes]:
+    return lambda rng, data: mutate.as_json(rng, mutate.of_value(rng, json.loads(data), extra=extra))
+
+
+def any_of(*choices: Callable[[Random, Path], None]) -> Callable[[Random, Path], None]:
+    return lambda rng, folder: rng.choice(choices)(rng, folder)
+
+
+def safetensors_reference(path: Path) -> Tensors:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return {name: raw(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def shards_reference(load: Callable[[Path], Tensors]) -> Callable[[Path], Tensors]:
+    """Every shard as the library reads it, each tensor from where the index says."""
+
+    def read(folder: Path) -> Tensors:
+        places: Mapping[str, str] = json.loads(next(folder.glob("*.index.json")).read_text())["weight_map"]
+        held = {place: load(folder / place) for place in set(places.values())}
+        whole = {name: tensor for part in held.values() for name, tensor in part.items()}
+        return whole | {name: held[place][name] for name, place in places.items()}
+
+    return read
+
+
+def pickle_reference(path: Path) -> Tensors:
+    held = torch.load(path, map_location="cpu", weights_only=True)
+    held = held["state_dict"] if isinstance(held.get("state_dict"), Mapping) else held
+    return {str(name): raw(value) for name, value in held.items() if isinstance(value, Tensor) and value.layout == torch.strided}
+
+
+def gguf_file(folder: Path) -> Path:
+    return next(folder.glob("*.gguf"))
+
+
+def read_gguf(folder: Path) -> tuple[Any, Tensors]:
+    from locater.heads.gguf_header import Array, read_header
+    from locater.heads.gguf_reader import _floats
+
+    path = gguf_file(folder)
+    header = read_header(path)
+    found = {}
+    for name in header.tensors:
+        try:
+            found[name] = raw(_floats(path, header, name))
+        except LocaterError:
+            continue
+    with suppress(LocaterError):
+        scan(path)
+    return {name: repr(value) for name, value in header.fields.items() if not isinstance(value, Array)}, found
+
+
+def gguf_reference(folder: Path) -> tuple[Any, Tensors]:
+    import gguf
+
+    reader = gguf.GGUFReader(gguf_file(folder))
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    found = {}
+    for tensor in reader.tensors:
+        try:
+            numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        except NotImplementedError:
+            continue
+        found[tensor.name] = raw(numbers.view(tuple(reversed(tensor.shape.tolist()))))
+    kept = {name: repr(field.contents()) for name, field in fields.items() if field.types[0] != gguf.GGUFValueType.ARRAY}
+    return kept, found
+
+
+def edit_gguf(rng: Random, folder: Path) -> None:
+    """One file stays; a number or a text of its header is replaced where it lies, or bytes anywhere."""
+    import gguf
+
+    path = rng.choice(sorted(folder.glob("*.gguf")))
+    for other in folder.glob("*.gguf"):
+        if other != path:
+            other.unlink()
+    data = bytearray(path.read_bytes())
+    if rng.random() < 0.3:
+        path.write_bytes(mutate.of_bytes(rng, bytes(data)))
+        return
+    reader = gguf.GGUFReader(path)
+    fields = [*reader.fields.values(), *(tensor.field for tensor in reader.tensors), *(tensor.field for tensor in reader.tensors)]
+    origin = reader.data.ctypes.data
+    for _ in range(rng.randint(1, 2)):
+        parts = [part for part in rng.choice(fields).parts if part.nbytes]
+        part = rng.choice(parts)
+        at, size = part.ctypes.data - origin, part.nbytes
+        old = int.from_bytes(data[at : at + min(size, 8)], "little")
+        new = rng.choice((rng.choice(mutate.NUMBERS), old + rng.choice((-32, -4, -1, 1, 4, 32, 64)), rng.randrange(256)))
+        width = min(size, 8)
+        data[at : at + width] = (new % 2 ** (8 * width)).to_bytes(width, "little")
+    del reader
+    path.write_bytes(data)
+
+
+def read_compare(folder: Path) -> None:
+    from rich.console import Console
+
+    from locater.report.html import compare_page
+    from locater.report.terminal import print_comparison
+
+    found = compare(folder / "scan.json", folder / "good.json")
+    json.loads(found.to_json())
+    print_comparison(found, Console(file=StringIO(), width=140))
+    compare_page(found.a, found.b, found.aligned)
+
+
+def edit_scan(rng: Random, folder: Path) -> None:
+    (folder / "good.json").write_bytes((folder / "scan.json").read_bytes())
+    edit("scan.json", edit_json())(rng, folder)
+
+
+def read_statistics(folder: Path) -> None:
+    statistics = Statistics.load(folder / "statistics.pt")
+    json.loads(scan(folder, statistics=statistics, length=8).to_json())
+
+
+def edit_statistics(rng: Random, folder: Path) -> None:
+    """Values of the document, tensors included, or its archive."""
+    path = folder / "statistics.pt"
+    if rng.random() < 0.4:
+        path.write_bytes(mutate.of_zip(rng, path.read_bytes()))
+        return
+    document = torch.load(path, weights_only=True)
+    document["silent"] = list(document["silent"])
+    square, vector = torch.eye(16), torch.zeros(16)
+    tensors = (
+        vector, vector * float("nan"), vector.to(torch.int8), torch.zeros(0), torch.tensor(1.0), torch.ones(3, 3), square.double(), -square,
+        torch.full((16, 16), 1e38), square.to_sparse(), torch.zeros(1).expand(16, 16), torch.empty(16, device="meta"),
+    )  # fmt: skip
+    torch.save(mutate.of_value(rng, document, extra=tensors * 2), path)
+
+
+def read_log(folder: Path) -> None:
+    from locater.report.log import read_run
+
+    run = read_run(folder / "run.jsonl")
+    json.loads(run.to_json())
+    run.summary()
+
+
+def edit_log(rng: Random, data: bytes) -> bytes:
+    """A line edited, lost or written twice."""
+    lines = data.splitlines(keepends=True)
+    at = rng.randrange(len(lines))
+    match rng.randrange(5):
+        case 0:
+            del lines[at]
+        case 1:
+            lines.insert(rng.randrange(len(lines)), lines[at])
+        case _:
+            lines[at] = edit_json()(rng, lines[at]) + b"\n"
+    return b"".join(lines)
+
+
+def read_config(folder: Path) -> None:
+    family = next(path for path in folder.iterdir() if path.is_dir())
+    json.loads(scan(family).to_json())
+
+
+def edit_config(rng: Random, folder: Path) -> None:
+    import shutil
+
+    chosen = rng.choice(sorted(folder.iterdir()))
+    for other in folder.iterdir():
+        if other != chosen:
+            shutil.rmtree(other)
+    path = chosen / "config.json"
+    document = mutate.of_value(rng, json.loads(path.read_bytes()), 2, extra=("llama", "bert", "yarn", "longrope"))
+    path.write_bytes(mutate.as_json(rng, document))
+
+
+def in_folder(name: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    return lambda folder: read(folder / name)
+
+
+SHARDS = edit("part-*.safetensors", mutate.of_safetensors)
+INDEX = edit("*.index.json", edit_json(("part-0.safetensors", "part-1.safetensors", "config.json", "../part-0.safetensors")))
+PICKLE = edit("*.bin", mutate.of_zip)
+FORMATS = {
+    "safetensors": Format(
+        seeds.make_safetensors, edit("model.safetensors", mutate.of_safetensors), in_folder("model.safetensors", read_and_scan),
+        in_folder("model.safetensors", safetensors_reference), share=5,
+    ),
+    "shards": Format(seeds.make_shards, any_of(SHARDS, INDEX), read_and_scan, shards_reference(safetensors_reference), share=2),
+    "gguf": Format(seeds.make_gguf, edit_gguf, read_gguf, gguf_reference, share=4),
+    "pickle": Format(
+        seeds.make_pickle, PICKLE, in_folder("pytorch_model.bin", read_and_scan), in_folder("pytorch_model.bin", pickle_reference), share=2
+    ),
+    "pickled shards": Format(seeds.make_pickled_shards, any_of(PICKLE, INDEX), read_and_scan, shards_reference(pickle_reference)),
+    "legacy pickle": Format(
+        seeds.make_legacy_pickle, edit("*.bin", mutate.of_bytes), in_folder("pytorch_model.bin", read_and_scan),
+        in_folder("pytorch_model.bin", pickle_reference),
+    ),
+    "config": Format(seeds.make_config, edit_config, read_config, share=2),
+    "scan": Format(seeds.make_scan, edit_scan, read_compare),
+    "statistics": Format(seeds.make_statistics, edit_statistics, read_statistics),
+    "log": Format(seeds.make_log, edit("run.jsonl", edit_log), read_log),
+}  # fmt: skip
