@@ -335,14 +335,20 @@ def test_controls_by_name() -> None:
         ("locater(target=2", "write it as"),
         ("", "write it as"),
         ("os.system('x')", "write it as"),
-        ("locater(shrink='a')", "control \"locater(shrink='a')\""),
+        ("locater(shrink='a')", "--control locater(shrink='a'): '<' not supported"),
         ("locater(part=half)", "choose symmetric or full"),
+        ("locater(layers=2)", "layers=2: give a list of numbers, such as [0, 2]"),
+        ("locater(target=[1])", "target=[1]: a number, or free"),
+        ("locater(schedule=cosine)", "schedule='cosine': a function of the step"),
+        ("mimetic(target=high)", "target='high': a number"),
+        ("mechanism", "mechanism needs name: write it as mechanism(name=...)"),
     ],
 )
 def test_a_bad_control_is_refused(text: str, said: str) -> None:
     with pytest.raises(LocaterError) as error:
         parse_control(text)
     assert said in str(error.value)
+    assert str(error.value).startswith("--control ")
 
 
 def test_the_state_of_controls_goes_on() -> None:

@@ -118,7 +118,7 @@ def _places(model: nn.Module, chosen: Layers, only: Only) -> list[Place]:
     weights = Recorder(model)
     found = list(layers_of(weights, config_of(model)))
     wrong = [i for i in chosen or () if not 0 <= i < len(found)]
-    if wrong:
+    if wrong or (chosen is not None and not chosen):
         raise LocaterError(f"layers={list(chosen or ())}: there are {len(found)}, numbered from 0")
     layers = found if chosen is None else [found[i] for i in chosen]
     weights.held.clear()  # what is read from here on are maps

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from locater.attention import mechanisms
-from locater.attention.text import parse_attention
+from locater.attention.text import Named, parse_attention
 from locater.control.mechanism import fits
 from locater.errors import LocaterError
 from locater.result import SCHEMA, write_whole
@@ -111,13 +111,19 @@ class Plan:
         """Refuse a mechanism that the task or the sizes do not fit, and settings it does not have."""
         if self.attention == "softmax":
             return
+        try:
+            for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():  # each kind once
+                self._check_mechanism(held)
+        except LocaterError as error:
+            raise LocaterError(f"--attention {self.attention}: {error}") from None
+
+    def _check_mechanism(self, held: Named) -> None:
         size = self.width // self.heads
-        sizes = dict(width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
-        for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():  # each kind once
-            fits(held.mechanism, self.is_causal, f"task={self.task}")
-            if held.name == "differential" and self.where == "rotary" and size % 4:
-                raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
-            held.check(**sizes)
+        fits(held.mechanism, self.is_causal, f"task={self.task}")
+        if held.name == "differential" and self.where == "rotary" and size % 4:
+            raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
+        tokens = None if self.task == "image" else self.length
+        held.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
 
     @property
     def is_causal(self) -> bool:
