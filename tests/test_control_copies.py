@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from locater import LocaterError
 from locater.control import (
@@ -133,16 +133,18 @@ def test_a_running_average_of_all_parameters() -> None:
     """As docs/control.md has it."""
     model = model_of("own").train()
     control = Temperature(init=2.0).attach(model)
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    averaged = AveragedModel(model)
     theirs = [p for held in carried(averaged) for p in held.parameters.values()]
-    averaged.update_parameters(model)
-    with torch.no_grad():
-        for p in (*model.parameters(), *control.parameters()):
-            p += 1.0
-    averaged.update_parameters(model)
-    with torch.no_grad():
-        torch._foreach_lerp_(theirs, control.parameters(), 0.5)
-    torch.testing.assert_close(theirs, [p - 0.5 for p in control.parameters()])
+    for _ in range(3):
+        with torch.no_grad():
+            for p in (*model.parameters(), *control.parameters()):
+                p += 1.0
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            for mine, p in zip(theirs, control.parameters(), strict=True):
+                mine.lerp_(p, 1 / int(averaged.n_averaged))
+    for mine, last in (*zip(theirs, control.parameters(), strict=True), *zip(averaged.parameters(), model.parameters(), strict=True)):
+        torch.testing.assert_close(mine, last - 1.0)
 
 
 def test_a_state_dict_holds_nothing_of_a_control() -> None:

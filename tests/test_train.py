@@ -66,6 +66,7 @@ def test_a_plan_goes_to_json_and_back() -> None:
         ({"width": 12, "heads": 4}, "give heads an even size"),
         ({"heads": 4, "kv_heads": 3}, "heads=4, kv_heads=3: each must be a multiple of the next"),
         ({"task": "image"}, "go together"),
+        ({"task": "image", "images": "a.npz", "corpus": ["a.txt"]}, "task=image learns from images alone: leave out corpus=a.txt"),
         ({"masked": 1.0}, "these are shares"),
     ],
 )
@@ -238,6 +239,9 @@ def test_bad_images_are_refused(tmp_path: Path, change: dict[str, Any], said: st
     with pytest.raises(LocaterError, match=r"y\.npz") as error:
         open_data(Plan(task="image", images=str(tmp_path / "y.npz")), tmp_path, torch.device("cpu"))
     assert said in str(error.value)
+    few = Plan(task="image", images=str(tmp_path / "x.npz"), batch=500)
+    with pytest.raises(LocaterError, match=r"x\.npz: 180 images to train on fill no batch of 500: give a smaller --batch"):
+        open_data(few, tmp_path, torch.device("cpu"))
 
 
 # The model

@@ -42,6 +42,12 @@ def plan_of(attention: str, control: str, folder: Path, **changes: Any) -> Plan:
     return Plan(**{**held, **changes})
 
 
+def begun(plan: Plan) -> Training:
+    """A run as it stands before anything is written."""
+    check_plan(plan)
+    return Training.begin(plan, Path(plan.out), torch.device("cpu"), lambda event: None)
+
+
 def fits(attention: str, control: str) -> bool:
     """Whether the pair is one that makes sense."""
     name, control = parse_attention(attention, 1)[0].name, control.partition("(")[0]
@@ -56,13 +62,11 @@ def test_every_mechanism_under_every_control(attention: str, tmp_path: Path) -> 
         plan = plan_of(attention, control, tmp_path / "run")
         if not fits(attention, control):
             with pytest.raises(LocaterError) as error:
-                check_plan(plan)
-                Training.begin(plan, tmp_path / "run", torch.device("cpu"), lambda event: None)
+                begun(plan)
             assert str(error.value).startswith(f"--control {control}: ")
             assert "\n" not in str(error.value)
             continue
-        check_plan(plan)
-        training = Training.begin(plan, tmp_path / "run", torch.device("cpu"), lambda event: None)
+        training = begun(plan)
         try:
             training.train()
         finally:
@@ -79,9 +83,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model: plain(model, backend="eager"))
 
 
-@pytest.mark.parametrize(
-    ("attention", "control"), [("gated(per=element)", "locater"), ("learned_sink", "entropypenalty(ceiling=0.5)")]
-)
+@pytest.mark.parametrize(("attention", "control"), [("gated(per=element)", "locater"), ("learned_sink", "entropypenalty(ceiling=0.5)")])
 def test_a_compiled_run(attention: str, control: str, tmp_path: Path, traced: None) -> None:
     result = run(plan_of(attention, control, tmp_path / "run", compile=True, batch=512, length=4))
     torch._dynamo.reset()

@@ -96,6 +96,8 @@ class Plan:
     def _check_data(self) -> None:
         """Refuse what the task does not read, and sizes of its vocabulary that it cannot have."""
         given = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
+        if self.task == "image" and self.corpus:
+            raise LocaterError(f"task=image learns from images alone: leave out corpus={self.corpus[0]}")
         if self.task in MADE and given:
             raise LocaterError(f"task={self.task} makes its own {MADE[self.task]}: leave out {given}")
         if (self.task == "image") != (self.images is not None):
@@ -134,6 +136,14 @@ class Plan:
     def where(self) -> str:
         """Kind of positions."""
         return self.positions or ("learned" if self.task == "image" else "rotary")
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Options that decide nothing in this run, each with the choice that makes it so; who gives one of them means another run."""
+        found = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
+        if self.task != "masked":
+            found["masked"] = f"--task {self.task}"
+        return found | ({"hidden": "--mlp none"} if self.mlp == "none" else {})
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
