@@ -262,12 +262,10 @@ def _spoil(output: Tensor | None, shown: Tensor | None, sums: Tensor, pairs: Ten
     """
     if output is None or output.ndim != 4 or output.shape[2] != len(sums):
         return
-    dtype = torch.promote_types(output.dtype, torch.float32)
-    if shown is None:
-        made = output.sum((0, 1, 3), dtype=dtype)
-    else:
-        made = output.sum(3, dtype=dtype).masked_fill_(~shown.transpose(1, 2), 0).sum((0, 1))
-    nothing = made.mul_(0).to(sums.dtype)  # (H,): 0, or NaN
+    made = output.sum(3, dtype=torch.promote_types(output.dtype, torch.float32))  # (B, T, H)
+    if shown is not None:
+        made.masked_fill_(~shown.transpose(1, 2), 0)
+    nothing = made.sum((0, 1), dtype=sums.dtype).mul_(0)  # (H,): 0, or NaN
     sums.narrow(1, AT["entropy"], AT["outputs"] - AT["entropy"]).add_(nothing[:, None])
     if pairs.numel():
         pairs.add_(nothing[:, None, None])
