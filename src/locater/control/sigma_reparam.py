@@ -136,7 +136,7 @@ def _own_class(module: nn.Module) -> None:
     """torch takes a parametrization off the class that it made for the module, which copies of the module share."""
     kind = type(module)
     held = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    module.__class__ = type(kind)(kind.__name__, kind.__bases__, held)
+    module.__class__ = type(kind.__name__, kind.__bases__, held)
 
 
 def _places(model: nn.Module, chosen: Layers, only: Only) -> list[Place]:

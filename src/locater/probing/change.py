@@ -60,7 +60,7 @@ class Change:
     def __call__(self, asked: Asked) -> Asked:
         raise NotImplementedError
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()
 

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | No
             sums["tokenizer_config.json"] = _write(beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n")
         if state is not None:
             with _writing(beside / STATE) as file:
-                torch.save(state, file)
+                torch.save(state, cast("IO[bytes]", file))
             sums[STATE] = file.sum.hexdigest()
             _write(beside / SUMS, *(f"{sum_}  {name}\n".encode() for name, sum_ in sums.items()))
         _flush_folder(beside)
