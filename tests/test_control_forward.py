@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -519,18 +518,6 @@ def test_what_acts_is_observed_and_monitored(tmp_path: Path) -> None:
     assert [e for layer in step["heads"]["entropy"] for e in layer] == pytest.approx([row.entropy for row in seen.rows], rel=1e-5)
     for control in controls:
         control.detach()
-
-
-def test_a_copy_comes_without_controls() -> None:
-    model = llama().eval()
-    with torch.no_grad():
-        plain = model(**BATCH).logits
-        control = QKNorm(init=1.0).attach(model)
-        assert torch.equal(copy.deepcopy(model)(**BATCH).logits, plain)
-        assert not torch.equal(model(**BATCH).logits, plain)
-        control.detach()
-        control.detach()
-        assert torch.equal(model(**BATCH).logits, plain)
 
 
 def test_parameters_are_saved_and_loaded() -> None:

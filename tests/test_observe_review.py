@@ -279,6 +279,65 @@ def test_what_padding_holds_does_not_reach_the_outputs() -> None:
     assert float(grams[0].abs().sum()) > 0
 
 
+NUMBERS = ("entropy", "entropy_ratio", "max_probability", "row_mass", "participation", "distance", "self_mass", "sink", "rest_entropy")
+
+
+def loud(dtype: torch.dtype, factor: float) -> Any:
+    """A model whose second layer has logits beyond what half precision holds."""
+    model = llama()
+    with torch.no_grad():
+        for part in (model.model.layers[1].self_attn.q_proj, model.model.layers[1].self_attn.k_proj):
+            part.weight.mul_(factor)
+    model.set_attn_implementation("eager")
+    return model.to(dtype).eval()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 1e3), (torch.float16, 1e4), (torch.bfloat16, 1e20)])
+def test_a_map_that_is_no_number_in_the_model_has_no_entropy(dtype: torch.dtype, factor: float, padded: bool) -> None:
+    """Statistics are in float32, which does not overflow where float16 does: what acted is NaN, and not a one-hot row."""
+    model, ids = loud(dtype, factor), tokens(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0 if padded else 1
+    with torch.no_grad(), locater.observe(model, rest=True, outputs=True, offsets=[1]) as seen:
+        maps = model(ids, attention_mask=mask, output_attentions=True).attentions
+    assert all(bool(held.isfinite().all()) for held in maps[:1])
+    for row in seen.rows:
+        whole = bool(maps[row.layer][:, row.head][mask.bool()].isfinite().all())
+        assert ("nonfinite" in row.flags) == (not whole), row
+        assert all((row[name] is None) == (not whole) for name in NUMBERS), row
+        assert (row.offsets[1] is None) == (not whole)
+    lost = [row for row in seen.rows if "nonfinite" in row.flags]
+    assert lost
+    assert not any(row.layer == 0 for row in lost)
+    if dtype == torch.float16:  # of keys in view; a key out of sight spoils a row as well: inf - 65504 is inf
+        assert all(row.max_logit is not None for row in lost)
+
+
+def test_what_padding_holds_spoils_nothing() -> None:
+    q, output = torch.randn(1, 4, 6, 8), torch.randn(1, 6, 4, 8)
+    padding = torch.ones(1, 6, dtype=torch.bool)
+    padding[0, :2] = False
+    for row, spoiled in ((1, False), (2, True)):
+        site = locater.observe(llama()).sites[0]
+        made = output.clone()
+        made[0, row, 3] = torch.inf
+        site.see(Call(q, q[:, ::2], 1.0, causal=True, padding=padding, output=made))
+        assert site.sums.isnan().any(1).tolist() == [False, False, False, spoiled]
+
+
+@pytest.mark.parametrize(("factor", "lost"), [(1.0, False), (300.0, True)])
+def test_heads_of_pytorchs_own_layers_too(factor: float, lost: bool) -> None:
+    model = nn.MultiheadAttention(16, 2, batch_first=True).half().eval()
+    with torch.no_grad():
+        model.in_proj_weight[:32] *= factor
+    x = 10 * torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0)).half()
+    with torch.no_grad(), locater.observe(model) as seen:
+        out, _ = model(x, x, x)
+    assert bool(out.isfinite().all()) != lost
+    assert all((row.entropy is None) == ("nonfinite" in row.flags) == lost for row in seen.rows)
+
+
 def test_ranks_of_outputs_that_nobody_hands_over_are_not_known() -> None:
     with locater.observe(model := nn.MultiheadAttention(16, 2, batch_first=True), outputs=True) as seen:
         model(*[torch.randn(1, 4, 16)] * 3)

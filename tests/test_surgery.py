@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError
-from locater.control import Controls, Surgery, Temperature, surgery
+from locater.control import Controls, Surgery, Temperature, carried, surgery
 from locater.heads import attention_layers
 from locater.measures import rank_residual
 from locater.probing import Monitor, observe
@@ -405,16 +405,24 @@ def test_a_monitor_goes_along(tmp_path: Path) -> None:
     assert given[0].abs().max() > 0, "what attention is given is the stream, not the zeros that its block is run on"
 
 
-@torch.no_grad()
-def test_a_copy_comes_whole() -> None:
-    model = small("Llama")
-    before = model(IDS).last_hidden_state
-    Surgery(no_skip=True, no_mlp=True, no_norm=True).attach(model)
-    twin, kept = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for other in (twin, kept):
-        assert torch.equal(other(IDS).last_hidden_state, before)
-        Surgery(no_mlp=True).attach(other)
-    assert not torch.equal(model(IDS).last_hidden_state, before)
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+def test_a_copy_is_cut_as_the_model_is(case: Case) -> None:
+    model = prepared(case)
+    before = tensors(execute(model, case))
+    control = Surgery(no_skip=True, no_mlp=True, no_norm=True).attach(model)
+    cut = tensors(execute(model, case))
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))]
+    twin, its = copy.deepcopy((model, control))
+    control.detach()
+    assert all(torch.equal(a, b) for a, b in zip(tensors(execute(model, case)), before, strict=True))
+    assert not carried(model)
+    for other in (*copies, twin):
+        assert all(torch.equal(a, b) for a, b in zip(tensors(execute(other, case)), cut, strict=True))
+        assert {held.control for held in carried(other)} == {repr(control)}
+        with pytest.raises(LocaterError, match="under another Surgery"):
+            Surgery(no_mlp=True).attach(other)
+    its.detach()  # a control that was copied along is the copy's
+    assert all(torch.equal(a, b) for a, b in zip(tensors(execute(twin, case)), before, strict=True))
 
 
 # What cannot be done

@@ -66,6 +66,7 @@ def test_a_plan_goes_to_json_and_back() -> None:
         ({"width": 12, "heads": 4}, "give heads an even size"),
         ({"heads": 4, "kv_heads": 3}, "heads=4, kv_heads=3: each must be a multiple of the next"),
         ({"task": "image"}, "go together"),
+        ({"task": "image", "images": "a.npz", "corpus": ["a.txt"]}, "task=image learns from images alone: leave out corpus=a.txt"),
         ({"masked": 1.0}, "these are shares"),
     ],
 )
@@ -238,6 +239,9 @@ def test_bad_images_are_refused(tmp_path: Path, change: dict[str, Any], said: st
     with pytest.raises(LocaterError, match=r"y\.npz") as error:
         open_data(Plan(task="image", images=str(tmp_path / "y.npz")), tmp_path, torch.device("cpu"))
     assert said in str(error.value)
+    few = Plan(task="image", images=str(tmp_path / "x.npz"), batch=500)
+    with pytest.raises(LocaterError, match=r"x\.npz: 180 images to train on fill no batch of 500: give a smaller --batch"):
+        open_data(few, tmp_path, torch.device("cpu"))
 
 
 # The model
@@ -335,14 +339,20 @@ def test_controls_by_name() -> None:
         ("locater(target=2", "write it as"),
         ("", "write it as"),
         ("os.system('x')", "write it as"),
-        ("locater(shrink='a')", "control \"locater(shrink='a')\""),
+        ("locater(shrink='a')", "--control locater(shrink='a'): '<' not supported"),
         ("locater(part=half)", "choose symmetric or full"),
+        ("locater(layers=2)", "layers=2: give a list of numbers, such as [0, 2]"),
+        ("locater(target=[1])", "target=[1]: a number, or free"),
+        ("locater(schedule=cosine)", "schedule='cosine': a function of the step"),
+        ("mimetic(target=high)", "target='high': a number"),
+        ("mechanism", "mechanism needs name: write it as mechanism(name=...)"),
     ],
 )
 def test_a_bad_control_is_refused(text: str, said: str) -> None:
     with pytest.raises(LocaterError) as error:
         parse_control(text)
     assert said in str(error.value)
+    assert str(error.value).startswith("--control ")
 
 
 def test_the_state_of_controls_goes_on() -> None:

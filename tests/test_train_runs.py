@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
 import random
 import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -348,12 +350,77 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
     assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".") and p.is_dir()]
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was cut off after its second checkpoint."""
+    base = tmp_path_factory.mktemp("damaged")
     with pytest.raises(Cut):
-        run(plan(tmp_path), cut_at(9))
-    (tmp_path / "run" / "step-00000008" / "state.pt").write_bytes(b"half")
-    with pytest.raises(LocaterError, match="step-00000008: cannot be read"):
-        run(plan(tmp_path))
+        run(plan(base), cut_at(9))
+    return base / "run"
+
+
+@pytest.mark.parametrize("name", ["state.pt", "SHA256SUMS", "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_bit_that_flips_in_a_checkpoint_is_found(two_checkpoints: Path, name: str) -> None:
+    step = two_checkpoints / "step-00000008"
+    path = step / name
+    content, cpu = path.read_bytes(), torch.device("cpu")
+    rng = random.Random(0)
+    places = [0, 8 * len(content) - 1, *(rng.randrange(8 * len(content)) for _ in range(60))]
+    flipped = [content[: at // 8] + bytes([content[at // 8] ^ (1 << at % 8)]) + content[at // 8 + 1 :] for at in places]
+    try:
+        for damaged in (*flipped, b"", content[:-1], content[: len(content) // 2], content + b"\0"):
+            path.write_bytes(damaged)
+            with pytest.raises(LocaterError) as error:
+                checkpoints.read_state(step, cpu)
+            said = str(error.value)
+            assert said.startswith(f"{step}/"), said
+            assert name == "SHA256SUMS" or said.startswith(f"{path}: damaged"), said
+            assert said.endswith(f"remove {step}, and the run goes on from step-00000004"), said
+            assert "\n" not in said
+    finally:
+        path.write_bytes(content)
+    assert checkpoints.read_state(step, cpu)["step"] == 8
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, whole: Result) -> None:
+    again = replace(whole.plan, out=str(tmp_path / "run"))
+    with pytest.raises(Cut):
+        run(again, cut_at(9))
+    last = tmp_path / "run" / "step-00000008"
+    (last / "state.pt").write_bytes(b"half")
+    with pytest.raises(LocaterError, match=r"step-00000008/state\.pt: damaged, .* the run goes on from step-00000004"):
+        run(again)
+    shutil.rmtree(last)
+    assert weights(run(again)) == weights(whole)
+
+
+def test_a_tokenizer_that_changed_is_refused(two_checkpoints: Path) -> None:
+    path, step = two_checkpoints / "tokenizer.json", two_checkpoints / "step-00000008"
+    content = path.read_bytes()
+    try:
+        path.write_bytes(content + b" ")
+        with pytest.raises(LocaterError) as error:
+            checkpoints.read_state(step, torch.device("cpu"))
+    finally:
+        path.write_bytes(content)
+    assert str(error.value) == f"{path}: damaged, or changed since step-00000008: copy {step / 'tokenizer.json'} over it"
+
+
+def test_a_checkpoint_of_before_has_no_sums(two_checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(two_checkpoints / "step-00000004", tmp_path / "step-00000004")
+    (tmp_path / "step-00000004" / "SHA256SUMS").unlink()
+    assert checkpoints.read_state(tmp_path / "step-00000004", torch.device("cpu"))["step"] == 4
+    said = f"{tmp_path}/step-00000004: was written without SHA256SUMS, so it cannot be checked for damage; the run goes on from it"
+    assert caplog.messages == [said]
+    (tmp_path / "step-00000004" / "state.pt").write_bytes(b"half")
+    with pytest.raises(LocaterError, match=r"step-00000004: cannot be read .* the run goes on from its first step, since no other is kept"):
+        checkpoints.read_state(tmp_path / "step-00000004", torch.device("cpu"))
+
+
+def test_sums_are_those_of_the_usual_command(two_checkpoints: Path) -> None:
+    step = two_checkpoints / "step-00000008"
+    made = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in sorted(step.iterdir()) if path.name != "SHA256SUMS"]
+    assert sorted((step / "SHA256SUMS").read_text().splitlines()) == sorted(made)
 
 
 # Sweeps
@@ -477,6 +544,19 @@ def test_seeds_begin_at_the_one_given(run: Run, tmp_path: Path) -> None:
         (["--json", "no/such/folder/x.json"], "the folder no/such/folder does not exist"),
         (["--plan", "no-plan.json"], "no-plan.json"),
         (["--sweep", "x=1"], "write it as option=value"),
+        (["--masked", "0.2"], "--masked does nothing with --task causal"),
+        (["--patch", "4"], "--patch does nothing with --task causal"),
+        (["--mlp", "none", "--hidden", "8"], "--hidden does nothing with --mlp none"),
+        (["--sweep", "masked=0.1,0.2"], "--masked does nothing with --task causal"),
+        (["--rate", "1", "--sweep", "rate=1,2"], "--rate and --sweep rate=... exclude each other"),
+        (["--sweep", "decay=1,2", "--sweep", "decay=3"], "--sweep decay is given twice"),
+        (["--sweep", "kv_heads=1,3"], "--sweep kv_heads=3: width=16, heads=2, kv_heads=3: each must be a multiple of the next"),
+        (["--sweep", "control=locater(part=\"full\"),locater(part='full')"], "is the folder of two runs"),
+        (["--sweep", f"control=none,locater(layers=[{'0, ' * 80}])"], "is too long a name for a folder"),
+        (["--sweep", "control=none,surgery"], "--control surgery: Surgery takes nothing out"),
+        (["--sweep", "attention=softmax,gated(per=3)"], "--attention gated(per=3): per=3: choose head or element"),
+        (["--control", "locater(layers=[7])"], "--control locater(layers=[7]): layers=[7]: there are 2"),
+        (["--attention", "gated(per=3)"], "--attention gated(per=3): per=3: choose head or element"),
     ],
 )
 def test_bad_usage_is_one_line(run: Run, tmp_path: Path, extra: list[str], said: str) -> None:

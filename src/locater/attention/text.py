@@ -41,20 +41,24 @@ class Named:
         """Its module; `sizes` as for `attention_module`."""
         return attention_module(self.name, **sizes, **self.settings)
 
-    def check(self, **sizes: Any) -> None:
-        """Raises where a setting is none, or has a value that it cannot have: some of that is seen when the module is called."""
-        with torch.random.fork_rng(devices=[]):
-            made = self.module(**sizes)
-        if not self.settings or "grid" in self.settings:  # a grid has as many tokens as its image
-            return
-        few, T, size = sizes.get("kv_heads") or sizes["heads"], 8, sizes["size"]
-        q, k, x = torch.zeros(1, sizes["heads"], T, size), torch.zeros(1, few, T, size), torch.zeros(1, T, sizes["width"])
+    def check(self, tokens: int | None = None, **sizes: Any) -> None:
+        """Raises where a setting is none, or has a value that it cannot have: some of that is seen when the module is called.
+
+        A grid has as many tokens as its image: it is checked where `tokens`, how many there are in a sequence, is given.
+        """
+        grid = "grid" in self.settings
         try:
-            with torch.no_grad():
-                made(q, k, k, x, causal=self.mechanism.causal != "never")
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                made = self.module(**sizes)
+                if self.settings and not (grid and tokens is None):
+                    self._call(made, tokens if grid and tokens is not None else 8, **sizes)
         except (TypeError, ValueError, RuntimeError) as error:
             given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
             raise LocaterError(f"{self.name}: a value that cannot be among {given} ({first_line(error)})") from None
+
+    def _call(self, made: AttentionModule, tokens: int, *, width: int, heads: int, size: int, kv_heads: int) -> None:
+        q, k = torch.zeros(1, heads, tokens, size), torch.zeros(1, kv_heads, tokens, size)
+        made(q, k, k, torch.zeros(1, tokens, width), causal=self.mechanism.causal != "never")
 
 
 def parse_attention(text: str, layers: int) -> tuple[Named, ...]:

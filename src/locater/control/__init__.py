@@ -3,6 +3,7 @@
 from locater.control.base import Control, Controls
 from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
+from locater.control.forward import Carried, carried
 from locater.control.mechanism import Mechanism
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
@@ -13,6 +14,7 @@ from locater.control.surgery import Surgery
 from locater.control.temperature import Temperature
 
 __all__ = [
+    "Carried",
     "Control",
     "Controls",
     "EntropyPenalty",
@@ -25,4 +27,5 @@ __all__ = [
     "SigmaReparam",
     "Surgery",
     "Temperature",
+    "carried",
 ]

@@ -11,6 +11,7 @@ has no lower bound, since a rotation makes it negative.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -47,8 +48,10 @@ class LocAteR(Control):
     ) -> None:
         if part not in ("symmetric", "full"):
             raise LocaterError(f"part={part!r}: choose symmetric or full")
-        if isinstance(target, str) and target != "free":
+        if target != "free" and not (isinstance(target, int | float) and math.isfinite(target)):
             raise LocaterError(f"target={target!r}: a number, or free")
+        if schedule is not None and not callable(schedule):
+            raise LocaterError(f"schedule={schedule!r}: a function of the step, which a text cannot be")
         if shrink < 0 or hold < 0:
             raise LocaterError(f"shrink={shrink}, hold={hold}: both count from 0, or the penalty would reward what it should charge")
         self.shrink, self.hold, self.target, self.part, self.layers, self.schedule = shrink, hold, target, part, layers, schedule

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from locater.control.base import Layers, device_of
-from locater.control.forward import MEASURE, ForwardChange, ForwardControl, Place
+from locater.control.forward import MEASURE, ForwardChange, ForwardControl, Heads, Place
 from locater.control.rows import row_entropy
 from locater.errors import LocaterError
 from locater.probing.change import Asked
@@ -58,7 +58,7 @@ class EntropyPenalty(ForwardControl):
     def _change(self, place: Place) -> ForwardChange:
         low = None if self.floor is None else self.floor + self.margin
         high = None if self.ceiling is None else self.ceiling - self.margin
-        return _Collected(place, low, high)
+        return _Collected(place.of, place.device, low, high)
 
     def loss(self) -> Tensor:
         """The penalty of the forward passes since it was last asked, or since the last step; with its gradients, float32 at least."""
@@ -79,11 +79,15 @@ class _Collected(ForwardChange):
 
     order = MEASURE
 
-    def __init__(self, place: Place, low: float | None, high: float | None) -> None:
-        self.place, self.low, self.high = place, low, high
-        self.none = torch.zeros(2, device=place.device)
+    def __init__(self, of: Heads, device: torch.device, low: float | None, high: float | None) -> None:
+        self.of, self.low, self.high = of, low, high
+        self.none = torch.zeros(2, device=device)
         self.total = self.none
         self.calls = 0  # since the last step; only counted where nothing is compiled
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing, in a copy of a model: it changes no output, and nobody would ask the copy for what it collects."""
+        return type(None), ()
 
     def taken(self) -> Tensor:
         found, self.total = self.total, self.none
@@ -103,7 +107,7 @@ class _Collected(ForwardChange):
 
     def _penalty(self, asked: Asked) -> Tensor:
         """Mean over the rows that count."""
-        entropy, visible = row_entropy(asked.call(), self.place.layer.kind == "self")
+        entropy, visible = row_entropy(asked.call(), self.of.kind == "self")
         counted = visible > 1
         ratio = entropy / torch.log(visible.clamp_min(2).to(entropy))
         off = torch.zeros_like(ratio)
@@ -116,7 +120,7 @@ class _Collected(ForwardChange):
     def _refuse_reentrant(self) -> None:
         if not self.calls:
             raise LocaterError(
-                f"{self.place.layer.name}: EntropyPenalty cannot follow reentrant activation checkpointing: "
+                f"{self.of.name}: EntropyPenalty cannot follow reentrant activation checkpointing: "
                 "model.gradient_checkpointing_enable({'use_reentrant': False})"
             )
 

@@ -5,15 +5,20 @@ Whichever is attached first, what acts on one call comes in this order: QKNorm, 
 reads weights and knows of none of them.
 
 Parameters of a control are its own: give `control.parameters()` to the optimizer, save `control.state_dict()` beside the model's,
-and average their gradients over ranks in a distributed run, since DDP and FSDP do not know of them. A copy of the model, such as
-a running average of it, comes without its controls.
+and average their gradients over ranks in a distributed run, since DDP and FSDP do not know of them.
+
+A copy of the model (`copy.deepcopy`, pickling, `torch.save(model)`, a running average) computes what the model computes: it carries
+what controls changed, with parameters of its own, and keeps it when the control is detached from the original. `carried(copy)` says
+what that is. `state_dict` holds nothing of it.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,13 +27,32 @@ from torch import Tensor, nn
 from locater.control.base import Control, Layers, device_of
 from locater.errors import LocaterError
 from locater.heads import AttentionLayer, attention_layers
+from locater.heads.layer import Kind
 from locater.heads.weights import ModuleWeights
 from locater.probing import interface, outside
-from locater.probing.change import Change, put, take
-from locater.probing.outside.parts import instead
+from locater.probing.change import Change, changes, numbered, put, take
+from locater.probing.outside.parts import CONTROL, instead
 
+logger = logging.getLogger("locater")
 NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module
 WORK = "GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, OPT, DeepSeek, BERT, T5, BART, Whisper, ViT, CLIP and their relatives do"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a change knows of its layer: plain numbers, so that a copy of the model can carry them."""
+
+    name: str
+    kind: Kind
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    causal: bool
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
 
 
 @dataclass(frozen=True)
@@ -39,16 +63,74 @@ class Place:
     module: nn.Module
     device: torch.device
 
+    @property
+    def of(self) -> Heads:
+        held = self.layer
+        return Heads(held.name, held.kind, held.heads, held.kv_heads, held.head_dim, held.scale, held.causal)
+
     def parameter(self, values: Tensor, learn: bool) -> nn.Parameter:
         """float32, where the module is."""
         return nn.Parameter(values.to(self.device, torch.float32), requires_grad=learn)
 
 
 class ForwardChange(Change):
-    """A change with parameters by name."""
+    """A change with parameters by name. `of` says which layer's it is, `control` in words which control put it there."""
+
+    of: Heads
+    control = ""
 
     def named(self) -> dict[str, nn.Parameter]:
         return {}
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Its own, in a copy of a model and in a saved one: without it that would be another model."""
+        if any(p.requires_grad for p in self.named().values()):
+            _say_what_is_learned(self.control)
+        return _in_a_copy, (type(self), {name: value for name, value in vars(self).items() if name != "number"})
+
+
+def _in_a_copy(kind: type[ForwardChange], held: dict[str, Any]) -> ForwardChange:
+    change = kind.__new__(kind)
+    vars(change).update(held)
+    interface.keep(numbered(change))
+    return change
+
+
+@cache  # once for each kind of control
+def _say_what_is_learned(control: str) -> None:
+    logger.warning(
+        "%s: a copy of its model has parameters of it that are not among model.parameters(), so a running average does not move them: "
+        "average those of locater.control.carried(copy) too", control,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a control has changed in one module of a model, or of the model that this one is a copy of."""
+
+    module: str
+    control: str
+    parameters: dict[str, nn.Parameter]
+
+
+def carried(model: nn.Module) -> list[Carried]:
+    """What acts in the forward pass of a model and is not its own: of controls attached to it, or to the model it is a copy of.
+
+    >>> import copy
+    >>> from locater.control import Temperature
+    >>> from locater.train import Shape, Transformer
+    >>> model = Transformer(Shape(width=16, heads=2, kv_heads=2, layers=1, hidden=24))
+    >>> _ = Temperature(learn=False).attach(model)
+    >>> [(held.module, held.control) for held in carried(copy.deepcopy(model))]
+    [('model.layers.0.self_attn', 'Temperature(init=1.0, learn=False, layers=None)')]
+    """
+    found: list[Carried] = []
+    for name, module in model.named_modules():
+        put_on = [change for change in changes(module) if isinstance(change, ForwardChange)]
+        found += [Carried(name, change.control, change.named()) for change in put_on]
+        words = (module, *vars(module).values())  # a parametrization, and what stands for a method
+        found += [Carried(name, vars(part)[CONTROL], {}) for part in words if CONTROL in getattr(part, "__dict__", ())]
+    return found
 
 
 class ForwardControl(Control):
@@ -60,20 +142,31 @@ class ForwardControl(Control):
         raise NotImplementedError
 
     def _attach(self, model: nn.Module) -> None:
-        made = [(place, self._change(place)) for place in places(model, self.layers, type(self).__name__)]
+        made = [(place.module, self._change(place)) for place in places(model, self.layers, type(self).__name__)]
         interface.install()
         self._made = made
-        for place, change in made:
-            put(place.module, change)
+        for module, change in made:
+            change.control = repr(self)
+            put(module, change)
         # a model compiled before looks at the forward of its parts, and not at the table of attention functions
-        self._undo = [instead(place.module, "forward", _same) for place, _ in made]
+        self._undo = [instead(module, "forward", _same) for module, _ in made]
 
     def _detach(self, model: nn.Module) -> None:
-        for place, change in self._made:
-            take(place.module, change)
+        for module, change in self._made:
+            take(module, change)
         for undo in self._undo:
             undo()
-        interface.remove()
+        interface.remove(change for _, change in self._made)
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        """Copied together with its model, as a part of it may be: then it is the copy's control, and can be detached from it."""
+        vars(self).update(held)
+        if self.model is not None:
+            self._made = [(module, change) for module, change in self._made if change is not None]
+            if self._made:
+                interface.install()
+            else:  # what it puts on is not carried
+                self.model = None
 
     def parameters(self) -> list[nn.Parameter]:
         """What there is to learn, for the optimizer."""
@@ -94,7 +187,7 @@ class ForwardControl(Control):
 
     def _named(self) -> dict[str, nn.Parameter]:
         _ = self.attached
-        return {f"{place.layer.name}.{name}": p for place, change in self._made for name, p in change.named().items()}
+        return {f"{change.of.name}.{name}": p for _, change in self._made for name, p in change.named().items()}
 
     def after_step(self) -> None:
         if not any(change.called for _, change in self._made):
@@ -144,7 +237,7 @@ def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
                 yield code.co_names
 
 
-def per_head(values: Tensor, count: int, what: str, layer: AttentionLayer) -> Tensor:
+def per_head(values: Tensor, count: int, what: str, layer: Heads) -> Tensor:
     """`values` (heads,), which must be as many as there are heads in the call."""
     if len(values) != count:
         raise LocaterError(f"{layer.name}: {count} {what} heads arrived and {len(values)} were expected; split heads are not controlled")

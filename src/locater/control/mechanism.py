@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from locater.attention import mechanism, mechanisms
 from locater.attention.registry import Mechanism as Declared
 from locater.control.base import Layers
-from locater.control.forward import CAP, ForwardChange, ForwardControl, Place
+from locater.control.forward import CAP, ForwardChange, ForwardControl, Heads, Place
 from locater.control.rows import real_tokens, terms_of
 from locater.control.softcap import _Capped
 from locater.errors import LocaterError
@@ -53,7 +53,7 @@ class Mechanism(ForwardControl):
         first = "LogitSoftcap" if capped else acting(place.module)
         if first != "softmax":
             raise LocaterError(f"{where}: its attention is that of {first} already, and {held.name} would take its place: one of them")
-        return _Replaced(place, held)
+        return _Replaced(place.of, held.name)
 
 
 def without_parameters(name: str) -> Declared:
@@ -80,19 +80,19 @@ def fits(held: Declared, causal: bool, where: str) -> None:
 
 def acting(module: nn.Module) -> str:
     """The mechanism by which a module attends: that of a control, or its own."""
-    held = next((c.held.name for c in changes(module) if isinstance(c, _Replaced)), None) or getattr(module, "attention", None)
+    held = next((c.name for c in changes(module) if isinstance(c, _Replaced)), None) or getattr(module, "attention", None)
     return held if isinstance(held, str) else "softmax"
 
 
 class _Replaced(ForwardChange):
     order = CAP
 
-    def __init__(self, place: Place, held: Declared) -> None:
-        self.place, self.held = place, held
+    def __init__(self, of: Heads, name: str) -> None:
+        self.of, self.name = of, name
 
     def __call__(self, asked: Asked) -> Asked:
-        attend = partial(_attend, self.held, self.place.layer.causal, self.place.layer.scale / asked.scale, asked.name)
-        return replace(asked, kw={**asked.kw, "mechanism": self.held.name}, attend=attend)
+        attend = partial(_attend, mechanism(self.name), self.of.causal, self.of.scale / asked.scale, asked.name)
+        return replace(asked, kw={**asked.kw, "mechanism": self.name}, attend=attend)
 
 
 def _attend(

@@ -7,6 +7,7 @@ Most of what LocAteR gains at toy size comes with this start, so every compariso
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +41,8 @@ class Mimetic(Control):
     """
 
     def __init__(self, target: float = 2.0, layers: Layers = None) -> None:
+        if not (isinstance(target, int | float) and math.isfinite(target)):
+            raise LocaterError(f"target={target!r}: a number")
         self.target, self.layers = target, layers
 
     def _attach(self, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from locater.attention.qk_norm import NormKind, qk_norm
 from locater.control.base import Layers
-from locater.control.forward import NORM, ForwardChange, ForwardControl, Place, per_head
+from locater.control.forward import NORM, ForwardChange, ForwardControl, Heads, Place, per_head
 from locater.control.rows import real_tokens
 from locater.errors import LocaterError
 from locater.probing.change import Asked
@@ -52,7 +52,7 @@ class QKNorm(ForwardControl):
             raise LocaterError(f"{layer.name}: kind='layer' after rotation would break relative positions; kind='rms' commutes with it")
         start = 1.0 if isinstance(self.init, str) else self.init
         gains = [place.parameter(torch.full((n,), start), self.learn) for n in (layer.heads, layer.kv_heads)]
-        return _Normed(place, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
+        return _Normed(place.of, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
@@ -63,26 +63,26 @@ class QKNorm(ForwardControl):
     def bounds(self) -> dict[str, list[float]]:
         """The largest |logit| there can be, of every head by layer; before the first call of `init="keep"` it is that of gains of 1."""
         _ = self.attached
-        return {place.layer.name: change.bound().tolist() for place, change in self._made if isinstance(change, _Normed)}
+        return {change.of.name: change.bound().tolist() for _, change in self._made if isinstance(change, _Normed)}
 
 
 class _Normed(ForwardChange):
     order = NORM
 
-    def __init__(self, place: Place, kind: NormKind, eps: float, query_gain: nn.Parameter, key_gain: nn.Parameter, ready: bool) -> None:
-        self.place, self.kind, self.eps, self.ready = place, kind, eps, ready
+    def __init__(self, of: Heads, kind: NormKind, eps: float, query_gain: nn.Parameter, key_gain: nn.Parameter, ready: bool) -> None:
+        self.of, self.kind, self.eps, self.ready = of, kind, eps, ready
         self.query_gain, self.key_gain = query_gain, key_gain
 
     def named(self) -> dict[str, nn.Parameter]:
         return {"query_gain": self.query_gain, "key_gain": self.key_gain}
 
     def bound(self) -> Tensor:
-        layer = self.place.layer
+        layer = self.of
         gains = self.query_gain.detach() * self.key_gain.detach().repeat_interleave(layer.group)
         return abs(layer.scale) * layer.head_dim * gains.abs()
 
     def __call__(self, asked: Asked) -> Asked:
-        layer, q, k = self.place.layer, asked.query, asked.key
+        layer, q, k = self.of, asked.query, asked.key
         query_gain = per_head(self.query_gain, q.shape[1], "query", layer)
         key_gain = per_head(self.key_gain, k.shape[1], "key", layer)
         again = layer.scale / asked.scale  # what the model has multiplied its queries by, which the norm takes off

@@ -7,7 +7,8 @@ u and v count as constants, sigma does not: gradients know that scaling W change
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import copy
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from locater.heads.folded import Recorder
 from locater.heads.places import Place, is_a
 from locater.heads.readers import config_of
 from locater.probing.hidden import streams
+from locater.probing.outside.parts import CONTROL
 from locater.spectrum import upcast
 
 Only = Literal["linear", "query-key"]
@@ -31,7 +33,8 @@ class SigmaReparam(Control):
     gamma="spectral" starts each gamma at the map's own norm, so that outputs do not change when attached (Apple's PyTorch
     release); a number starts all of them there (the paper: 1.0). Attach before the optimizer is made, so that it gets the
     gammas, and before torch.compile. A fused map has one gamma; experts stored as one tensor are left as they are. `detach`
-    leaves the weights that were in effect: outputs stay, and the names of parameters are as they were.
+    leaves the weights that were in effect: outputs stay, and the names of parameters are as they were. A copy of the model carries it,
+    gammas included; pickling is refused.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
@@ -57,6 +60,7 @@ class SigmaReparam(Control):
         self.parts: list[SpectralScale] = []
         for place in places:
             part = SpectralScale(getattr(place.module, place.attribute).detach(), self.gamma)
+            vars(part)[CONTROL] = repr(self)
             parametrize.register_parametrization(place.module, place.attribute, part)
             self.parts.append(part)
         self._hook = model.register_forward_pre_hook(self._before_pass)
@@ -67,9 +71,24 @@ class SigmaReparam(Control):
             for (place, _), part in zip(self.places, self.parts, strict=True):
                 part.advance(place.module.parametrizations[place.attribute].original)  # type: ignore[index,union-attr]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the model has this one's copy as its hook."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.model is not None:
+            raise LocaterError(
+                "SigmaReparam: a model under it cannot be pickled, since torch does not pickle parametrized modules: copy.deepcopy it, "
+                "save its state_dict(), or detach() first, which leaves its outputs as they are"
+            )
+        return super().__reduce_ex__(protocol)
+
     def _detach(self, model: nn.Module) -> None:
         self._hook.remove()
         for place, _ in self.places:
+            _own_class(place.module)
             parametrize.remove_parametrizations(place.module, place.attribute, leave_parametrized=True)
         for place, order in self.places:  # optimizers and checkpoints go by the order
             held = dict(place.module._parameters)
@@ -113,12 +132,19 @@ class SpectralScale(nn.Module):
             self.u.copy_(u / u.norm())
 
 
+def _own_class(module: nn.Module) -> None:
+    """torch takes a parametrization off the class that it made for the module, which copies of the module share."""
+    kind = type(module)
+    held = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    module.__class__ = type(kind.__name__, kind.__bases__, held)
+
+
 def _places(model: nn.Module, chosen: Layers, only: Only) -> list[Place]:
     """Where the maps are, each once."""
     weights = Recorder(model)
     found = list(layers_of(weights, config_of(model)))
     wrong = [i for i in chosen or () if not 0 <= i < len(found)]
-    if wrong:
+    if wrong or (chosen is not None and not chosen):
         raise LocaterError(f"layers={list(chosen or ())}: there are {len(found)}, numbered from 0")
     layers = found if chosen is None else [found[i] for i in chosen]
     weights.held.clear()  # what is read from here on are maps

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from locater.attention import softcap_attention
 from locater.control.base import Layers
-from locater.control.forward import CAP, ForwardChange, ForwardControl, Place
+from locater.control.forward import CAP, ForwardChange, ForwardControl, Heads, Place
 from locater.control.rows import terms_of
 from locater.errors import LocaterError
 from locater.probing.change import Asked, changes
@@ -38,14 +38,14 @@ class LogitSoftcap(ForwardControl):
         already = place.layer.softcap if place.layer.softcap is not None else next(iter(held), None)
         if already is not None:
             raise LocaterError(f"{place.layer.name}: its logits are capped at {already} already, and two caps are not one")
-        return _Capped(self.cap)
+        return _Capped(place.of, self.cap)
 
 
 class _Capped(ForwardChange):
     order = CAP
 
-    def __init__(self, cap: float) -> None:
-        self.cap = cap
+    def __init__(self, of: Heads, cap: float) -> None:
+        self.of, self.cap = of, cap
 
     def __call__(self, asked: Asked) -> Asked:
         return replace(asked, kw={**asked.kw, "softcap": self.cap}, attend=partial(_attend, asked.name))

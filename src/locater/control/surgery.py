@@ -34,7 +34,6 @@ from locater.errors import LocaterError
 from locater.heads.readers import config_of
 from locater.heads.weights import ModuleWeights
 from locater.probing.outside.parts import HELD, instead
-from locater.probing.site import Switch
 
 Forward = Callable[..., Any]
 Part = Callable[[str], nn.Module]  # a part of a block by its path from there; "" is the block
@@ -49,6 +48,13 @@ class Cut:
     heard: Forward
 
 
+@dataclass
+class Switch:
+    """On until a control is detached. A copy of the model has its own."""
+
+    on: bool = True
+
+
 class Surgery(Control):
     """A model without attention skips, MLPs or the norms of its blocks, each by its own switch; `detach` puts them back.
 
@@ -58,7 +64,8 @@ class Surgery(Control):
     stay. `layers` are numbers as in a scan; ALBERT has one module for many depths, so what is taken out is missing at each.
 
     Parameters keep their names, and those that are out of use get no gradient. Attach it before `observe` and `Monitor`, which then
-    see what is left. A scan reads weights and knows nothing of it.
+    see what is left. A scan reads weights and knows nothing of it. A copy of the model is without the same parts, whatever becomes of
+    the original.
 
     >>> from locater.measures import rank_residual
     >>> from locater.train import Shape, Transformer
@@ -92,7 +99,7 @@ class Surgery(Control):
         self._switch, self._undo = Switch(), list[Callable[[], None]]()
         try:
             for cut in cuts:
-                self._undo.append(instead(cut.module, cut.name, partial(_while_on, self._switch, cut.heard)))
+                self._undo.append(instead(cut.module, cut.name, partial(_while_on, self._switch, cut.heard), repr(self)))
         except BaseException:
             self._detach(model)
             raise

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from locater.control.base import Layers
-from locater.control.forward import TEMPERATURE, ForwardChange, ForwardControl, Place, per_head
+from locater.control.forward import TEMPERATURE, ForwardChange, ForwardControl, Heads, Place, per_head
 from locater.errors import LocaterError
 from locater.probing.change import Asked
 
@@ -33,7 +33,7 @@ class Temperature(ForwardControl):
         self.init, self.learn, self.layers = init, learn, layers
 
     def _change(self, place: Place) -> ForwardChange:
-        return _Divided(place, place.parameter(torch.full((place.layer.heads,), math.log(self.init)), self.learn))
+        return _Divided(place.of, place.parameter(torch.full((place.layer.heads,), math.log(self.init)), self.learn))
 
     def temperatures(self) -> dict[str, list[float]]:
         """t of every head, by layer."""
@@ -43,14 +43,14 @@ class Temperature(ForwardControl):
 class _Divided(ForwardChange):
     order = TEMPERATURE
 
-    def __init__(self, place: Place, log_t: nn.Parameter) -> None:
-        self.place, self.log_t = place, log_t
+    def __init__(self, of: Heads, log_t: nn.Parameter) -> None:
+        self.of, self.log_t = of, log_t
 
     def named(self) -> dict[str, nn.Parameter]:
         return {"log_t": self.log_t}
 
     def __call__(self, asked: Asked) -> Asked:
         q = asked.query
-        log_t = per_head(self.log_t, q.shape[1], "query", self.place.layer).to(q.device)
+        log_t = per_head(self.log_t, q.shape[1], "query", self.of).to(q.device)
         # float32 is what half precision times float32 is made in
         return replace(asked, query=(q * torch.exp(-log_t)[:, None, None]).to(q.dtype))

@@ -1,6 +1,7 @@
 """Changes to attention at the interface: an ordered list on a module, applied to queries, keys and function before each call.
 
-What is observed comes after them, so it is what really acts. A copy of a model, or a saved one, comes without its changes.
+What is observed comes after them, so it is what really acts. A copy of a model, or a saved one, comes without changes, but for those
+of controls that change what it computes (`ForwardChange`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Change:
     def __call__(self, asked: Asked) -> Asked:
         raise NotImplementedError
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()
 
@@ -88,8 +89,14 @@ _reached: set[int] = set()
 _numbers = itertools.count()
 
 
-def put(module: nn.Module, change: Change) -> None:
+def numbered(change: Change) -> Change:
+    """One that was not there before, nor called."""
     change.number = next(_numbers)
+    return change
+
+
+def put(module: nn.Module, change: Change) -> None:
+    numbered(change)
     module.__dict__[CHANGES] = tuple(sorted((*changes(module), change), key=lambda c: c.order))
 
 

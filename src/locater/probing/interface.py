@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from locater.probing.site import KEY, described, listening
 
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []  # table, name, what was there, ours
 _users = 0
+_copied: weakref.WeakSet[Any] = weakref.WeakSet()  # changes that came with a copy of a model: nobody takes these off
 _named: dict[type[nn.Module], Callable[..., Any] | None] = {}
 _lock = threading.Lock()  # models may be observed in several threads
 
@@ -31,21 +33,35 @@ def install() -> None:
     """Put the listening functions into the tables; they stay until the last user removes them."""
     global _users
     with _lock:
-        held = [ours for _, _, _, ours in _replaced]
-        for at, table in enumerate(_tables()):
-            for name in {*table, *(("eager",) if at == 0 else ())}:
-                was = table.get(name)
-                if was not in held:  # of the second user on: only what has come meanwhile
-                    ours = table[name] = _listener(name, was)
-                    _replaced.append((table, name, was, ours))
+        _replace()
         _users += 1
 
 
-def remove() -> None:
+def keep(change: Any) -> None:
+    """The same for as long as `change` is there, which acts in a copy of a model and has no control to remove it."""
+    with _lock:
+        _replace()
+        _copied.add(change)
+
+
+def _replace() -> None:
+    held = [ours for _, _, _, ours in _replaced]
+    for at, table in enumerate(_tables()):
+        for name in {*table, *(("eager",) if at == 0 else ())}:
+            was = table.get(name)
+            if was not in held:  # of the second user on: only what has come meanwhile
+                ours = table[name] = _listener(name, was)
+                _replaced.append((table, name, was, ours))
+
+
+def remove(changes: Iterable[Any] = ()) -> None:
+    """What a user has installed; `changes` of a copy need it no longer."""
     global _users
     with _lock:
         _users = max(0, _users - 1)
-        while not _users and _replaced:
+        for change in changes:
+            _copied.discard(change)
+        while not _users and not _copied and _replaced:
             table, name, was, ours = _replaced.pop()
             if table.get(name) is not ours:
                 continue  # somebody has put another function there meanwhile

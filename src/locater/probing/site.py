@@ -86,7 +86,7 @@ class Site:
         tally(
             call.query, call.key, self.sums, self.maxima, self.pairs, self.gram, call.scale, call.causal, self.kind == "self",
             call.window or 0, call.softcap or 0.0, call.padding, call.documents, call.mask, call.bias, call.alibi, call.sinks,
-            None if self.gram is None else call.output, self.picked, call.cut, wanted.rows, wanted.rest,
+            call.output, self.picked, call.cut, wanted.rows, wanted.rest,
             [offset for offset, _ in wanted.offsets], [start for _, start in wanted.offsets], self.switch.lenient,
         )  # fmt: skip
 

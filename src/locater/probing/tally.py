@@ -46,7 +46,8 @@ def _kernel(
     """Add one call to `sums` (H, COLUMNS), `maxima` (H, MAXIMA), `pairs` (H, offsets, 2) and `gram` (H, V, V).
 
     `own` says that queries and keys are the same tokens; `window` and `softcap` are 0 for none; `heads` are those wanted; `cut`
-    (B,) marks sequences whose first key is gone from the cache; `rows` is how many rows to sample, 0 for all. `lenient` leaves out
+    (B,) marks sequences whose first key is gone from the cache; `rows` is how many rows to sample, 0 for all. `output` (B, T, H, V)
+    is what the model made: a head that it made no finite number of gets none here either. `lenient` leaves out
     what cannot be counted, for want of memory or whatever else, and keeps the reason in `missed`. Called again in the backward
     pass by activation checkpointing, it does nothing.
     """
@@ -100,6 +101,7 @@ def _tally(
     B, T, S = q.shape[0], q.shape[2], k.shape[2]
     if not more and T <= S and not 0 < rows < T and all(x is None for x in (padding, documents, mask, bias, cut)):
         _add_whole(q, k, terms, sums, maxima)
+        _spoil(output, None, sums, pairs)
         return
     terms = full_terms(terms, B, q.shape[1], T, S)
     terms, counted, first = _placed(q, k, terms, own, cut)
@@ -110,6 +112,7 @@ def _tally(
         _add_rest(q, k, terms, counted, first, sums)
     for column, (offset, start) in enumerate(zip(offsets, starts, strict=True)):
         _add_pairs(q, k, terms, counted, lse, offset, start, pairs[:, column])
+    _spoil(output, counted[:, None] & (lse != -torch.inf), sums, pairs)
     if gram is not None and output is not None:
         o = upcast(output).masked_fill(~counted[:, :, None, None], 0).transpose(1, 2)  # (B, H, T, V)
         gram += (o.mT @ o).sum(0)
@@ -249,6 +252,23 @@ def _put(sums: Tensor, start: str, columns: Sequence[Tensor | None], hidden: Ten
         if hidden is not None:
             part.masked_fill_(hidden, 0)
         sums.narrow(1, at + begin, len(part)).add_(part.sum((1, 3), dtype=sums.dtype).T)  # `sums[...] +=` would copy once more
+
+
+def _spoil(output: Tensor | None, shown: Tensor | None, sums: Tensor, pairs: Tensor) -> None:
+    """No number of a head whose output is not finite in a row that is `shown` (B, H, T), None for all.
+
+    Statistics are computed in float32 at least, and float16 overflows where that does not: a softmax of infinite logits is NaN in the
+    model and would be a one-hot row here. The largest logit stays, since it says why.
+    """
+    if output is None or output.ndim != 4 or output.shape[2] != len(sums):
+        return
+    made = output.sum(3, dtype=torch.promote_types(output.dtype, torch.float32))  # (B, T, H)
+    if shown is not None:
+        made.masked_fill_(~shown.transpose(1, 2), 0)
+    nothing = made.sum((0, 1), dtype=sums.dtype).mul_(0)  # (H,): 0, or NaN
+    sums.narrow(1, AT["entropy"], AT["outputs"] - AT["entropy"]).add_(nothing[:, None])
+    if pairs.numel():
+        pairs.add_(nothing[:, None, None])
 
 
 def _raise(maxima: Tensor, logits: Tensor) -> None:

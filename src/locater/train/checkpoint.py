@@ -1,19 +1,23 @@
 """Checkpoints that are whole or not there: written beside, flushed to the disk, then renamed. A crash or a full disk costs none.
 
-A checkpoint is a folder that `locater scan` and, for causal models, transformers read, with state.pt for going on.
+A checkpoint is a folder that `locater scan` and, for causal models, transformers read, with state.pt for going on and SHA256SUMS
+to check it by: torch.load does not notice most bits that flip on a disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import random
+import re
 import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +37,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 KEPT = 2  # the last one, and one before it
-STATE = "state.pt"
+STATE, SUMS = "state.pt", "SHA256SUMS"
+LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)\n")  # as sha256sum writes it
 PLAN, RESULT, LOG, LOCK = "plan.json", "result.json", "locater.jsonl", ".lock"
+logger = logging.getLogger("locater")
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -100,16 +106,16 @@ def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | No
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        _write(beside / "config.json", json.dumps(model.config, indent=2).encode() + b"\n")
-        _write(beside / "model.safetensors", *safetensors(model))
+        sums = {"config.json": _write(beside / "config.json", json.dumps(model.config, indent=2).encode() + b"\n")}
+        sums["model.safetensors"] = _write(beside / "model.safetensors", *safetensors(model))
         if (folder / FILE).is_file():
-            _write(beside / FILE, (folder / FILE).read_bytes())
-            _write(beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n")
+            sums[FILE] = _write(beside / FILE, (folder / FILE).read_bytes())
+            sums["tokenizer_config.json"] = _write(beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n")
         if state is not None:
-            with (beside / STATE).open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
+            with _writing(beside / STATE) as file:
+                torch.save(state, cast("IO[bytes]", file))
+            sums[STATE] = file.sum.hexdigest()
+            _write(beside / SUMS, *(f"{sum_}  {name}\n".encode() for name, sum_ in sums.items()))
         _flush_folder(beside)
         if target.exists():  # left by a run that went further before it was cut off; the same is written again
             shutil.rmtree(target)
@@ -166,11 +172,43 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def read_state(path: Path, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint holds for going on, once its files are those that were written; refused where they are not."""
+    _check_sums(path)
     try:
         held: dict[str, Any] = torch.load(path / STATE, map_location=device, weights_only=True)
         return held
     except Exception as error:  # a damaged file makes the unpickler raise anything at all
-        raise LocaterError(f"{path}: cannot be read ({first_line(error)}): remove it, and the one before it is used") from None
+        raise LocaterError(f"{path}: cannot be read ({first_line(error)}): {_way_out(path)}") from None
+
+
+def _check_sums(path: Path) -> None:
+    """Every file of a checkpoint, and the run's tokenizer, against the sums that were written with it."""
+    if not (path / SUMS).is_file():
+        logger.warning("%s: was written without %s, so it cannot be checked for damage; the run goes on from it", path, SUMS)
+        return
+    written = (path / SUMS).read_text(encoding="utf-8", errors="replace")
+    sums = {name: sum_ for sum_, name in LINE.findall(written)}
+    if not re.fullmatch(f"({LINE.pattern})+", written) or STATE not in sums:
+        raise LocaterError(f"{path / SUMS}: damaged (it should hold a line for each file, {STATE} among them): {_way_out(path)}")
+    for name, sum_ in sums.items():
+        if _sum_of(path / name) != sum_:
+            raise LocaterError(f"{path / name}: damaged, or changed since (its SHA-256 is not that in {SUMS}): {_way_out(path)}")
+    tokenizer = path.parent / FILE  # which a run that goes on reads
+    if FILE in sums and tokenizer.is_file() and _sum_of(tokenizer) != sums[FILE]:
+        raise LocaterError(f"{tokenizer}: damaged, or changed since {path.name}: copy {path / FILE} over it")
+
+
+def _sum_of(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError):  # not there, or no name of a file
+        return None
+
+
+def _way_out(path: Path) -> str:
+    before = [other for other in checkpoints(path.parent) if other < path]
+    return f"remove {path}, and the run goes on from {before[-1].name if before else 'its first step, since no other is kept'}"
 
 
 def load(folder: str | os.PathLike[str]) -> Transformer:
@@ -242,11 +280,36 @@ def _at(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _write(path: Path, *parts: bytes) -> None:
+class _Summed:
+    """A file that is written to, and the sum of what was."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sum = file, hashlib.sha256()
+
+    def write(self, part: bytes) -> int:
+        self.sum.update(part)
+        return self.file.write(part)
+
+    def flush(self) -> None:  # torch.save asks for it
+        self.file.flush()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[_Summed]:
+    """A new file, on the disk when this ends."""
     with path.open("wb") as file:
-        file.writelines(parts)
-        file.flush()
+        summed = _Summed(file)
+        yield summed
+        summed.flush()
         os.fsync(file.fileno())
+
+
+def _write(path: Path, *parts: bytes) -> str:
+    """Returns the SHA-256 of what was written."""
+    with _writing(path) as file:
+        for part in parts:
+            file.write(part)
+    return file.sum.hexdigest()
 
 
 def _flush_folder(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json as jsonlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -31,11 +31,16 @@ def add_train(app: typer.Typer, check: Check) -> None:
     def train(**given: Any) -> None:
         own = {name: given.pop(name) for name in OWN}
         check(own["json"], None)
-        plan = plan_of(own["plan"], given)
-        if own["seeds"] is None and not own["sweep"]:
-            _one(plan, own["json"])
+        from locater.train.sweep import combinations, parse_sweep
+
+        asked = {name: value for name, value in given.items() if value not in (None, [])}
+        plan = plan_of(own["plan"], asked)
+        over = parse_sweep(own["sweep"] or [], own["seeds"], plan.seed)
+        check_asked(asked, over, [each for _, each in combinations(plan, over)], own["seeds"] is not None)
+        if over:
+            _several(plan, over, own["json"])
         else:
-            _several(plan, own["sweep"] or [], own["seeds"], own["json"])
+            _one(plan, own["json"])
 
     train.__doc__ = """Train a small transformer on text or images: heads observed, controls applied, interruptions survived.
 
@@ -53,7 +58,18 @@ def add_train(app: typer.Typer, check: Check) -> None:
 def plan_of(path: str | None, given: dict[str, Any]) -> Plan:
     """The plan in a file, or the default one, with the options that were given."""
     held = {} if path is None else Plan.load(Path(path)).to_dict()
-    return Plan.from_dict({**held, **{name: value for name, value in given.items() if value not in (None, [])}})
+    return Plan.from_dict({**held, **given})
+
+
+def check_asked(asked: Collection[str], over: Collection[str], plans: Sequence[Plan], seeds: bool) -> None:
+    """Refuse options that would be passed over: given and swept both, or read by none of the plans. `seeds` begin at --seed."""
+    for name in {*asked, *over}:
+        option = f"--{name.replace('_', '-')}"
+        if name in asked and name in over and not (name == "seed" and seeds):
+            raise LocaterError(f"{option} and --sweep {name}=... exclude each other: give one")
+        why = [plan.unread.get(name) for plan in plans]
+        if all(why):
+            raise LocaterError(f"{option} does nothing with {why[0]}: leave one of them out")
 
 
 def _option(item: Any, hint: Any) -> tuple[Any, Any]:
@@ -102,11 +118,11 @@ def _what_is_kept(plan: Plan) -> str:
     return f"no checkpoint was written{why}, so the same command starts from the first step"
 
 
-def _several(plan: Plan, texts: list[str], seeds: int | None, json: str | None) -> None:
+def _several(plan: Plan, over: dict[str, list[Any]], json: str | None) -> None:
     from locater.train.display import Live
-    from locater.train.sweep import RESULTS, parse_sweep, sweep
+    from locater.train.sweep import RESULTS, sweep
 
-    lines = sweep(plan, parse_sweep(texts, seeds, plan.seed), lambda name: Live(label=f"{name}  "))
+    lines = sweep(plan, over, lambda name: Live(label=f"{name}  "))
     if json is not None:
         data = jsonlib.dumps({"schema": 1, "source": plan.out, "runs": lines}, indent=2)
         print(data) if json == "-" else write_whole(Path(json), data + "\n")

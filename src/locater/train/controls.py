@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,24 +40,37 @@ def controls() -> dict[str, type[Control]]:
 
 
 def parse_control(text: str) -> Control:
-    """A control from its description.
+    """A control from its description; what is wrong with it is said of `--control`.
 
     >>> parse_control("locater(target=free, shrink=0.02)")
     LocAteR(shrink=0.02, hold=0.01, target='free', part='symmetric', layers=None, schedule=None)
     """
-    name, options = parse_call(text, "control")
+    name, options = parse_call(text, "--control")
     known = controls()
     if _folded(name) not in known:
-        raise LocaterError(f"no control {name!r}: there are {', '.join(known)}")
+        raise LocaterError(f"--control {text}: no control {name!r}: there are {', '.join(known)}")
     kind = known[_folded(name)]
     valid = known_options(kind)
     wrong = [option for option in options if option not in valid]
     if wrong:
-        raise LocaterError(f"control {name} has no option {wrong[0]!r}: it has {', '.join(valid) or 'none'}")
-    try:
+        raise LocaterError(f"--control {name} has no option {wrong[0]!r}: it has {', '.join(valid) or 'none'}")
+    missing = [option for option, default in valid.items() if default is inspect.Parameter.empty and option not in options]
+    if missing:
+        raise LocaterError(f"--control {text}: {name} needs {missing[0]}: write it as {name}({missing[0]}=...)")
+    layers = options.get("layers")
+    if layers is not None and not (isinstance(layers, list | tuple) and all(type(i) is int for i in layers)):
+        raise LocaterError(f"--control {text}: layers={layers!r}: give a list of numbers, such as [0, 2]")
+    with _naming(text):
         return kind(**options)
-    except (TypeError, ValueError) as error:
-        raise LocaterError(f"control {text!r}: {error}") from None
+
+
+@contextmanager
+def _naming(text: str) -> Iterator[None]:
+    """What a control does not take is said of the `--control` that asks for it."""
+    try:
+        yield
+    except (LocaterError, TypeError, ValueError) as error:
+        raise LocaterError(f"--control {text}: {error}") from error
 
 
 def check_controls(texts: Sequence[str], attention: Sequence[str]) -> None:
@@ -96,8 +111,17 @@ def _folded(name: str) -> str:
 
 
 def attach(texts: Sequence[str], model: nn.Module) -> Controls:
-    """All of them as one, attached."""
-    return Controls([parse_control(text) for text in texts]).attach(model)
+    """All of them as one, attached; one that does not fit the model is named."""
+    held = Controls([]).attach(model)
+    try:
+        for text in texts:
+            control = parse_control(text)
+            with _naming(text):
+                held.controls.append(control.attach(model))
+    except BaseException:
+        held.detach()
+        raise
+    return held
 
 
 def parameters(held: Controls) -> list[nn.Parameter]:

@@ -97,7 +97,7 @@ class ImageData:
     def batch(self, index: int) -> Batch:
         """The next images; each epoch has an order of its own, and its last images wait for another where they fill no batch."""
         images, labels = self.splits["train"]
-        size = min(self.plan.batch, len(images))
+        size = self.plan.batch
         epoch, at = divmod(index, len(images) // size)
         rows = _order(self.plan.seed, epoch, len(images))[at * size : (at + 1) * size].to(images.device)
         return images[rows], labels[rows]
@@ -243,6 +243,8 @@ def read_images(plan: Plan, path: Path, device: torch.device) -> ImageData:
     parts = {"select": order[:held_out], "train": order[held_out:]}
     splits = {name: (images[at], labels[at]) for name, at in parts.items()} | {"report": (test_images, test_labels)}
     ready = {n: ((x if x.ndim == 4 else x[..., None]).to(device), y.long().to(device)) for n, (x, y) in splits.items()}
+    if len(ready["train"][1]) < plan.batch:
+        raise LocaterError(f"{path}: {len(ready['train'][1])} images to train on fill no batch of {plan.batch}: give a smaller --batch")
     shape, classes = list(ready["train"][0].shape[1:]), int(max(labels.max(), test_labels.max())) + 1
     facts = {"images": str(path), "sha256": digest, "shape": shape, "classes": classes, "count": {n: len(y) for n, (_, y) in ready.items()}}
     return ImageData(plan, ready, facts)

@@ -10,9 +10,10 @@ Axes in comments: B sequences, T tokens, d channels, H heads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -355,16 +356,16 @@ def patches(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class OtherAttention(AttentionLayer):
-    """A layer whose weights are those of another mechanism than softmax."""
+    """A layer whose weights are those of another mechanism than softmax; `learned` makes the module of one with parameters."""
 
-    learned: AttentionModule | None = None
+    learned: Callable[[], AttentionModule] | None = None
 
     def attention(self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False) -> Tensor:
         """Weights as they act, whatever they sum to."""
         q, k, stream = self._operands(x, x_k, normalized)
         if self.learned is None:
             return mechanism(self.mechanism).map(q, k, causal=self.causal, padding=padding)
-        return self.learned.to(q.dtype).map(q, k, stream, causal=self.causal, padding=padding)
+        return self.learned().to(q.dtype).map(q, k, stream, causal=self.causal, padding=padding)
 
     def output(self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False) -> Tensor:
         """What the layer gives; of some mechanisms there is more to it than a map of values."""
@@ -372,7 +373,7 @@ class OtherAttention(AttentionLayer):
             return super().output(x, x_k, padding=padding, normalized=normalized)
         q, k, stream = self._operands(x, x_k, normalized)
         v = self._heads(self.value(stream), self.kv_heads)
-        mixed = self.learned.to(q.dtype)(q, k, v, stream, causal=self.causal, padding=padding)
+        mixed = self.learned().to(q.dtype)(q, k, v, stream, causal=self.causal, padding=padding)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _operands(self, x: Tensor, x_k: Tensor | None, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -412,14 +413,17 @@ def _attending(layer: AttentionLayer, held: Named, shape: Shape, weights: Weight
         return replace(layer, sinks=weights.read(f"{layer.name}.mechanism.sinks"))
     if held.name == "softmax":
         return layer
-    learned = None
-    if not held.is_bare:
-        with torch.device("meta"):  # no first values: some cannot be drawn while a control traces this
-            learned = held.module(**shape.sizes(), depth=layer.index)
-        read = {name: weights.read(f"{layer.name}.mechanism.{name}").detach() for name in learned.state_dict()}
-        learned.load_state_dict(read, assign=True)
-        learned.requires_grad_(False)
+    learned = None if held.is_bare else partial(_module, held, shape, weights, layer.name, layer.index)
     return OtherAttention(**{item.name: getattr(layer, item.name) for item in fields(layer)} | {"mechanism": held.name, "learned": learned})
+
+
+def _module(held: Named, shape: Shape, weights: Weights, name: str, depth: int) -> AttentionModule:
+    """What a layer has learned, as a module; made when the layer is run, since one that is only read may be traced."""
+    with torch.device("meta"):
+        made = held.module(**shape.sizes(), depth=depth)
+    read = {part: weights.read(f"{name}.mechanism.{part}").detach() for part in made.state_dict()}
+    made.load_state_dict(read, assign=True)
+    return made.requires_grad_(False)
 
 
 for _type in (MODEL_TYPE, VARIANT):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from locater.attention import mechanisms
-from locater.attention.text import parse_attention
+from locater.attention.text import Named, parse_attention
 from locater.control.mechanism import fits
 from locater.errors import LocaterError
 from locater.result import SCHEMA, write_whole
@@ -96,6 +96,8 @@ class Plan:
     def _check_data(self) -> None:
         """Refuse what the task does not read, and sizes of its vocabulary that it cannot have."""
         given = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
+        if self.task == "image" and self.corpus:
+            raise LocaterError(f"task=image learns from images alone: leave out corpus={self.corpus[0]}")
         if self.task in MADE and given:
             raise LocaterError(f"task={self.task} makes its own {MADE[self.task]}: leave out {given}")
         if (self.task == "image") != (self.images is not None):
@@ -111,13 +113,19 @@ class Plan:
         """Refuse a mechanism that the task or the sizes do not fit, and settings it does not have."""
         if self.attention == "softmax":
             return
+        try:
+            for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():  # each kind once
+                self._check_mechanism(held)
+        except LocaterError as error:
+            raise LocaterError(f"--attention {self.attention}: {error}") from None
+
+    def _check_mechanism(self, held: Named) -> None:
         size = self.width // self.heads
-        sizes = dict(width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
-        for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():  # each kind once
-            fits(held.mechanism, self.is_causal, f"task={self.task}")
-            if held.name == "differential" and self.where == "rotary" and size % 4:
-                raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
-            held.check(**sizes)
+        fits(held.mechanism, self.is_causal, f"task={self.task}")
+        if held.name == "differential" and self.where == "rotary" and size % 4:
+            raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
+        tokens = None if self.task == "image" else self.length
+        held.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
 
     @property
     def is_causal(self) -> bool:
@@ -128,6 +136,14 @@ class Plan:
     def where(self) -> str:
         """Kind of positions."""
         return self.positions or ("learned" if self.task == "image" else "rotary")
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Options that decide nothing in this run, each with the choice that makes it so; who gives one of them means another run."""
+        found = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
+        if self.task != "masked":
+            found["masked"] = f"--task {self.task}"
+        return found | ({"hidden": "--mlp none"} if self.mlp == "none" else {})
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}

@@ -16,6 +16,7 @@ from locater.train.loop import DivergedError, Tell, check_plan, run
 from locater.train.plan import PACE, Plan
 
 RESULTS = SWEEP
+LONGEST = 200  # bytes of a folder's name; file systems take 255, and what is written beside has a longer one
 
 
 def sweep(
@@ -37,10 +38,19 @@ def sweep(
 
 
 def combinations(plan: Plan, over: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Plan]]:
-    """Names and plans, the last option changing fastest."""
+    """Names and plans, the last option changing fastest; a value that cannot be is named, and so are two of one name."""
+    names: set[str] = set()
     for values in product(*over.values()):
-        name = ",".join(f"{option}={_shown(value)}" for option, value in zip(over, values, strict=True))
-        yield name, replace(plan, **dict(zip(over, values, strict=True)), out=str(Path(plan.out) / name))
+        chosen = dict(zip(over, values, strict=True))
+        name = ",".join(f"{option}={_shown(value)}" for option, value in chosen.items())
+        if name in names or len(name.encode()) > LONGEST:
+            why = "is the folder of two runs" if name in names else "is too long a name for a folder"
+            raise LocaterError(f"--sweep: {name!r} {why}: give values that differ in letters or digits, or each its own --out")
+        names.add(name)
+        try:
+            yield name, replace(plan, **chosen, out=str(Path(plan.out) / name))
+        except LocaterError as error:
+            raise LocaterError(f"--sweep {name}: {error}") from None
 
 
 def parse_sweep(texts: Sequence[str], seeds: int | None, first: int = 0) -> dict[str, list[Any]]:
@@ -57,6 +67,8 @@ def parse_sweep(texts: Sequence[str], seeds: int | None, first: int = 0) -> dict
         name = name.strip().replace("-", "_")
         if not sign or name not in known:
             raise LocaterError(f"--sweep {text!r}: write it as option=value,value with an option of {', '.join(known)}")
+        if name in found:
+            raise LocaterError(f"--sweep {name} is given twice: write all its values in one, {name}=A,B")
         found[name] = [_value(name, part, hints[name]) for part in _parts(values)]
         if len(set(found[name])) < len(found[name]) or not found[name]:
             raise LocaterError(f"--sweep {text!r}: give each value once")

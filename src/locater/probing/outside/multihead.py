@@ -48,7 +48,7 @@ def _attend(module: nn.MultiheadAttention, forward: Callable[..., Any], *args: A
         query, key, _, hidden, _, mask = (argument(args, kwargs, at, name) for at, name in enumerate(ARGUMENTS))
         with torch.no_grad():
             q, k, padding = _batched(module, query, key)
-            tell(sites, _masked(_met(module, q, k, padding), mask, hidden))
+            tell(sites, _spoiled(module, _masked(_met(module, q, k, padding), mask, hidden), out[0]))
     return out
 
 
@@ -63,7 +63,7 @@ def _encode(*args: Any) -> Tensor:
             sites = listening(module)
             if sites:
                 with torch.no_grad():
-                    tell(sites, _in_layer(module, *args))
+                    tell(sites, _spoiled(module, _in_layer(module, *args), out))
     return out
 
 
@@ -77,6 +77,13 @@ def _in_layer(module: nn.MultiheadAttention, src: Tensor, *args: Any) -> Call:
     if mask is None:
         return call
     return replace(call, padding=mask == 0) if mask_type == 1 else replace(call, mask=mask == 0)
+
+
+def _spoiled(module: nn.MultiheadAttention, call: Call, out: Tensor) -> Call:
+    """Without numbers in rows (B, T) of which the module made none: it hands over no output of a head that would tell which."""
+    made, _, _ = _batched(module, out.detach(), out)
+    nothing = made.sum(-1, dtype=torch.promote_types(made.dtype, torch.float32)).mul(0)  # 0, or NaN
+    return replace(call, query=call.query + nothing[:, None, :, None].to(call.query.dtype))
 
 
 def _batched(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,8 +1,8 @@
 """What taps are made of: methods replaced on one module and on its parts, to keep what passes through them during one call.
 
 No hooks: a compiled model does not notice hooks that come after its first call, but it does notice a replaced method. What
-is put in place is a `functools.partial` that copies and pickles as the method it stands for. Queries, keys and outputs are kept
-as they were made, without their history.
+is put in place is a `functools.partial` that copies and pickles as the method it stands for, unless a control put it there: then a
+copy of the model has its own. Queries, keys and outputs are kept as they were made, without their history.
 """
 
 from __future__ import annotations
@@ -21,31 +21,49 @@ from locater.probing.site import Site, described, listening
 Undo = Callable[[], None]
 Described = Callable[[nn.Module, "Passage"], Call]
 HELD = "_locater_held"  # on a stand-in: what was there before, and whether it is over
+CONTROL = "_locater_control"  # on what a control has put on: the control in words
 
 
-def instead(module: nn.Module, name: str, heard: Callable[..., Any]) -> Undo:
-    """Replace a method of one module by `heard(module, method, *args, **kwargs)`; returns what restores it."""
-    before, method = module.__dict__.get(name), getattr(module, name)
+def instead(module: nn.Module, name: str, heard: Callable[..., Any], control: str | None = None) -> Undo:
+    """Replace a method of one module by `heard(module, method, *args, **kwargs)`; returns what restores it.
+
+    A copy of the module has the method as it was; but where a `control` is named, its own stand-in and its own `heard`.
+    """
+    before, over = module.__dict__.get(name), [False]
+    module.__dict__[name] = _stand(module, name, heard, control, before, over)
+    return partial(_restore, module, name, over)
+
+
+def _stand(module: nn.Module, name: str, heard: Callable[..., Any], control: str | None, before: Any, over: list[bool]) -> Any:
+    method = getattr(module, name) if before is None else before
     stand = partial(heard, module, method)
+    copied = partial(_as_before, module, name, before)
+    if control is not None:
+        copied = partial(_as_it_is, (module, name, heard, control, before, over))
+        vars(stand)[CONTROL] = control
     # trainers and generate() read the signature of forward: what they find decides how they call it
-    vars(stand).update(__wrapped__=method, __reduce_ex__=partial(_as_before, module, name, before), **{HELD: (before, over := [False])})
-    module.__dict__[name] = stand
+    vars(stand).update(__wrapped__=method, __reduce_ex__=copied, **{HELD: (before, over)})
+    return stand
 
-    def undo() -> None:
-        over[0] = True
-        # those put on later may end later; what somebody else has put on top stays, with the stand-in below it idle
-        while isinstance(top := module.__dict__.get(name), partial) and HELD in vars(top) and vars(top)[HELD][1][0]:
-            if vars(top)[HELD][0] is None:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = vars(top)[HELD][0]
 
-    return undo
+def _restore(module: nn.Module, name: str, over: list[bool]) -> None:
+    over[0] = True
+    # those put on later may end later; what somebody else has put on top stays, with the stand-in below it idle
+    while isinstance(top := module.__dict__.get(name), partial) and HELD in vars(top) and vars(top)[HELD][1][0]:
+        if vars(top)[HELD][0] is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = vars(top)[HELD][0]
 
 
 def _as_before(module: nn.Module, name: str, before: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """How a stand-in is copied and saved: as what it stands for, so that neither a copy nor a saved model knows of Locater."""
     return (getattr, (module, name)) if before is None else (partial, (before,))
+
+
+def _as_it_is(made_of: tuple[Any, ...], protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The same for one that changes what the model computes: a copy without it would be another model."""
+    return _stand, made_of
 
 
 class Passage:
