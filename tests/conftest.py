@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,13 @@ from jaxtyping import install_import_hook
 
 # shapes and types of the pure number modules are checked at run time here; the hook must come before they are imported
 install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
+
+from locater.processor import avoid_broken_amx  # noqa: E402 - after the hook
+from tests import summary  # noqa: E402
+from tests.summary import pytest_terminal_summary  # noqa: E402, F401 - a hook by its name
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
+    summary.avoided = avoid_broken_amx()
 
 torch.set_num_threads(1)  # tests run in parallel processes; threads inside tiny operations would only fight over the cores
 
