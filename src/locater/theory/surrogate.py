@@ -11,15 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-JITTER = 1e-6  # of the mean variance: covariances of few tokens, or behind a LayerNorm, are singular
-STEPS = 4  # of the jitter, ten times each
+JITTER = 8  # roundings of the mean variance, 1e-6 of it in float32: covariances of few tokens, or behind a LayerNorm, are singular
+MOST = 2e-4  # of the mean variance; what is indefinite by more is no covariance
 
 
 def root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """R with R R^T = covariance + 1e-6 of the mean variance, or more where rounding has made it indefinite; NaN where it is not finite.
+    """R with R R^T = covariance + 1e-6 of the mean variance (1e-15 in float64), more where rounding has made it indefinite; NaN where it
+    is not finite.
 
     The jitter is always there. Whether a singular covariance has a Cholesky factor without it is decided by its last bits, which
-    differ between processors, and a prediction changed by 1e-4 with that.
+    differ between processors, and predictions changed by 1e-4 with that.
 
     >>> r = root(torch.diag(torch.tensor([4.0, 0.0])))
     >>> torch.allclose(r @ r.mT, torch.diag(torch.tensor([4.0, 0.0])), atol=1e-5)
@@ -27,11 +28,13 @@ def root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """
     if not bool(covariance.isfinite().all()):
         return torch.full_like(covariance, torch.nan)
-    unit = covariance.diagonal().mean() * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    for step in range(STEPS):  # each is far cheaper than eigenvalues
-        factor, failed = torch.linalg.cholesky_ex(covariance + JITTER * 10**step * unit)
+    mean = covariance.diagonal().mean() * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    jitter = JITTER * torch.finfo(covariance.dtype).eps
+    while jitter < MOST:  # even all of them are far cheaper than eigenvalues
+        factor, failed = torch.linalg.cholesky_ex(covariance + jitter * mean)
         if not int(failed):
             return factor
+        jitter *= 10
     return symmetric_root(covariance)
 
 
