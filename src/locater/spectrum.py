@@ -26,7 +26,7 @@ from locater.errors import LocaterError
 
 Batched = Float[Tensor, "*heads"]
 TIED = 16  # roundings of the largest eigenvalue by which two moduli may differ and still count as equal
-SINGLE = 2.0**-30, 2.0**30  # sizes of W whose cubes, and their digits, are within the range of float32
+SINGLE = 60  # powers of two that ||W||^2 may be from 1, so that cubes of W and their digits are within the range of float32
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,21 @@ class Moments:
         return (_inner(g @ g, g.mT) + 3 * _inner(g, (self.key_gram @ self.query_gram).mT)) / 4
 
     @cached_property
+    def _sizes(self) -> tuple[Tensor, Tensor]:
+        """Of W_Q and W_K."""
+        return _size(self.query_gram), _size(self.key_gram)
+
+    @property
     def size(self) -> Batched:
         """A power of two about as large as |W_Q| |W_K|, 1 for a zero map: what numbers without a scale are computed at."""
-        query, key = _power_of_four(self.query_gram), _power_of_four(self.key_gram)
-        return query.sqrt() * key.sqrt()
+        return self._sizes[0] * self._sizes[1]
 
     @cached_property
     def unit(self) -> Moments:
         """Moments of W / size: squares and cubes of its entries stay within the range of float32 for weights of 1e-17 and of 1e17."""
-        query, key = (_power_of_four(x)[..., None, None] for x in (self.query_gram, self.key_gram))
-        cross = None if self.cross is None else self.cross / query.sqrt() / key.sqrt()
-        return Moments(self.query_gram / query, self.key_gram / key, cross)
+        query, key = (x[..., None, None] for x in self._sizes)
+        cross = None if self.cross is None else self.cross / query / key
+        return Moments(self.query_gram / query / query, self.key_gram / key / key, cross)
 
     @property
     def mean(self) -> Batched:
@@ -128,7 +132,7 @@ class Moments:
     @property
     def stable_rank(self) -> Batched:
         """||W||_F^2 / ||W||_2^2, in [1, d_head]; 0 for a zero map. No gradient: singular values have none here."""
-        top = (self.spectral_norm / self.size.detach()) ** 2
+        top = (self.spectral_norm / self.size) ** 2
         return torch.where(top > 0, self.unit.frobenius_sq.detach() / top, torch.zeros_like(top))
 
     def singular_values(self) -> Float[Tensor, "*heads h"]:
@@ -212,29 +216,36 @@ def lost_in_float32(m: Moments) -> Bool[Tensor, "*heads"]:
     Rare: queries and keys that live in nearly separate channels; weights below 1e-6 or beyond 1e3. A head that is zero, or not
     finite, is none of them.
     """
-    factors = m.unit.query_gram.square().sum((-2, -1)) * m.unit.key_gram.square().sum((-2, -1))
-    cancels = m.unit.frobenius_sq.square() < 1e-3 * factors
-    return cancels | (m.size < SINGLE[0]) | (m.size > SINGLE[1])
+    return _lost(m, _factors(m))
+
+
+def _factors(m: Moments) -> Tensor:
+    """||A||_F ||B||_F, which ||W||_F^2 does not exceed; in float64, which it does not leave."""
+    query, key = (torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64) for x in (m.query_gram, m.key_gram))
+    return query * key
+
+
+def _lost(m: Moments, factors: Tensor) -> Tensor:
+    size = factors.log2().abs()  # infinite for a head that is zero or infinite
+    return (m.frobenius_sq < 1e-3**0.5 * factors) | ((size > SINGLE) & (size < math.inf))
 
 
 def _needs_double(m: Moments, q: Tensor, k: Tensor) -> bool:
     """Asked only outside training, on the CPU: the answer would stop a GPU and break a compiled graph."""
     if m.query_gram.dtype != torch.float32 or m.query_gram.device.type != "cpu" or m.query_gram.requires_grad or m.key_gram.requires_grad:
         return False
-    return bool(lost_in_float32(m).any()) or _vanishes(m.query_gram, q) or _vanishes(m.key_gram, k)
+    factors = _factors(m)
+    lost, zero = _lost(m, factors), factors == 0
+    if not bool((lost | zero).any()):
+        return False
+    there = [(w != 0).any(-1).any(-1) for w in (q, k)]
+    return bool((lost | (zero & there[0] & there[1])).any())  # weights that are there, and their squares are not
 
 
-def _vanishes(gram: Tensor, w: Tensor) -> bool:
-    """Whether there is a head that is not zero and whose squares are."""
-    zero = gram.diagonal(dim1=-2, dim2=-1).amax(-1) == 0
-    return bool(zero.any()) and bool((zero & (w != 0).any(-1).any(-1)).any())
-
-
-def _power_of_four(gram: Tensor) -> Tensor:
-    """Near the largest diagonal entry; 1 where that is 0 or not finite. A constant: it cancels in whatever it is used for."""
+def _size(gram: Tensor) -> Tensor:
+    """The power of two at the root of the largest diagonal entry; 1 where that is 0 or not finite. A constant: it cancels in the end."""
     top = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
-    sound = (top > 0) & top.isfinite()
-    return torch.exp2(2 * (torch.where(sound, top, 1).log2() / 2).floor())
+    return torch.exp2((torch.where((top > 0) & top.isfinite(), top, 1).log2() / 2).floor())
 
 
 def _singular_values(A: Tensor, B: Tensor) -> Tensor:
