@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ from jaxtyping import install_import_hook
 # `make test-gpu BIN=...` runs with the packages of a GPU machine, where beartype may be absent.
 if SHAPES_CHECKED := find_spec("beartype") is not None:
     install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
+
+from locater.processor import avoid_broken_amx  # noqa: E402 - after the hook
+from tests import summary  # noqa: E402
+from tests.summary import pytest_terminal_summary  # noqa: E402, F401 - a hook by its name
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
+    summary.avoided = avoid_broken_amx()
 
 torch.set_num_threads(1)  # tests run in parallel processes; threads inside tiny operations would only fight over the cores
 

@@ -381,6 +381,24 @@ def test_weights_that_overflow_are_flagged(broken: Path) -> None:
     assert [(r.layer, r.head) for r in scan(broken).rows if "nonfinite" in r.flags] == [(0, 0)]
 
 
+@pytest.mark.parametrize("factor", [1e-14, 1e15])
+def test_weights_of_any_size_are_read_right(broken: Path, saved_llama: Path, factor: float) -> None:
+    """F is of the fourth power of the weights: 1e-56 and 1e60 are no float32, and still no 0 and no infinity."""
+    tensors = load_file(broken / "model.safetensors")
+    for name in ("q_proj", "k_proj"):
+        tensors[f"model.layers.1.self_attn.{name}.weight"] *= factor
+    save_file(tensors, broken / "model.safetensors")
+    plain, scaled = ([row for row in scan(folder, details=True).rows if row.layer == 1] for folder in (saved_llama, broken))
+    for row, other in zip(plain, scaled, strict=True):
+        for name in ("stable_rank", "concentration", "skew"):
+            assert getattr(other, name) == pytest.approx(getattr(row, name), rel=1e-5, abs=1e-6)
+        for name, power in (("M", 2), ("S", 4), ("F", 4), ("variance", 4), ("spectral_norm", 2)):
+            assert getattr(other, name) == pytest.approx(factor**power * getattr(row, name), rel=1e-4, abs=1e-6 * row.F * factor**power)
+        assert ("uniform" if factor < 1 else "sharp") in other.flags
+        assert other.localization is not None
+        assert other.residual_kept is not None
+
+
 def test_files_that_may_not_be_read_or_written(run: Run, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(*args: object, **kwargs: object) -> object:
         raise PermissionError(13, "Permission denied", str(broken / "model.safetensors"))

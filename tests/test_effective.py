@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater.heads import AttentionLayer, attention_layers, effective
+from locater.heads import AttentionLayer, Norm, attention_layers, effective
+from locater.heads.effective import mean_field_gain
 from tests.families import CASES
 from tests.parity import Case, model_of
 
@@ -122,3 +123,10 @@ def test_drive_is_the_mean_logit_of_a_copy_some_way_back(label: str) -> None:
 def _corners(x: Tensor) -> list[tuple[Tensor, Tensor]]:
     zero = torch.zeros_like(x)
     return [(x, x), (zero, x), (x, zero), (zero, zero)]
+
+
+def test_weights_whose_norm_overflows_are_no_head_of_zeros() -> None:
+    """A norm on queries divides by |W|; what it cannot know is said, as the flag `nonfinite`, and not taken for infinite."""
+    found = mean_field_gain(torch.tensor([1e20, 1.0]).view(2, 1, 1).expand(2, 3, 4), torch.zeros(2, 3), Norm("rms"))
+    assert found.isfinite().all(1).tolist() == [False, True]
+    assert found[1].item() == pytest.approx(0.5)  # sqrt(3) / sqrt(12)

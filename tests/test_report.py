@@ -20,10 +20,11 @@ from torch import nn
 from locater import Scan, compare, scan
 from locater.report.terminal import print_scan
 from locater.theory import continuum
+from tests.summary import NO_BROWSER
 
 DEMO = str(files("locater") / "demo")
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs Debian's)")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 
 
 @pytest.fixture(scope="module")

@@ -390,6 +390,53 @@ def test_the_gradient_of_the_stable_rank_is_whole_or_refused() -> None:
     assert not rank.requires_grad or torch.autograd.gradcheck(lambda x: moments(x, case.W_K).stable_rank, (q,))
 
 
+SCALES = [1e-30, 1e-20, 1e-14, 1e-11, 1e-6, 1.0, 1e6, 1e11, 1e14, 1e17]
+FREE = ("concentration", "skew", "stable_rank")  # have no scale
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_weights_are_too_small_or_too_large(kind: str, scale: float) -> None:
+    """Products of four weights leave the range of float32 long before the weights do."""
+    case = make(kind, 4, 24, seed=43, lead=(3,))
+    q, k = (scale * case.W_Q).float(), (scale * case.W_K).float()
+    m, wide = moments(q, k), moments(q.double(), k.double())
+    cross, wide_cross = cross_moments(q, k), cross_moments(q.double(), k.double())
+    for name in (*MOMENTS, "spectral_norm", "stable_rank"):
+        exact = getattr(wide, name)
+        power = {"trace": 1, "mean": 1, "spectral_norm": 1, "symmetric_cube": 3}.get(name, 0 if name in FREE else 2)
+        error = (getattr(m, name).double() - exact).abs() / wide.frobenius_sq ** (power / 2)
+        assert error.max().item() < 1e-5, name
+    for name in ("frobenius_sq", "stable_rank", "spectral_norm"):
+        torch.testing.assert_close(getattr(cross, name).double(), getattr(wide_cross, name), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-14, 1.0, 1e14])
+@pytest.mark.parametrize("name", FREE)
+def test_numbers_without_a_scale_survive_training_at_any(name: str, scale: float) -> None:
+    """With a gradient everything stays in float32."""
+    case = make("random", 4, 24, seed=47, lead=(3,))
+    exact = getattr(moments(case.W_Q, case.W_K), name)
+    q, k = ((scale * x).float().requires_grad_() for x in (case.W_Q, case.W_K))
+    found = getattr(moments(q, k), name)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.detach().double(), exact, rtol=1e-4, atol=1e-5)
+    if found.requires_grad:
+        found.sum().backward()
+        wide = [x.clone().requires_grad_() for x in (case.W_Q, case.W_K)]
+        getattr(moments(*wide), name).sum().backward()
+        torch.testing.assert_close(q.grad.double() * scale, wide[0].grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_head_of_zeros_beside_tiny_ones_stays_zero() -> None:
+    q, k = torch.full((3, 2, 4), 1e-30), torch.full((3, 2, 4), 1e-30)
+    q[1] = 0
+    m = moments(q, k)
+    for name in (*MOMENTS, "spectral_norm", "stable_rank"):
+        assert getattr(m, name)[1].item() == 0, name
+    assert m.stable_rank.tolist() == pytest.approx([1, 0, 1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_zero_map_gives_zeros(dtype: torch.dtype) -> None:
     zero = torch.zeros(2, 4, 8, dtype=dtype)

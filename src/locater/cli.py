@@ -21,6 +21,7 @@ from locater.findings import Condition, parse_conditions
 from locater.papers.command import Shell, add_reproduce
 from locater.probe import PROBE_COLUMNS, PROBE_FLAGS, TOKENS, Probe, probe
 from locater.probing import Statistics
+from locater.processor import avoid_broken_amx
 from locater.result import NUMERIC_COLUMNS, SCAN_FLAGS, Scan, write_whole
 from locater.scan import LENGTH, scan
 from locater.train.command import add_train
@@ -46,6 +47,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         print(f"locater {__version__}")
         raise typer.Exit
+    avoid_broken_amx()
 
 
 @app.command("scan")

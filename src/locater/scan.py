@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from locater.heads.readers import Source
 from locater.probing.predict import predict
 from locater.probing.statistics import Input, Statistics
 from locater.result import HeadRow, Scan
-from locater.spectrum import Moments, one_thread
+from locater.spectrum import Moments, lost_in_float32, one_thread
 from locater.theory import (
     expected_entropy,
     kept_at_entropy,
@@ -284,14 +284,18 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
 def _read(layer: AttentionLayer, raw: bool, given: Input | None) -> tuple[Moments, Tensor]:
     """The small matrices of a layer and its key biases; the big ones are gone when this returns."""
     folded = effective(layer, raw, None if given is None else given.as_tokens())
-    return folded.moments().cpu(), folded.key_bias.cpu()
+    found = folded.moments().cpu()
+    if found.query_gram.dtype == torch.float32 and bool(lost_in_float32(found).any()):  # a GPU is not asked before
+        found = replace(folded, query=folded.query.double(), key=folded.key.double()).moments().cpu()
+    return found, folded.key_bias.cpu()
 
 
 def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, list[Any]]:
     """The computed columns of the heads of one layer."""
     table: dict[str, Tensor] = {name: getattr(m, name) for name in ("frobenius_sq", "spectral_norm", "stable_rank")}
     table["F"], table["key_bias"] = m.frobenius_sq * scale**2, key_bias
-    variance = torch.tensor([key_variance(f, b) for f, b in zip(table["F"].tolist(), key_bias.tolist(), strict=True)])
+    pairs = zip(table["F"].tolist(), key_bias.tolist(), strict=True)
+    variance = torch.tensor([key_variance(f, b) for f, b in pairs], dtype=torch.float64)
     table["expected_entropy"] = expected_entropy(variance, length)
     table["residual_kept"] = residual_kept(variance, length)
     if m.cross is None:

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
 
 Batched = Float[Tensor, "*heads"]
+TIED = 16  # roundings of the largest eigenvalue by which two moduli may differ and still count as equal
+SINGLE = 60  # powers of two that ||W||^2 may be from 1, so that cubes of W and their digits are within the range of float32
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,23 @@ class Moments:
         g = self.gram
         return (_inner(g @ g, g.mT) + 3 * _inner(g, (self.key_gram @ self.query_gram).mT)) / 4
 
+    @cached_property
+    def _sizes(self) -> tuple[Tensor, Tensor]:
+        """Of W_Q and W_K."""
+        return _size(self.query_gram), _size(self.key_gram)
+
+    @property
+    def size(self) -> Batched:
+        """A power of two about as large as |W_Q| |W_K|, 1 for a zero map: what numbers without a scale are computed at."""
+        return self._sizes[0] * self._sizes[1]
+
+    @cached_property
+    def unit(self) -> Moments:
+        """Moments of W / size: squares and cubes of its entries stay within the range of float32 for weights of 1e-17 and of 1e17."""
+        query, key = (x[..., None, None] for x in self._sizes)
+        cross = None if self.cross is None else self.cross / query / key
+        return Moments(self.query_gram / query / query, self.key_gram / key / key, cross)
+
     @property
     def mean(self) -> Batched:
         """Mean eigenvalue over the d_head directions a head can use: tr W / d_head."""
@@ -94,15 +113,16 @@ class Moments:
         For symmetric W this is mean^2 / (mean^2 + variance); it is 1 only for a positive multiple of a rank-d_head
         projector and 0 for a zero map.
         """
-        spread = self.head_dim * (2 * self.frobenius_sq + self.trace_of_square) / 3
-        kappa = self.trace * self.trace.abs() / spread.clamp_min(torch.finfo(spread.dtype).tiny)
+        unit = self.unit
+        spread = self.head_dim * (2 * unit.frobenius_sq + unit.trace_of_square) / 3
+        kappa = unit.trace * unit.trace.abs() / spread.clamp_min(torch.finfo(spread.dtype).tiny)
         return kappa.clamp(-1, 1)
 
     @property
     def skew(self) -> Batched:
         """g1 = sqrt(8) tr(W_sym^3) / tr(W_sym^2)^(3/2): skewness of the quadratic form y^T W y, y normal."""
-        scale = self.symmetric_sq.clamp_min(0) ** 1.5
-        return torch.where(scale > 0, math.sqrt(8) * self.symmetric_cube / scale, torch.zeros_like(scale))
+        scale = self.unit.symmetric_sq.clamp_min(0) ** 1.5
+        return torch.where(scale > 0, math.sqrt(8) * self.unit.symmetric_cube / scale, torch.zeros_like(scale))
 
     @cached_property
     def spectral_norm(self) -> Batched:
@@ -112,8 +132,8 @@ class Moments:
     @property
     def stable_rank(self) -> Batched:
         """||W||_F^2 / ||W||_2^2, in [1, d_head]; 0 for a zero map. No gradient: singular values have none here."""
-        top = self.spectral_norm**2
-        return torch.where(top > 0, self.frobenius_sq.detach() / top, torch.zeros_like(top))
+        top = (self.spectral_norm / self.size) ** 2
+        return torch.where(top > 0, self.unit.frobenius_sq.detach() / top, torch.zeros_like(top))
 
     def singular_values(self) -> Float[Tensor, "*heads h"]:
         """All d_head singular values of W, largest first: square roots of the eigenvalues of L^T B L with A = L L^T.
@@ -124,10 +144,18 @@ class Moments:
         return found.to(self.query_gram.dtype).to(self.query_gram.device)
 
     def eigenvalues(self) -> Complex[Tensor, "*heads h"]:
-        """The d_head eigenvalues of W that can be non-zero, by decreasing modulus; on the CPU."""
+        """The d_head eigenvalues of W that can be non-zero, by decreasing modulus; on the CPU.
+
+        Where moduli are equal but for rounding, as in a conjugate pair, the larger real part comes first, then the larger
+        imaginary part: not the order that a solver happens to find them in.
+        """
         values = _head_by_head(torch.linalg.eigvals, _on_cpu(self.gram))
-        order = values.abs().argsort(dim=-1, descending=True, stable=True)
-        return values.gather(-1, order)
+        size = torch.finfo(self.gram.dtype)
+        step = values.abs().amax(-1, keepdim=True).clamp_min(size.tiny) * TIED * size.eps
+        for key in (torch.imag, torch.real, torch.abs):  # the last one counts most: a stable sort keeps the order before it
+            order = (key(values) / step).round().argsort(dim=-1, descending=True, stable=True)
+            values = values.gather(-1, order)
+        return values
 
     def scaled(self, factor: float) -> Moments:
         """Moments of factor * W."""
@@ -169,7 +197,7 @@ def moments(
         query_gram, key_gram, gram = q_c @ q.mT, k_c @ k.mT, _grouped_product(k_c, q)
     shape = gram.shape
     found = Moments(query_gram.expand(shape), key_gram.expand(shape), gram)
-    return moments(q.double(), k.double(), covariance) if _cancels(found) else found
+    return moments(q.double(), k.double(), covariance) if _needs_double(found, q, k) else found
 
 
 def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) -> Moments:
@@ -179,19 +207,45 @@ def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) ->
     query_gram, key_gram = q.to(dtype) @ q.to(dtype).mT, k.to(dtype) @ k.to(dtype).mT
     shape = torch.broadcast_shapes(query_gram.shape, key_gram.shape)
     found = Moments(query_gram.expand(shape), key_gram.expand(shape), None)
-    return cross_moments(q.double(), k.double()) if _cancels(found) else found
+    return cross_moments(q.double(), k.double()) if _needs_double(found, q, k) else found
 
 
-def _cancels(m: Moments) -> bool:
-    """Whether some W is so much smaller than its factors that float32 Gram matrices lose its norm.
+def lost_in_float32(m: Moments) -> Bool[Tensor, "*heads"]:
+    """Heads whose moments float32 does not hold: W is much smaller than its factors, or its squares and cubes leave the range.
 
-    Rare (queries and keys that live in nearly separate channels) and asked only outside training, on the CPU: the answer
-    would stop a GPU and break a compiled graph.
+    Rare: queries and keys that live in nearly separate channels; weights below 1e-6 or beyond 1e3. A head that is zero, or not
+    finite, is none of them.
     """
+    return _lost(m, _factors(m))
+
+
+def _factors(m: Moments) -> Tensor:
+    """||A||_F ||B||_F, which ||W||_F^2 does not exceed; in float64, which it does not leave."""
+    query, key = (torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64) for x in (m.query_gram, m.key_gram))
+    return query * key
+
+
+def _lost(m: Moments, factors: Tensor) -> Tensor:
+    size = factors.log2().abs()  # infinite for a head that is zero or infinite
+    return (m.frobenius_sq < 1e-3**0.5 * factors) | ((size > SINGLE) & (size < math.inf))
+
+
+def _needs_double(m: Moments, q: Tensor, k: Tensor) -> bool:
+    """Asked only outside training, on the CPU: the answer would stop a GPU and break a compiled graph."""
     if m.query_gram.dtype != torch.float32 or m.query_gram.device.type != "cpu" or m.query_gram.requires_grad or m.key_gram.requires_grad:
         return False
-    factors = m.query_gram.square().sum((-2, -1)) * m.key_gram.square().sum((-2, -1))
-    return bool((m.frobenius_sq.square() < 1e-3 * factors).any())
+    factors = _factors(m)
+    lost, zero = _lost(m, factors), factors == 0
+    if not bool((lost | zero).any()):
+        return False
+    there = [(w != 0).any(-1).any(-1) for w in (q, k)]
+    return bool((lost | (zero & there[0] & there[1])).any())  # weights that are there, and their squares are not
+
+
+def _size(gram: Tensor) -> Tensor:
+    """The power of two at the root of the largest diagonal entry; 1 where that is 0 or not finite. A constant: it cancels in the end."""
+    top = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
+    return torch.exp2((torch.where((top > 0) & top.isfinite(), top, 1).log2() / 2).floor())
 
 
 def _singular_values(A: Tensor, B: Tensor) -> Tensor:

@@ -138,4 +138,5 @@ def mean_field_gain(weight: Tensor, shift: Tensor, norm: Norm) -> Tensor:
     """What the norm multiplies (centred) queries or keys by, in mean field: (heads, head_dim), or (heads, 1) without a gain."""
     energy = weight.square().sum((1, 2)) + shift.square().sum(-1)
     factor = math.sqrt(weight.shape[1]) * torch.rsqrt(energy.clamp_min(torch.finfo(weight.dtype).tiny))
+    factor = torch.where(energy.isinf(), torch.nan, factor)  # 1 / sqrt(inf) would make a head of zeros of weights that are too large
     return factor[:, None] if norm.gain is None else factor[:, None] * norm.gain.to(weight)

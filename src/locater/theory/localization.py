@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.spectrum import Moments
+from locater.theory.surrogate import symmetric_root
 
 SKEW_LIMIT = 0.75  # |g1| above which the mixture takes over: the closed form of a near-projector is off by 0.05 there
 DRAWS = 4096
@@ -144,16 +145,21 @@ def _mixture(m: Moments, scale: float, u: Tensor, b: Tensor, upper: float, draws
     out = torch.empty(*A.shape[:-2], len(u), dtype=torch.float64)
     if not out.numel():
         return out
-    joint = torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2)  # covariance of (W_Q y, W_K y)
-    values, vectors = torch.linalg.eigh(joint)
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    # queries and keys of one size: a root of both has the digits of the larger, and W does not know which is which
+    query, key = (torch.where(x > 0, x, 1)[..., None, None] for x in (_mean_diagonal(A), _mean_diagonal(B)))
+    A, B, G, size = A / query, B / key, G / (query * key).sqrt(), scale * (query * key).sqrt()[..., 0]
+    root = symmetric_root(torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2))  # covariance of (W_Q y, W_K y)
     noise = torch.randn(draws, 2 * h, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     for index in np.ndindex(A.shape[:-2]):  # a head at a time: draws x positions numbers, whatever the batch
         y = noise @ root[index].mT
-        q = scale * (y[:, :h] * y[:, h:]).sum(-1, keepdim=True)
-        r_sq = scale**2 * ((y[:, :h] @ B[index]) * y[:, :h]).sum(-1, keepdim=True)
+        q = size[index] * (y[:, :h] * y[:, h:]).sum(-1, keepdim=True)
+        r_sq = size[index] ** 2 * ((y[:, :h] @ B[index]) * y[:, :h]).sum(-1, keepdim=True)
         out[index] = _between(q * u, r_sq * b, -1.0, upper).mean(0)
     return out
+
+
+def _mean_diagonal(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
 def _between(mean: Tensor, variance: Tensor, lower: float, upper: float) -> Tensor:

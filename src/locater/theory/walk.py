@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.theory.surrogate import symmetric_root
+
 
 @dataclass(frozen=True)
 class Walks:
@@ -40,7 +42,7 @@ def simulate(
     generator = torch.Generator().manual_seed(seed)
     d = W_Q.shape[-1]
     q, k = W_Q.double(), W_K.double()
-    root = torch.eye(d, dtype=torch.float64) if covariance is None else _root(covariance.double())
+    root = torch.eye(d, dtype=torch.float64) if covariance is None else symmetric_root(covariance.double())
     total = torch.zeros(3, length, dtype=torch.float64)
     for start in range(0, walks, chunk):
         n = min(chunk, walks - start)
@@ -54,8 +56,3 @@ def simulate(
     propagated, clipped, softmax = total / walks
     error = (propagated * (1 - propagated) / walks).sqrt()
     return Walks(propagated, clipped, softmax, error, walks)
-
-
-def _root(covariance: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp_min(0).sqrt()
