@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import signal
 import subprocess
@@ -23,7 +24,8 @@ import torch
 from locater import LocaterError
 from locater.report.log import RunReader
 from locater.report.sinks import JsonlSink, Sink, TensorBoardSink, flat, open_sink, read_run
-from locater.report.watch import Server, pack, thin, thin_losses, watch_page
+from locater.report.packing import Curve, pack, thin
+from locater.report.watch import Server, watch_page
 from tests.conftest import Result
 from tests.test_report import Visit, browser, data_of, needs_browser
 
@@ -79,15 +81,19 @@ def test_a_log_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert document["steps"] == run.steps
 
 
-def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
+def test_numbers_that_are_none(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     heads = {"entropy_ratio": torch.tensor([[0.5, nan]]), "max_logit": [[inf, None]]}
     path = write(tmp_path / "run.jsonl", header(1, 2), step(0, 1, 2, loss=nan, heads=heads))
     assert json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)["heads"]["max_logit"] == [[None, None]]
     run = read_run(path)
     assert run.steps[0]["heads"]["entropy_ratio"] == [[0.5, None]]
-    assert run.losses == [(0, None)]
+    assert [(step, math.isnan(loss)) for step, loss in run.losses] == [(0, True)]
     assert "NaN" not in run.to_json()
+    path.write_text(path.read_text().replace('"loss":"NaN"', '"loss":null'))  # as earlier versions wrote what they did not know
+    assert read_run(path).losses == []
+    path.write_text(path.read_text().replace('"loss":null', '"loss":NaN'))  # as some other writer may put it
+    assert math.isnan(read_run(path).losses[0][1])
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30, 150])
@@ -275,9 +281,9 @@ def test_a_large_run_weighs_little_and_says_what_is_drawn() -> None:
 
 
 def test_thinned_losses_keep_spikes_and_gaps() -> None:
-    losses: list[tuple[int, float | None]] = [(i, 1.0 + i % 3 / 100) for i in range(50_000)]
-    losses[777], losses[30_001] = (777, 50.0), (30_001, None)
-    kept = thin_losses(losses)
+    losses = [(i, 1.0 + i % 3 / 100) for i in range(50_000)]
+    losses[777], losses[30_001] = (777, 50.0), (30_001, math.nan)
+    kept = Curve(losses).points()
     assert len(kept) < 2_000
     assert {losses[777], losses[30_001], losses[0], losses[-1]} <= set(kept)
     assert kept == sorted(kept)
