@@ -15,7 +15,7 @@ from locater.findings import FLAG_NAMES, comparison
 from locater.report.html import short_name
 from locater.report.log import Points, Record, Run
 
-VALUES = 2_050_000  # numbers on one page: two bytes each, a third more as text
+VALUES = 2_050_000  # numbers on one page: nearly always two bytes each, a third more as text
 MOST_STEPS = 2_000
 MOST_POINTS = 1_500
 MOST_MARKS = 50  # beginnings kept of one head's warnings of one kind
@@ -113,9 +113,10 @@ def pack(
 
 
 def _encoded(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
-    """[scale, text, bytes]: one column of some steps, heads after layers after steps, NaN for null.
+    """[base, scale, text, bytes]: one column of some steps, heads after layers after steps, NaN for null.
 
-    Numbers over a scale, in half precision; in single where they lie so far apart that the small ones would become 0.
+    Half precision, counted from the lowest where all are nearly the same; double where they lie so far apart that the small ones
+    would become 0.
     """
     empty: list[list[None]] = [[None] * entry["heads"] for entry in run.header["layers"]]
     table = np.array(
@@ -126,11 +127,18 @@ def _encoded(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
         dtype=np.float64,
     )
     table[~np.isfinite(table)] = np.nan
-    known = np.abs(table[np.isfinite(table) & (table != 0)])
-    largest, usual = (float(known.max()), float(np.median(known))) if known.size else (0.0, 0.0)
-    size, top = (2, 15) if largest <= WIDE * usual else (4, 127)
-    scale = 2.0 ** max(-1022, math.frexp(largest)[1] - top) if largest > 0 else 1.0  # the largest comes to lie just below 2^top
-    return [scale, base64.b64encode((table / scale).astype(f"<f{size}").tobytes()).decode(), size]
+    known = table[np.isfinite(table) & (table != 0)]
+    base, scale, size = 0.0, 1.0, 2
+    if known.size:
+        low, high, usual = float(known.min()), float(known.max()), float(np.median(np.abs(known)))
+        largest = max(abs(low), abs(high))
+        if not np.any(table == 0) and high / 16 - low / 16 < largest / 256:
+            base, largest = low, high - low
+        if largest > WIDE * usual:
+            size = 8
+        elif largest > 0:
+            scale = 2.0 ** max(-1022, math.frexp(largest)[1] - 15)  # the largest comes to lie just below 2^15
+    return [base, scale, base64.b64encode(((table - base) / scale).astype(f"<f{size}").tobytes()).decode(), size]
 
 
 def group_warnings(run: Run) -> list[dict[str, Any]]:
@@ -175,10 +183,10 @@ def _worse(a: Any, b: float | None, threshold: float | None) -> float | None:
 
 
 def _digits(x: float | None) -> float | str | None:
-    """Five significant digits; a word for what JSON cannot hold, null for what is not known."""
+    """Seven significant digits, as many as a float32 loss has; a word for what JSON cannot hold, null for what is not known."""
     if x is None:
         return None
     if math.isfinite(x):
-        short = float(f"{x:.5g}")
+        short = float(f"{x:.7g}")
         return short if math.isfinite(short) else x  # the largest floats would be rounded beyond the largest
     return "NaN" if math.isnan(x) else "infinite"

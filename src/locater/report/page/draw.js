@@ -38,7 +38,8 @@ function ticks(low, high, count) {
   const rough = high / count - low / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map(m => m * power).find(s => s >= rough);
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-6 && found.length < 64; i++) found.push(i * step + 0);
+  const end = Math.min(Number.MAX_VALUE, high + step * 1e-6);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= end && found.length < 64; i++) if (Number.isFinite(i * step)) found.push(i * step + 0);
   return found;
 }
 function tickWords(found) { // labels of ticks: as many digits as tell neighbours apart, and no more
@@ -52,13 +53,13 @@ function tickWords(found) { // labels of ticks: as many digits as tell neighbour
 }
 function tickSteps(found) { // the same where there is little room: what all have in common first, then what is added to it
   const said = tickWords(found);
-  if (found.length < 2 || Math.max(...said.map(s => s.length)) <= 7) return ["", said];
-  return [said[0], tickWords(found.map(t => t - found[0])).map((s, i) => i ? `+${s}` : "+0")];
+  const more = tickWords(found.map(t => t - found[0])).map(s => `+${s}`), longest = texts => Math.max(...texts.map(s => s.length));
+  return found.length < 2 || longest(said) <= 7 || longest(more) >= longest(said) ? ["", said] : [said[0], more];
 }
 const label = t => Math.abs(t) >= 1e6 ? t.toPrecision(2) : String(Math.round(t * 1000) / 1000);
-function frame(id, width, height, x, y, names, { ends, below = 0, at, word } = {}) { // ends: words in place of numbers under the x axis; at: where its grid is
+function frame(id, width, height, x, y, names, { ends, below = 0, at, word, left = 46 } = {}) { // ends: words in place of numbers under the x axis; at: where its grid is
   const svg = clear(id, width, height);
-  const box = { left: 46, right: width - 12, top: 10, bottom: height - 36 - below };
+  const box = { left, right: width - 12, top: 10, bottom: height - 36 - below };
   const sx = v => box.left + (v - x[0]) / (x[1] - x[0]) * (box.right - box.left);
   const sy = v => box.bottom - (v / 2 - y[0] / 2) / (y[1] / 2 - y[0] / 2) * (box.bottom - box.top); // halves: the largest numbers have no sum
   const across = at || ticks(x[0], x[1], Math.min(6, Math.max(4, Math.floor(width / 80)))), said = word ? across.map(word) : tickWords(across);

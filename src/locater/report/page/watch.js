@@ -4,6 +4,7 @@
 const DATA = JSON.parse(element("data").textContent);
 const run = { steps: [], columns: [], layers: [], offsets: [], heads: 0, values: {}, scalars: {}, curves: {}, warnings: [], comparisons: {}, revision: 0 };
 const state = { metric: "", over: "mean", curve: "loss", layer: 0, head: 0, step: null, flag: null, guide: true, all: false }; // step null: the last
+const LEFT = 64; // room for the labels beside a chart; the same for all, so that steps lie below each other
 const charts = {}; // what is drawn where, for the pointer: {sx, box, rows, cell}
 
 // name, least end of the scale (so that noise stays pale), end of the scale where it is fixed, what it means
@@ -33,14 +34,14 @@ const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "
 
 // ---- data ----
 let half = null;
-function decode([scale, text, size], width) { // base64 of numbers in half or single precision: an array per step, NaN for no number
+function decode([base, scale, text, size], width) { // base64 of numbers in half or double precision: an array per step, NaN for no number
   half ??= Float32Array.from({ length: 65536 }, (_, h) => {
     const e = h >> 10 & 31, m = h & 1023;
     return (h >> 15 ? -1 : 1) * (e === 31 ? NaN : e ? (1 + m / 1024) * 2 ** (e - 15) : m * 2 ** -24);
   });
   const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0)), view = new DataView(bytes.buffer), found = [];
-  const read = size === 2 ? at => half[view.getUint16(at, true)] : at => view.getFloat32(at, true);
-  for (let at = 0; at < bytes.length; at += size * width) found.push(Float64Array.from({ length: width }, (_, i) => scale * read(at + size * i)));
+  const read = size === 2 ? at => half[view.getUint16(at, true)] : at => view.getFloat64(at, true);
+  for (let at = 0; at < bytes.length; at += size * width) found.push(Float64Array.from({ length: width }, (_, i) => base + scale * read(at + size * i)));
   return found;
 }
 function take(data) { // the whole run, or what has come since
@@ -121,7 +122,7 @@ function picture(box, values, { most, diverging }, { edges, domain }) { // a pix
 function grid(id, names, title, values, range, chosen, marks) { // values[row][step]
   const rows = names.length, width = room(id), time = axis(), { edges, domain } = time;
   const cell = !rows ? 20 : Math.max(width < 520 || matchMedia("(pointer: coarse)").matches ? 20 : 11, Math.min(26, 300 / rows));
-  const box = { left: 46, right: width - 12, top: 20, bottom: 20 + Math.max(1, rows) * cell };
+  const box = { left: LEFT, right: width - 12, top: 20, bottom: 20 + Math.max(1, rows) * cell };
   const svg = clear(id, width, box.bottom + 74);
   const sx = v => box.left + (v - domain[0]) / (domain[1] - domain[0]) * (box.right - box.left);
   charts[id] = { svg, sx, box, rows, cell, domain };
@@ -166,7 +167,7 @@ function reach(values, pad) {
 }
 function curve() {
   const points = Object.hasOwn(run.curves, state.curve) ? run.curves[state.curve] : [];
-  const time = axis(), { svg, sx, sy, box } = frame("loss", room("loss"), 132, time.domain, reach(points.map(p => p[1]), 0.06), ["", state.curve.slice(0, 16)], { ends: ["", ""], below: -24 });
+  const time = axis(), { svg, sx, sy, box } = frame("loss", room("loss"), 132, time.domain, reach(points.map(p => p[1]), 0.06), ["", state.curve.slice(0, 16)], { ends: ["", ""], below: -24, left: LEFT });
   charts.loss = { svg, sx, box, domain: time.domain };
   make("path", { class: "curve", d: route(points, sx, sy), "stroke-linecap": "round" }, svg);
   if (!points.some(p => known(p[1]))) make("text", { x: (box.left + box.right) / 2, y: 60, "text-anchor": "middle" }, svg, points.length ? `${state.curve} is not a number` : `this log holds no ${state.curve}`);
@@ -209,7 +210,7 @@ function layerPanel() {
 function lines(values) {
   const rules = new Map(run.warnings.filter(g => g.threshold !== null && meaning(g).needs.includes(state.metric)).map(g => [g.threshold, g.flag]));
   const time = axis(), y = reach([...values.flat(), ...(values.flat().some(v => v === v) ? rules.keys() : [])], 0.06);
-  const { svg, sx, sy, box } = frame("lines", room("lines"), 210, time.domain, y, ["training step", about(state.metric)[0].slice(0, 28)]);
+  const { svg, sx, sy, box } = frame("lines", room("lines"), 210, time.domain, y, ["training step", about(state.metric)[0].slice(0, 28)], { left: LEFT });
   charts.lines = { svg, sx, box, domain: time.domain };
   rules.forEach((flag, v) => {
     make("path", { class: "threshold", d: `M${box.left} ${sy(v)}H${box.right}` }, svg);
