@@ -163,7 +163,8 @@ def test_losses_in_lightning_are_means_over_micro_batches(tmp_path: Path) -> Non
     loader = torch.utils.data.DataLoader(Words(), batch_size=2)
     trainer = lightning.Trainer(
         max_epochs=1, accumulate_grad_batches=3, gradient_clip_val=0.5, accelerator="cpu", logger=False, enable_checkpointing=False,
-        val_check_interval=2, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, callbacks=[Monitor(every=2)],
+        val_check_interval=2, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        callbacks=[Monitor(every=2)],
     )  # fmt: skip
     trainer.fit(Lit(), loader, loader)
     run = read_run(tmp_path / "locater.jsonl")
@@ -210,7 +211,9 @@ def test_a_log_that_was_named_is_not_mixed_with_another_model(tmp_path: Path) ->
     path = tmp_path / "run.jsonl"
     attached(encoder(1), tmp_path, path)
     before = path.read_bytes()
-    with pytest.raises(LocaterError, match=r"run\.jsonl: holds a run of TransformerEncoder with 1 layer of 2 heads, and this one has") as told:
+    with pytest.raises(
+        LocaterError, match=r"run\.jsonl: holds a run of TransformerEncoder with 1 layer of 2 heads, and this one has"
+    ) as told:
         attached(encoder(2), tmp_path, path)
     assert len(str(told.value).splitlines()) == 1
     assert path.read_bytes() == before
@@ -334,4 +337,7 @@ def test_a_warning_says_what_it_means_and_what_to_do(tmp_path: Path, caplog: pyt
         attached(model, tmp_path, tmp_path / "run.jsonl", spectrum=True, warn_on="spread>5")
     first = read_run(tmp_path / "run.jsonl").warnings[0]
     assert first["flag"] == "spread>5"
-    assert f"head 0: logit spread {first['value']:.2g} exceeds 5: attention is close to one-hot; lower the rate or attach QKClip" in caplog.text
+    assert (
+        f"head 0: logit spread {first['value']:.2g} exceeds 5: attention is close to one-hot; lower the rate or attach QKClip"
+        in caplog.text
+    )

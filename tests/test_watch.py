@@ -23,8 +23,8 @@ import torch
 
 from locater import LocaterError
 from locater.report.log import RunReader
-from locater.report.sinks import JsonlSink, Sink, TensorBoardSink, flat, open_sink, read_run
 from locater.report.packing import Curve, pack, thin
+from locater.report.sinks import JsonlSink, Sink, TensorBoardSink, flat, open_sink, read_run
 from locater.report.watch import Server, watch_page
 from tests.conftest import Result
 from tests.test_report import Visit, browser, data_of, needs_browser
@@ -497,7 +497,9 @@ def test_ticks_can_be_told_apart_and_numbers_keep_their_size(browser: Any, pages
 def test_a_comparison_says_what_it_means(browser: Any, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(watch_page(fed(header(), step(0), warning(0, flag="max_logit>50"), warning(0, flag="novel>1"))))
     visit = Visit(browser, tmp_path / "page.html")
-    assert "max_logit>50: the softmax saturates and passes on hardly any gradient. Lower the rate or attach QKClip." in visit.text("#warnings")
+    assert "max_logit>50: the softmax saturates and passes on hardly any gradient. Lower the rate or attach QKClip." in visit.text(
+        "#warnings"
+    )
     assert "novel>1: layer 1 head 2 explodes" in visit.text("#warnings")
     visit.page.click('button[data-flag="max_logit>50"]')
     assert visit.page.input_value("#metric") == "max_logit"

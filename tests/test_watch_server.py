@@ -60,6 +60,13 @@ def test_no_request_of_many_clients_is_lost(server: Server) -> None:
     assert answers == ["HTTP/1.0 200 OK"] * 1000
 
 
+def drip(client: socket.socket, seconds: float) -> None:
+    start = time.monotonic()
+    while time.monotonic() - start < seconds:
+        client.sendall(b"T")
+        time.sleep(0.05)
+
+
 def test_slow_clients_are_ended_and_others_answered(server: Server) -> None:
     server.patience = 0.5
     before = threading.active_count()
@@ -67,14 +74,10 @@ def test_slow_clients_are_ended_and_others_answered(server: Server) -> None:
     try:
         for client in slow:
             client.sendall(b"GET / HT")
-        dripping = slow[0]
-        start = time.monotonic()
         assert get(server, "/run.json") == "HTTP/1.0 200 OK"
         assert threading.active_count() - before <= THREADS
         with pytest.raises(OSError, match=r"."):  # a byte now and then does not keep a connection
-            while time.monotonic() - start < 20:
-                dripping.sendall(b"T")
-                time.sleep(0.05)
+            drip(slow[0], 20)
         assert all(client.recv(10) == b"" for client in slow[1:])
     finally:
         for client in slow:
@@ -101,7 +104,8 @@ def test_a_client_that_does_not_read_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["http://[", "/run.json?after=" + "9" * 5000, "/run.json?after=-1", "/run.json?after=x", "/?" + "&".join("a=1" for _ in range(99))]
+    "target",
+    ["http://[", "/run.json?after=" + "9" * 5000, "/run.json?after=-1", "/run.json?after=x", "/?" + "&".join("a=1" for _ in range(99))],
 )
 def test_what_is_no_address_is_answered_in_a_word(server: Server, target: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert get(server, target) == "HTTP/1.0 400 Bad Request"

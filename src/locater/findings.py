@@ -189,15 +189,15 @@ def comparison(text: str) -> tuple[str, str, str, str] | None:
     return match[1], match[2], *(quantity.above if match[2].startswith(">") else quantity.below)
 
 
-def explain(condition: Condition, value: float) -> str:
+def explain(condition: Condition, value: float | None) -> str:
     """A comparison that holds, in words.
 
     >>> explain(parse_conditions("spread>5", {"spread"}, [])[0], 5.265)
     'logit spread 5.3 exceeds 5: attention is close to one-hot; lower the rate or attach QKClip'
     """
     about = comparison(condition.text)
-    if about is None or condition.bound is None:
-        return f"{condition.text} ({value:.4g})"
+    if about is None or condition.bound is None or value is None:
+        return condition.text
     column, sign, meaning, way_out = about
     # as many digits as tell the value from the bound
     shown = next((text for digits in range(2, 17) if float(text := f"{value:.{digits}g}") != condition.bound), f"{value:g}")

@@ -85,9 +85,7 @@ def columns(run: Run) -> list[str]:
     return list(found)
 
 
-def pack(
-    run: Run, drawn: Sequence[Record], stride: int, keep: int = 0, curves: dict[str, Curve] | None = None
-) -> dict[str, Any]:
+def pack(run: Run, drawn: Sequence[Record], stride: int, keep: int = 0, curves: dict[str, Curve] | None = None) -> dict[str, Any]:
     """What the page's script reads; of the steps only those from number `keep` on, because it has the others.
 
     `curves` are those of the loss and the scalars where somebody has followed them.

@@ -208,8 +208,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def setup(self) -> None:
-        self.timeout = self.server.patience
         super().setup()
+        self.connection.settimeout(self.server.patience)
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
@@ -220,8 +220,8 @@ class _Handler(BaseHTTPRequestHandler):
             url = urlsplit(self.path)
             after = parse_qs(url.query, max_num_fields=8).get("after", ["0"])[0]
         except ValueError:
-            url = after = None
-        if url is None or after is None or not re.fullmatch("[0-9]{1,20}", after):
+            url, after = urlsplit(""), ""
+        if not re.fullmatch("[0-9]{1,20}", after):
             self._send(400, "text/plain", "not an address of this page")
         elif url.path == "/":
             name = self.server.follower.path.name
