@@ -533,7 +533,7 @@ def test_a_page_gets_only_what_it_lacks(server: Server) -> None:
         file.write(json.dumps(step(20))[40:] + "\n")
     second = ask(server, first["revision"])
     assert (second["keep"], second["steps"]) == (2, [20])
-    assert len(second["values"]["max_logit"][1]) == 32  # one step of 12 heads
+    assert len(second["values"]["max_logit"][2]) == 32  # one step of 12 heads
     write(path, header(), step(10, loss=7.0))  # resumed from step 10
     third = ask(server, second["revision"])
     assert (third["keep"], third["steps"], third["resumed"]) == (1, [10], [10])

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+SLOTS = 256  # losses under way at a time
+
 
 class Pending:
     """Losses in the order of their steps. On the CPU each is a number at once; on CUDA a copy to pinned memory runs behind the
@@ -17,6 +19,8 @@ class Pending:
 
     def __init__(self) -> None:
         self._held: deque[tuple[int, Any, torch.cuda.Event | None]] = deque()
+        self._slots: Tensor | None = None  # pinned once: to pin memory waits for the device
+        self._count = 0
 
     def add(self, step: int, loss: Tensor | float) -> None:
         if not isinstance(loss, Tensor):
@@ -25,8 +29,11 @@ class Pending:
         loss = loss.detach()
         if loss.device.type == "cpu":
             self._held.append((step, float(loss), None))
-        elif loss.device.type == "cuda" and type(loss) in (Tensor, nn.Parameter):
-            copy = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+        elif loss.device.type == "cuda" and type(loss) in (Tensor, nn.Parameter) and len(self._held) < SLOTS:
+            if self._slots is None:
+                self._slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True)
+            copy = self._slots[self._count % SLOTS].copy_(loss.reshape(()), non_blocking=True)
+            self._count += 1
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(loss.device))
             self._held.append((step, copy, arrived))

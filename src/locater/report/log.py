@@ -126,11 +126,11 @@ class RunReader:
                 self._take(record)
 
     def run(self) -> Run | None:
-        """The run so far; None before its first record."""
+        """The run so far, None before its first record. Nothing is copied: its lists grow when more is fed."""
         if self.header is None:
             return None
-        losses, *others = ((name, list(points)) for name, points in self.curves.items())
-        return Run(self.header, list(self.steps), list(self.warnings), self.ended, losses[1], tuple(self.resumed), dict(others))
+        scalars = {name: points for name, points in self.curves.items() if name != "loss"}
+        return Run(self.header, self.steps, self.warnings, self.ended, self.curves["loss"], tuple(self.resumed), scalars)
 
     def _take(self, record: Record) -> None:
         kind = record.get("kind")
@@ -158,23 +158,23 @@ class RunReader:
 
     def _take_numbers(self, record: Record) -> None:
         """Loss and scalars of a line; null counts as not known, as logs of earlier versions wrote it."""
-        scalars = record.setdefault("scalars", {})
-        if not isinstance(scalars, dict):
-            self._refuse("has scalars that are not numbers by name")
-        numbers = {name: number(value) for name, value in scalars.items() if value is not None}
-        if None in numbers.values():
-            self._refuse("has heads or scalars that are not numbers by name")
-        record["scalars"] = numbers
-        if record.get("loss") is None:
+        given = record.get("loss")
+        if given is None:
             record.pop("loss", None)
-        elif (loss := number(record["loss"])) is None:
-            self._refuse(f"has the loss {record['loss']!r}, not a number")
+        elif (loss := number(given)) is None:
+            self._refuse(f"has the loss {given!r}, not a number")
         else:
             record["loss"] = loss
             self._place(self.curves["loss"], (record["step"], loss), itemgetter(0))
-        for name, value in numbers.items():
-            if name != "loss":
-                self._place(self.curves.setdefault(name, []), (record["step"], value), itemgetter(0))
+        scalars = record.get("scalars", {})
+        if not isinstance(scalars, dict):
+            self._refuse("has scalars that are not numbers by name")
+        record["scalars"] = {name: value for name, value in scalars.items() if value is not None}
+        for name, given in record["scalars"].items():
+            if name == "loss" or (value := number(given)) is None:
+                self._refuse(f"has the scalar {name} {given!r}, which is not a number" if name != "loss" else "has a scalar named loss")
+            record["scalars"][name] = value
+            self._place(self.curves.setdefault(name, []), (record["step"], value), itemgetter(0))
 
     def _place(self, held: list[Any], entry: Any, step_of: Any) -> None:
         """At its step: nearly always the end. What was written of this step before is replaced."""

@@ -36,31 +36,42 @@ class Curve:
         self.width = 1  # points in a stretch
         self.count = 0
         self.ends: Points = []  # the first point and the last
-        self.stretches: list[tuple[Any, Any, Any]] = []  # lowest, highest, not a number; each (step, number) or None
+        self.stretches: list[list[Any]] = []  # lowest, highest, not a number; each (step, number) or None
         for point in points:
             self.add(point)
 
     def add(self, point: tuple[int, float]) -> None:
-        alone = (point, point, None) if math.isfinite(point[1]) else (None, None, point)
+        while self.count % self.width == 0 and len(self.stretches) >= (MOST_POINTS if self.width == 1 else MOST_POINTS // 3):
+            self._join()
         if self.count % self.width == 0:
-            self.stretches.append(alone)
-        else:
-            self.stretches[-1] = _joined(self.stretches[-1], alone)
+            self.stretches.append([None, None, None])
+        _widen(self.stretches[-1], point)
         self.count += 1
-        self.ends = [*self.ends[:1], point]
-        if len(self.stretches) > (MOST_POINTS if self.width == 1 else MOST_POINTS // 3):
-            pairs = [self.stretches[i : i + 2] for i in range(0, len(self.stretches), 2)]
-            self.stretches = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-            self.width *= 2
+        self.ends[1 if self.count > 1 else 0 :] = [point]
+
+    def _join(self) -> None:
+        """Make one stretch of every two; the last one may have no neighbour, and is filled by what comes next."""
+        pairs = [self.stretches[i : i + 2] for i in range(0, len(self.stretches), 2)]
+        for first, *second in pairs:
+            for point in (point for stretch in second for point in stretch if point is not None):
+                _widen(first, point)
+        self.stretches = [pair[0] for pair in pairs]
+        self.width *= 2
 
     def points(self) -> Points:
         kept = {point[0]: point for stretch in self.stretches for point in stretch if point is not None}
         return sorted({**kept, **{point[0]: point for point in self.ends}}.values(), key=itemgetter(0))
 
 
-def _joined(a: tuple[Any, Any, Any], b: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    low, high, broken = ([point for point in pair if point is not None] for pair in zip(a, b, strict=True))
-    return min(low, key=itemgetter(1), default=None), max(high, key=itemgetter(1), default=None), next(iter(broken), None)
+def _widen(stretch: list[Any], point: tuple[int, float]) -> None:
+    low, high, broken = stretch
+    if not math.isfinite(point[1]):
+        stretch[2] = broken or point
+        return
+    if low is None or point[1] < low[1]:
+        stretch[0] = point
+    if high is None or point[1] > high[1]:
+        stretch[1] = point
 
 
 def thin(run: Run) -> tuple[list[Record], int]:
