@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -79,6 +80,23 @@ def test_the_readme_runs_as_written(number: int, tmp_path: Path) -> None:
     assert [x["step"] for x in steps] == [1, 11]
     first, last = (sum(sum(row) for row in x["heads"]["M"]) / 8 for x in steps)
     assert last > first + 0.01, "the penalty takes M towards its target"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "extras"), [(0, "hf"), (1, "hf,lightning")])
+def test_the_readme_runs_from_a_clean_environment(number: int, extras: str, tmp_path: Path) -> None:
+    """With the extras that it names and nothing else. Needs a package index, and minutes."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{ROOT}[{extras}]"]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    (tmp_path / "run").mkdir()
+    ran = subprocess.run([python, "-c", BLOCKS[number]], cwd=tmp_path / "run", env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    (log,) = (tmp_path / "run").rglob("locater.jsonl")
+    assert sum('"loss":' in line for line in log.read_text().splitlines()) == 20
 
 
 def test_the_readme_quotes_the_benchmark() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from locater import LocaterError
 from locater.control.eigenspectrum import LocAteR
 from locater.integrations import hf
+from locater.report.sinks import read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
 
@@ -147,6 +148,7 @@ def test_lightning(tmp_path: Path, accumulate: int, clip: float | None) -> None:
 TWO = """
 import os, sys, torch
 from transformers import Trainer, TrainingArguments
+from locater import Monitor
 from locater.control.eigenspectrum import LocAteR
 from locater.integrations import hf
 from tests.test_integrations import RATE, Words, llama
@@ -159,7 +161,7 @@ class InOrder(Trainer):
     def _get_train_sampler(self, *args):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 model = llama()
-trainer = InOrder(model, settings, train_dataset=Words())
+trainer = InOrder(model, settings, train_dataset=Words(), callbacks=[Monitor(every=3)])
 hf.attach(trainer, LocAteR(shrink=0.05, hold=0.05))
 trainer.train()
 if os.environ["RANK"] == "0":
@@ -186,6 +188,10 @@ def test_transformers_trainer_in_two_processes(tmp_path: Path) -> None:
     ]  # fmt: skip
     said = [run.communicate(timeout=180)[0] for run in runs]
     assert (tmp_path / "two.pt").is_file(), said
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 1  # the first process writes
+    log = read_run(tmp_path / "locater.jsonl")
+    assert [step for step, _ in log.losses] == [1, 2, 3, 4]
+    assert ([record["step"] for record in log.steps], log.resumed, log.ended) == ([1, 4], (), True)
     model = llama()
     model.load_state_dict(torch.load(tmp_path / "two.pt"))
     assert furthest(model, by_hand(llama(), 2, 0.5)) < 2e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import signal
 import subprocess
@@ -22,8 +23,9 @@ import torch
 
 from locater import LocaterError
 from locater.report.log import RunReader
+from locater.report.packing import Curve, pack, thin
 from locater.report.sinks import JsonlSink, Sink, TensorBoardSink, flat, open_sink, read_run
-from locater.report.watch import Server, pack, thin, thin_losses, watch_page
+from locater.report.watch import Server, watch_page
 from tests.conftest import Result
 from tests.test_report import Visit, browser, data_of, needs_browser
 
@@ -79,15 +81,19 @@ def test_a_log_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert document["steps"] == run.steps
 
 
-def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
+def test_numbers_that_are_none(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     heads = {"entropy_ratio": torch.tensor([[0.5, nan]]), "max_logit": [[inf, None]]}
     path = write(tmp_path / "run.jsonl", header(1, 2), step(0, 1, 2, loss=nan, heads=heads))
     assert json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)["heads"]["max_logit"] == [[None, None]]
     run = read_run(path)
     assert run.steps[0]["heads"]["entropy_ratio"] == [[0.5, None]]
-    assert run.losses == [(0, None)]
+    assert [(step, math.isnan(loss)) for step, loss in run.losses] == [(0, True)]
     assert "NaN" not in run.to_json()
+    path.write_text(path.read_text().replace('"loss":"NaN"', '"loss":null'))  # as earlier versions wrote what they did not know
+    assert read_run(path).losses == []
+    path.write_text(path.read_text().replace('"loss":null', '"loss":NaN'))  # as some other writer may put it
+    assert math.isnan(read_run(path).losses[0][1])
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30, 150])
@@ -275,9 +281,9 @@ def test_a_large_run_weighs_little_and_says_what_is_drawn() -> None:
 
 
 def test_thinned_losses_keep_spikes_and_gaps() -> None:
-    losses: list[tuple[int, float | None]] = [(i, 1.0 + i % 3 / 100) for i in range(50_000)]
-    losses[777], losses[30_001] = (777, 50.0), (30_001, None)
-    kept = thin_losses(losses)
+    losses = [(i, 1.0 + i % 3 / 100) for i in range(50_000)]
+    losses[777], losses[30_001] = (777, 50.0), (30_001, math.nan)
+    kept = Curve(losses).points()
     assert len(kept) < 2_000
     assert {losses[777], losses[30_001], losses[0], losses[-1]} <= set(kept)
     assert kept == sorted(kept)
@@ -308,6 +314,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     empty = {"entropy_ratio": [[None, 0.5], None], "max_logit": [[None] * 2] * 2}
     mixed = {"entropy_ratio": [[0.1, 0.2, 0.3, 0.4], [0.5, 0.7]], "max_logit": [[-3.0] * 4, None]}
     odd = {"<img src=x>": [[1.0, 2.0]], "constructor": [[1.0, -2.0]]}
+    headless = header()
+    headless["layers"][1]["heads"] = 0
+    without = {name: [[0.5] * 4, [], [0.25] * 4] for name in COLUMNS}
+    alike = {"entropy_ratio": [[0.99991, 0.99992, 0.99993, 0.99994]] * 3, "max_logit": [[1000.0, 1000.25, 1000.5, 1000.75]] * 3}
+    huge = [step(at) for at in range(0, 40, 10)]
+    huge[1]["heads"]["max_logit"][1][2], huge[2]["heads"]["max_logit"][1][2] = 1e39, 1.7e308
+    huge[1]["loss"], huge[2]["loss"] = 1.7e308, -1.7976931348623157e308
     runs = {
         "usual": fed(*usual, {"kind": "end", "step": 99, "time": 2.0}),
         "resumed": fed(*usual, header(), step(50, loss=None), step(60)),
@@ -317,6 +330,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hostile": fed(hostile, step(0, 1, 2, heads=odd, scalars={"<b>": 1.0, "valueOf": 2.0}), warning(0, 0, 1, "<i>odd</i>", None)),
         "silent": fed(header()),
         "none": fed(header(0)),
+        "headless": fed(headless, *(step(at, heads=without) for at in (0, 10))),
+        "alike": fed(header(), *(step(at, loss=2.30258 + at / 1e6, heads=alike) for at in range(0, 100, 10))),
+        "huge": fed(header(), *huge),
     }  # fmt: skip
     for name, run in runs.items():
         (folder / f"{name}.html").write_text(watch_page(run))
@@ -332,7 +348,7 @@ def test_page_stands_alone(pages: dict[str, Path]) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["usual", "resumed", "single", "nulls", "cross", "hostile", "silent", "none"])
+@pytest.mark.parametrize("name", ["usual", "resumed", "single", "nulls", "cross", "hostile", "silent", "none", "headless", "alike", "huge"])
 @pytest.mark.parametrize(("width", "scheme"), [(1320, "light"), (400, "dark")])
 def test_every_run_is_drawn_without_a_word_on_the_console(browser: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
     visit = Visit(browser, pages[name], scheme, width)
@@ -437,6 +453,58 @@ def test_what_is_missing_is_said(browser: Any, pages: dict[str, Path]) -> None:
     assert "had not ended" in resumed.text("#status")
 
 
+@needs_browser
+def test_a_loss_is_not_known_or_not_a_number(browser: Any, tmp_path: Path) -> None:
+    records = [header(), step(0, loss=2.0), step(10, loss=None), step(20, loss="NaN"), step(30, loss="Infinity"), step(40, loss=1.0)]
+    (tmp_path / "page.html").write_text(watch_page(fed(*records)))
+    visit = Visit(browser, tmp_path / "page.html", choice="#step=20&layer=0")
+    marks = visit.page.locator("#loss .threshold title").all_text_contents()
+    assert marks == ["step 20: loss is not a number", "step 30: loss is not a number"]  # nothing at step 10
+    assert visit.text("#read-heatmap").endswith("loss NaN")
+    assert "NaNloss" in visit.text("#facts")
+    visit.page.keyboard.press("Tab")
+    visit.page.focus("#heatmap")
+    visit.page.keyboard.press("ArrowLeft")
+    assert "loss" not in visit.text("#read-heatmap")
+
+
+@needs_browser
+def test_ticks_can_be_told_apart_and_numbers_keep_their_size(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["alike"])
+    for metric in COLUMNS:
+        visit.page.select_option("#metric", metric)
+        for chart in ("loss", "lines"):
+            beside = visit.page.locator(f"#{chart} text[text-anchor=end]").all_text_contents()
+            assert len(beside) >= 3
+            assert len(set(beside)) == len(beside), beside
+    assert "from 2.302" in visit.text("#loss")
+    assert visit.page.evaluate("run.values.entropy_ratio[3].slice(0, 4)[1]") == pytest.approx(0.99992, abs=1e-7)
+    huge = Visit(browser, pages["huge"], choice="#layer=1&head=2&metric=max_logit&step=10")
+    numbers = [step(10)["heads"]["max_logit"][1][head] for head in range(4)]
+    assert huge.page.evaluate("run.values.max_logit[1].slice(4, 8)[3]") == pytest.approx(numbers[3], rel=1e-3)
+    assert huge.page.evaluate("run.values.max_logit[2][6]") == pytest.approx(1.7e308)
+    assert huge.text("#read-heads") == "Head 2, step 10: 1.00e+39"
+    assert "NaN" not in huge.inside("#lines") + huge.inside("#loss")
+    headless = Visit(browser, pages["headless"], choice="#layer=1&head=0")
+    assert headless.text("#which") == "Layer 1, no heads, step 10"
+    headless.page.focus("#heatmap")
+    headless.page.keyboard.press("ArrowDown")
+    assert headless.text("#which") == "Layer 2, head 0, step 10"
+    assert visit.console + huge.console + headless.console == []
+
+
+@needs_browser
+def test_a_comparison_says_what_it_means(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(watch_page(fed(header(), step(0), warning(0, flag="max_logit>50"), warning(0, flag="novel>1"))))
+    visit = Visit(browser, tmp_path / "page.html")
+    assert "max_logit>50: the softmax saturates and passes on hardly any gradient. Lower the rate or attach QKClip." in visit.text(
+        "#warnings"
+    )
+    assert "novel>1: layer 1 head 2 explodes" in visit.text("#warnings")
+    visit.page.click('button[data-flag="max_logit>50"]')
+    assert visit.page.input_value("#metric") == "max_logit"
+
+
 # ---- live ----
 
 
@@ -465,7 +533,7 @@ def test_a_page_gets_only_what_it_lacks(server: Server) -> None:
         file.write(json.dumps(step(20))[40:] + "\n")
     second = ask(server, first["revision"])
     assert (second["keep"], second["steps"]) == (2, [20])
-    assert len(second["values"]["max_logit"][1]) == 32  # one step of 12 heads
+    assert len(second["values"]["max_logit"][2]) == 32  # one step of 12 heads
     write(path, header(), step(10, loss=7.0))  # resumed from step 10
     third = ask(server, second["revision"])
     assert (third["keep"], third["steps"], third["resumed"]) == (1, [10], [10])

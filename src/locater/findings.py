@@ -140,3 +140,65 @@ def _parse(part: str, columns: Collection[str], measured: Sequence[str]) -> Cond
     if math.isnan(bound):
         raise LocaterError(f"--fail-on {part!r}: {number!r} is not a number")
     return Condition(part, lambda row: row.get(column) is not None and _COMPARE[sign](row[column], bound), column, bound)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that a comparison of `Monitor(warn_on=...)` may name: what it means to lie above or below a bound, and what to do."""
+
+    label: str
+    above: tuple[str, str]  # meaning, way out
+    below: tuple[str, str]
+
+
+_ONE_HOT = "attention is close to one-hot", "lower the rate or attach QKClip"
+_AVERAGES = "attention averages over its keys, which drives rank collapse", "raise the query-key scale, or attach LocAteR(target=2)"
+_SATURATED = "the softmax saturates and passes on hardly any gradient", "lower the rate or attach QKClip"
+
+QUANTITIES = {
+    "entropy": Quantity("entropy", _AVERAGES, _ONE_HOT),
+    "entropy_ratio": Quantity("entropy ratio", _AVERAGES, _ONE_HOT),
+    "max_logit": Quantity("largest logit", _SATURATED, _AVERAGES),
+    "spread": Quantity("logit spread", _ONE_HOT, _AVERAGES),
+    "participation": Quantity("number of keys that share the weight", _AVERAGES, _ONE_HOT),
+    "M": Quantity(
+        "mean self-logit M",
+        ("each token attends to tokens like itself", "no fault where M was raised on purpose; else lower the rate or attach LocAteR"),
+        ("a token looks away from tokens like itself", "no fault if the head wants difference; check it with locater probe"),
+    ),
+    "sink": Quantity(
+        "weight on the first key",
+        ("the head rests there and adds little", "no fault by itself; a gate, or sigmoid attention, takes the sink away"),
+        ("the first key is no sink for this head", "no fault"),
+    ),
+    "distance": Quantity(
+        "distance in tokens",
+        ("the head looks far back", "no fault by itself; compare it with the other heads of its layer"),
+        ("the head looks at its neighbours", "no fault by itself; compare it with the other heads of its layer"),
+    ),
+}
+_VERBS = {">": "exceeds", ">=": "has reached", "<": "is below", "<=": "is down to"}
+
+
+def comparison(text: str) -> tuple[str, str, str, str] | None:
+    """Column, sign, meaning and way out of a comparison such as "spread>5"; None for anything else."""
+    match = re.fullmatch(r"(\w+)\s*(<=|>=|<|>)\s*\S+", text)
+    if match is None or match[1] not in QUANTITIES:
+        return None
+    quantity = QUANTITIES[match[1]]
+    return match[1], match[2], *(quantity.above if match[2].startswith(">") else quantity.below)
+
+
+def explain(condition: Condition, value: float | None) -> str:
+    """A comparison that holds, in words.
+
+    >>> explain(parse_conditions("spread>5", {"spread"}, [])[0], 5.265)
+    'logit spread 5.3 exceeds 5: attention is close to one-hot; lower the rate or attach QKClip'
+    """
+    about = comparison(condition.text)
+    if about is None or condition.bound is None or value is None:
+        return condition.text
+    column, sign, meaning, way_out = about
+    # as many digits as tell the value from the bound
+    shown = next((text for digits in range(2, 17) if float(text := f"{value:.{digits}g}") != condition.bound), f"{value:g}")
+    return f"{QUANTITIES[column].label} {shown} {_VERBS[sign]} {condition.bound:g}: {meaning}; {way_out}"

@@ -3,18 +3,19 @@
     trainer = transformers.Trainer(..., callbacks=[locater.Monitor()])         # or lightning.Trainer
     monitor = locater.Monitor("run.jsonl").attach(model)                       # or any loop: monitor.after_step(loss=loss)
 
-Between observed steps nothing is computed and nothing waits for the device; losses of those steps are kept as they are and read
-at the next observed one.
+Between observed steps nothing is computed and nothing waits for the device; the loss of such a step is written as soon as it has
+arrived from there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.findings import FLAGS, Condition, key_variance, parse_conditions
+from locater.findings import FLAGS, Condition, explain, key_variance, parse_conditions
 from locater.heads import attention_layers, effective
 from locater.heads.folded import FoldedStacks, Spectra, spectra_of
+from locater.integrations.events import TrainerEvents
 from locater.probing.observe import Choice, Observation
+from locater.probing.pending import Pending
 from locater.probing.seen import fetched, held_by, numbers_of, totals
 from locater.probing.site import Site, Wanted
 from locater.probing.tally import missed
@@ -49,7 +52,7 @@ def header(source: str, every: int, layers: list[dict[str, Any]], columns: Itera
     return {**held, "layers": layers, "columns": list(columns), "time": time.time()}
 
 
-class Monitor:
+class Monitor(TrainerEvents):
     """Observe every `every`-th step of a run, write it to sinks, warn once per head and reason.
 
     `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close(); without
@@ -78,7 +81,7 @@ class Monitor:
         self._wanted = (Wanted(rows or 0), layers, heads)
         self._names = sinks
         self._sinks: list[Sink] = []
-        self._losses: list[tuple[int, Any]] = []
+        self._pending = Pending()
         self._said: set[Any] = set()
         self._columns: tuple[str, ...] = ()
         self._stacks: FoldedStacks | None = None
@@ -90,37 +93,58 @@ class Monitor:
         if self.observation is not None:
             raise LocaterError("this monitor is attached already: detach it first, or make another")
         self._said.clear()
+        self._pending.clear()
         wanted, layers, heads = self._wanted
         observation = Observation(model, wanted, layers, heads, every=0, lenient=True)
+        self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
+        begin = self._header(observation)
         if is_first_rank():
-            self._open_sinks(Path(folder))
+            self._open_sinks(Path(folder), begin)
         try:
             observation.__enter__()
         except BaseException:
             self._close()
             raise
         self.observation = observation
-        self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
         self._stacks = None
         if self.spectrum:
             with contextlib.suppress(Exception):  # what cannot be recorded is read layer by layer, and what cannot be read is told then
                 self._stacks = FoldedStacks(model, [site.number for site in observation.sites])
-        self._write(self._header(observation))
+        self._write(begin)
         self._arm()
         return self
 
-    def _open_sinks(self, folder: Path) -> None:
-        from locater.report.sinks import open_sink
+    def _open_sinks(self, folder: Path, begin: dict[str, Any]) -> None:
+        """A log that was named is continued or refused; without a name one is found that this run can continue, or begun."""
+        from locater.report.sinks import JsonlSink, open_sink
 
         if not self._names:
             with contextlib.suppress(OSError):  # a trainer's folder may come with its first file; what is wrong is said below
                 folder.mkdir(parents=True, exist_ok=True)
         try:
-            for spec in self._names or (folder / LOG,):
+            for spec in self._names or (self._default_log(folder, begin),):
                 self._sinks.append(open_sink(spec))
+                if isinstance(self._sinks[-1], JsonlSink):
+                    self._sinks[-1].check(begin)
         except BaseException:
             self._close()
             raise
+
+    def _default_log(self, folder: Path, begin: dict[str, Any]) -> Path:
+        """`locater.jsonl`; where that holds a run of another shape, `locater-2.jsonl` and so on."""
+        from locater.report.log import first_run
+        from locater.report.sinks import same_shape
+
+        taken = ""
+        for count in itertools.count(1):
+            path = folder / (LOG if count == 1 else f"{Path(LOG).stem}-{count}.jsonl")
+            held = first_run(path)
+            if held is None or same_shape(held, begin):
+                break
+            taken = taken or path.name
+        if taken:
+            self._say(f"{folder / taken} holds a run of another model: this run is written to {path}")
+        return path
 
     def after_step(self, loss: Tensor | float | None = None, step: int | None = None, **scalars: Tensor | float) -> list[dict[str, Any]]:
         """Call after each optimizer step. Returns the warnings that are new, which every rank gets."""
@@ -134,9 +158,10 @@ class Monitor:
         found: list[dict[str, Any]] = []
         if observed:
             found = self._observed(loss, scalars)
-        elif loss is not None:
-            # a copy: the tensor may be written over before it is read, by the loop or by a CUDA graph
-            self._losses.append((self.step, loss.detach().clone() if isinstance(loss, Tensor) else loss))
+        elif self._sinks:
+            if loss is not None:
+                self._pending.add(self.step, loss)
+            self._flush()
         self._arm()
         return found
 
@@ -144,14 +169,9 @@ class Monitor:
         """End: take the listeners off, write what is left, close the sinks. May be called twice."""
         if self.observation is None:
             return
-        self._flush([_number(loss) for _, loss in self._losses])
+        self._flush(wait=True)
         self._write({"kind": "end", "step": self.step, "time": time.time()})
         self._close()
-
-    @property
-    def due(self) -> bool:
-        """Whether the step that is running is observed."""
-        return self.observation is not None and self.observation.switch.on
 
     def _arm(self) -> None:
         assert self.observation is not None
@@ -179,15 +199,14 @@ class Monitor:
         assert self.observation is not None
         self.observation.reduce()
         sites, (spectra, failed) = self.observation.sites, self._spectra()
-        losses = [*(held for _, held in self._losses), loss, *scalars.values()]
-        plain = [i for i, x in enumerate(losses) if type(x) in (Tensor, nn.Parameter)]
+        given = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
+        plain = [name for name, x in given.items() if type(x) in (Tensor, nn.Parameter)]
         of_sites, of_weights = held_by(sites), [x for part in spectra for x in part.tensors]
-        numbers = fetched([*of_sites, *of_weights, *(losses[i] for i in plain)])
+        numbers = fetched([*of_sites, *of_weights, *(given[name] for name in plain)])
         self.observation.clear()
-        for i, (number,) in zip(plain, numbers[len(of_sites) + len(of_weights) :], strict=True):
-            losses[i] = number
-        written = [_number(x) for x in losses]
-        self._flush(written)
+        given |= {name: number for name, (number,) in zip(plain, numbers[len(of_sites) + len(of_weights) :], strict=True)}
+        known = {name: float(x.detach() if isinstance(x, Tensor) else x) for name, x in given.items()}
+        self._flush(wait=True)  # the device has been waited for
         table = _table(sites, numbers[: len(of_sites)])
         if missed:
             error = missed.pop()
@@ -199,11 +218,9 @@ class Monitor:
             self._say(f"the run goes on without M and spread: {type(failed).__name__}: {failed}")
         _add_spectra(table, spectra, numbers[len(of_sites) :])
         held = {name: [[table.get((s.number, h), {}).get(name) for h in range(s.count)] for s in sites] for name in self._columns}
-        count = len(scalars)
-        self._write({
-            "kind": "step", "step": self.step, "time": time.time(), "loss": written[-1 - count],
-            "scalars": dict(zip(scalars, written[len(written) - count :], strict=True)), "heads": held,
-        })  # fmt: skip
+        at = {"kind": "step", "step": self.step, "time": time.time()}
+        own = {"loss": known.pop("loss")} if "loss" in known else {}
+        self._write({**at, **own, "scalars": known, "heads": held})
         return self._warn(table)
 
     @torch.no_grad()
@@ -244,18 +261,17 @@ class Monitor:
         column = condition.column or (flag.needs[0] if flag else None)
         value = held.get(column) if column else None
         shown = "" if value is None else f" ({column} {value:.4g})"
-        said = f"{flag.meaning}. {flag.way_out}" if flag else f"crossed {condition.text}"
-        message = f"step {self.step}: {name} head {head}: {condition.text}{shown}: {said}"
+        said = f"{flag.name}{shown}: {flag.meaning}. {flag.way_out}" if flag else explain(condition, value)
+        message = f"step {self.step}: {name} head {head}: {said}"
         return {
             "kind": "warning", "step": self.step, "time": time.time(), "layer": layer, "head": head, "name": name,
             "flag": condition.text, "value": value, "threshold": condition.bound, "message": message,
         }  # fmt: skip
 
-    def _flush(self, numbers: Sequence[float | None]) -> None:
-        """Losses of the steps in between, read now that the device is waited for anyway."""
-        for (step, _), number in zip(self._losses, numbers, strict=False):
-            self._write({"kind": "loss", "step": step, "loss": number})
-        self._losses.clear()
+    def _flush(self, wait: bool = False) -> None:
+        """Write the losses of unobserved steps that have arrived from the device; with `wait` all of them."""
+        for step, loss in self._pending.take(wait):
+            self._write({"kind": "loss", "step": step, "loss": loss})
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
@@ -270,57 +286,6 @@ class Monitor:
         if key not in self._said and is_first_rank():
             logger.warning("step %d: %s", self.step, what)
         self._said.add(key)
-
-    # transformers.Trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
-        self._close()  # a run that failed may have left it attached: this trainer has no event for that
-        self.step = int(state.global_step)
-        if getattr(args, "n_gpu", 1) > 1:
-            self._say("nn.DataParallel runs copies of the model, which are not observed: start one process per device with torchrun")
-            return
-        self.attach(held["model"], args.output_dir or ".")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
-        if self.observation is not None:
-            self.after_step(step=int(state.global_step))
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **held: Any) -> None:
-        if logs and "loss" in logs and self.observation is not None:
-            self._write({"kind": "loss", "step": int(state.global_step), "loss": _number(logs["loss"])})
-
-    # lightning.Trainer
-
-    def on_train_start(self, trainer: Any, module: nn.Module) -> None:
-        self._close()
-        self.step = int(trainer.global_step)
-        self.attach(module, trainer.log_dir or trainer.default_root_dir)
-
-    def on_train_batch_end(self, trainer: Any, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.observation is not None and int(trainer.global_step) > self.step:  # once per optimizer step
-            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-            self.after_step(loss if isinstance(loss, Tensor) else None, step=int(trainer.global_step))
-
-    def on_exception(self, trainer: Any, module: nn.Module, exception: BaseException) -> None:
-        self._close()
-
-    # Both
-
-    def on_train_end(self, *args: Any, **held: Any) -> None:
-        self.detach()
-
-    state_key = "locater.Monitor"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("on_") or name in ("setup", "teardown"):
-            return _nothing  # an event of a trainer that a monitor has no use for
-        raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
 
 def _table(sites: Sequence[Site], numbers: Sequence[list[float]]) -> Table:
@@ -345,19 +310,12 @@ def _add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[lis
                 row = table.get((layer, head))
                 if row is not None:
                     i = at * count + head
-                    row["spread"] = _number(math.sqrt(max(0.0, key_variance(scale**2 * F[i], scale * term[i]))))
-                    row["M"] = None if trace is None else _number(scale * trace[i])
+                    row["spread"] = _finite(math.sqrt(max(0.0, key_variance(scale**2 * F[i], scale * term[i]))))
+                    row["M"] = None if trace is None else _finite(scale * trace[i])
 
 
-def _nothing(*args: Any, **held: Any) -> None:
-    return None
-
-
-def _number(x: Any) -> float | None:
-    if x is None:
-        return None
-    value = float(x.detach()) if isinstance(x, Tensor) else float(x)
-    return value if math.isfinite(value) else None
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
 
 
 def is_first_rank() -> bool:

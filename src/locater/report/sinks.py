@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from locater.errors import LocaterError
-from locater.report.log import Record, Run, is_run, parse, plain, read_run
+from locater.report.log import Record, Run, first_run, is_run, line_of, read_run, shape_of
 
 __all__ = ["JsonlSink", "Run", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "flat", "open_sink", "read_run"]
 
@@ -49,36 +48,51 @@ def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
 class JsonlSink:
     """One JSON object per line, appended and written record by record: a crash costs at most the line being written.
 
-    What the file holds stays: a run that resumes adds its own `run` record and goes on below.
+    What the file holds stays. A run of the same layers and heads adds its own `run` record and goes on below; any other is refused.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._header = b""  # until it is in the file it comes before any other record
         try:
-            torn = self._torn()
+            self._first = first_run(self.path)
             self._file = self.path.open("ab", buffering=0)
-            if torn:
+            if self._torn():
                 self._put(b"\n")  # the half line keeps a line of its own; read_run() passes over it
         except OSError as error:
             raise LocaterError(f"{self.path}: cannot be written ({error.strerror})") from None
 
     def _torn(self) -> bool:
-        """Whether the file ends inside a line; what is no run log is left alone."""
-        if not self.path.exists() or self.path.stat().st_size == 0:
-            return False
+        """Whether the file ends inside a line."""
+        size = self.path.stat().st_size
         with self.path.open("rb") as file:
-            first = file.readline()
-            if first.endswith(b"\n") and not is_run(parse(first)):
-                raise LocaterError(f"{self.path}: holds something else than a run log; give the run a file of its own")
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
+            file.seek(max(0, size - 1))
+            return size > 0 and file.read(1) != b"\n"
+
+    def check(self, header: Record) -> None:
+        """Refuse a run of other layers or heads than the file's: both would be unreadable."""
+        if self._first is not None and not same_shape(self._first, header):
+            raise LocaterError(
+                f"{self.path}: holds a run of {_shape(self._first)}, and this one has {_shape(header)}: give it a log of its own, "
+                'such as Monitor("other.jsonl"), or move the old one away'
+            )
 
     def write(self, record: Record) -> None:
-        self._put(json.dumps(plain(record), separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        line = line_of(record)
+        if is_run(record):
+            self.check(record)
+            self._header = line
+        elif self._header:
+            line = self._header + line
+        self._put(line)
+        self._header = b""
 
     def _put(self, line: bytes) -> None:
-        start, left = self._file.seek(0, os.SEEK_END), memoryview(line)
+        left = memoryview(line)
         try:
+            start = self._file.seek(0, os.SEEK_END)
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # what is written now nobody will find
+                raise LocaterError(f"{self.path}: was removed while the run wrote to it")
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
@@ -172,6 +186,22 @@ def flat(record: Record, layers: list[int]) -> dict[str, float]:
                 name = f"layer/{layer:02d}/{column}"
                 found |= {f"{name}/mean": sum(known) / len(known), f"{name}/min": min(known), f"{name}/max": max(known)}
     return {name: cast(float, number) for name, number in found.items() if _finite(number)}
+
+
+def same_shape(a: Record, b: Record) -> bool:
+    try:
+        return shape_of(a) == shape_of(b)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _shape(header: Record) -> str:
+    try:
+        heads = sorted({entry[1] for entry in shape_of(header)})
+    except (KeyError, TypeError, ValueError):
+        return "layers that cannot be read"
+    count = len(header["layers"])
+    return f"{header.get('source', 'a model')} with {count} layer{'s' * (count != 1)} of {' or '.join(map(str, heads)) or 'no'} heads"
 
 
 def _finite(x: Any) -> bool:

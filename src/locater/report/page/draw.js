@@ -35,27 +35,45 @@ function clear(id, width, height) {
   return svg;
 }
 function ticks(low, high, count) {
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = high / count - low / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map(m => m * power).find(s => s >= rough);
   const found = [];
-  for (let t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-6; t += step) found.push(Math.abs(t) < step * 1e-6 ? 0 : t);
+  const end = Math.min(Number.MAX_VALUE, high + step * 1e-6);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= end && found.length < 64; i++) if (Number.isFinite(i * step)) found.push(i * step + 0);
   return found;
 }
+function tickWords(found) { // labels of ticks: as many digits as tell neighbours apart, and no more
+  const most = Math.max(0, ...found.map(Math.abs)), gap = found.length > 1 ? Math.abs(found[1] - found[0]) : most || 1;
+  const text = most >= 1e6 || most < 1e-3 ? (t, d) => t ? t.toExponential(d).replace(/\.?0+e/, "e").replace("e+", "e") : "0" : (t, d) => String(Number(t.toFixed(d)));
+  for (let digits = 0; digits < 17; digits++) {
+    const said = found.map(t => text(t, digits));
+    if (found.every((t, i) => Math.abs(Number(said[i]) - t) <= gap / 100)) return said;
+  }
+  return found.map(String);
+}
+function tickSteps(found) { // the same where there is little room: what all have in common first, then what is added to it
+  const said = tickWords(found);
+  const more = tickWords(found.map(t => t - found[0])).map(s => `+${s}`), longest = texts => Math.max(...texts.map(s => s.length));
+  return found.length < 2 || longest(said) <= 7 || longest(more) >= longest(said) ? ["", said] : [said[0], more];
+}
 const label = t => Math.abs(t) >= 1e6 ? t.toPrecision(2) : String(Math.round(t * 1000) / 1000);
-function frame(id, width, height, x, y, names, { ends, below = 0, at, word = label } = {}) { // ends: words in place of numbers under the x axis; at: where its grid is
+function frame(id, width, height, x, y, names, { ends, below = 0, at, word, left = 46 } = {}) { // ends: words in place of numbers under the x axis; at: where its grid is
   const svg = clear(id, width, height);
-  const box = { left: 46, right: width - 12, top: 10, bottom: height - 36 - below };
+  const box = { left, right: width - 12, top: 10, bottom: height - 36 - below };
   const sx = v => box.left + (v - x[0]) / (x[1] - x[0]) * (box.right - box.left);
-  const sy = v => box.bottom - (v - y[0]) / (y[1] - y[0]) * (box.bottom - box.top);
-  (at || ticks(x[0], x[1], Math.min(6, Math.max(4, Math.floor(width / 80))))).forEach(t => {
+  const sy = v => box.bottom - (v / 2 - y[0] / 2) / (y[1] / 2 - y[0] / 2) * (box.bottom - box.top); // halves: the largest numbers have no sum
+  const across = at || ticks(x[0], x[1], Math.min(6, Math.max(4, Math.floor(width / 80)))), said = word ? across.map(word) : tickWords(across);
+  across.forEach((t, i) => {
     make("line", { class: "grid", x1: sx(t), x2: sx(t), y1: box.top, y2: box.bottom }, svg);
-    if (!ends) make("text", { x: sx(t), y: box.bottom + 14, "text-anchor": "middle" }, svg, word(t));
+    if (!ends) make("text", { x: sx(t), y: box.bottom + 14, "text-anchor": "middle" }, svg, said[i]);
   });
   if (ends) ends.forEach((word, i) => make("text", { x: i ? box.right : box.left, y: box.bottom + 14, "text-anchor": i ? "end" : "start" }, svg, word));
-  ticks(y[0], y[1], 5).forEach(t => {
+  const up = ticks(y[0], y[1], 5), [base, beside] = tickSteps(up);
+  up.forEach((t, i) => {
     make("line", { class: "grid", x1: box.left, x2: box.right, y1: sy(t), y2: sy(t) }, svg);
-    make("text", { x: box.left - 6, y: sy(t) + 4, "text-anchor": "end" }, svg, label(t));
+    make("text", { x: box.left - 6, y: sy(t) + 4, "text-anchor": "end" }, svg, beside[i]);
   });
+  if (base) make("text", { x: box.left + 4, y: box.top + 9 }, svg, `from ${base}`);
   make("text", { x: (box.left + box.right) / 2, y: height - 5 - below, "text-anchor": "middle" }, svg, names[0]);
   if (names[1]) make("text", { x: 11, y: (box.top + box.bottom) / 2, "text-anchor": "middle", transform: `rotate(-90 11 ${(box.top + box.bottom) / 2})` }, svg, names[1]);
   return { svg, sx, sy, box };

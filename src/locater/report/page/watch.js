@@ -2,8 +2,9 @@
 // Data in <script id="data">; when live, what has come since is fetched from the server that gave the page, every two seconds.
 
 const DATA = JSON.parse(element("data").textContent);
-const run = { steps: [], columns: [], layers: [], offsets: [], heads: 0, values: {}, scalars: {}, loss: [], warnings: [], revision: 0 };
+const run = { steps: [], columns: [], layers: [], offsets: [], heads: 0, values: {}, scalars: {}, curves: {}, warnings: [], comparisons: {}, revision: 0 };
 const state = { metric: "", over: "mean", curve: "loss", layer: 0, head: 0, step: null, flag: null, guide: true, all: false }; // step null: the last
+const LEFT = 64; // room for the labels beside a chart; the same for all, so that steps lie below each other
 const charts = {}; // what is drawn where, for the pointer: {sx, box, rows, cell}
 
 // name, least end of the scale (so that noise stays pale), end of the scale where it is fixed, what it means
@@ -25,22 +26,22 @@ const METRICS = {
   distance: ["distance (tokens)", 4, 0, "Mean distance between a token and what it attends to."],
 };
 const about = name => Object.hasOwn(METRICS, name) ? METRICS[name] : [name.replaceAll("_", " "), 1e-6, 0, "A column of this run's log."];
-const meaning = group => Object.hasOwn(DATA.flags, group.flag) ? DATA.flags[group.flag] : { meaning: group.message || "a warning of another version of Locater", way_out: "", needs: [] };
+const meaning = group => Object.hasOwn(DATA.flags, group.flag) ? DATA.flags[group.flag] : Object.hasOwn(run.comparisons, group.flag) ? run.comparisons[group.flag] : { meaning: group.message || "a warning of another version of Locater", way_out: "", needs: [] };
 const harmless = group => meaning(group).way_out.startsWith("No fault");
-const numeral = x => x === null || Number.isNaN(x) ? "–" : x !== 0 && Math.abs(x) < 0.01 ? String(Number(x.toPrecision(2))) : show(x);
+const known = x => typeof x === "number" && Number.isFinite(x); // null: not known; a word: not a number
+const numeral = x => typeof x === "string" ? x : x === null || Number.isNaN(x) ? "–" : x !== 0 && Math.abs(x) < 0.01 ? String(Number(x.toPrecision(2))) : show(x);
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 
 // ---- data ----
 let half = null;
-function decode([scale, text], width) { // base64 of half-precision numbers: a Float32Array per step, NaN for no number
+function decode([base, scale, text, size], width) { // base64 of numbers in half or double precision: an array per step, NaN for no number
   half ??= Float32Array.from({ length: 65536 }, (_, h) => {
     const e = h >> 10 & 31, m = h & 1023;
     return (h >> 15 ? -1 : 1) * (e === 31 ? NaN : e ? (1 + m / 1024) * 2 ** (e - 15) : m * 2 ** -24);
   });
-  const bytes = atob(text), found = [];
-  for (let at = 0; at < bytes.length; at += 2 * width) {
-    found.push(Float32Array.from({ length: width }, (_, i) => scale * half[bytes.charCodeAt(at + 2 * i) | bytes.charCodeAt(at + 2 * i + 1) << 8]));
-  }
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0)), view = new DataView(bytes.buffer), found = [];
+  const read = size === 2 ? at => half[view.getUint16(at, true)] : at => view.getFloat64(at, true);
+  for (let at = 0; at < bytes.length; at += size * width) found.push(Float64Array.from({ length: width }, (_, i) => base + scale * read(at + size * i)));
   return found;
 }
 function take(data) { // the whole run, or what has come since
@@ -49,8 +50,8 @@ function take(data) { // the whole run, or what has come since
   run.offsets = run.layers.map((_, i) => run.layers.slice(0, i).reduce((sum, l) => sum + l.heads, 0));
   run.heads = run.layers.reduce((sum, l) => sum + l.heads, 0);
   run.steps = run.steps.slice(0, keep).concat(steps);
-  const none = new Float32Array(run.heads).fill(NaN);
-  for (const [held, fresh, gap, read] of [[run.values, values, none, v => decode(v, run.heads)], [run.scalars, scalars, null, v => v]]) {
+  const none = new Float64Array(run.heads).fill(NaN);
+  for (const [held, fresh, gap, read] of [[run.values, values, none, v => run.heads ? decode(v, run.heads) : steps.map(() => none)], [run.scalars, scalars, null, v => v]]) {
     for (const name of new Set([...Object.keys(held), ...Object.keys(fresh)])) {
       const before = (Object.hasOwn(held, name) ? held[name] : []).slice(0, keep);
       while (before.length < keep) before.push(gap);
@@ -60,15 +61,16 @@ function take(data) { // the whole run, or what has come since
   state.step = state.step !== null && state.step < run.steps.length - 1 ? state.step : null;
 }
 const now = () => state.step ?? run.steps.length - 1;
-const number = (metric, step, layer, head) => Object.hasOwn(run.values, metric) && step >= 0 ? run.values[metric][step][run.offsets[layer] + head] : NaN;
+const number = (metric, step, layer, head) => Object.hasOwn(run.values, metric) && step >= 0 && head < run.layers[layer].heads ? run.values[metric][step][run.offsets[layer] + head] : NaN;
 function over(metric, step, layer, how) { // mean, min or max over the heads that have a number
   let sum = 0, count = 0, low = Infinity, high = -Infinity;
   const row = Object.hasOwn(run.values, metric) ? run.values[metric][step] : [], from = run.offsets[layer];
   for (let i = from; i < from + run.layers[layer].heads; i++) {
     const v = row[i];
-    if (v === v) { sum += v; count++; low = Math.min(low, v); high = Math.max(high, v); }
+    if (v === v) { sum += v / run.layers[layer].heads; count++; // divided first: the largest numbers have no sum
+      low = Math.min(low, v); high = Math.max(high, v); }
   }
-  return !count ? NaN : how === "mean" ? sum / count : how === "min" ? low : high;
+  return !count ? NaN : how === "mean" ? sum * (run.layers[layer].heads / count) : how === "min" ? low : high;
 }
 function scale(metric) { // ends of the colours, one for both maps; the 98th percentile of heads, so that one does not hide the others
   const steps = Object.hasOwn(run.values, metric) ? run.values[metric] : [], known = [], skip = Math.ceil(steps.length * run.heads / 20000) || 1;
@@ -84,10 +86,10 @@ function scale(metric) { // ends of the colours, one for both maps; the 98th per
 
 // ---- the axis of steps, the same for all charts ----
 function axis() {
-  const s = run.steps, losses = run.loss.map(p => p[0]);
+  const s = run.steps, points = Object.values(run.curves).filter(c => c.length);
   const edges = s.map((x, i) => i ? (s[i - 1] + x) / 2 : x - (s.length > 1 ? (s[1] - x) / 2 : 0.5));
   if (s.length) edges.push(s.at(-1) + (s.length > 1 ? (s.at(-1) - s.at(-2)) / 2 : 0.5));
-  const all = [...edges.slice(0, 1), ...edges.slice(-1), ...losses.slice(0, 1), ...losses.slice(-1)];
+  const all = [...edges.slice(0, 1), ...edges.slice(-1), ...points.flatMap(c => [c[0][0], c.at(-1)[0]])];
   const low = Math.min(...all), high = Math.max(...all);
   return { edges, domain: all.length ? [low, high > low ? high : low + 1] : [0, 1] };
 }
@@ -119,14 +121,15 @@ function picture(box, values, { most, diverging }, { edges, domain }) { // a pix
 }
 function grid(id, names, title, values, range, chosen, marks) { // values[row][step]
   const rows = names.length, width = room(id), time = axis(), { edges, domain } = time;
-  const cell = Math.max(width < 520 || matchMedia("(pointer: coarse)").matches ? 20 : 11, Math.min(26, 300 / rows));
-  const box = { left: 46, right: width - 12, top: 20, bottom: 20 + rows * cell };
+  const cell = !rows ? 20 : Math.max(width < 520 || matchMedia("(pointer: coarse)").matches ? 20 : 11, Math.min(26, 300 / rows));
+  const box = { left: LEFT, right: width - 12, top: 20, bottom: 20 + Math.max(1, rows) * cell };
   const svg = clear(id, width, box.bottom + 74);
   const sx = v => box.left + (v - domain[0]) / (domain[1] - domain[0]) * (box.right - box.left);
   charts[id] = { svg, sx, box, rows, cell, domain };
   make("text", { class: "title", x: box.left - 7, y: box.top - 6, "text-anchor": "end" }, svg, title);
   for (let r = 0; r < rows; r += Math.ceil(13 / cell)) make("text", { x: box.left - 7, y: box.top + (r + 0.5) * cell + 4, "text-anchor": "end" }, svg, names[r]);
-  if (run.steps.length) {
+  if (!rows) make("text", { x: box.left + 6, y: box.top + 14 }, svg, "no heads");
+  else if (run.steps.length) {
     hatch(svg);
     make("rect", { fill: "url(#hatch-none)", x: sx(edges[0]), y: box.top, width: sx(edges.at(-1)) - sx(edges[0]), height: rows * cell }, svg);
     make("image", { class: "map", href: picture(box, values, range, time), x: box.left, y: box.top, width: box.right - box.left, height: rows * cell, preserveAspectRatio: "none" }, svg);
@@ -139,8 +142,8 @@ function grid(id, names, title, values, range, chosen, marks) { // values[row][s
     const dot = make("circle", { class: "mark" + (m.calm ? " calm" : "") + (m.dim ? " dim" : ""), cx: sx(m.step), cy: box.top + (m.row + 0.5) * cell, r: cell > 14 ? 3.2 : 2.4 }, svg);
     make("title", {}, dot, m.text);
   });
-  ticks(domain[0], domain[1], Math.min(8, Math.max(3, Math.floor(width / 90)))).filter(Number.isInteger).forEach(t =>
-    make("text", { x: Math.min(box.right - 8, sx(t)), y: box.bottom + 15, "text-anchor": "middle" }, svg, label(t)));
+  const times = ticks(domain[0], domain[1], Math.min(8, Math.max(3, Math.floor(width / 90)))).filter(Number.isInteger), said = tickWords(times);
+  times.forEach((t, i) => make("text", { x: Math.min(box.right - 8, sx(t)), y: box.bottom + 15, "text-anchor": "middle" }, svg, said[i]));
   make("text", { x: box.right, y: box.bottom + 31, "text-anchor": "end" }, svg, "training step");
   key(svg, box.left, box.bottom + 40, Math.min(220, width - 190), range);
   make("rect", { fill: "url(#hatch-none)", class: "swatch", x: box.right - 76, y: box.bottom + 41, width: 14, height: 11 }, svg);
@@ -149,24 +152,26 @@ function grid(id, names, title, values, range, chosen, marks) { // values[row][s
 function key(svg, x, y, width, { most, diverging }) {
   for (let i = 0; i < 60; i++) make("rect", { x: x + i * width / 60, y, width: width / 60 + 0.5, height: 10, fill: `rgb(${blend(diverging ? i / 29.5 - 1 : i / 59, diverging)})` }, svg);
   (diverging ? [[-most, 0], [0, 0.5], [most, 1]] : [[0, 0], [most, 1]]).forEach(([v, at]) =>
-    make("text", { x: x + at * width, y: y + 23, "text-anchor": at === 0 ? "start" : at === 1 ? "end" : "middle" }, svg, v ? label(Number(v.toPrecision(2))) : 0));
+    make("text", { x: x + at * width, y: y + 23, "text-anchor": at === 0 ? "start" : at === 1 ? "end" : "middle" }, svg, tickWords([Number(v.toPrecision(2))])[0]));
 }
 const segments = points => points.reduce((parts, p) => { // broken where there is no number
-  if (p[1] === null || Number.isNaN(p[1])) parts.push([]); else parts.at(-1).push(p);
+  if (!known(p[1])) parts.push([]); else parts.at(-1).push(p);
   return parts;
 }, [[]]).filter(part => part.length);
 const route = (points, sx, sy) => segments(points).map(part => part.length > 1 ? path(part, sx, sy) : `${path(part, sx, sy)}h0.01`).join("");
 function reach(values, pad) {
-  const known = values.filter(v => v !== null && v === v), low = Math.min(...known), high = Math.max(...known), more = (high - low || Math.abs(high) || 1) * pad;
-  return known.length ? [low - more, high + more] : [0, 1];
+  let low = Infinity, high = -Infinity; // a loop: a call cannot take a hundred thousand arguments
+  for (const v of values) if (known(v)) { low = Math.min(low, v); high = Math.max(high, v); }
+  const more = (high - low || Math.abs(high) || 1) * pad, inside = v => Math.max(-Number.MAX_VALUE, Math.min(Number.MAX_VALUE, v));
+  return high >= low ? [inside(low - more), inside(high + more)] : [0, 1];
 }
 function curve() {
-  const points = state.curve === "loss" ? run.loss : run.steps.map((s, i) => [s, run.scalars[state.curve][i]]);
-  const time = axis(), { svg, sx, sy, box } = frame("loss", room("loss"), 132, time.domain, reach(points.map(p => p[1]), 0.06), ["", state.curve.slice(0, 16)], { ends: ["", ""], below: -24 });
+  const points = Object.hasOwn(run.curves, state.curve) ? run.curves[state.curve] : [];
+  const time = axis(), { svg, sx, sy, box } = frame("loss", room("loss"), 132, time.domain, reach(points.map(p => p[1]), 0.06), ["", state.curve.slice(0, 16)], { ends: ["", ""], below: -24, left: LEFT });
   charts.loss = { svg, sx, box, domain: time.domain };
   make("path", { class: "curve", d: route(points, sx, sy), "stroke-linecap": "round" }, svg);
-  if (!points.some(p => p[1] !== null)) make("text", { x: (box.left + box.right) / 2, y: 60, "text-anchor": "middle" }, svg, `this log holds no ${state.curve}`);
-  points.filter(p => p[1] === null).slice(0, 200).forEach(p => make("title", {}, make("path", { class: "threshold", d: `M${sx(p[0])} ${box.top}V${box.bottom}` }, svg), `step ${p[0]}: ${state.curve} is not a number`));
+  if (!points.some(p => known(p[1]))) make("text", { x: (box.left + box.right) / 2, y: 60, "text-anchor": "middle" }, svg, points.length ? `${state.curve} is not a number` : `this log holds no ${state.curve}`);
+  points.filter(p => !known(p[1])).slice(0, 200).forEach(p => make("title", {}, make("path", { class: "threshold", d: `M${sx(p[0])} ${box.top}V${box.bottom}` }, svg), `step ${p[0]}: ${state.curve} is not a number`));
   run.resumed.forEach(step => { make("title", {}, make("path", { class: "rule", d: `M${sx(step)} ${box.top}V${box.bottom}` }, svg), `resumed at step ${step}`); });
   const seen = new Set();
   alarms().forEach(({ group, step, dim }) => {
@@ -194,7 +199,7 @@ function overview() {
 }
 function layerPanel() {
   const layer = run.layers[state.layer], step = run.steps[now()], kind = layer.kind === "self" ? "" : ` · ${layer.kind}-attention`;
-  element("which").textContent = `Layer ${layer.short}, head ${state.head}` + (step === undefined ? "" : `, step ${step}`);
+  element("which").textContent = `Layer ${layer.short}, ${layer.heads ? `head ${state.head}` : "no heads"}` + (step === undefined ? "" : `, step ${step}`);
   element("where").textContent = `${layer.name}${kind} · ${plural(layer.heads, "head")} · ${about(state.metric)[0]}`;
   const values = Array.from({ length: layer.heads }, (_, h) => run.steps.map((_, s) => number(state.metric, s, state.layer, h)));
   const own = g => g.layer === state.layer ? g.head : null;
@@ -205,7 +210,7 @@ function layerPanel() {
 function lines(values) {
   const rules = new Map(run.warnings.filter(g => g.threshold !== null && meaning(g).needs.includes(state.metric)).map(g => [g.threshold, g.flag]));
   const time = axis(), y = reach([...values.flat(), ...(values.flat().some(v => v === v) ? rules.keys() : [])], 0.06);
-  const { svg, sx, sy, box } = frame("lines", room("lines"), 210, time.domain, y, ["training step", about(state.metric)[0].slice(0, 28)]);
+  const { svg, sx, sy, box } = frame("lines", room("lines"), 210, time.domain, y, ["training step", about(state.metric)[0].slice(0, 28)], { left: LEFT });
   charts.lines = { svg, sx, box, domain: time.domain };
   rules.forEach((flag, v) => {
     make("path", { class: "threshold", d: `M${box.left} ${sy(v)}H${box.right}` }, svg);
@@ -219,8 +224,8 @@ function lines(values) {
   if (run.steps.length) make("line", { class: "here", x1: sx(run.steps[now()]), x2: sx(run.steps[now()]), y1: box.top, y2: box.bottom }, svg);
 }
 function numbers(layer) {
-  const at = now(), step = run.steps[at], loss = run.loss.find(p => p[0] === step);
-  const facts = [...(loss ? [["loss", loss[1]]] : []), ...Object.keys(run.scalars).map(name => [name.replaceAll("_", " "), run.scalars[name][at] ?? null])];
+  const at = now(), step = run.steps[at];
+  const facts = Object.keys(run.scalars).map(name => [name.replaceAll("_", " "), run.scalars[name][at] ?? null]).filter(([, v]) => v !== null);
   element("facts").innerHTML = facts.map(([name, v]) => `<div><b>${numeral(v)}</b>${escape(name)}</div>`).join("");
   document.querySelector(".numbers thead").innerHTML = `<tr><th>at step ${step ?? "–"}</th><th>head ${state.head}</th><th>mean</th><th>lowest</th><th>highest</th></tr>`;
   element("numbers").innerHTML = run.columns.map(name => {
@@ -260,8 +265,8 @@ function controls() {
   const options = names => names.map(([value, text]) => `<option value="${escape(value)}">${escape(text)}</option>`).join("");
   const fill = (id, names) => { const html = options(names); if (element(id).innerHTML !== html) element(id).innerHTML = html; };
   fill("metric", run.columns.map(name => [name, about(name)[0]]));
-  fill("curve", ["loss", ...Object.keys(run.scalars)].map(name => [name, name.replaceAll("_", " ")]));
-  element("curve").parentElement.hidden = !Object.keys(run.scalars).length;
+  fill("curve", Object.keys(run.curves).map(name => [name, name.replaceAll("_", " ")]));
+  element("curve").parentElement.hidden = Object.keys(run.curves).length < 2;
   for (const id of ["metric", "over", "curve"]) element(id).value = state[id];
   element("explain").textContent = about(state.metric)[3];
 }
@@ -282,7 +287,7 @@ function draw() {
 }
 function change(what) {
   Object.assign(state, what);
-  state.head = Math.min(state.head, run.layers[state.layer].heads - 1);
+  state.head = Math.max(0, Math.min(state.head, run.layers[state.layer].heads - 1));
   if (state.step !== null && state.step >= run.steps.length - 1) state.step = null; // on the last step: stay with the last
   draw();
   remember();
@@ -291,7 +296,7 @@ function change(what) {
 // ---- pointer and keys ----
 function spot(id, event) { // what lies under the pointer: step and row
   const { svg, box, domain, rows, cell } = charts[id], at = svg.getBoundingClientRect(), x = event.clientX - at.left, y = event.clientY - at.top;
-  if (!run.steps.length || x < box.left || x > box.right) return null;
+  if (!run.steps.length || rows === 0 || x < box.left || x > box.right) return null;
   const step = nearest(domain[0] + (x - box.left) / (box.right - box.left) * (domain[1] - domain[0])), row = rows ? Math.floor((y - box.top) / cell) : null;
   return rows && (row < 0 || row >= rows) ? null : { id, step, row };
 }
@@ -301,12 +306,12 @@ function read(at) { // the read-out under both maps, and a line through all char
   if (step < 0) { element("read-heatmap").textContent = element("read-heads").textContent = ""; return; }
   const [mean, low, high] = ["mean", "min", "max"].map(how => numeral(over(state.metric, step, layer, how)));
   element("read-heatmap").innerHTML = `Layer <b>${escape(run.layers[layer].short)}</b>, step <b>${run.steps[step]}</b>: mean <b>${mean}</b>, lowest <b>${low}</b>, highest <b>${high}</b>${lossAt(run.steps[step])}`;
-  element("read-heads").innerHTML = `Head <b>${head}</b>, step <b>${run.steps[step]}</b>: <b>${numeral(number(state.metric, step, state.layer, head))}</b>`;
+  element("read-heads").innerHTML = !run.layers[state.layer].heads ? "" : `Head <b>${head}</b>, step <b>${run.steps[step]}</b>: <b>${numeral(number(state.metric, step, state.layer, head))}</b>`;
   if (at) Object.values(charts).forEach(({ svg, sx, box }) => make("line", { class: "cross", x1: sx(run.steps[step]), x2: sx(run.steps[step]), y1: box.top, y2: box.bottom }, svg));
 }
 function lossAt(step) {
-  const found = run.loss.find(p => p[0] === step);
-  return found ? `, loss <b>${numeral(found[1])}</b>` : "";
+  const loss = Object.hasOwn(run.scalars, "loss") ? run.scalars.loss[run.steps.indexOf(step)] ?? null : null;
+  return loss === null ? "" : `, loss <b>${numeral(loss)}</b>`;
 }
 function listen() {
   for (const id of ["loss", "heatmap", "heads", "lines"]) {
@@ -364,7 +369,7 @@ function recall() {
   const first = run.warnings.find(g => g.layer !== null);
   state.metric = run.columns.includes(held.get("metric")) ? held.get("metric") : ["entropy_ratio", ...run.columns].find(name => run.columns.includes(name)) ?? "";
   if (["mean", "min", "max"].includes(held.get("over"))) state.over = held.get("over");
-  if (Object.hasOwn(run.scalars, held.get("curve"))) state.curve = held.get("curve");
+  if (Object.hasOwn(run.curves, held.get("curve"))) state.curve = held.get("curve");
   state.layer = layer >= 0 ? layer : first ? first.layer : 0;
   state.head = layer >= 0 && Number.isInteger(head) && head >= 0 && head < run.layers[layer].heads ? head : layer < 0 && first ? first.head ?? 0 : 0;
   const step = run.steps.indexOf(Number(held.get("step")));
