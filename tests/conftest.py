@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 
 # Shapes and types of the pure number modules are checked at run time here; the hook must come before they are imported.
 # `make test-gpu BIN=...` runs with the packages of a GPU machine, where beartype may be absent.
-if SHAPES_CHECKED := find_spec("beartype") is not None:
+if find_spec("beartype") is not None:
     install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
 
 from locater.processor import avoid_broken_amx  # noqa: E402 - after the hook
@@ -26,11 +26,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
     summary.avoided = avoid_broken_amx()
 
 torch.set_num_threads(1)  # tests run in parallel processes; threads inside tiny operations would only fight over the cores
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not SHAPES_CHECKED:
-        terminalreporter.write_line("beartype is not installed: shapes were not checked at run time")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 NO_BROWSER = "no Chromium on this machine (make browser installs Debian's)"
@@ -14,5 +16,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if pages:
         said = f"{len(pages)} tests of pages were skipped: there is no Chromium here; `make browser` installs one"
         terminalreporter.write_line(said, yellow=True)
+    if find_spec("beartype") is None:
+        terminalreporter.write_line("beartype is not installed: shapes were not checked at run time", yellow=True)
     if avoided:
         terminalreporter.write_line(avoided, yellow=True)
