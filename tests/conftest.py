@@ -18,9 +18,9 @@ from jaxtyping import install_import_hook
 if find_spec("beartype") is not None:
     install_import_hook(("locater.spectrum", "locater.measures", "locater.theory"), "beartype.beartype")
 
-from locater.processor import avoid_broken_amx  # noqa: E402 - after the hook
-from tests import summary  # noqa: E402
-from tests.summary import pytest_terminal_summary  # noqa: E402, F401 - a hook by its name
+from locater.processor import avoid_broken_amx
+from tests import summary
+from tests.summary import pytest_terminal_summary  # noqa: F401 - a hook by its name
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
     summary.avoided = avoid_broken_amx()
