@@ -65,14 +65,14 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "uniform", "fault", ("F", "key_bias"), lambda F, key_bias, length: key_variance(F, key_bias) < UNIFORM,
-        "its scores hardly differ between tokens: it hands every token the same average, which makes tokens alike (rank collapse)",
+        "its logits hardly differ between tokens: it hands every token the same average, which makes tokens alike (rank collapse)",
         "In a trained model it is a candidate for pruning; before training start it larger or with a positive mean (control Mimetic)",
         confirmed=lambda entropy_ratio: entropy_ratio > LEVEL,
     ),
     Flag(
         "sharp", "fault", ("F", "key_bias"), lambda F, key_bias, length: key_variance(F, key_bias) > 2 * math.log(length),
-        "its scores spread so far that each token locks onto one other: little gradient passes, and training can become unstable",
-        "If `locater probe` shows no role such as previous-token, lower the learning rate or attach QKClip, QKNorm or LocAteR",
+        "its logits spread so far that each token locks onto one other: little gradient passes, and training can become unstable",
+        "If locater probe shows no role such as previous-token, lower the learning rate or attach QKClip, QKNorm or LocAteR",
         on_purpose=True, confirmed=lambda entropy_ratio: entropy_ratio < LOCKED,
     ),
     Flag(
@@ -87,12 +87,12 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "few-directions", "note", ("skew",), lambda skew, length: abs(skew) > 0.75,
-        "a few directions of its input decide its scores: the closed form for localization does not apply",
+        "a few directions of its input decide its logits: the closed form for localization does not apply",
         "Nothing to do; its localization comes from 4,096 draws of the exact mixture",
     ),
     Flag(
         "exploding", "fault", ("max_logit",), lambda max_logit, length: max_logit > EXPLODING,
-        f"scores beyond {EXPLODING} were observed: the softmax saturates, little gradient passes, and half precision is near its limits",
+        f"logits beyond {EXPLODING} were observed: the softmax saturates, little gradient passes, and half precision is near its limits",
         "Lower the learning rate, or attach QKClip or QKNorm, before the loss diverges",
     ),
     Flag(

@@ -146,9 +146,10 @@ def _line_table(title: str, names: list[str], lines: Sequence[Line], width: int)
 def _layer_table(found: Scan | Probe, columns: Mapping[str, Read], of_layer: Mapping[str, str], width: int) -> Table:
     """Medians over the heads of each layer; `of_layer` are headings whose number the layer itself has."""
     cells: dict[str, list[str]] = {name: [] for name in ("layer", "heads", *columns, "look")}
+    rows: Sequence[Any] = found.rows
     names: list[str] = []
     for entry in found.layers:
-        both = [(row, held) for row, held in zip(found.rows, found.verdicts, strict=True) if row.layer == entry["layer"]]
+        both = [(row, held) for row, held in zip(rows, found.verdicts, strict=True) if row.layer == entry["layer"]]
         if not both:
             continue
         medians = {name: known_median(read(row) for row, _ in both) for name, read in columns.items()}
