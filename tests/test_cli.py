@@ -23,7 +23,7 @@ def test_demo(run: Run) -> None:
     result = run("demo")
     assert result.status == 0, result.err
     assert "24 heads in 6 attention layers" in result.out
-    assert "Priors, not measurements" in result.out
+    assert "From weights only; not measured on data." in result.out
 
 
 def test_the_demo_sets_its_model_beside_a_twin(run: Run, tmp_path: Path) -> None:
@@ -56,7 +56,8 @@ def test_flagged_heads_come_first(run: Run, saved_llama: Path, tmp_path: Path) -
     result = run("scan", tmp_path, "--fail-on", "sharp")
     assert result.status == 1
     assert "1 heads cross --fail-on, first sharp at layer 2 head 1" in result.err
-    first = result.out.splitlines()[3].split()
+    lines = [line.split() for line in result.out.splitlines()]
+    first = lines[next(i for i, line in enumerate(lines) if line[:2] == ["layer", "head"]) + 1]
     assert first[:2] == ["2", "1"]
     assert "sharp" in first
 

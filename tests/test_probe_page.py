@@ -20,6 +20,7 @@ from torch import nn
 from locater import LocaterError, Probe, Statistics, probe
 from locater.probe import PROBE_COLUMNS, ProbeRow
 from locater.report.probe import COLUMNS, collapse, probe_page
+from locater.report.tables import summary
 from locater.report.terminal import print_probe
 from tests.conftest import Result
 from tests.test_report import Visit, browser, data_of, needs_browser
@@ -162,7 +163,17 @@ def test_the_summary_says_what_was_found(pages: dict[str, Path], probes: dict[st
     assert f"Spearman correlation of {found.agreement['predicted_entropy']['spearman']:.2f}" in text
     assert "Too few heads" in pages["tiny"].read_text()
     assert "there were no others" in pages["tiny"].read_text()
-    assert "nonfinite 1.1" in pages["broken"].read_text()
+    assert "deserve a look (layer.head): nonfinite 1.1" in pages["broken"].read_text()
+
+
+def test_the_headline_is_about_the_model_and_not_the_prediction(pages: dict[str, Path], probes: dict[str, Probe]) -> None:
+    found = probes["broken"]
+    header = re.search(r"<header>(.*?)</header>", pages["broken"].read_text(), re.DOTALL)
+    assert header is not None
+    assert summary(found.rows, found.verdicts) in header[1].partition('<p class="verdict">')[2].partition("</p>")[0]
+    assert header[1].index("deserve a look") < header[1].index("Predicted entropy is off by")
+    text = " ".join(printed(found).split())
+    assert text.index("deserve a look") < text.index("Predicted entropy is off by")
 
 
 # ---- in a real browser ----
@@ -301,7 +312,7 @@ def printed(found: Probe, width: int = 140) -> str:
 
 def test_terminal_shows_heads_flags_and_kinds(probes: dict[str, Probe]) -> None:
     text = printed(probes["broken"])
-    assert "every head, flagged first" in text
+    assert "every head, what deserves a look first" in text
     assert "Restore an earlier checkpoint" in text
     for kind in ("exact (", "predicted (", "prior (", "bound ("):
         assert kind in text
@@ -358,8 +369,9 @@ def test_probe_writes_what_it_prints(run: Run, saved: Path, words: Path, tmp_pat
     assert json.loads(again.out)["heads"] == document["heads"]
     assert len(Statistics.load(kept["pt"]).inputs) == 3
     scanned = run("scan", saved, "--statistics", kept["pt"], "--report", tmp_path / "scan.html")
-    assert "Predictions, not measurements" in scanned.out
-    assert "Predicted, not measurement" in (tmp_path / "scan.html").read_text()
+    said = "Predicted from weights and statistics of what the layers read; not measured."
+    assert said in scanned.out
+    assert said.replace("'", "&#x27;") in (tmp_path / "scan.html").read_text()
 
 
 def test_the_default_text_is_named(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             block.self_attn.in_proj_weight *= 3
     compare(other, twin).report(folder / "twins.html")
     compare(DEMO, other).report(folder / "strangers.html")
+    with torch.no_grad():
+        twin = deepcopy(other)
+        twin.layers[1].self_attn.in_proj_weight[:64] *= 1.5  # queries: spread grows, and Λ stays where it is
+    compare(other, twin).report(folder / "wider.html")
+    start = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 8, 64, batch_first=True), 3)
+    with torch.no_grad():
+        for block in start.layers:
+            block.self_attn.in_proj_weight.normal_(0, 0.03)
+    scan(start).report(folder / "untrained.html")
     with torch.no_grad():
         other.layers[1].self_attn.in_proj_weight[8 * 5] = torch.nan  # a row of head 5
     scan(other).report(folder / "broken.html")
@@ -109,7 +119,7 @@ def test_rank_collapse_risk_is_on_the_page_and_in_the_terminal(pages: dict[str, 
     said = f"attention alone keeps {min(kept):.3f} (layer {kept.index(min(kept))}) to {max(kept):.3f} of what differs between tokens"
     assert said in pages["demo"].read_text()
     assert "Rank-collapse" not in pages["empty"].read_text()
-    for width in (80, 120):
+    for width in (60, 120):
         out = io.StringIO()
         print_scan(found, Console(file=out, width=width))
         lines = out.getvalue().splitlines()
@@ -269,6 +279,42 @@ def test_flags_of_a_comparison_are_those_of_the_scans_shown(browser: Any, pages:
     button.click()
     button.click()  # only B has it
     assert visit.page.input_value("#side") == "1"
+
+
+@needs_browser
+def test_an_untrained_model_opens_on_what_varies(browser: Any, pages: dict[str, Path]) -> None:
+    """Λ of such heads is 0 and the map of it blank; on the map of heads all lay in one spot."""
+    visit = Visit(browser, pages["untrained"])
+    assert "this looks like an untrained model" in visit.text("header .verdict")
+    assert visit.page.locator("button.flag:not(.calm)").count() == 0
+    colours = visit.page.eval_on_selector_all("#heatmap .cell", "cells => cells.map(c => c.getAttribute('fill'))")
+    assert len(set(colours)) > 12
+    for axis, wide in (("cx", 200), ("cy", 60)):
+        at = visit.page.eval_on_selector_all("#phases .dot", f"dots => dots.map(d => Number(d.getAttribute('{axis}')))")
+        assert max(at) - min(at) > wide
+    assert visit.text("#phases-note").startswith("Zoomed in")
+    assert Visit(browser, pages["demo"]).page.locator("#phases-note").is_hidden()
+    assert visit.console == []
+
+
+@needs_browser
+def test_a_comparison_opens_on_what_moved_most(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["wider"])
+    assert visit.page.input_value("#metric") in ("sqrtF", "spectral_norm")
+    assert visit.text("#which").startswith("Layer 1, head ")
+    assert visit.page.input_value("#side") == "difference"
+
+
+@needs_browser
+def test_the_header_says_in_plain_words_where_numbers_come_from(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["demo"])
+    assert visit.text("header summary") == "From weights only; not measured on data."
+    assert visit.text("header .verdict") == "No head deserves a look."
+    assumed = visit.page.locator("header details p")
+    assert "unit tokens" in str(assumed.text_content())
+    assert assumed.is_hidden()
+    visit.page.click("header summary")
+    assert assumed.is_visible()
 
 
 @needs_browser

@@ -87,7 +87,7 @@ def test_json_contract(tmp_path: Path) -> None:
     found.save(tmp_path / "scan.json")
     document = json.loads((tmp_path / "scan.json").read_text())
     assert list(document) == ["schema", "locater", "source", "assumptions", "layers", "heads"]
-    assert list(document["heads"][0]) == COLUMNS
+    assert list(document["heads"][0]) == [*COLUMNS, "faults"]
     assert document["assumptions"]["prediction"] == "prior"
     assert document["assumptions"]["length"] == 256
     assert len(document["layers"]) == 6
@@ -259,7 +259,7 @@ def test_a_page_of_a_model_that_moved_on_is_refused(tmp_path: Path) -> None:
 def test_page_data_stay_out_of_the_json(tmp_path: Path) -> None:
     detailed = scan(DEMO, details=True)
     kept = detailed.plain(eigenvalues=False).to_dict()
-    assert list(kept["heads"][0]) == COLUMNS
+    assert list(kept["heads"][0]) == [*COLUMNS, "faults"]
     assert kept["heads"] == scan(DEMO).to_dict()["heads"]
 
 

@@ -1,6 +1,8 @@
-"""The flag table: what a number must be for a head to deserve a look, what that means, and the way out.
+"""The flag table: what a number must be for a head to be flagged, what that means for training, and the way out.
 
-Thresholds are in logit units of unit tokens (docs/theory.md section 9); `v` is the variance of logits across keys.
+A flag is a fault, which deserves a look, or a note. `judge` decides it per head: one with a role is sharp on purpose, and what was
+measured overrules what was predicted. Thresholds are in logit units of unit tokens (docs/theory.md section 9); `v` is the variance of
+logits across keys.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from locater.errors import LocaterError
 
@@ -22,10 +24,23 @@ class Flag:
     """One line of the table. `needs` are the columns that `rule` reads; without them the flag cannot be raised."""
 
     name: str
+    severity: Literal["fault", "note"]
     needs: tuple[str, ...]
     rule: Callable[..., bool]  # (*needs, length) -> raised?
     meaning: str
     way_out: str
+    on_purpose: bool = False  # a head with a role raises it by doing its work
+    confirmed: Callable[[float], bool] | None = None  # of a prediction: does the measured entropy_ratio agree?
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a head is for, read off measured columns. The first of `needs` is the number that is shown."""
+
+    name: str
+    needs: tuple[str, ...]
+    rule: Callable[..., bool]  # (*needs, length) -> has it?
+    shown: str
 
 
 def key_variance(F: float, key_bias: float) -> float:
@@ -34,52 +49,74 @@ def key_variance(F: float, key_bias: float) -> float:
 
 
 EXPLODING = 200  # docs/results/early-warning.md: as many failures caught as with 100, half of the false alarms
+LOCKED = 0.1  # entropy over that of uniform attention: under it attention is nearly one-hot
+LEVEL = 0.95  # the same: above it attention is nearly uniform
+ROLE_WEIGHT = 0.5  # of a head's attention goes where its role says
+LOCAL = 2.0  # tokens: a head whose attention lies nearer than this on average is local
+UNIFORM = 0.01  # variance of logits: under it attention is uniform
+NEAR_UNIFORM = 0.1  # the same, of a model as a whole: trained ones lie above (docs/log.md, 2026-11-16), GPT-2 as it starts below
+UNTRAINED = 0.8  # of the heads are near uniform: that says something of the model, not of its heads
 
 FLAGS: tuple[Flag, ...] = (
     Flag(
-        "nonfinite", ("finite",), lambda finite, length: not finite,
-        "its weights hold NaN or infinite values, or are so large that their products overflow",
-        "Restore an earlier checkpoint; nothing else of this head can be computed",
+        "nonfinite", "fault", ("finite",), lambda finite, length: not finite,
+        "its weights hold NaN or infinite values, or are so large that their products overflow: everything after it is lost",
+        "Restore an earlier checkpoint and lower the learning rate; nothing else of this head can be computed",
     ),
     Flag(
-        "uniform", ("F", "key_bias"), lambda F, key_bias, length: key_variance(F, key_bias) < 0.01,
-        "logits hardly differ between keys: attention averages everything, which drives rank collapse",
-        "Raise its query-key scale or give it a positive mean (M about 2) at initialisation",
+        "uniform", "fault", ("F", "key_bias"), lambda F, key_bias, length: key_variance(F, key_bias) < UNIFORM,
+        "its logits hardly differ between tokens: it hands every token the same average, which makes tokens alike (rank collapse)",
+        "In a trained model it is a candidate for pruning; before training start it larger or with a positive mean (control Mimetic)",
+        confirmed=lambda entropy_ratio: entropy_ratio > LEVEL,
     ),
     Flag(
-        "sharp", ("F", "key_bias"), lambda F, key_bias, length: key_variance(F, key_bias) > 2 * math.log(length),
-        "logits spread so far that a row's entropy collapses: each token locks onto one other",
-        "Shrink its query-key spectrum (penalty, normalised queries and keys, soft-cap) or lower the learning rate",
+        "sharp", "fault", ("F", "key_bias"), lambda F, key_bias, length: key_variance(F, key_bias) > 2 * math.log(length),
+        "its logits spread so far that each token locks onto one other: little gradient passes, and training can become unstable",
+        "If locater probe shows no role such as previous-token, lower the learning rate or attach QKClip, QKNorm or LocAteR",
+        on_purpose=True, confirmed=lambda entropy_ratio: entropy_ratio < LOCKED,
     ),
     Flag(
-        "repels-itself", ("M",), lambda M, length: M < -1,
-        "the spectrum's mean is negative: a token looks away from tokens like itself",
-        "Often a head that wants difference, such as previous-token or suppression; check it on data",
+        "repels-itself", "note", ("M",), lambda M, length: M < -1,
+        "its mean self-logit is negative: a token looks away from tokens like itself",
+        "Nothing to do; common in heads that look for difference, such as previous-token or suppression heads",
     ),
     Flag(
-        "antisymmetric", ("S", "F"), lambda S, F, length: F > 0 and S / F < -0.5,
-        "the query-key map mostly rotates: who looks at whom is one-way",
-        "No fault; eigenvalues are far from real, so read the complex plane and not the mean",
+        "antisymmetric", "note", ("S", "F"), lambda S, F, length: F > 0 and S / F < -0.5,
+        "its query-key map mostly rotates: who looks at whom is one-way",
+        "Nothing to do; read its eigenvalues in the complex plane and not by their mean",
     ),
     Flag(
-        "few-directions", ("skew",), lambda skew, length: abs(skew) > 0.75,
-        "a few directions carry the spectrum, so the normal approximation fails (the exact mixture was used)",
-        "No fault; Lambda comes from 4,096 draws here",
+        "few-directions", "note", ("skew",), lambda skew, length: abs(skew) > 0.75,
+        "a few directions of its input decide its logits: the closed form for localization does not apply",
+        "Nothing to do; its localization comes from 4,096 draws of the exact mixture",
     ),
     Flag(
-        "exploding", ("max_logit",), lambda max_logit, length: max_logit > EXPLODING,
-        f"logits beyond {EXPLODING} were observed: the softmax saturates and half precision is near its limits",
-        "Clip or normalise queries and keys, or lower the learning rate",
+        "exploding", "fault", ("max_logit",), lambda max_logit, length: max_logit > EXPLODING,
+        f"logits beyond {EXPLODING} were observed: the softmax saturates, little gradient passes, and half precision is near its limits",
+        "Lower the learning rate, or attach QKClip or QKNorm, before the loss diverges",
     ),
     Flag(
-        "locked", ("entropy_ratio",), lambda entropy_ratio, length: entropy_ratio < 0.1,
-        "observed attention is nearly one-hot",
-        "If training has stalled, raise this head's entropy: shrink its spectrum or its temperature",
+        "locked", "fault", ("entropy_ratio",), lambda entropy_ratio, length: entropy_ratio < LOCKED,
+        "its observed attention is nearly one-hot: little gradient reaches its queries and keys, so it hardly learns any more",
+        "If the loss stalls or spikes, lower the learning rate or attach QKClip, EntropyPenalty or LocAteR",
+        on_purpose=True,
     ),
     Flag(
-        "sink", ("sink",), lambda sink, length: sink > 0.9,
-        "observed attention rests on the first key: the head is idle on this text",
-        "Common in trained decoders and not by itself a fault; prune, or give the softmax a sink of its own",
+        "sink", "note", ("sink",), lambda sink, length: sink > 0.9,
+        "its observed attention rests on the first token: it adds next to nothing on this text",
+        "Nothing to do, it is usual in trained decoders; to use such heads, prune them or give the softmax a sink of its own",
+    ),
+)  # fmt: skip
+
+ROLES: tuple[Role, ...] = (
+    Role("previous-token", ("previous",), lambda previous, length: previous > ROLE_WEIGHT, "{:.2f} of its weight on the token before"),
+    Role("induction", ("induction",), lambda induction, length: induction > ROLE_WEIGHT, "{:.2f} of its weight on what came next before"),
+    Role("duplicate-token", ("duplicate",), lambda duplicate, length: duplicate > ROLE_WEIGHT, "{:.2f} of its weight on the earlier copy"),
+    Role("first-token", ("sink",), lambda sink, length: sink > ROLE_WEIGHT, "{:.2f} of its weight on the first token"),
+    Role(  # a head that only sees itself moves nothing between tokens; among few tokens everything is near
+        "local", ("distance", "self_mass"),
+        lambda distance, self_mass, length: distance < min(LOCAL, length / 16) and self_mass <= ROLE_WEIGHT,
+        "{:.1f} tokens away on average",
     ),
 )  # fmt: skip
 
@@ -93,11 +130,72 @@ def flags_of(row: Numbers, length: int) -> tuple[str, ...]:
     >>> flags_of({"finite": True, "M": -3.0, "F": 100.0, "S": 1.0, "key_bias": 0.0, "skew": 0.1}, length=256)
     ('sharp', 'repels-itself')
     """
-    return tuple(
-        flag.name
-        for flag in FLAGS
-        if all(row.get(column) is not None for column in flag.needs) and flag.rule(*(row[column] for column in flag.needs), length=length)
-    )
+    return tuple(flag.name for flag in FLAGS if _applies(flag, row, length))
+
+
+def _applies(line: Flag | Role, row: Numbers, length: int) -> bool:
+    numbers = [row.get(column) for column in line.needs]
+    return all(x is not None for x in numbers) and line.rule(*numbers, length=length)
+
+
+class Verdict(NamedTuple):
+    """What the flags of one head come to."""
+
+    faults: tuple[str, ...]  # flags that deserve a look
+    notes: dict[str, str]  # every other flag, and why it is no fault here
+    role: str | None  # a name of ROLES
+
+
+def judge(rows: Sequence[Numbers], length: int) -> list[Verdict]:
+    """Faults and notes of all heads of a model, from their `flags` and numbers.
+
+    >>> judge([{"flags": ("sharp", "locked"), "entropy_ratio": 0.03, "previous": 0.99}], length=256)[0].faults
+    ()
+    """
+    alike = untrained(rows)
+    return [_verdict(row, length, alike) for row in rows]
+
+
+def untrained(rows: Sequence[Numbers]) -> bool:
+    """Whether so many heads are near uniform that this is said of the model and not of each head."""
+    return bool(rows) and sum(near_uniform(row) for row in rows) >= UNTRAINED * len(rows)
+
+
+def near_uniform(row: Numbers) -> bool:
+    """Whether a softmax head treats all tokens nearly alike: as measured, or else as its weights say."""
+    ratio, F, key_bias = (row.get(column) for column in ("entropy_ratio", "F", "key_bias"))
+    if ratio is not None:
+        return bool(ratio > LEVEL)
+    return None not in (row.get("expected_entropy"), F, key_bias) and key_variance(F, key_bias) < NEAR_UNIFORM  # type: ignore[arg-type]
+
+
+def _verdict(row: Numbers, length: int, alike: bool) -> Verdict:
+    role = next((role for role in ROLES if _applies(role, row, length)), None)
+    known = [flag for flag in FLAGS if flag.name in row["flags"]]
+    reasons = {flag.name: _no_fault(flag, row, role, alike) for flag in known}
+    reasons |= {name: "A flag of another version of Locater: scan the model again" for name in row["flags"] if name not in FLAG_NAMES}
+    faults = tuple(name for name, reason in reasons.items() if not reason)
+    return Verdict(faults, {name: reason for name, reason in reasons.items() if reason}, role.name if role else None)
+
+
+def _no_fault(flag: Flag, row: Numbers, role: Role | None, alike: bool) -> str:
+    """Why a flag of this head is no fault; nothing where it is one."""
+    if flag.severity == "note":
+        return flag.way_out
+    if flag.on_purpose and role is not None:
+        article = "An" if role.name[0] in "aeiou" else "A"
+        return f"{article} {role.name} head ({role.shown.format(row[role.needs[0]])}): it is {flag.name} on purpose, leave it"
+    if _refuted(flag, row):
+        return f"Predicted, and not seen: its measured entropy is {row['entropy_ratio']:.2f} of that of uniform attention"
+    if flag.name == "uniform" and alike:
+        return "As nearly all heads of this model: it looks untrained"
+    return ""
+
+
+def _refuted(flag: Flag, row: Numbers) -> bool:
+    """Whether a prediction is contradicted by the entropy that was measured."""
+    ratio = row.get("entropy_ratio")
+    return flag.confirmed is not None and ratio is not None and not flag.confirmed(ratio)
 
 
 @dataclass(frozen=True)

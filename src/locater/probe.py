@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.findings import FLAGS, flags_of
+from locater.findings import FLAGS, Verdict, flags_of, judge
 from locater.heads import AttentionLayer, attention_layers
 from locater.probing.circuits import PERIOD, Circuit, circuit_scores
 from locater.probing.hidden import SeenLayer, time_first
@@ -111,12 +112,28 @@ class Probe:
     def __repr__(self) -> str:
         return f"Probe({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers)"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from locater.report.probe import probe_in_notebook
+
+        return probe_in_notebook(self)
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """Of each row: its role, which of its flags are faults, and why the others are not."""
+        return judge([vars(row) for row in self.rows], self.assumptions["length"])
+
+    def records(self) -> list[dict[str, Any]]:
+        """Rows as they are written, with `faults` beside `flags`, and the `role`."""
+        both = zip(self.rows, self.verdicts, strict=True)
+        return [{**asdict(row), "faults": held.faults, "role": held.role} for row, held in both]
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: schema, locater, source, assumptions, agreement, layers, streams, heads."""
         return {
             "schema": SCHEMA, "locater": __version__, "source": self.source, "assumptions": self.assumptions,
             "agreement": self.agreement, "layers": self.layers, "streams": [asdict(x) for x in self.streams],
-            "heads": [asdict(row) for row in self.rows],
+            "heads": self.records(),
         }  # fmt: skip
 
     def to_json(self) -> str:
@@ -136,7 +153,7 @@ class Probe:
         """One row per head, as a pandas frame."""
         import pandas
 
-        return pandas.DataFrame([asdict(row) for row in self.rows])
+        return pandas.DataFrame(self.records())
 
 
 def probe(

@@ -7,13 +7,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.documents import check_scan, parsed
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
-from locater.findings import FLAGS
+from locater.findings import FLAGS, Verdict, judge
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -82,12 +83,27 @@ class Scan:
     detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)  # the same scan with what a page draws
 
     def __repr__(self) -> str:
-        flagged = sum(bool(row.flags) for row in self.rows)
-        return f"Scan({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers, {flagged} flagged)"
+        bad = sum(bool(held.faults) for held in self.verdicts)
+        return f"Scan({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers, {bad} to look at)"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from locater.report.html import scan_in_notebook
+
+        return scan_in_notebook(self)
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """Of each row: which of its flags are faults, and why the others are not."""
+        return judge([vars(row) for row in self.rows], self.assumptions["length"])
+
+    def records(self) -> list[dict[str, Any]]:
+        """Rows as they are written, with `faults` beside `flags`."""
+        return [{**asdict(row), "faults": held.faults} for row, held in zip(self.rows, self.verdicts, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: schema, locater, source, assumptions, layers, heads."""
-        heads = [{k: v for k, v in asdict(row).items() if v is not None or k not in OPTIONAL} for row in self.rows]
+        heads = [{k: v for k, v in row.items() if v is not None or k not in OPTIONAL} for row in self.records()]
         return {
             "schema": SCHEMA, "locater": __version__, "source": self.source, "assumptions": self.assumptions,
             "layers": self.layers, "heads": heads,
@@ -162,13 +178,13 @@ class Scan:
         """One row per head, as a pandas frame."""
         import pandas
 
-        return pandas.DataFrame([asdict(row) for row in self.rows])
+        return pandas.DataFrame(self.records())
 
     def to_polars(self) -> polars.DataFrame:
         """One row per head, as a polars frame."""
         import polars
 
-        return polars.DataFrame([asdict(row) for row in self.rows])
+        return polars.DataFrame(self.records())
 
 
 def _no_profile(row: HeadRow) -> bool:
@@ -176,7 +192,9 @@ def _no_profile(row: HeadRow) -> bool:
 
 
 def _row(head: dict[str, Any]) -> HeadRow:
-    return HeadRow(**{**dict.fromkeys(ADDED), **head, "flags": tuple(head["flags"])})
+    head = {**dict.fromkeys(ADDED), **head}
+    head.pop("faults", None)  # follows from the rest
+    return HeadRow(**{**head, "flags": tuple(head["flags"])})
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

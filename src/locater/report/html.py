@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from locater.findings import FLAGS
+from locater.findings import FLAGS, Verdict
+from locater.report.tables import SCAN, collapse_risk, moved, notebook, noted, origin, summary
 from locater.result import HeadRow, Scan
 from locater.version import __version__
 
@@ -23,49 +24,46 @@ NUMBERS = (
 def scan_page(scan: Scan) -> str:
     """The page of one scan."""
     heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layers"
-    flagged = sum(bool(row.flags) for row in scan.rows)
-    counts = f"{heads}, head size {_sizes(scan)}. " + (f"{flagged} heads are flagged." if flagged else "No head is flagged.")
-    return _page(short_name(scan.source), " ".join(filter(None, (counts, collapse_risk(scan)))), [scan], aligned=True)
+    risk = collapse_risk(scan.layers, scan.assumptions["length"])
+    counts = " ".join(filter(None, (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk)))
+    return _page(short_name(scan.source), summary(scan.rows, scan.verdicts), counts, [scan], aligned=True)
 
 
-def collapse_risk(scan: Scan) -> str:
-    """What attention alone keeps of the differences between tokens, over layers, in a sentence; nothing where it is not known."""
-    known = [(entry["residual_kept"], entry["layer"]) for entry in scan.layers if entry.get("residual_kept") is not None]
-    if not known:
-        return ""
-    length = scan.assumptions["length"]
-    (low, where), (high, _) = min(known), max(known)
-    span = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} (layer {where}) to {high:.3f}"
-    return (
-        f"Rank-collapse risk: attention alone keeps {span} of what differs between tokens; "
-        f"uniform attention over {length} tokens keeps {length**-0.5:.3g}, a row with a single token 1."
-    )
+def scan_in_notebook(scan: Scan) -> str:
+    """A small table, what deserves a look first."""
+    title = f"{short_name(scan.source)}: {len(scan.rows)} heads in {len(scan.layers)} attention layers"
+    said = (summary(scan.rows, scan.verdicts), noted(scan.rows, scan.verdicts), origin(scan.assumptions))
+    return notebook(title, said, SCAN, scan.rows, scan.verdicts)
 
 
 def compare_page(a: Scan, b: Scan, aligned: bool) -> str:
     """The page of two scans; `aligned` when they have the same heads, so that differences mean something."""
     counts = f"A: {len(a.rows)} heads in {len(a.layers)} layers. B: {len(b.rows)} heads in {len(b.layers)} layers."
-    if not aligned:
+    if aligned:
+        verdict = moved(a.verdicts, b.verdicts)
+    else:
+        verdict = " ".join(f"{letter}: {summary(x.rows, x.verdicts)}" for letter, x in (("A", a), ("B", b)))
         counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
-    return _page(f"{short_name(a.source)} against {short_name(b.source)}", counts, [a, b], aligned)
+    return _page(f"{short_name(a.source)} against {short_name(b.source)}", verdict, counts, [a, b], aligned)
 
 
-def _page(title: str, counts: str, scans: Sequence[Scan], aligned: bool) -> str:
+def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned: bool) -> str:
     assumed = scans[0].assumptions
     notes = "; ".join(assumed["notes"])
     measured = assumed.get("prediction") == "predicted"  # with statistics of the layers' inputs
     data = {
         "length": assumed["length"],
         "aligned": aligned,
-        "flags": {flag.name: {"meaning": flag.meaning, "way_out": flag.way_out} for flag in FLAGS},
+        "flags": {flag.name: {"meaning": flag.meaning, "way_out": flag.way_out, "severity": flag.severity} for flag in FLAGS},
         "scans": [_data(scan, letter) for scan, letter in zip(scans, "AB", strict=False)],
     }
     words = {
         "TITLE": f"{title} · Locater",
         "HEADING": title,
+        "VERDICT": verdict,
         "COUNTS": counts,
+        "ORIGIN": origin(assumed),
         "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}." + (f" {notes}." if notes else ""),
-        "KIND": "Predicted" if measured else "Prior",
         "FOOTER": f"Made by Locater {__version__} from weights {'and statistics' if measured else 'alone'}.",
     }
     return assemble("page", words, data)
@@ -91,7 +89,7 @@ def _data(scan: Scan, letter: str) -> dict[str, Any]:
         "name": short_name(scan.source),
         "letter": letter,
         "layers": [_layer(entry) for entry in scan.layers],
-        "heads": [_head(row, places[row.layer], rotary) for row in scan.rows],
+        "heads": [_head(row, held, places[row.layer], rotary) for row, held in zip(scan.rows, scan.verdicts, strict=True)],
     }
 
 
@@ -114,8 +112,9 @@ def _layer(entry: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _head(row: HeadRow, place: int, rotary: bool) -> dict[str, Any]:
+def _head(row: HeadRow, held: Verdict, place: int, rotary: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {"layer": place, "head": row.head, "flags": list(row.flags), "approximation": row.approximation}
+    kept["excused"] = explained(held)
     kept.update({name: significant(row[name]) for name in NUMBERS})
     if row.eigenvalues is not None:
         kept["eigenvalues"] = [[significant(re, 3), significant(im, 3)] for re, im in row.eigenvalues]
@@ -125,6 +124,11 @@ def _head(row: HeadRow, place: int, rotary: bool) -> dict[str, Any]:
         kept["even"], kept["odd"] = ([significant(x, 3) for x in row.drive[part]] for part in ("even", "odd"))
         kept["still"] = significant(row.drive["still"])
     return kept
+
+
+def explained(held: Verdict) -> dict[str, str]:
+    """Why flags that are faults elsewhere are none here; what is a note on every head is in the page once."""
+    return {flag.name: held.notes[flag.name] for flag in FLAGS if flag.severity == "fault" and flag.name in held.notes}
 
 
 def significant(x: float | None, digits: int = 4) -> float | None:

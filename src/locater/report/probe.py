@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from locater.findings import EXPLODING, FLAGS
-from locater.probe import KEPT, Probe, ProbeRow, block_of
+from locater.probe import KEPT, Probe, block_of
 from locater.probing.hidden import SeenLayer
-from locater.report.html import assemble, layer_note, short_name, significant
+from locater.report.html import assemble, explained, layer_note, short_name, significant
+from locater.report.tables import PROBE, counted, notebook, noted, roles, summary
 from locater.version import __version__
 
 ALIKE = 0.1  # of the stream differs between tokens: under it they are all but the same
 CLOSER = 0.8  # of the difference left: under it tokens have come closer
-NAMED = 6  # heads of one flag that are named in the summary
 
 
 class Column(NamedTuple):
@@ -98,10 +97,17 @@ def probe_page(probe: Probe) -> str:
     name = short_name(probe.source)
     words = {
         "TITLE": f"{name} · Locater", "HEADING": name, "RAN": ran(probe), "AGREEMENT": agreed(probe), "COLLAPSE": collapse(probe),
-        "FLAGGED": flagged(probe.rows),
+        "VERDICT": summary(probe.rows, probe.verdicts), "ROLES": roles(probe.rows, probe.verdicts),
+        "NOTED": noted(probe.rows, probe.verdicts),
         "FOOTER": f"Made by Locater {__version__}: measured while the model ran.",
     }  # fmt: skip
     return assemble("probe", words, page_data(probe))
+
+
+def probe_in_notebook(probe: Probe) -> str:
+    """A small table, what deserves a look first."""
+    said = (summary(probe.rows, probe.verdicts), roles(probe.rows, probe.verdicts), noted(probe.rows, probe.verdicts), ran(probe))
+    return notebook(short_name(probe.source), said, PROBE, probe.rows, probe.verdicts)
 
 
 def page_data(probe: Probe) -> dict[str, Any]:
@@ -113,11 +119,14 @@ def page_data(probe: Probe) -> dict[str, Any]:
     how = probe.assumptions["how"]
     return {
         "layers": [_layer(entry, probe.streams) for entry in entries],
-        "heads": [[places[row.layer], row.head, row.kv_head, row.rows, [names.index(flag) for flag in row.flags]] for row in probe.rows],
+        "heads": [
+            [places[row.layer], row.head, row.kv_head, row.rows, [names.index(flag) for flag in row.flags], explained(held), held.role]
+            for row, held in zip(probe.rows, probe.verdicts, strict=True)
+        ],
         "values": {column.name: [significant(row[column.name]) for row in probe.rows] for column in COLUMNS},
         "columns": [{**column._asdict(), "kind": how[column.name]} for column in COLUMNS],
         "pairs": [_pair(probe, *pair) for pair in PAIRS],
-        "flags": [{"name": flag.name, "meaning": flag.meaning, "way_out": flag.way_out} for flag in FLAGS],
+        "flags": [{"name": f.name, "meaning": f.meaning, "way_out": f.way_out, "severity": f.severity} for f in FLAGS],
         "streams": _streams(probe.streams, entries),
         "notes": notes(probe),
     }
@@ -221,28 +230,8 @@ def _short(x: float | None) -> str:
     return "-" if x is None else f"{x:.2f}" if abs(x) >= 0.01 or x == 0 else f"{x:.1g}"
 
 
-def flagged(rows: Sequence[ProbeRow]) -> str:
-    """Which heads carry a flag that is more than a remark; how many carry any."""
-    counts = Counter(name for row in rows for name in row.flags)
-    if not counts:
-        return "No head is flagged."
-    parts = []
-    for flag in FLAGS:
-        where = [f"{row.layer}.{row.head}" for row in rows if flag.name in row.flags]
-        if where and not flag.way_out.startswith("No fault"):
-            more = f" and {len(where) - NAMED:,} more" if len(where) > NAMED else ""
-            parts.append(f"{flag.name} {', '.join(where[:NAMED])}{more}")
-    some = sum(bool(row.flags) for row in rows)
-    alarm = f"Worth a look (layer.head): {'; '.join(parts)}." if parts else "None of the flags is a fault."
-    return f"{counted(some, 'head')} {'is' if some == 1 else 'are'} flagged. {alarm}"
-
-
 def notes(probe: Probe) -> list[str]:
     """What was assumed, and what the kinds of numbers are."""
     held = sorted(set(probe.assumptions["how"].values()), key=list(KINDS).index)
     return [f"Statistics: {probe.assumptions['tokens']}.", *(f"{kind.capitalize()}: {KINDS[kind]}." for kind in held),
             *(f"{note[0].upper()}{note[1:]}." for note in probe.assumptions["notes"])]  # fmt: skip
-
-
-def counted(number: int, word: str) -> str:
-    return f"{number:,} {word}" + ("" if number == 1 else "s")

@@ -1,38 +1,53 @@
-"""A scan, a comparison or a probe as tables in the terminal: flagged heads first, a line per layer when there are many heads."""
+"""A scan, a comparison or a probe as tables in the terminal: what deserves a look first, a line per layer when there are many heads.
+
+Tables show as many columns as fit; flags and what counts them are never among those that go.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from locater.compare import Comparison, known_median
-from locater.findings import FLAGS
-from locater.probe import Probe, ProbeRow
-from locater.report.html import collapse_risk
+from locater.findings import FLAGS, Verdict
+from locater.probe import Probe
 from locater.report.probe import KINDS, agreed, collapse, ran
-from locater.result import HeadRow, Scan
+from locater.report.tables import (
+    MOST_SHOWN,
+    PROBE,
+    SCAN,
+    Read,
+    chosen,
+    collapse_risk,
+    counted,
+    moved,
+    noted,
+    number,
+    origin,
+    roles,
+    summary,
+)
+from locater.result import Scan
 
+GAP = 2  # between columns
 ALL_HEADS = 48  # up to this many heads are shown one by one
-MOST_FLAGGED = 20
-LEGEND = (
-    "M mean self-logit · √F spread of logits · S/F 1 symmetric, -1 antisymmetric · κ concentration · Λ localization by "
-    "position · key bias spread of the key-only term · H expected entropy in nats"
-)
-PROBE_COLUMNS = {  # heading: column
-    "H": "entropy", "pred. H": "predicted_entropy", "prior H": "prior_entropy", "first": "sink", "pred. first": "predicted_sink",
-    "top": "max_probability", "distance": "distance", "max logit": "max_logit", "Λ": "localization",
+NOTES_SHOWN = 3  # of one flag, where each head has a reason of its own
+FOR_NAMES = 60  # columns of a terminal from which the names of layers have room
+LEGEND = {
+    "M": "mean self-logit", "√F": "spread of logits", "H": "expected entropy in nats", "Λ": "localization by position",
+    "κ": "concentration of the spectrum", "S/F": "1 symmetric, -1 antisymmetric", "key bias": "spread of the key-only term",
+    "kept": "share of the tokens' differences that attention alone keeps", "stable rank": "how many directions carry the map",
 }  # fmt: skip
-PROBE_LEGEND = (
-    "H entropy in nats · first weight on the first token · top weight of the strongest token · distance in tokens · Λ localization by "
-    "position · pred. predicted from statistics of the input · prior from weights alone"
-)
-KEPT_LEGEND = "kept share of the tokens' differences that attention alone keeps"
-ROOMY = 100  # columns of a terminal that has room for what is kept
+PROBE_LEGEND = {
+    "H": "entropy in nats", "first": "weight on the first token", "max logit": "largest score before the softmax",
+    "pred. H": "predicted from statistics of the input", "prior H": "from weights alone", "distance": "in tokens",
+    "top": "weight of the strongest token", "Λ": "localization by position", "pred. first": "predicted weight on the first token",
+}  # fmt: skip
 RESIDUAL_LEGEND = (
     "before, after: share of the stream that differs between tokens, around the block (0 is rank collapse) · keep: share of it that a "
     "typical row of attention hands on; the skip passes the stream on as it is"
@@ -41,28 +56,28 @@ RESIDUAL_COLUMNS = {  # heading: key of a layer
     "before": "residual_before", "after": "residual_after", "heads keep": "typical_kept", "pred. keep": "predicted_typical_kept",
     "prior keep": "prior_typical_kept",
 }  # fmt: skip
-Row = TypeVar("Row", HeadRow, ProbeRow)
 
 
 def print_scan(scan: Scan, console: Console) -> None:
-    """Table, what the flags mean, and what was assumed."""
-    _print_heads(scan.rows, _head_table, lambda: _layer_table(scan, console.width), console)
-    legend = f"{LEGEND} · {KEPT_LEGEND}" if console.width >= ROOMY else LEGEND
-    console.print(f"[dim]{legend}[/dim]", highlight=False)
-    if risk := collapse_risk(scan):
+    """What deserves a look, the table, what the flags mean, and what was assumed."""
+    console.print(f"[bold]{summary(scan.rows, scan.verdicts)}[/bold] {noted(scan.rows, scan.verdicts)}", highlight=False)
+    _print_heads(scan, SCAN, LEGEND, {"kept": "residual_kept"}, console)
+    if risk := collapse_risk(scan.layers, scan.assumptions["length"]):
         console.print(risk, highlight=False)
-    _print_assumptions(scan, console)
+    a = scan.assumptions
+    console.print(origin(a), highlight=False)
+    for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"]):
+        console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
 
 def print_probe(found: Probe, console: Console) -> None:
-    """How well predictions agree, the table, what the flags mean, and what kind of number each column is."""
-    console.print(f"{escape(ran(found))}\n[bold]{agreed(found)}[/bold]", highlight=False)
-    if said := collapse(found):
+    """What heads do and which deserve a look, the tables, then how well predictions agree and what kind of number each column is."""
+    console.print(f"{escape(ran(found))}\n[bold]{summary(found.rows, found.verdicts)}[/bold]", highlight=False)
+    for said in filter(None, (roles(found.rows, found.verdicts), noted(found.rows, found.verdicts), collapse(found))):
         console.print(escape(said), highlight=False)
-    _print_heads(found.rows, _probe_table, lambda: _probe_layers(found), console)
-    console.print(f"[dim]{PROBE_LEGEND}[/dim]", highlight=False)
-    console.print(_residual_table(found))
-    console.print(f"[dim]{RESIDUAL_LEGEND}[/dim]", highlight=False)
+    _print_heads(found, PROBE, PROBE_LEGEND, {}, console)
+    _print_residuals(found, console)
+    console.print(agreed(found), highlight=False)
     for kind, meaning in KINDS.items():
         columns = [name for name, how in found.assumptions["how"].items() if how == kind]
         if columns:
@@ -71,162 +86,154 @@ def print_probe(found: Probe, console: Console) -> None:
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
 
-def _print_heads(
-    rows: Sequence[Row], table: Callable[[Sequence[Row], str, int], Table], by_layer: Callable[[], Table], console: Console
-) -> None:
-    """Every head, flagged first, or, of many, the flagged ones and a line per layer; then what the flags mean."""
-    flagged: list[Row] = [row for row in rows if row.flags]
-    if len(rows) <= ALL_HEADS:
-        rest: list[Row] = [row for row in rows if not row.flags]
-        console.print(table(flagged + rest, "every head, flagged first", console.width))
-    else:
-        if flagged:
-            shown = _worst(flagged)
-            console.print(table(shown, f"{len(shown)} of {len(flagged)} flagged heads", console.width))
-        console.print(by_layer())
-    print_meanings(flagged, console)
-
-
-def _probe_table(rows: Sequence[ProbeRow], title: str, width: int) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", show_lines=False, box=None, pad_edge=False)
-    narrow = {"pred. first", "top", "distance", "Λ"} if width < 100 else set()  # flags matter more than these
-    names = [name for name in PROBE_COLUMNS if name not in narrow]
-    for name in ("layer", "head", *names):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("flags")
-    for row in rows:
-        numbers = (_number(row[PROBE_COLUMNS[name]]) for name in names)
-        table.add_row(str(row.layer), str(row.head), *numbers, escape(" ".join(row.flags)), style="yellow" if row.flags else None)
-    return table
-
-
-def _probe_layers(found: Probe) -> Table:
-    table = Table(title="medians by layer", title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for name in ("layer", "heads", *PROBE_COLUMNS, "flagged"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("name", overflow="fold")
-    for entry in found.layers:
-        rows = [row for row in found.rows if row.layer == entry["layer"]]
-        cells = [_number(known_median([row[column] for row in rows])) for column in PROBE_COLUMNS.values()]
-        flagged = sum(bool(row.flags) for row in rows)
-        if rows:
-            table.add_row(str(entry["layer"]), str(len(rows)), *cells, str(flagged or ""), escape(entry["name"]))
-    return table
-
-
-def _residual_table(found: Probe) -> Table:
-    """The residual of the stream around each layer, and what the layer's heads keep."""
-    table = Table(title="differences between tokens, by layer", title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for name in ("layer", *RESIDUAL_COLUMNS):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("name", overflow="fold")
-    for entry in found.layers:
-        table.add_row(str(entry["layer"]), *(_number(entry.get(key)) for key in RESIDUAL_COLUMNS.values()), escape(entry["name"]))
-    return table
-
-
 def print_comparison(found: Comparison, console: Console) -> None:
     """Medians of both, then the heads that changed most."""
-    table = Table(title="medians over heads", title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for name in ("", "A", "B"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, (a, b) in found.medians().items():
-        table.add_row(name, _number(a), _number(b))
+    columns: dict[str, Read] = {**SCAN, "stable rank": lambda row: row.stable_rank}
+    table = _empty("medians over heads", ("", "A", "B"))
+    for name, read in columns.items():
+        table.add_row(name, *(number(known_median(read(row) for row in scan.rows)) for scan in (found.a, found.b)))
     console.print(table)
     if not found.aligned:
         console.print("Their shapes differ, so heads are not subtracted.", highlight=False)
         return
-    changes = Table(title="heads that changed most (B - A)", title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for name in ("layer", "head", "M", "√F", "κ", "Λ", "H"):
-        changes.add_column(name, justify="right", no_wrap=True)
-    changes.add_column("flags")
-    spread = {(r.layer, r.head): _root(y.F) - _root(x.F) for r, x, y in zip(found.rows, found.a.rows, found.b.rows, strict=True)}
-    for row in sorted(found.rows, key=lambda r: -abs(r.difference["localization"] or 0) - abs(spread[r.layer, r.head]))[:MOST_FLAGGED]:
-        d = row.difference
-        numbers = (d["M"], spread[row.layer, row.head], d["concentration"], d["localization"], d["expected_entropy"])
-        flags = " ".join([*(f"+{f}" for f in row.gained), *(f"-{f}" for f in row.lost)])
-        changes.add_row(str(row.layer), str(row.head), *(_signed(x) for x in numbers), flags)
-    console.print(changes)
-    gained, lost = (sum(bool(getattr(r, which)) for r in found.rows) for which in ("gained", "lost"))
-    console.print(f"{gained} heads gained a flag, {lost} lost one.", highlight=False)
+    heads = []
+    for change, a, b, before, after in zip(found.rows, found.a.rows, found.b.rows, found.a.verdicts, found.b.verdicts, strict=True):
+        faults = [f"+{x}" for x in change.gained if x in after.faults] + [f"-{x}" for x in change.lost if x in before.faults]
+        notes = [f"+{x}" for x in change.gained if x in after.notes] + [f"-{x}" for x in change.lost if x in before.notes]
+        heads.append((change, {name: _minus(read(b), read(a)) for name, read in SCAN.items()}, faults, notes))
+    heads.sort(key=lambda x: -abs(x[1]["Λ"] or 0) - abs(x[1]["√F"] or 0))
+    lines = [((x.layer, x.head), [_signed(y) for y in numbers.values()], faults, notes) for x, numbers, faults, notes in heads[:MOST_SHOWN]]
+    _print_tables([_line_table("heads that changed most (B - A)", list(SCAN), lines, console.width)], LEGEND, console)
+    console.print(moved(found.a.verdicts, found.b.verdicts), highlight=False)
 
 
-def print_meanings(rows: Iterable[HeadRow] | Iterable[ProbeRow], console: Console) -> None:
-    """What each raised flag means and what to do, once each, with how many heads raise it."""
-    counts = _flag_counts(rows)
-    for flag in FLAGS:
-        if flag.name in counts:
-            heads = "1 head" if counts[flag.name] == 1 else f"{counts[flag.name]} heads"
-            console.print(f"[bold]{flag.name}[/bold] ({heads}): {flag.meaning}. [dim]{flag.way_out}.[/dim]", highlight=False)
+def _print_heads(
+    found: Scan | Probe, columns: Mapping[str, Read], legend: Mapping[str, str], of_layer: Mapping[str, str], console: Console
+) -> None:
+    """Every head, or, of many, those that deserve a look and a line per layer; then what the flags mean."""
+    rows: Sequence[Any] = found.rows
+    bad = sum(bool(held.faults) for held in found.verdicts)
+    every = len(rows) <= ALL_HEADS
+    tables = []
+    pairs = chosen(rows, found.verdicts, ALL_HEADS if every else min(bad, MOST_SHOWN))
+    lines = [((x.layer, x.head), [number(read(x)) for read in columns.values()], held.faults, held.notes) for x, held in pairs]
+    if lines:
+        title = "every head" + ", what deserves a look first" * bool(bad) if every else f"{len(lines)} of {bad} heads to look at"
+        tables.append(_line_table(title, list(columns), lines, console.width))
+    if not every:
+        tables.append(_layer_table(found, columns, of_layer, console.width))
+    _print_tables(tables, legend, console)
+    _print_meanings(rows, found.verdicts, console)
 
 
-def _worst(flagged: Sequence[Row]) -> list[Row]:
-    """One flag's heads should not hide another's: rarest flags first, as many as fit, then in model order."""
-    counts = _flag_counts(flagged)
-    chosen = sorted(flagged, key=lambda row: min(counts[name] for name in row.flags))[:MOST_FLAGGED]
-    return sorted(chosen, key=lambda row: (row.layer, row.head))
+Line = tuple[tuple[int, int], list[str], Collection[str], Collection[str]]  # layer and head, numbers, faults, notes
 
 
-def _head_table(rows: Sequence[HeadRow], title: str, width: int) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", show_lines=False, box=None, pad_edge=False)
-    names = ("layer", "head", "M", "√F", "S/F", "κ", "Λ", "key bias", "H", "kept")
-    narrow = {"kept"} if width < ROOMY else set()  # flags matter more than these
-    narrow |= {"S/F", "key bias", "κ"} if width < 78 else set()
+def _line_table(title: str, names: list[str], lines: Sequence[Line], width: int) -> Table:
+    """A line per head, coloured where it has a fault."""
+    cells = {"layer": [str(at[0]) for at, *_ in lines], "head": [str(at[1]) for at, *_ in lines]}
+    cells |= {name: [numbers[i] for _, numbers, _, _ in lines] for i, name in enumerate(names)}
+    longest = max(len(word) for _, _, faults, notes in lines for word in ("flags", *faults, *notes))
+    shown = _fitting(cells, ("layer", "head"), width - longest - GAP)
+    table = _empty(title, shown)
+    table.add_column("flags", overflow="fold")
+    for i, (_, _, faults, notes) in enumerate(lines):
+        flags = Text(" ".join(faults)).append(" " * bool(faults and notes)).append(" ".join(notes), style="dim")
+        table.add_row(*(cells[name][i] for name in shown), flags, style="yellow" if faults else None)
+    return table
+
+
+def _layer_table(found: Scan | Probe, columns: Mapping[str, Read], of_layer: Mapping[str, str], width: int) -> Table:
+    """Medians over the heads of each layer; `of_layer` are headings whose number the layer itself has."""
+    cells: dict[str, list[str]] = {name: [] for name in ("layer", "heads", *columns, "look")}
+    rows: Sequence[Any] = found.rows
+    names: list[str] = []
+    for entry in found.layers:
+        both = [(row, held) for row, held in zip(rows, found.verdicts, strict=True) if row.layer == entry["layer"]]
+        if not both:
+            continue
+        medians = {name: known_median(read(row) for row, _ in both) for name, read in columns.items()}
+        medians |= {name: entry.get(key) for name, key in of_layer.items()}
+        bad = sum(bool(held.faults) for _, held in both)
+        line = (str(entry["layer"]), str(len(both)), *(number(medians[name]) for name in columns), str(bad or ""))
+        for column, cell in zip(cells.values(), line, strict=True):
+            column.append(cell)
+        names.append(escape(entry["name"]))
+    return _with_names("medians by layer (look: heads to look at)", cells, ("layer", "heads", "look"), names, width)
+
+
+def _print_residuals(found: Probe, console: Console) -> None:
+    """The residual of the stream around each layer, and what the layer's heads keep."""
+    cells = {"layer": [str(entry["layer"]) for entry in found.layers]}
+    cells |= {name: [number(entry.get(key)) for entry in found.layers] for name, key in RESIDUAL_COLUMNS.items()}
+    names = [escape(entry["name"]) for entry in found.layers]
+    console.print(_with_names("differences between tokens, by layer", cells, ("layer",), names, console.width))
+    console.print(f"[dim]{RESIDUAL_LEGEND}[/dim]", highlight=False)
+
+
+def _with_names(title: str, cells: dict[str, list[str]], always: Sequence[str], names: list[str], width: int) -> Table:
+    """A line per layer; its name, folded, where there is room."""
+    room = min(24, max((len(name) for name in names), default=0)) + GAP if width >= FOR_NAMES else 0
+    shown = _fitting(cells, always, width - room)
+    table = _empty(title, shown)
+    if room:
+        table.add_column("name", overflow="fold")
+    for i, name in enumerate(names):
+        table.add_row(*(cells[heading][i] for heading in shown), *([name] if room else []))
+    return table
+
+
+def _fitting(cells: Mapping[str, Sequence[str]], always: Collection[str], width: int) -> list[str]:
+    """The columns that fit, in their order: those that must be there, then the others from the left while there is room."""
+    wide = {name: max(len(text) for text in (name, *column)) + GAP for name, column in cells.items()}
+    left = width + GAP - sum(wide[name] for name in always)
+    shown = {*always}
+    for name in cells:
+        if name not in always and wide[name] <= left:
+            left -= wide[name]
+            shown.add(name)
+    return [name for name in cells if name in shown]
+
+
+def _empty(title: str, names: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for name in names:
-        if name not in narrow:
-            table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("flags")
-    for row in rows:
-        ratio = row.S / row.F if row.S is not None and row.F else None
-        numbers = (
-            row.M, None if row.F is None else row.F**0.5, ratio, row.concentration, row.localization, row.key_bias, row.expected_entropy,
-            row.residual_kept,
-        )  # fmt: skip
-        cells = dict(zip(names, [str(row.layer), str(row.head), *(_number(x) for x in numbers)], strict=True))
-        shown = [cell for name, cell in cells.items() if name not in narrow]
-        table.add_row(*shown, escape(" ".join(row.flags)), style="yellow" if row.flags else None)
-    return table
-
-
-def _layer_table(scan: Scan, width: int) -> Table:
-    table = Table(title="medians by layer", title_justify="left", header_style="bold", box=None, pad_edge=False)
-    kept = ("kept",) if width >= ROOMY else ()
-    for name in ("layer", "heads", "M", "√F", "κ", "Λ", "H", *kept, "flagged"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("name", overflow="fold")
-    for entry in scan.layers:
-        rows = [row for row in scan.rows if row.layer == entry["layer"]]
-        columns = (
-            [r.M for r in rows], [None if r.F is None else r.F**0.5 for r in rows], [r.concentration for r in rows],
-            [r.localization for r in rows], [r.expected_entropy for r in rows],
-        )  # fmt: skip
-        flagged = sum(bool(r.flags) for r in rows)
-        cells = [_number(known_median(column)) for column in columns] + [_number(entry.get("residual_kept")) for _ in kept]
-        table.add_row(str(entry["layer"]), str(len(rows)), *cells, str(flagged or ""), escape(entry["name"]))
     return table
 
 
-def _print_assumptions(scan: Scan, console: Console) -> None:
-    a = scan.assumptions
-    what = "Priors, not measurements: from weights alone" if a["prediction"] == "prior" else "Predictions, not measurements"
-    console.print(f"{what}, for {a['length']} {a['tokens']}; weights {a['weights']}.", highlight=False)
-    for note in a["notes"]:
-        console.print(f"[dim]- {note}[/dim]", highlight=False)
+def _print_tables(tables: Sequence[Table], legend: Mapping[str, str], console: Console) -> None:
+    """Tables, and what the headings mean that are in them."""
+    for table in tables:
+        console.print(table)
+    there = {column.header for table in tables for column in table.columns}
+    if words := [f"{name} {meaning}" for name, meaning in legend.items() if name in there]:
+        console.print(f"[dim]{' · '.join(words)}[/dim]", highlight=False)
 
 
-def _flag_counts(rows: Iterable[HeadRow] | Iterable[ProbeRow]) -> Counter[str]:
-    return Counter(name for row in rows for name in row.flags)
+def _print_meanings(rows: Sequence[Any], verdicts: Sequence[Verdict], console: Console) -> None:
+    """What each fault means and what to do, once each; then notes, dim, with why they are no faults."""
+    for flag in FLAGS:
+        count = sum(flag.name in held.faults for held in verdicts)
+        if count:
+            heads = counted(count, "head")
+            console.print(f"[bold yellow]{flag.name}[/bold yellow] ({heads}): {flag.meaning}. {flag.way_out}.", highlight=False)
+    for flag in FLAGS:
+        heads_of: dict[str, list[str]] = {}
+        for row, held in zip(rows, verdicts, strict=True):
+            if flag.name in held.notes:
+                heads_of.setdefault(held.notes[flag.name], []).append(f"{row.layer}.{row.head}")
+        for reason, where in list(heads_of.items())[:NOTES_SHOWN]:
+            which = f"{flag.meaning}. {reason}" if reason == flag.way_out else reason
+            heads = where[0] if len(where) == 1 else counted(len(where), "head")
+            console.print(f"[dim]note: {flag.name} ({heads}): {which}.[/dim]", highlight=False)
+        if len(heads_of) > NOTES_SHOWN:
+            console.print(f"[dim]note: {flag.name}: {len(heads_of) - NOTES_SHOWN} more such heads.[/dim]", highlight=False)
 
 
-def _root(x: float | None) -> float:
-    return 0.0 if x is None else x**0.5
+def _minus(b: float | None, a: float | None) -> float | None:
+    return None if a is None or b is None else b - a
 
 
 def _signed(x: float | None) -> str:
-    return _number(x) if x is None or round(x, 2) <= 0 else "+" + _number(x)
-
-
-def _number(x: float | None) -> str:
-    if x is None:
-        return "-"
-    return f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.3g}"  # + 0.0: no minus sign on zero
+    return number(x) if x is None or round(x, 2) <= 0 else "+" + number(x)

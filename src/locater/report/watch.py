@@ -38,7 +38,7 @@ def watch_page(run: Run, live: bool = False) -> str:
 
 def assemble_page(name: str, data: dict[str, Any], live: bool) -> str:
     """The page around packed data, which may still be empty when `live`."""
-    flags = {flag.name: {"meaning": flag.meaning, "way_out": flag.way_out, "needs": flag.needs} for flag in FLAGS}
+    flags = {f.name: {"meaning": f.meaning, "way_out": f.way_out, "severity": f.severity, "needs": f.needs} for f in FLAGS}
     words = {"TITLE": f"{name} · Locater", "HEADING": name, "FOOTER": f"Made by Locater {__version__} from a run's log."}
     return assemble("watch", words, {"live": live, "flags": flags, "exploding": EXPLODING, **data})
 

@@ -4,7 +4,7 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SCANS = DATA.scans;
 const TWO = SCANS.length === 2;
-const state = { layer: 0, head: 0, metric: "localization", side: TWO && DATA.aligned ? "difference" : 0, flag: null, guide: true };
+const state = { layer: 0, head: 0, metric: null, side: TWO && DATA.aligned ? "difference" : 0, flag: null, guide: true };
 
 // name, palette, least range of the colours (so that noise stays pale), how to read it from a head, what it means
 const METRICS = {
@@ -65,8 +65,8 @@ function drive(head, layer) {
   }
   return points;
 }
-const harmless = name => about(name).way_out.startsWith("No fault");
-const about = name => DATA.flags[name] || { meaning: "a flag of another version of Locater", way_out: "Scan the model again" };
+const about = name => DATA.flags[name] || { meaning: "a flag of another version of Locater", way_out: "Scan the model again", severity: "note" };
+const isFault = (head, name) => head.flags.includes(name) && about(name).severity === "fault" && !(name in head.excused);
 const broken = head => head.flags.includes("nonfinite");
 const headAt = (scan, layer, head) => scan.index.get(layer * 65536 + head);
 SCANS.forEach(scan => { scan.index = new Map(scan.heads.map(h => [h.layer * 65536 + h.head, h])); });
@@ -86,10 +86,14 @@ function value(layer, head) {
 const diverging = () => state.side === "difference" || METRICS[state.metric][1] === "diverging";
 
 const colour = t => `rgb(${blend(t, diverging()).join(",")})`;
+const VARIES = 0.25; // of the colours: a map that uses less of them is blank
+function quantile(values, share) {
+  const known = [...values].sort((a, b) => a - b);
+  return known.length ? known[Math.min(known.length - 1, Math.floor(known.length * share))] : 0;
+}
 function range(values) { // the 98th percentile, so that one head does not hide the others
-  const known = values.filter(v => v !== null).map(Math.abs).sort((a, b) => a - b);
   const floor = METRICS[state.metric][2] * (state.side === "difference" ? 0.5 : 1);
-  return known.length ? Math.max(floor, known[Math.min(known.length - 1, Math.floor(known.length * 0.98))]) : floor;
+  return Math.max(floor, quantile(values.filter(v => v !== null).map(Math.abs), 0.98));
 }
 
 // ---- drawing ----
@@ -106,15 +110,15 @@ function heatmap() {
   const gap = cellW > 8 ? 1 : 0.4, marks = [];
   const mark = (kind, cx, cy, size) => make("circle", { class: kind, cx, cy, r: size * (kind.includes("calm") ? 2.4 : 3.2) }, svg);
   scan.heads.forEach((h, i) => {
-    const v = values[i], x = left + h.head * cellW, y = top + h.layer * cellH, flags = flagsAt(h.layer, h.head);
-    const dim = state.flag && !flags.includes(state.flag) ? " dim" : "", bad = flags.includes("nonfinite");
+    const v = values[i], x = left + h.head * cellW, y = top + h.layer * cellH, flags = flagsAt(h.layer, h.head), bad = flags.includes("nonfinite");
+    const dim = state.flag && !flags.includes(state.flag) ? " dim" : "", look = flags.some(name => shown().some(s => headAt(s, h.layer, h.head) && isFault(headAt(s, h.layer, h.head), name)));
     const cell = make("rect", {
       class: "cell" + dim + (bad ? " broken" : ""), x, y, width: cellW - gap, height: cellH - gap, rx: cellW > 14 ? 2 : 0,
       fill: bad ? "url(#hatch-broken)" : v === null ? "url(#hatch-none)" : colour(v / most), "data-layer": h.layer, "data-head": h.head,
     }, svg);
     make("title", {}, cell, `layer ${scan.layers[h.layer].short}, head ${h.head}: ${METRICS[state.metric][0]} ${show(v)}${flags.length ? " · " + flags.join(", ") : ""}`);
-    if (flags.length && cellW > 7) {
-      marks.push(["mark" + dim + (flags.every(harmless) ? " calm" : ""), x + cellW - gap - (cellW > 14 ? 5.5 : 3), y + (cellW > 14 ? 5.5 : 3), cellW > 14 ? 1 : 0.6]);
+    if ((look || flags.some(name => name !== "uniform")) && cellW > 7) { // uniform, and no fault: that is said of the model
+      marks.push(["mark" + dim + (look ? "" : " calm"), x + cellW - gap - (cellW > 14 ? 5.5 : 3), y + (cellW > 14 ? 5.5 : 3), cellW > 14 ? 1 : 0.6]);
     }
   });
   for (let l = 0; l < layers; l += Math.ceil(13 / cellH)) make("text", { x: left - 7, y: top + (l + 0.5) * cellH + 4, "text-anchor": "end" }, svg, scan.layers[l].short);
@@ -127,11 +131,11 @@ function heatmap() {
   legend(svg, left, bottom + 16, Math.min(240, width - left - 12), most);
   const x = narrow ? left : width - 250, y = bottom + (narrow ? 68 : 25);
   mark("mark", x + 4, y - 4, 1);
-  make("text", { x: x + 11, y }, svg, "flag");
-  mark("mark calm", x + 46, y - 4, 1);
-  make("text", { x: x + 53, y }, svg, "harmless flag");
-  make("rect", { fill: "url(#hatch-none)", class: "swatch", x: x + 136, y: y - 10, width: 14, height: 11 }, svg);
-  make("text", { x: x + 155, y }, svg, "no number");
+  make("text", { x: x + 11, y }, svg, "deserves a look");
+  mark("mark calm", x + 106, y - 4, 1);
+  make("text", { x: x + 113, y }, svg, "note");
+  make("rect", { fill: "url(#hatch-none)", class: "swatch", x: x + 150, y: y - 10, width: 14, height: 11 }, svg);
+  make("text", { x: x + 169, y }, svg, "no number");
 }
 function legend(svg, x, y, width, most) {
   const steps = 60;
@@ -211,7 +215,8 @@ function findings(both) {
   const names = [...new Set(both.flatMap(([h]) => h.flags))];
   const lines = names.map(n => {
     const letters = TWO && both.length === 2 ? ` <span>(${both.filter(([h]) => h.flags.includes(n)).map(([, s]) => escape(s.letter)).join(", ")})</span>` : "";
-    return `<div class="finding${harmless(n) ? " calm" : ""}"><b>${escape(n)}</b>${letters}: ${escape(about(n).meaning)}. <span>${escape(about(n).way_out)}.</span></div>`;
+    const fault = both.some(([h]) => isFault(h, n)), excuse = fault ? undefined : both.map(([h]) => h.excused[n]).find(Boolean);
+    return `<div class="finding${fault ? "" : " calm"}"><b>${escape(n)}</b>${letters}: ${escape(about(n).meaning)}. <span>${escape(excuse || about(n).way_out)}.</span></div>`;
   });
   if (both.length && !names.length) lines.push(`<p class="none">No flag: nothing about this head's spectrum stands out.</p>`);
   both.filter(([h]) => h.approximation === "mixture").forEach(([h, s]) => lines.push(`<p class="none">${escape(whose(s))}${h.profile
@@ -225,14 +230,14 @@ function shade(t) { // colour of the background of the map for Λ = t
   return `rgb(${ramp.middle.map((x, c) => Math.round(x + (to[c] - x) * Math.abs(t) * 0.75)).join(",")})`;
 }
 let tinted = ["", null];
-function tint(box, reach, high) { // narrow columns, each a gradient; kept while nothing it depends on changes
-  const key = [box.left, box.right, box.bottom, reach, high, dark()].join();
+function tint(box, reach, low, high) { // narrow columns, each a gradient; kept while nothing it depends on changes
+  const key = [box.left, box.right, box.bottom, reach, low, high, dark()].join();
   if (tinted[0] === key) return tinted[1];
   const group = make("g", { class: "tint" }), columns = Math.round((box.right - box.left) / 3), w = (box.right - box.left) / columns, stops = 32;
   for (let i = 0; i < columns; i++) {
     const M = ((i + 0.5) / columns * 2 - 1) * reach;
     const gradient = make("linearGradient", { id: `tint-${i}`, x1: 0, x2: 0, y1: 0, y2: 1 }, group);
-    for (let j = 0; j <= stops; j++) make("stop", { offset: j / stops, "stop-color": shade(lambda(M, 0, Math.max(1e-3, (1 - j / stops) * high) ** 2)) }, gradient);
+    for (let j = 0; j <= stops; j++) make("stop", { offset: j / stops, "stop-color": shade(lambda(M, 0, Math.max(1e-3, low + (1 - j / stops) * (high - low)) ** 2)) }, gradient);
     make("rect", { x: box.left + i * w, y: box.top, width: w + 0.4, height: box.bottom - box.top, "shape-rendering": "crispEdges", fill: `url(#tint-${i})` }, group);
   }
   tinted = [key, group];
@@ -241,13 +246,16 @@ function tint(box, reach, high) { // narrow columns, each a gradient; kept while
 function phases() {
   const drawn = shown().map(s => [s, SCANS.indexOf(s)]);
   const points = drawn.flatMap(([s, i]) => s.heads.filter(h => h.M !== null).map(h => [h, i]));
-  const reach = Math.max(2.5, ...points.map(([h]) => Math.abs(h.M))) * 1.08;
-  const high = Math.max(1.2, ...points.map(([h]) => Math.sqrt(h.F))) * 1.08;
+  const across = points.map(([h]) => Math.abs(h.M)), up = points.map(([h]) => Math.sqrt(h.F)), most = Math.max(0, ...up), least = Math.min(most, ...up);
+  const far = Math.max(0.02, ...across), near = far < 0.5 && most < 0.5; // all heads in one spot of the usual map: go closer
+  const reach = (near ? far : Math.max(2.5, far)) * 1.08, pad = Math.max(0.004, (most - least) * 0.08);
+  const low = near && least > 0.5 * most ? Math.max(0, least - pad) : 0, high = near ? most + pad : Math.max(1.2, most) * 1.08;
   const missing = drawn.flatMap(([s]) => s.heads).length - points.length;
-  say("phases-note", missing ? [missing === 1 ? "1 head has no M and is not on the map." : `${missing} heads have no M and are not on the map.`] : []);
+  const lacking = missing === 1 ? "1 head has no M and is not on the map." : `${missing} heads have no M and are not on the map.`;
+  say("phases-note", [...(near && points.length ? ["Zoomed in: all heads lie close to M 0 and √F 0, where attention is near uniform."] : []), ...(missing ? [lacking] : [])]);
   const width = room("phases");
-  const { svg, sx, sy, box } = frame("phases", width, 326, [-reach, reach], [0, high], ["M, mean self-logit", "√F, spread of logits"], { below: 26 });
-  svg.appendChild(tint(box, reach, high));
+  const { svg, sx, sy, box } = frame("phases", width, 326, [-reach, reach], [low, high], ["M, mean self-logit", "√F, spread of logits"], { below: 26 });
+  svg.appendChild(tint(box, reach, low, high));
   const bar = Math.min(150, (box.right - box.left) - 170), at = (box.left + box.right - bar) / 2, y = 310;
   for (let i = 0; i < 50; i++) make("rect", { class: "tint-key", x: at + i * bar / 50, y, width: bar / 50 + 0.5, height: 10, fill: shade(i / 24.5 - 1) }, svg);
   make("text", { x: at - 6, y: y + 9, "text-anchor": "end" }, svg, "far keys, Λ −1");
@@ -309,6 +317,18 @@ function toFlag(flag) { // to the first head that has it, in the scans shown; to
   if (head) Object.assign(state, { layer: head.layer, head: head.head });
   return Boolean(head);
 }
+function telling() { // the metric to open on: of two scans what moved most, of one the first whose map is not blank
+  const span = name => {
+    const read = METRICS[name][3], known = list => list.map(read).filter(v => v !== null), all = SCANS.flatMap(s => known(s.heads));
+    const scale = Math.max(METRICS[name][2], quantile(all.map(Math.abs), 0.98));
+    if (state.side !== "difference") return (quantile(known(shown()[0].heads), 0.98) - quantile(known(shown()[0].heads), 0.02)) / scale;
+    const moved = SCANS[0].heads.map(h => [read(h), read(headAt(SCANS[1], h.layer, h.head))]).filter(pair => !pair.includes(null));
+    return quantile(moved.map(([a, b]) => Math.abs(b - a)), 0.98) / scale;
+  };
+  const wide = state.side === "difference" ? undefined : Object.keys(METRICS).find(name => span(name) >= VARIES);
+  if (wide) return wide;
+  return Object.keys(METRICS).reduce((a, b) => span(b) > span(a) ? b : a);
+}
 function standout() { // the head with the largest value of the metric
   const size = h => Math.abs(value(h.layer, h.head) ?? 0);
   const best = shown()[0].heads.reduce((a, b) => a && size(a) >= size(b) ? a : b, null);
@@ -356,7 +376,7 @@ function flagButtons() {
   [...new Set([...known, ...raised])].forEach(name => {
     const counts = SCANS.map(s => s.heads.filter(h => h.flags.includes(name)).length);
     const button = document.createElement("button");
-    button.className = harmless(name) ? "flag calm" : "flag";
+    button.className = SCANS.some(s => s.heads.some(h => isFault(h, name))) ? "flag" : "flag calm";
     button.type = "button";
     button.dataset.flag = name;
     button.title = about(name).meaning;
@@ -370,8 +390,10 @@ function flagButtons() {
   });
 }
 
-function start() { // on the head in the address, else on one that is broken, else on the one that stands out most
-  if (!recall() && !toFlag("nonfinite")) standout();
+function start() { // on the head in the address, else on one that deserves a look, else on the one that stands out most
+  state.metric = telling();
+  const worst = TWO ? "nonfinite" : Object.keys(DATA.flags).find(name => SCANS[0].heads.some(h => isFault(h, name)));
+  if (!recall() && !toFlag(worst)) standout();
   element("guide").open = state.guide && innerWidth >= 980;
   listen();
   draw();

@@ -2,7 +2,7 @@
 // Data in <script id="data">: columns of numbers in the order of the heads. What is chosen is one head; every chart shows it.
 
 const DATA = JSON.parse(element("data").textContent);
-const HEADS = DATA.heads.map(([layer, head, kv, rows, flags], at) => ({ at, layer, head, kv, rows, flags: flags.map(i => DATA.flags[i]) }));
+const HEADS = DATA.heads.map(([layer, head, kv, rows, flags, excused, role], at) => ({ at, layer, head, kv, rows, excused, role, flags: flags.map(i => DATA.flags[i]) }));
 const INDEX = new Map(HEADS.map(h => [h.layer * 65536 + h.head, h]));
 const COLUMNS = new Map(DATA.columns.map(c => [c.name, c]));
 const state = { at: 0, metric: "entropy", pair: 0, prior: true, flag: null, guide: true };
@@ -34,7 +34,8 @@ function numeral(x) {
   return size < 0.01 ? String(Number(x.toPrecision(2))) : size >= 1000 && size < 1e7 ? Math.round(x).toLocaleString("en") : show(x);
 }
 const chosen = () => HEADS[state.at];
-const alarming = flag => !flag.way_out.startsWith("No fault");
+const isFault = (h, flag) => flag.severity === "fault" && !(flag.name in h.excused);
+const faulty = h => h.flags.some(flag => isFault(h, flag));
 const has = (h, name) => h.flags.some(f => f.name === name);
 const dimmed = h => state.flag && !has(h, state.flag) ? " dim" : "";
 const title = h => `Layer ${DATA.layers[h.layer].short}, head ${h.head}`;
@@ -103,7 +104,7 @@ function heatmap() {
   make("text", { class: "title", x: left - 7, y: top - 6, "text-anchor": "end" }, svg, "layer");
   for (const kind of ["halo", "chosen-cell"]) make("rect", { class: kind, x: left + h.head * cellW - 1, y: top + h.layer * cellH - 1, width: cellW + 1, height: cellH + 1, rx: 2 }, svg);
   const size = cellW > 14 ? 1 : 0.6, mark = (calm, dim, cx, cy, size) => make("circle", { class: "mark" + (calm ? " calm" : "") + dim, cx, cy, r: size * (calm ? 2.4 : 3.2) }, svg);
-  if (cellW > 7) HEADS.filter(h => h.flags.length).forEach(h => mark(!h.flags.some(alarming), dimmed(h), left + (h.head + 1) * cellW - gap - 5.5 * size, top + h.layer * cellH + 5.5 * size, size));
+  if (cellW > 7) HEADS.filter(h => h.flags.length).forEach(h => mark(!faulty(h), dimmed(h), left + (h.head + 1) * cellW - gap - 5.5 * size, top + h.layer * cellH + 5.5 * size, size));
   heatmapKey(svg, range, left, bottom + 14, width, narrow, mark);
 }
 function heatmapKey(svg, { most, diverging }, x, y, width, narrow, mark) {
@@ -113,11 +114,11 @@ function heatmapKey(svg, { most, diverging }, x, y, width, narrow, mark) {
     make("text", { x: x + at * wide, y: y + 23, "text-anchor": at === 0 ? "start" : at === 1 ? "end" : "middle" }, svg, v ? label(Number(v.toPrecision(2))) : 0));
   const at = narrow ? x : width - 250, line = y + (narrow ? 50 : 9);
   mark(false, "", at + 4, line - 4, 1);
-  make("text", { x: at + 11, y: line }, svg, "flag");
-  mark(true, "", at + 46, line - 4, 1);
-  make("text", { x: at + 53, y: line }, svg, "harmless flag");
-  make("rect", { fill: "url(#hatch-none)", class: "swatch", x: at + 136, y: line - 10, width: 14, height: 11 }, svg);
-  make("text", { x: at + 155, y: line }, svg, "no number");
+  make("text", { x: at + 11, y: line }, svg, "deserves a look");
+  mark(true, "", at + 106, line - 4, 1);
+  make("text", { x: at + 113, y: line }, svg, "note");
+  make("rect", { fill: "url(#hatch-none)", class: "swatch", x: at + 150, y: line - 10, width: 14, height: 11 }, svg);
+  make("text", { x: at + 169, y: line }, svg, "no number");
 }
 
 // ---- entropy by layer ----
@@ -145,10 +146,10 @@ function cell(column, h, before = "") {
 function panel() {
   const h = chosen(), layer = DATA.layers[h.layer], shared = layer.kv_heads !== layer.heads ? ` · reads key head ${h.kv}` : "";
   element("which").textContent = title(h);
-  element("where").textContent = `${layer.name} · ${layer.note}${shared} · ${h.rows.toLocaleString("en")} rows of attention`;
+  element("where").textContent = `${h.role ? `${h.role} head · ` : ""}${layer.name} · ${layer.note}${shared} · ${h.rows.toLocaleString("en")} rows of attention`;
   element("numbers").innerHTML = LINES.filter(l => l.slice(1).some(c => c && DATA.values[c].some(v => v !== null)))
     .map(([name, m, p, w]) => `<tr><td>${escape(name)}</td>${cell(m, h)}${cell(p, h)}${cell(w, h, w === "logit_bound" ? "≤ " : "")}</tr>`).join("");
-  element("findings").innerHTML = h.flags.map(f => `<div class="finding${alarming(f) ? "" : " calm"}"><b>${escape(f.name)}</b>: ${escape(f.meaning)}. <span>${escape(f.way_out)}.</span></div>`).join("")
+  element("findings").innerHTML = h.flags.map(f => `<div class="finding${isFault(h, f) ? "" : " calm"}"><b>${escape(f.name)}</b>: ${h.excused[f.name] ? escape(h.excused[f.name]) : `${escape(f.meaning)}. <span>${escape(f.way_out)}</span>`}.</div>`).join("")
     || `<p class="none">No flag: nothing about this head stands out.</p>`;
   input(layer);
 }
@@ -242,7 +243,7 @@ function recall() { // true when the address names a head
 }
 function standout() { // a head that is broken, else one with a flag that matters, else the one the prediction misses most
   const miss = h => { const a = value("entropy", h), b = value("predicted_entropy", h); return a === null || b === null ? -1 : Math.abs(a - b); };
-  const best = HEADS.find(h => has(h, "nonfinite")) || HEADS.find(h => h.flags.some(alarming)) || HEADS.reduce((a, b) => a && miss(a) >= miss(b) ? a : b, null);
+  const best = HEADS.find(h => has(h, "nonfinite")) || HEADS.find(faulty) || HEADS.reduce((a, b) => a && miss(a) >= miss(b) ? a : b, null);
   state.at = best ? best.at : 0;
 }
 function listen() {
@@ -277,7 +278,7 @@ function fill() { // what does not change: options, flags, notes
   element("notes").innerHTML = DATA.notes.map(note => `<li>${escape(note)}</li>`).join("");
   DATA.flags.filter(f => HEADS.some(h => h.flags.includes(f))).forEach(f => {
     const button = document.createElement("button");
-    Object.assign(button, { className: alarming(f) ? "flag" : "flag calm", type: "button", title: f.meaning, textContent: `${f.name} · ${HEADS.filter(h => h.flags.includes(f)).length}` });
+    Object.assign(button, { className: HEADS.some(h => h.flags.includes(f) && isFault(h, f)) ? "flag" : "flag calm", type: "button", title: f.meaning, textContent: `${f.name} · ${HEADS.filter(h => h.flags.includes(f)).length}` });
     button.dataset.flag = f.name;
     button.addEventListener("click", () => {
       const flag = state.flag === f.name ? null : f.name;

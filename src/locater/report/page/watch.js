@@ -27,7 +27,7 @@ const METRICS = {
 };
 const about = name => Object.hasOwn(METRICS, name) ? METRICS[name] : [name.replaceAll("_", " "), 1e-6, 0, "A column of this run's log."];
 const meaning = group => Object.hasOwn(DATA.flags, group.flag) ? DATA.flags[group.flag] : Object.hasOwn(run.comparisons, group.flag) ? run.comparisons[group.flag] : { meaning: group.message || "a warning of another version of Locater", way_out: "", needs: [] };
-const harmless = group => meaning(group).way_out.startsWith("No fault");
+const harmless = group => meaning(group).severity === "note";
 const known = x => typeof x === "number" && Number.isFinite(x); // null: not known; a word: not a number
 const numeral = x => typeof x === "string" ? x : x === null || Number.isNaN(x) ? "–" : x !== 0 && Math.abs(x) < 0.01 ? String(Number(x.toPrecision(2))) : show(x);
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
