@@ -371,7 +371,10 @@ def test_the_path_of_a_text_is_read_and_not_measured(tmp_path: Path, monkeypatch
         assert batches(nn.Linear(1, 1), sentence, **how)[0]["input_ids"][0, :2].tolist() == [4, 5]
 
 
-@pytest.mark.parametrize("missing", ["none.txt", "no/such/file", "./none", "/no/such file.txt", "C:\\none.txt", "~/none.jsonl", ["none.txt"]])
+MISSING = ["none.txt", "no/such/file", "./none", "/no/such file.txt", "C:\\none.txt", "~/none.jsonl", ["none.txt"]]
+
+
+@pytest.mark.parametrize("missing", MISSING)
 def test_a_string_that_looks_like_a_missing_file_is_refused(missing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LocaterError, match="no such file") as error:

@@ -26,15 +26,14 @@ from locater.probing.running import run
 from locater.probing.seen import SeenHead
 from locater.probing.statistics import Input, Progress, Statistics, collected
 from locater.probing.text import Batch, Text, batches, files_named
-from locater.result import SCHEMA, HeadRow, write_whole
-from locater.scan import LENGTH, kept_in, root_mean_square, row_keys, scan
+from locater.result import LENGTH, SCHEMA, TOKENS, HeadRow, write_whole
+from locater.scan import kept_in, root_mean_square, row_keys, scan
 from locater.theory import kept_at_entropy
 from locater.version import __version__
 
 if TYPE_CHECKING:
     import pandas
 
-TOKENS = 8192  # measured
 DEFAULT_TEXT = "the documentation inside Python"
 LONGEST = 1024  # tokens that heads are run on for predictions
 
@@ -196,8 +195,8 @@ def _label(text: Text | None) -> str | None:
 
 def _check_reads_text(module: nn.Module, text: Any) -> None:
     wants = getattr(module, "main_input_name", "input_ids")
-    words = text is None or isinstance(text, str | Path) or (isinstance(text, list | tuple) and all(isinstance(x, str | Path) for x in text))
-    if words and wants != "input_ids":
+    parts = text if isinstance(text, list | tuple) else [text]
+    if all(part is None or isinstance(part, str | Path) for part in parts) and wants != "input_ids":
         way_out = (
             "give images= (--images PATH on the command line)" if wants == "pixel_values" else "from Python, give batches as it takes them"
         )

@@ -46,10 +46,10 @@ class Shell:
     progress: Callable[..., Iterable[Any]]
 
 
-def add_reproduce(app: typer.Typer, shell: Shell) -> None:
-    """Put the command into the command line."""
+def add_reproduce(app: typer.Typer, shell: Shell, **about: Any) -> None:
+    """Put the command into the command line; `about` is for typer: help, examples."""
 
-    @app.command("reproduce")
+    @app.command("reproduce", **about)
     def reproduce_command(
         paper: Name = None,
         quick: Quick = False,
@@ -64,7 +64,6 @@ def add_reproduce(app: typer.Typer, shell: Shell) -> None:
         data: Data = None,
         jobs: Jobs = 0,
     ) -> None:
-        """Run a paper's claims: stated beside measured, with spread and verdict. A claim that fails is a finding, not an error."""
         from locater.papers.report import print_claims
 
         wanted = _wanted(paper, claim)

@@ -19,6 +19,7 @@ from locater.result import HeadRow, Scan
 
 ALL_HEADS = 48  # up to this many heads are shown one by one
 MOST_FLAGGED = 20
+LONGEST_FLAG = max(len(flag.name) for flag in FLAGS)
 LEGEND = (
     "M mean self-logit · √F spread of logits · S/F 1 symmetric, -1 antisymmetric · κ concentration · Λ localization by "
     "position · key bias spread of the key-only term · H expected entropy in nats"
@@ -90,10 +91,11 @@ def _print_heads(
 def _probe_table(rows: Sequence[ProbeRow], title: str, width: int) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", show_lines=False, box=None, pad_edge=False)
     narrow = {"pred. first", "top", "distance", "Λ"} if width < 100 else set()  # flags matter more than these
+    narrow |= {"pred. H", "prior H", "max logit"} if width < 72 else set()
     names = [name for name in PROBE_COLUMNS if name not in narrow]
     for name in ("layer", "head", *names):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("flags")
+    table.add_column("flags", min_width=LONGEST_FLAG)
     for row in rows:
         numbers = (_number(row[PROBE_COLUMNS[name]]) for name in names)
         table.add_row(str(row.layer), str(row.head), *numbers, escape(" ".join(row.flags)), style="yellow" if row.flags else None)
@@ -172,10 +174,11 @@ def _head_table(rows: Sequence[HeadRow], title: str, width: int) -> Table:
     names = ("layer", "head", "M", "√F", "S/F", "κ", "Λ", "key bias", "H", "kept")
     narrow = {"kept"} if width < ROOMY else set()  # flags matter more than these
     narrow |= {"S/F", "key bias", "κ"} if width < 78 else set()
+    narrow |= {"M", "√F"} if width < 56 else set()
     for name in names:
         if name not in narrow:
             table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("flags")
+    table.add_column("flags", min_width=LONGEST_FLAG)
     for row in rows:
         ratio = row.S / row.F if row.S is not None and row.F else None
         numbers = (
