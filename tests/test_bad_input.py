@@ -56,6 +56,26 @@ def test_not_on_the_hub_either(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     assert "nobody/nothing: no such file or folder, and the hub did not give it" in refused(run, tmp_path, "nobody/nothing")
 
 
+def test_without_a_network(run: Run, tmp_path: Path, saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at once and in one line, by every command that takes a hub id, and for a tokenizer."""
+    import socket
+
+    def nobody(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nobody)
+    said = "nobody/nothing: no such file or folder, and the hub cannot be reached (is there a network?)"
+    for args in (("scan", "nobody/nothing"), ("probe", "nobody/nothing"), ("compare", saved_llama, "nobody/nothing")):
+        result = run(*args)
+        assert (result.status, result.err.count("\n")) == (2, 1), result.err
+        assert said in result.err
+    (tmp_path / "words.txt").write_text("some words")
+    result = run("probe", saved_llama, "--tokenizer", "nobody/nothing", "--text", tmp_path / "words.txt")
+    assert (result.status, result.err.count("\n")) == (2, 1), result.err
+    assert said in result.err
+    assert "no tokenizer there" in result.err
+
+
 def test_folder_without_weights(run: Run, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
+from locater.heads.readers import hub_folder
 
 OWN = ("locater", "locater_variant")  # types that `locater train` writes and transformers does not know
 OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")  # count positions from the padding id on
@@ -118,10 +119,14 @@ def tokenizer_for(model: Any, given: Any = None) -> Any:
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        if not Path(where).exists():
+            hub_folder(where)  # transformers would try for minutes where there is no network
         own = getattr(config, "model_type", "") in OWN  # a type that transformers would warn of
         loaded = (PreTrainedTokenizerFast if own else AutoTokenizer).from_pretrained(where)
     except ImportError:
         raise LocaterError("reading text needs the transformers package: pip install 'locater[hf]'") from None
+    except LocaterError as error:
+        raise LocaterError(f"no tokenizer there: {error}; {WAY_OUT}") from None
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the tokenizers package panics with what is no Exception
