@@ -132,10 +132,7 @@ finally:
     assert all(any(name in line.split() for line in lines) for name in ("scan", "probe", "train", "reproduce"))
 
 
-ORDERS = (
-    "import locater", "import locater.scan", "import locater.compare, locater.probe", "from locater.probe import Probe",
-    "from locater import *", "import locater.cli",
-)  # fmt: skip
+ORDERS = ("import locater", "import locater.scan", "from locater.probe import Probe", "import locater.cli, locater.compare")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each order wants a fresh process, and without fork that is seconds each")
@@ -154,6 +151,7 @@ for order in {ORDERS!r}:
         print(order, *kinds, locater.Scan.__name__, set(locater.__all__) <= set(dir(locater)), hasattr(locater, "nothing"), flush=True)
         os._exit(0)
     os.wait()
+from locater import *
 import locater
 print(*(type(getattr(locater, name)).__name__ for name in locater.__all__ if name.islower()))
 print(locater.explain.decompose.__name__, locater.integrations.hf.attach.__name__, locater.train.load.__name__)

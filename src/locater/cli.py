@@ -303,6 +303,8 @@ def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Pat
         return None, images
     if text == "-":
         return sys.stdin.read(), "standard input"
+    if text == "":
+        raise LocaterError("--text: the name of the file is empty; - reads standard input")
     if text is not None:
         return Path(text), text
     from locater.probe import DEFAULT_TEXT

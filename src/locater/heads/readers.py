@@ -201,6 +201,10 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         except RuntimeError:  # the format before zip archives cannot be mapped
             held = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        with path.open("rb") as file:
+            first = file.read(1)
+        if first not in (b"P", b"\x80"):  # neither an archive nor a pickle
+            raise LocaterError(f"{path}: not a weights file: torch.save writes no such bytes") from None
         if "Unsupported" not in str(error) and "GLOBAL" not in str(error) and "weights_only" not in str(error).lower():
             raise LocaterError(f"{path}: not a readable weights file") from None
         raise LocaterError(

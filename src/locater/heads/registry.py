@@ -105,6 +105,9 @@ def layers_of(
             raise LocaterError(f"{weights.where}: the number of heads is not in the tensors: add --heads N")
         return layers_by_name(weights, query, key, count, kv_heads)
     if heads is not None:
+        known = config.get("num_attention_heads") or config.get("n_head")
+        if known is not None and known != heads:
+            raise LocaterError(f"{weights.where}: --heads {heads}, but its configuration says {known}: leave --heads out")
         config = {**config, "num_heads": heads}
     return reader_for(weights, config)(weights, config)
 

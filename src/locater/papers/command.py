@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.papers.claim import Claim
 from locater.papers.paper import Paper, Setting, chosen, joined, reproduce
 from locater.result import write_whole
@@ -173,12 +173,16 @@ def _path(text: str | None) -> Path | None:
 
 def _read(path: Path, paper: Paper) -> dict[str, Any]:
     try:
-        document = jsonlib.loads(path.read_text())
-        if document["paper"] != paper.name or not document["claims"]:
-            raise ValueError(f"it is of {document['paper']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LocaterError(f"{path}: not the JSON of locater reproduce {paper.name} ({first_line(error)})") from None
-    return dict(document)
+        document = jsonlib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        document = None
+    held = document if isinstance(document, dict) else {}
+    if held.get("paper") != paper.name or not held.get("claims"):
+        why = f" (it is of {held['paper']})" if "paper" in held else ""
+        raise LocaterError(f"{path}: not the JSON of locater reproduce {paper.name}{why}")
+    return held
 
 
 def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console) -> None:

@@ -20,6 +20,8 @@ def load_model(source: str) -> Any:
         from transformers import AutoConfig, AutoModel
     except ImportError:
         raise LocaterError("running a model needs the transformers package: pip install 'locater[hf]'") from None
+    if not source:
+        raise LocaterError("the name of the model is empty: give a folder or a hub id")
     path = Path(source)
     if path.is_file():
         raise LocaterError(f"{source}: a file alone does not run; give the folder that holds a model's weights and config.json")
