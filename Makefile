@@ -55,7 +55,7 @@ surrogate: $(VENV)/.dev
 
 # Every claim of every paper, as far as minutes on two cores and the kept training runs decide it.
 papers: $(VENV)/.dev
-	$(BIN)/locater reproduce --quick --runs docs/results/mechanisms-runs.jsonl
+	$(BIN)/locater reproduce --quick
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/checkpoint.py

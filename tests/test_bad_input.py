@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import pickle
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,26 @@ def test_not_on_the_hub_either(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "nobody/nothing: no such file or folder, and the hub did not give it" in refused(run, tmp_path, "nobody/nothing")
+
+
+def test_without_a_network(run: Run, tmp_path: Path, saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at once and in one line, by every command that takes a hub id, and for a tokenizer."""
+    import socket
+
+    def nobody(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nobody)
+    said = "nobody/nothing: no such file or folder, and the hub cannot be reached (is there a network?)"
+    for args in (("scan", "nobody/nothing"), ("probe", "nobody/nothing"), ("compare", saved_llama, "nobody/nothing")):
+        result = run(*args)
+        assert (result.status, result.err.count("\n")) == (2, 1), result.err
+        assert said in result.err
+    (tmp_path / "words.txt").write_text("some words")
+    result = run("probe", saved_llama, "--tokenizer", "nobody/nothing", "--text", tmp_path / "words.txt")
+    assert (result.status, result.err.count("\n")) == (2, 1), result.err
+    assert said in result.err
+    assert "no tokenizer there" in result.err
 
 
 def test_folder_without_weights(run: Run, tmp_path: Path) -> None:
@@ -474,3 +495,42 @@ def test_a_sweep_is_not_a_log(run: Run, tmp_path: Path) -> None:
     result = run("watch", tmp_path / "sweep", "--json", "-")
     assert result.status == 2
     assert f"a sweep; name one of its runs: {tmp_path / 'sweep' / 'seed=0'}" in result.err
+
+
+def test_wrong_things_in_the_place_of_right_ones(run: Run, saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a newcomer may type, command by command: one line that names it, status 2, nothing written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("hello")
+    (tmp_path / "noise.bin").write_bytes(bytes(range(7, 200)) * 9)
+    (tmp_path / "empty").mkdir()
+    for name, text in (("list.json", "[1, 2]"), ("object.json", "{}"), ("runs.jsonl", "")):
+        (tmp_path / name).write_text(text)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    cases = [
+        ("scan noise.bin", "noise.bin: not a weights file: torch.save writes no such bytes"),
+        (f"scan {saved_llama} --heads 3", "--heads 3, but its configuration says 4: leave --heads out"),
+        (f"scan {saved_llama} --statistics words.txt", "not statistics that this version reads (no file of torch.save)"),
+        ("probe '' --text words.txt", "the name of the model is empty"),
+        ("probe empty --text words.txt", "empty: no config.json in it"),
+        (f"probe {saved_llama} --text ''", "--text: the name of the file is empty"),
+        (f"probe {saved_llama} --text empty", "empty: is a folder: name a text file in it"),
+        (f"compare {saved_llama} empty", "empty: no weights here"),
+        ("compare list.json object.json", "list.json"),
+        ("watch empty --json -", "empty: no run log there"),
+        ("train --out '' --steps 1", "out='': give the run a folder"),
+        ("train --out words.txt --steps 1", "words.txt is no folder"),
+        ("train --plan list.json", "a plan is a JSON object of options, not a list"),
+        ("reproduce ''", "'': no such paper"),
+        ("reproduce zoo --from object.json", "object.json: not the JSON of locater reproduce zoo"),
+        ("reproduce zoo --from list.json", "list.json: not the JSON of locater reproduce zoo"),
+        ("reproduce zoo --from noise.bin", "noise.bin: not the JSON of locater reproduce zoo"),
+        ("reproduce zoo --from empty", "empty: cannot be read (Is a directory)"),
+        ("reproduce zoo --from list.json --report page.pdf", "--report page.pdf: a report is .md or .html"),
+        ("reproduce zoo --claim f --runs empty", "empty: no such file"),
+        ("demo --json empty", "empty: is a folder or empty"),
+    ]
+    for line, said in cases:
+        result = run(*shlex.split(line))
+        assert (result.status, result.out, result.err.count("\n")) == (2, "", 1), (line, result)
+        assert said in result.err, line
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

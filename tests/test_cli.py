@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from locater import scan
 from locater.findings import FLAGS, flags_of
 from tests.conftest import Result
 
@@ -55,7 +60,7 @@ def test_flagged_heads_come_first(run: Run, saved_llama: Path, tmp_path: Path) -
     save_file(tensors, tmp_path / "model.safetensors")
     result = run("scan", tmp_path, "--fail-on", "sharp")
     assert result.status == 1
-    assert "1 heads cross --fail-on, first sharp at layer 2 head 1" in result.err
+    assert "1 head crosses --fail-on, first sharp at layer 2 head 1" in result.err
     lines = [line.split() for line in result.out.splitlines()]
     first = lines[next(i for i, line in enumerate(lines) if line[:2] == ["layer", "head"]) + 1]
     assert first[:2] == ["2", "1"]
@@ -91,20 +96,122 @@ def test_version_and_usage(run: Run) -> None:
     assert run("fly").status == 2
 
 
-def test_installed_command_and_broken_pipe_of_json(saved_llama: Path) -> None:
-    """The real entry point in its own process: clean JSON on standard output, nothing on standard error."""
+def test_the_command_in_a_process_of_its_own(saved_llama: Path) -> None:
+    """`python -m locater`: clean JSON on standard output, nothing on standard error."""
     done = subprocess.run(
-        [sys.executable, "-m", "locater.cli", "scan", str(saved_llama), "--json", "-"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "locater", "scan", str(saved_llama), "--json", "-"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert len(json.loads(done.stdout)["heads"]) == 12
 
 
-def test_importing_needs_no_extra() -> None:
-    """`import locater` must not pull the libraries of the extras, nor the command line's."""
-    code = "import sys, locater; print([m for m in ('transformers', 'rich', 'typer', 'pandas', 'scipy') if m in sys.modules])"
+def test_a_reader_that_has_seen_enough_is_no_error(run: Run, saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status 1 would say that a head crossed --fail-on."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert run("scan", saved_llama, "--json", "-").status == 0
+        assert run("scan", saved_llama).status == 0
+
+
+def test_help_and_import_without_torch_or_any_extra() -> None:
+    """Nobody waits for torch to read the help; `import locater` pulls no extra and not the libraries of the command line."""
+    heavy = "torch transformers lightning pandas scipy triton"
+    code = f"""
+import sys, locater
+print([m for m in '{heavy} rich typer'.split() if m in sys.modules])
+sys.argv = ["locater", "--help"]
+try:
+    from locater.cli import main
+    main()
+finally:
+    print([m for m in '{heavy}'.split() if m in sys.modules])
+"""
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("[]", "[]")
+    assert all(any(name in line.split() for line in lines) for name in ("scan", "probe", "train", "reproduce"))
+
+
+ORDERS = ("import locater", "import locater.scan", "from locater.probe import Probe", "import locater.cli, locater.compare")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each order wants a fresh process, and without fork that is seconds each")
+def test_names_mean_the_same_after_any_order_of_imports() -> None:
+    """`locater.scan` is the function, also where the module of that name was imported first. A child process for each order."""
+    code = f"""
+import inspect, os, sys, torch
+for order in {ORDERS!r}:
+    sys.stdout.flush()
+    if not os.fork():
+        exec(order)
+        import locater
+        for twice in range(2):
+            kinds = [inspect.isfunction(x) for x in (locater.scan, locater.probe, locater.compare, locater.observe, locater.statistics)]
+            import locater.scan, locater.compare, locater.probe, locater.probing.observe
+        print(order, *kinds, locater.Scan.__name__, set(locater.__all__) <= set(dir(locater)), hasattr(locater, "nothing"), flush=True)
+        os._exit(0)
+    os.wait()
+from locater import *
+import locater
+print(*(type(getattr(locater, name)).__name__ for name in locater.__all__ if name.islower()))
+print(locater.explain.decompose.__name__, locater.integrations.hf.attach.__name__, locater.train.load.__name__)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    *orders, kinds, documented = done.stdout.splitlines()
+    assert orders == [f"{order}{' True' * 5} Scan True False" for order in ORDERS], done.stderr
+    assert set(kinds.split()) == {"module", "function", "str"}
+    assert documented == "decompose attach load"
+
+
+class Panic(BaseException):
+    """What a library outside Python may raise: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [Panic, RuntimeError, EOFError, KeyError])
+@pytest.mark.parametrize("place", ["none", "before", "after"])
+def test_an_unexpected_exception_is_a_bug_of_ours(
+    run: Run, saved_llama: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], place: str
+) -> None:
+    """One line and status 2; status 1 means that --fail-on was crossed. The traceback is for --debug, wherever it stands."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise kind("out of\nthe blue")
+
+    monkeypatch.setattr(sys.modules[scan.__module__], "effective", fail)
+    words: list[object] = ["scan", saved_llama]
+    result = run(*{"none": words, "before": ["--debug", *words], "after": [*words, "--debug"]}[place])
+    assert (result.status, result.out) == (2, "")
+    *trace, said = result.err.splitlines()
+    assert said.startswith(f"locater: scan: unexpected {kind.__name__}: ")
+    assert "a bug in Locater: please report it with what the same command prints with --debug" in said
+    assert str(saved_llama) not in said
+    assert bool(trace) == (place != "none") == ("Traceback" in result.err)
+
+
+def test_help_has_examples_and_no_type_beside_a_switch(run: Run) -> None:
+    for command in ("scan", "probe", "demo", "compare", "watch", "train", "reproduce"):
+        text = run(command, "--help").out
+        assert "<bool>" not in text
+        assert f"locater {command}" in text.partition("Examples:")[2], command
+    text = run("--help").out
+    assert "<bool>" not in text
+    assert "--debug" in text
+
+
+def test_flags_stay_in_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a table is for is shown at 40 columns too."""
+    from rich.console import Console
+
+    from locater.report.terminal import print_scan
+
+    found = scan(str(files("locater") / "demo"))
+    flagged = [replace(row, flags=("sharp", "repels-itself")) for row in found.rows]
+    out = io.StringIO()
+    print_scan(replace(found, rows=flagged), Console(file=out, width=40))
+    rows = [line for line in out.getvalue().splitlines() if line.split()[:1] == ["0"]]
+    assert len(rows) == 4
+    assert all("sharp" in row for row in rows)
 
 
 ROWS = {
@@ -140,15 +247,12 @@ def test_flags_are_raised_on_their_side_of_the_threshold(flag) -> None:  # type:
 
 def test_interruption_leaves_nothing_behind(run: Run, saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of a scan, and in the middle of writing: status 130, no traceback, no file and no half of one."""
-    import os
-
-    from locater import scan as module_function
 
     def stop(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[module_function.__module__], "effective", stop)
+        patch.setattr(sys.modules[scan.__module__], "effective", stop)
         result = run("scan", saved_llama, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html")
     assert result.status == 130
     assert "Traceback" not in result.err
@@ -175,12 +279,3 @@ def test_shards_from_the_command_line(run: Run, saved_llama: Path) -> None:
     assert [len(part["heads"]) for part in found] == [4, 8]
     for wrong in ("0/2", "3/2", "2", "a/b"):
         assert run("scan", saved_llama, "--shard", wrong).status == 2
-
-
-def test_importing_the_package_stays_light() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, locater; print(sorted({'torch._dynamo', 'transformers', 'lightning', 'pandas', 'triton'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -405,7 +405,7 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
 def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match="every=0"):
         Monitor(every=0)
-    with pytest.raises(LocaterError, match="no column 'entropi'"):
+    with pytest.raises(LocaterError, match=r"^warn_on 'entropi<1': no column 'entropi'"):
         Monitor(warn_on="entropi<1")
     with pytest.raises(LocaterError, match="not attached"):
         Monitor().after_step()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,9 +19,11 @@ from locater.papers import PAPERS, Claim, Measured, Paper, Setting, Study, chose
 from locater.papers import command as command_module
 from locater.papers.bao2024 import gaussian, propagation, softmax, training
 from locater.papers.claim import over_seeds, seeds_range
+from locater.papers.command import kept_runs
 from locater.papers.figures import Cells, Panel, Series, draw
 from locater.papers.paper import joined
 from locater.papers.report import measured, stated, write_report
+from locater.papers.runs import Runs
 from tests.conftest import Result
 
 Run = Callable[..., Result]
@@ -162,6 +166,71 @@ def test_a_claim_from_the_shell_to_the_page(run: Run, tmp_path: Path, monkeypatc
     assert (tmp_path / "a.md").read_text() == (tmp_path / "b.md").read_text()
     assert "| b7 |" in (tmp_path / "a.md").read_text()
     assert "**fails**" in (tmp_path / "a.md").read_text()
+
+
+def test_the_kept_runs_are_used_unless_others_are_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the tree without an option; where they are not there a line says so, and `--runs` says which to use."""
+    kept = Path(__file__).parents[1] / "docs" / "results"
+    by_default = run("reproduce", "bao2024", "--quick", "--claim", "c1", "--json", "-")
+    entry = json.loads(by_default.out)["claims"][0]
+    assert entry["decided"]
+    assert "bao2024: training claims are judged by" in by_default.err
+    assert str(kept / "bao2024-runs.jsonl") in by_default.err
+    named = run("reproduce", "bao2024", "--quick", "--claim", "c1", "--json", "-", "--runs", kept / "bao2024-runs.jsonl")
+    assert json.loads(named.out)["claims"] == json.loads(by_default.out)["claims"]
+    assert [path.name for path in kept_runs(PAPERS["zhai2023"])] == ["bao2024-runs.jsonl", "mechanisms-runs.jsonl"]  # it needs both
+    monkeypatch.setattr(command_module, "KEPT", tmp_path)
+    without = run("reproduce", "bao2024", "--quick", "--claim", "c1")
+    assert (without.status, "undecided" in without.out) == (0, True)
+    assert "no training runs come with this installation, so c1 stays open: give --runs PATH" in without.err
+    told: list[str] = []
+    assert (command_module._kept(PAPERS["bao2024"], "a", told.append), told) == ([], [])  # which rests on none
+
+
+def test_runs_of_several_files_are_one() -> None:
+    kept = kept_runs(PAPERS["zhai2023"])
+    both = Runs(kept[-1], kept[:-1])
+    assert both.lines.keys() == Runs(kept[0]).lines.keys() | Runs(kept[1]).lines.keys()
+    assert both.path == kept[-1]
+    assert all(both.lines[key] == line for key, line in Runs(kept[1]).lines.items())
+
+
+def test_every_study_is_announced_and_flushed() -> None:
+    """Minutes of work say where they are, also in a file."""
+    told: list[str] = []
+    reproduce(toy({"x1": 0.0}), Setting(tell=told.append))
+    assert [line.split(" (")[0] for line in told] == [f"toy: study {i} of 2, {s.title}" for i, s in enumerate(toy({}).studies, 1)]
+
+
+def test_a_report_is_what_its_name_says(run: Run, tmp_path: Path) -> None:
+    kept = Path(__file__).parents[1] / "docs" / "results" / "bao2024.json"
+    for name, said in (("a.pdf", "a.pdf: a report is .md or .html"), ("a", "a report is .md or .html")):
+        result = run("reproduce", "bao2024", "--from", kept, "--report", tmp_path / name)
+        assert (result.status, result.out) == (2, "")
+        assert said in result.err
+    result = run("reproduce", "bao2024", "--from", kept, "--report", tmp_path / "a.html", "--images", tmp_path)
+    assert "a.html holds its figures itself: leave --images out" in result.err
+    assert run("reproduce", "bao2024", "--from", kept, "--report", tmp_path / "a.html").status == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_page_of_a_paper_stands_alone(name: str, tmp_path: Path) -> None:
+    """The Markdown page as HTML: a row for each claim with all its cells, every figure inside, nothing to fetch."""
+    document = json.loads((Path(__file__).parents[1] / "docs" / "results" / f"{name}.json").read_text())
+    (page,) = write_report(document, PAPERS[name], tmp_path / "page.html", tmp_path)
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    rows = re.findall(r"<tr>\n<td>(\w+)</td>\n(.*?)</tr>", text, re.DOTALL)
+    cells = {key: re.findall(r"<td>(.*?)</td>", rest, re.DOTALL) for key, rest in reversed(rows)}
+    for entry in document["claims"]:
+        assert len(cells[entry["id"]]) == 5
+        assert entry["verdict"] in cells[entry["id"]][-1]
+        assert html.unescape(re.sub("<.*?>", "", cells[entry["id"]][0])).startswith(re.sub("[*`]", "", entry["claim"]))
+    drawn = PAPERS[name].page(document)[1] if PAPERS[name].page else {}  # type: ignore[misc]
+    assert text.count('src="data:image/svg+xml;base64,') == len(drawn)
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text)
+    assert "figure:" not in text
 
 
 def test_an_earlier_run_must_be_of_this_paper(tmp_path: Path) -> None:

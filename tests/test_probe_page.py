@@ -399,7 +399,7 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
     cases: list[tuple[list[object], str]] = [
         (["probe", saved, "--text", tmp_path / "empty.txt"], "the text is empty"),
         (["probe", saved, "--text", tmp_path / "broken.xz"], "cannot be read as text"),
-        (["probe", saved, "--text", tmp_path / "none.txt"], "none.txt: cannot be read as text (No such file or directory)"),
+        (["probe", saved, "--text", tmp_path / "none.txt"], "none.txt: no such file"),
         (["probe", saved, "--text", tmp_path / "latin.txt"], "latin.txt: not UTF-8 text (byte 3)"),
         (["probe", saved, "--text", tmp_path / "zero.txt"], "zero.txt: not text: it holds a zero byte"),
         (["probe", saved_llama, "--text", words], "--tokenizer PATH"),
@@ -422,13 +422,24 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
         assert result.err.count("\n") == 1, (command, result.err)
 
 
-def test_text_or_images_and_not_for_every_model() -> None:
+def test_the_default_text_in_python_too(saved: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command has it, and the result says so; a path is called by its name, a `Path` to the model is one."""
+    monkeypatch.setattr("locater.train.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
+    small: dict[str, Any] = dict(length=32, tokens=128)
+    found = probe(saved, **small)
+    assert found.assumptions["data"] == "the documentation inside Python (the default; text= for yours)"
+    assert probe(str(saved), str(words), **small).assumptions["data"] == str(words)
+    assert probe(str(saved), [words, words], **small).assumptions["data"] == f"2 files, the first {words}"
+
+
+def test_text_or_images_and_not_for_every_model(words: Path) -> None:
     with pytest.raises(LocaterError, match="text or images"):
-        probe(llama(1))
+        probe(llama(1), "some text", images=words)
     eye = llama(1)
     eye.main_input_name = "pixel_values"
-    with pytest.raises(LocaterError, match="--images PATH"):
-        probe(eye, "some text")
+    for text in ("some text", ["some", "text"], None):
+        with pytest.raises(LocaterError, match="--images PATH"):
+            probe(eye, text)
 
 
 def test_the_command_line_does_not_import_transformers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -357,6 +358,58 @@ def test_texts_paths_and_what_is_skipped(tmp_path: Path) -> None:
     assert batches(nn.Linear(1, 1), "w4 w5 w6", **how)[0]["input_ids"].tolist() == [[4, 5, 6]]  # shorter than a sequence
 
 
+def test_the_path_of_a_text_is_read_and_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A string that names a file is that file, alone and in a list; sentences stay sentences, whatever stands in them."""
+    (tmp_path / "a.txt").write_text(WORDS)
+    (tmp_path / "two words.md").write_text(WORDS)
+    monkeypatch.chdir(tmp_path)
+    how: dict[str, Any] = dict(tokenizer=tokenizer(), length=10, tokens=50)
+    whole = batches(nn.Linear(1, 1), WORDS, **how)[0]["input_ids"]
+    for named in (str(tmp_path / "a.txt"), "a.txt", "two words.md", ["a.txt"], ("a.txt", "two words.md")):
+        assert torch.equal(batches(nn.Linear(1, 1), named, **how)[0]["input_ids"], whole)
+    for sentence in ("w4 w5 and/or a.txt", ["w4 w5", "a.txt"], ["w4 w5", "w6/w7"], "w4 w5\nw6 none.txt"):
+        assert batches(nn.Linear(1, 1), sentence, **how)[0]["input_ids"][0, :2].tolist() == [4, 5]
+
+
+MISSING = ["none.txt", "no/such/file", "./none", "/no/such file.txt", "C:\\none.txt", "~/none.jsonl", ["none.txt"]]
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_a_string_that_looks_like_a_missing_file_is_refused(missing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LocaterError, match="no such file") as error:
+        statistics(model_of(case_of("llama")), missing, tokenizer=tokenizer())
+    assert Path(missing[0] if isinstance(missing, list) else missing).name in str(error.value)
+    with pytest.raises(LocaterError, match="is a folder: name a text file"):
+        batches(nn.Linear(1, 1), str(tmp_path), tokenizer=tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("change", "when"),
+    [({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "no tokenizer there"),
+     ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "its tokenizer failed")],
+)  # fmt: skip
+def test_a_tokenizer_that_panics_is_named(change: dict[str, Any], when: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rust's panics are no `Exception`: real ones, at loading and at work."""
+    tokenizer().save_pretrained(tmp_path)
+    held = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**held, **change}))
+    with pytest.raises(LocaterError, match=when) as error:
+        batches(nn.Linear(1, 1), WORDS, tokenizer=tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert "panicked" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "t5", "gemma2", "mpnet"])
+def test_a_folder_without_a_tokenizer_is_not_read_with_an_empty_one(kind: str, tmp_path: Path) -> None:
+    """transformers makes one up, of special tokens alone: no tokens at all, or every word unknown."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(LocaterError, match=r"no tokenizer there: give one with tokenizer= \(--tokenizer PATH"):
+        batches(nn.Linear(1, 1), WORDS, tokenizer=tmp_path)
+
+
 def test_token_ids_and_batches_pass_through() -> None:
     ids = torch.arange(24)
     assert batches(nn.Linear(1, 1), ids, length=8, tokens=16)[0]["input_ids"].tolist() == ids[:16].view(2, 8).tolist()
@@ -392,7 +445,7 @@ def refusals() -> list[tuple[Any, Callable[[], nn.Module], dict[str, Any], str]]
         (WORDS, llama, {}, r"does not say where its tokenizer is: give one with tokenizer="),
         (WORDS, plain, {}, r"Linear: it does not say where its tokenizer is"),
         (WORDS, llama, dict(tokenizer="no/such/folder/here"), r"no tokenizer there"),
-        ("w4", llama, dict(tokenizer=tokenizer()), "1 tokens of text in sequences of 256: attention needs at least two"),
+        ("w4", llama, dict(tokenizer=tokenizer()), "1 token of text in sequences of 256: attention needs at least two"),
         (WORDS, llama, dict(tokenizer=tokenizer("[CLS] $A [SEP]"), length=3), "attention needs at least two"),
         (WORDS, llama, dict(tokenizer=tokenizer(), length=80), r"sequences of 80 tokens, but the model has 64 positions: use length=64"),
         (torch.tensor([[3, 64]]), llama, {}, "token id 64 is beyond the model's vocabulary of 64"),

@@ -1,4 +1,7 @@
-"""The command line: one command per verb. Exit status 0 done, 1 findings crossed --fail-on, 2 bad usage or unreadable input."""
+"""The command line: one command per verb. Exit status 0 done, 1 findings crossed --fail-on, 2 bad usage or unreadable input.
+
+Whatever imports torch is imported inside the commands, so that the help is there at once.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,25 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from locater.compare import Comparison, compare
-from locater.errors import LocaterError
+from locater.errors import LocaterError, first_line
 from locater.findings import Condition, parse_conditions
-from locater.papers.command import Shell, add_reproduce
-from locater.probe import PROBE_COLUMNS, PROBE_FLAGS, TOKENS, Probe, probe
-from locater.probing import Statistics
+from locater.help import Command, Group, UnexpectedEndError, examples
 from locater.processor import avoid_broken_amx
-from locater.result import NUMERIC_COLUMNS, SCAN_FLAGS, Scan, write_whole
-from locater.scan import LENGTH, scan
-from locater.train.command import add_train
+from locater.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan, write_whole
 from locater.version import __version__
 
+if TYPE_CHECKING:
+    from locater.compare import Comparison
+    from locater.probe import Probe
+
 app = typer.Typer(
-    help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.",
+    help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.", cls=Group,
+    epilog=examples("locater demo", "locater scan path/to/model", "locater COMMAND --help"),
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -43,14 +46,24 @@ FailOn = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; also after a command.")] = False,
+) -> None:
     if version:
         print(f"locater {__version__}")
         raise typer.Exit
     avoid_broken_amx()
 
 
-@app.command("scan")
+@app.command(
+    "scan", cls=Command,
+    epilog=examples(
+        "locater scan path/to/model --report scan.html",
+        "locater scan openai-community/gpt2 --json gpt2.json",
+        "locater scan checkpoint-500 --fail-on 'sharp,nonfinite,M<-1'",
+    ),
+)  # fmt: skip
 def scan_command(
     model: Annotated[str, typer.Argument(help="A folder, a weights file or a hub id.")],
     json: JsonPath = None,
@@ -68,6 +81,9 @@ def scan_command(
     ] = None,
 ) -> None:
     """Read the query-key spectrum of every head from weights alone, and say what the theory makes of it."""
+    from locater.probing import Statistics
+    from locater.scan import scan
+
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     _check_writable(json, report)
     found = scan(
@@ -78,7 +94,14 @@ def scan_command(
     _fail_if_crossed(conditions, found.rows)
 
 
-@app.command("probe")
+@app.command(
+    "probe", cls=Command,
+    epilog=examples(
+        "locater probe path/to/model --text my.txt --report probe.html",
+        "locater probe path/to/vit --images pictures/",
+        "locater probe checkpoint-500 --tokenizer path/to/base --fail-on locked,exploding",
+    ),
+)  # fmt: skip
 def probe_command(
     model: Annotated[str, typer.Argument(help="A folder as save_pretrained writes it, or a hub id.")],
     text: Annotated[str | None, typer.Option(metavar="FILE", help="Text to run it on (.xz and .gz too); - for standard input.")] = None,
@@ -94,6 +117,8 @@ def probe_command(
     fail_on: FailOn = None,
 ) -> None:
     """Run a model on text or images: measure every head, beside what is predicted of it."""
+    from locater.probe import PROBE_COLUMNS, PROBE_FLAGS, probe
+
     conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS) if fail_on is not None else []
     _check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
     held, label = _text(text, corpus, images)
@@ -107,13 +132,16 @@ def probe_command(
     _fail_if_crossed(conditions, found.rows)
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("locater demo", "locater demo --report demo.html --twin twin.html"))
 def demo(
     json: JsonPath = None,
     report: ReportPath = None,
     twin: Annotated[str | None, typer.Option(metavar="PATH", help="Write a page that sets the model beside its LocAteR twin.")] = None,
 ) -> None:
     """Scan the small trained model that comes with the package, and set it beside its twin that was trained with LocAteR."""
+    from locater.compare import compare
+    from locater.scan import scan
+
     _check_writable(json, report, twin, "--twin {}: give the page of both a file of its own")
     models = [str(files("locater") / "demo"), str(files("locater") / "demo" / "twin")]
     found = scan(models[0], details=report is not None)
@@ -143,7 +171,13 @@ def _show_twin(side: Comparison, models: list[str], page: str | None) -> None:
     console.print("These were the models inside the package. Now one of yours: [bold]locater scan PATH[/bold]")
 
 
-@app.command("compare")
+@app.command(
+    "compare", cls=Command,
+    epilog=examples(
+        "locater compare base finetuned --report compare.html",
+        "locater compare step-100.json step-200.json --json -",
+    ),
+)  # fmt: skip
 def compare_command(
     a: Annotated[str, typer.Argument(help="A model, a checkpoint, or the JSON of a scan.")],
     b: Annotated[str, typer.Argument(help="Another; differences are B minus A.")],
@@ -153,6 +187,8 @@ def compare_command(
     raw: Raw = False,
 ) -> None:
     """Set two models, or two checkpoints of one run, side by side."""
+    from locater.compare import compare
+
     _check_writable(json, report)
     found = compare(a, b, length=length, raw=raw, progress=_progress)
     if report is not None:
@@ -163,7 +199,7 @@ def compare_command(
     _hand_over(found, title, lambda console: print_comparison(found, console), json, report)
 
 
-@app.command()
+@app.command(cls=Command, epilog=examples("locater watch runs/first --open", "locater watch runs/first --report run.html"))
 def watch(
     run: Annotated[str, typer.Argument(help="A run's log (.jsonl), or the folder that holds it.")],
     json: JsonPath = None,
@@ -183,6 +219,40 @@ def watch(
     if report is not None:
         write_whole(Path(report), watch_page(found))
     _hand_over(found, f"{run}: {found.summary()}", lambda console: None, json, report)
+
+
+@app.command(cls=Command)
+def train() -> None:
+    """Train a small transformer on text or images: heads observed, controls applied, interruptions survived."""
+
+
+@app.command(cls=Command)
+def reproduce() -> None:
+    """Run a paper's claims: stated beside measured, with spread and verdict. A claim that fails is a finding, not an error."""
+
+
+def _late_train() -> Any:
+    from locater.train.command import add_train
+
+    late = typer.Typer(add_completion=False)
+    more = "\n\nThe same command again goes on where a run was cut off."
+    lines = examples("locater train --steps 500 --out runs/first", "locater train --control 'locater(target=2)' --seeds 3 --out runs/held")
+    add_train(late, _check_writable, cls=Command, help=f"{train.__doc__}{more}", epilog=lines)
+    return typer.main.get_command(late)
+
+
+def _late_reproduce() -> Any:
+    from locater.papers.command import Shell, add_reproduce
+
+    late = typer.Typer(add_completion=False)
+    lines = examples(
+        "locater reproduce --list", "locater reproduce bao2024 --quick --report bao2024.html", "locater reproduce zoo --claim f"
+    )
+    add_reproduce(late, Shell(_check_writable, _console, _progress), cls=Command, help=reproduce.__doc__, epilog=lines)
+    return typer.main.get_command(late)
+
+
+Group.late = {"train": _late_train, "reproduce": _late_reproduce}  # their options come from modules that import torch
 
 
 def _deliver(found: Scan, json: str | None, report: str | None, eigenvalues: bool) -> None:
@@ -222,24 +292,26 @@ def _fail_if_crossed(conditions: Sequence[Condition], rows: Sequence[Any]) -> No
     if crossed:
         text, row = crossed[0]
         count = len({(r.layer, r.head) for _, r in crossed})
-        where = f"layer {row.layer} head {row.head}"
-        print(f"locater: {count} heads cross --fail-on, first {text} at {where}", file=sys.stderr)
+        heads = "1 head crosses" if count == 1 else f"{count} heads cross"
+        print(f"locater: {heads} --fail-on, first {text} at layer {row.layer} head {row.head}", file=sys.stderr)
         raise typer.Exit(1)
 
 
 def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Path | None, str | None]:
-    """What to run a model on, and what the result calls it."""
+    """What to run a model on, and what the result calls it; without a text that of `probe`."""
     if (text is not None) + corpus + (images is not None) > 1:
         raise LocaterError("--text, --corpus and --images exclude each other: give one")
     if images is not None:
         return None, images
     if text == "-":
         return sys.stdin.read(), "standard input"
+    if text == "":
+        raise LocaterError("--text: the name of the file is empty; - reads standard input")
     if text is not None:
         return Path(text), text
-    from locater.train.corpus import embedded_text
+    from locater.probe import DEFAULT_TEXT
 
-    return embedded_text(), "the documentation inside Python" + ("" if corpus else " (the default; --text FILE for yours)")
+    return None, DEFAULT_TEXT + ("" if corpus else " (the default; --text FILE for yours)")
 
 
 def _say_written(console: Console, json: str | None, report: str | None, statistics: str | None = None) -> None:
@@ -283,40 +355,61 @@ def _progress(parts: Iterable[Any], total: int, what: str = "reading heads") -> 
     return track(parts, what, total, console=console, transient=True, disable=not console.is_terminal)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `Group`: the reader has seen enough, which rich would end with status 1."""
+        raise BrokenPipeError
+
+
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=int(os.environ.get("COLUMNS", "140")))
-
-
-add_train(app, _check_writable)
-add_reproduce(app, Shell(_check_writable, _console, _progress))
+    console = _Console()
+    columns = os.environ.get("COLUMNS", "")
+    return console if console.is_terminal else _Console(width=int(columns) if columns.isdigit() and int(columns) else 140)
 
 
 def main() -> None:
-    """Entry point: what goes wrong is one line and exit status 2, never a traceback (unless LOCATER_TRACEBACK is set)."""
+    """Entry point: what goes wrong is one line and exit status 2; a traceback with --debug alone."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no Greek still gets its table
+    debug, args = _without_debug(sys.argv[1:])
     try:
-        app()
-        sys.stdout.flush()
-    except LocaterError as error:
-        _fail(str(error))
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except OSError as error:
-        _fail(f"{error.filename or 'output'}: {error.strerror or error}")
-    except Exception as error:
-        if os.environ.get("LOCATER_TRACEBACK"):
-            raise
-        where = " ".join(arg for arg in sys.argv[2:3])
-        _fail(f"{where}: could not be read as expected ({type(error).__name__}: {error}); LOCATER_TRACEBACK=1 shows where it failed")
+        app(args)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException as error:  # of libraries outside Python too, which raise what is no Exception
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        print("locater: " + " ".join(_what_failed(error, _command_in(args)).split()), file=sys.stderr)
+        sys.exit(2)
 
 
-def _fail(message: str) -> None:
-    print("locater: " + " ".join(message.split()), file=sys.stderr)
-    sys.exit(2)
+def _without_debug(args: list[str]) -> tuple[bool, list[str]]:
+    """Whether --debug is given, before or after the command, and the arguments without it."""
+    end = args.index("--") if "--" in args else len(args)
+    kept = [word for word in args[:end] if word != "--debug"]
+    return len(kept) < end, [*kept, *args[end:]]
+
+
+def _command_in(args: Sequence[str]) -> str:
+    return next((word for word in args if not word.startswith("-")), "start")
+
+
+def _what_failed(error: BaseException, command: str) -> str:
+    """What is wrong, in a line: with the user's input, with a file, or with this program."""
+    if isinstance(error, LocaterError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'output'}: {error.strerror}"
+    cause = error.__cause__ if isinstance(error, UnexpectedEndError) and error.__cause__ else error
+    return (
+        f"{command}: unexpected {type(cause).__name__}: {first_line(cause)}; this is a bug in Locater: please report it with what "
+        "the same command prints with --debug"
+    )
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from typing import Any
 
 from locater.errors import LocaterError
 from locater.heads.readers import Source
-from locater.result import NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
-from locater.scan import LENGTH, Progress, scan
+from locater.result import LENGTH, NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
+from locater.scan import Progress, scan
 from locater.version import __version__
 
 SHOWN = ("M", "F", "concentration", "localization", "expected_entropy", "residual_kept", "stable_rank", "key_bias")

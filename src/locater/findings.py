@@ -208,35 +208,35 @@ class Condition:
     bound: float | None = None
 
 
-def parse_conditions(text: str, columns: Collection[str], measured: Sequence[str]) -> list[Condition]:
-    """`sharp,nonfinite` or `M<-1, stable_rank<2`. `columns` and `measured` say which numbers and flags there are.
+def parse_conditions(text: str, columns: Collection[str], measured: Sequence[str], option: str = "--fail-on") -> list[Condition]:
+    """`sharp,nonfinite` or `M<-1, stable_rank<2`. `columns` and `measured` say which numbers and flags there are, `option` who asks.
 
     >>> [c.text for c in parse_conditions("sharp, M<-1", {"M"}, ["sharp"])]
     ['sharp', 'M<-1']
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
-        raise LocaterError(f"--fail-on {text!r} names nothing; flags are {', '.join(measured)}")
-    return [_parse(part, columns, measured) for part in parts]
+        raise LocaterError(f"{option} {text!r} names nothing; flags are {', '.join(measured)}")
+    return [_parse(part, columns, measured, option) for part in parts]
 
 
-def _parse(part: str, columns: Collection[str], measured: Sequence[str]) -> Condition:
+def _parse(part: str, columns: Collection[str], measured: Sequence[str], option: str) -> Condition:
     if part in measured:
         return Condition(part, lambda row: part in row["flags"])
     if part in FLAG_NAMES:
-        raise LocaterError(f"--fail-on {part}: this flag needs observation and weights alone do not show it; here: {', '.join(measured)}")
+        raise LocaterError(f"{option} {part}: this flag needs observation and weights alone do not show it; here: {', '.join(measured)}")
     match = re.fullmatch(r"(\w+)\s*(<=|>=|<|>)\s*(\S+)", part)
     if match is None:
-        raise LocaterError(f"--fail-on {part!r}: neither a flag ({', '.join(measured)}) nor a comparison such as 'M<-1'")
+        raise LocaterError(f"{option} {part!r}: neither a flag ({', '.join(measured)}) nor a comparison such as 'M<-1'")
     column, sign, number = match.groups()
     if column not in columns:
-        raise LocaterError(f"--fail-on {part!r}: no column {column!r}; there are {', '.join(sorted(columns))}")
+        raise LocaterError(f"{option} {part!r}: no column {column!r}; there are {', '.join(sorted(columns))}")
     try:
         bound = float(number)
     except ValueError:
         bound = math.nan
     if math.isnan(bound):
-        raise LocaterError(f"--fail-on {part!r}: {number!r} is not a number")
+        raise LocaterError(f"{option} {part!r}: {number!r} is not a number")
     return Condition(part, lambda row: row.get(column) is not None and _COMPARE[sign](row[column], bound), column, bound)
 
 

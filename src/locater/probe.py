@@ -26,16 +26,16 @@ from locater.probing.predict import logit_bound, predict
 from locater.probing.running import run
 from locater.probing.seen import SeenHead
 from locater.probing.statistics import Input, Progress, Statistics, collected
-from locater.probing.text import Batch, Text, batches
-from locater.result import SCHEMA, HeadRow, write_whole
-from locater.scan import LENGTH, kept_in, root_mean_square, row_keys, scan
+from locater.probing.text import Batch, Text, batches, files_named
+from locater.result import LENGTH, SCHEMA, TOKENS, HeadRow, write_whole
+from locater.scan import kept_in, root_mean_square, row_keys, scan
 from locater.theory import kept_at_entropy
 from locater.version import __version__
 
 if TYPE_CHECKING:
     import pandas
 
-TOKENS = 8192  # measured
+DEFAULT_TEXT = "the documentation inside Python"
 LONGEST = 1024  # tokens that heads are run on for predictions
 
 
@@ -157,7 +157,7 @@ class Probe:
 
 
 def probe(
-    model: nn.Module | str,
+    model: nn.Module | str | os.PathLike[str],
     text: Text | None = None,
     *,
     images: str | Path | None = None,
@@ -170,28 +170,50 @@ def probe(
 ) -> Probe:
     """Run `model` over about `tokens` tokens of `text` in sequences of `length`, and predict each head from another part of it.
 
-    `model` is a module or the folder of a checkpoint. `text` is a string, a path, token ids, or batches as the model takes them;
-    `images` in its place is a folder of pictures or an array. The first third of what is read gives the statistics behind the
-    predictions, the rest is measured; where there is only one batch both use it, and the result says so. `rows` samples that many
-    rows of each call; `label` is what the result calls the data.
+    `model` is a module or the folder of a checkpoint. `text` is a string, a path, several of either, token ids, or batches as the
+    model takes them; without it the documentation inside Python. `images` in its place is a folder of pictures or an array. The first
+    third of what is read gives the statistics behind the predictions, the rest is measured; where there is only one batch both use
+    it, and the result says so. `rows` samples that many rows of each call; `label` is what the result calls the data.
     """
-    if (text is None) == (images is None):
+    if text is not None and images is not None:
         raise LocaterError("what to run the model on: give text or images, one of the two")
-    source = model if isinstance(model, str) else type(model).__name__
-    module = load_model(model) if isinstance(model, str) else model
+    source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
+    module = load_model(source) if isinstance(model, str | os.PathLike) else model
     if images is not None:
         held = image_batches(module, images)
     else:
         _check_reads_text(module, text)
-        held = batches(module, text, tokenizer=tokenizer, length=length, tokens=tokens + max(length, tokens // 2))  # type: ignore[arg-type]
+        label = label or _label(text)
+        text = _default_text() if text is None else text
+        held = batches(module, text, tokenizer=tokenizer, length=length, tokens=tokens + max(length, tokens // 2))
     found = probed(module, held, source, rows=rows, progress=progress)
-    found.assumptions["data"] = label or next((str(x) for x in (images, text) if isinstance(x, Path) or (x is images and x)), None)
+    found.assumptions["data"] = label or (None if images is None else str(images))
     return found
+
+
+def _default_text() -> str:
+    from locater.train.corpus import embedded_text
+
+    return embedded_text()
+
+
+def _label(text: Text | None) -> str | None:
+    """What the result calls a text: the default and files by name, other text not at all."""
+    if text is None:
+        return f"{DEFAULT_TEXT} (the default; text= for yours)"
+    if isinstance(text, str | Path):
+        path = files_named([text])[0]
+        return None if path is None else str(path)
+    if not isinstance(text, list | tuple) or not text:
+        return None
+    paths = files_named(text)
+    return f"{len(paths)} files, the first {paths[0]}" if all(path is not None for path in paths) else None
 
 
 def _check_reads_text(module: nn.Module, text: Any) -> None:
     wants = getattr(module, "main_input_name", "input_ids")
-    if isinstance(text, str | Path) and wants != "input_ids":
+    parts = text if isinstance(text, list | tuple) else [text]
+    if all(part is None or isinstance(part, str | Path) for part in parts) and wants != "input_ids":
         way_out = (
             "give images= (--images PATH on the command line)" if wants == "pixel_values" else "from Python, give batches as it takes them"
         )

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import polars
 
 SCHEMA = 1
+LENGTH = 256  # tokens in view, unless told otherwise
+TOKENS = 8192  # that a probe measures, unless told otherwise
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from locater.heads.normed import NormedProjection
 from locater.heads.readers import Source
 from locater.probing.predict import predict
 from locater.probing.statistics import Input, Statistics
-from locater.result import HeadRow, Scan
+from locater.result import LENGTH, HeadRow, Scan
 from locater.spectrum import Moments, lost_in_float32, one_thread
 from locater.theory import (
     expected_entropy,
@@ -32,7 +32,6 @@ from locater.theory import (
 )
 from locater.theory.localization import SKEW_LIMIT
 
-LENGTH = 256
 OF_SOFTMAX = ("expected_entropy", "residual_kept", "localization")  # columns that speak of no other weights
 LONGEST = 8192  # tokens that heads are run on where statistics are given
 ROWS = 32  # of different length, that stand for all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any, Protocol
@@ -137,6 +138,15 @@ def _read_config(path: Path) -> Config:
 
 def _from_hub(name: str) -> Path:
     """Folder of a hub model, downloaded or cached: configuration and weights, nothing else."""
+    for kind in ("safetensors", "bin"):
+        folder = hub_folder(name, ["config.json", f"*.{kind}", f"*.{kind}.index.json"])
+        if any(folder.glob(f"*.{kind}")):
+            break
+    return folder
+
+
+def hub_folder(name: str, patterns: Sequence[str] = ("config.json",)) -> Path:
+    """Files of a hub model, downloaded or cached. Refuses at once what is no hub id or cannot be reached."""
     parts = name.split("/")
     if len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth")):
         raise LocaterError(f"{name}: no such file or folder")
@@ -145,10 +155,19 @@ def _from_hub(name: str) -> Path:
     except ImportError:
         raise LocaterError(f"{name}: no such file or folder; to read it from the hub, install locater[hf]") from None
     try:
-        for kind in ("safetensors", "bin"):
-            folder = Path(snapshot_download(name, allow_patterns=["config.json", f"*.{kind}", f"*.{kind}.index.json"]))
-            if any(folder.glob(f"*.{kind}")):
-                break
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub client raises a dozen kinds: not found, gated, offline, disk full
-        raise LocaterError(f"{name}: no such file or folder, and the hub did not give it: {first_line(error)}") from None
-    return folder
+        if _is_network(error):
+            why = "and the hub cannot be reached (is there a network?): give a folder or a file of this machine"
+        else:
+            why = f"and the hub did not give it: {first_line(error)}"
+        raise LocaterError(f"{name}: no such file or folder, {why}") from None
+
+
+def _is_network(error: BaseException | None) -> bool:
+    """Whether an exception comes from a connection that did not come about."""
+    while error is not None and type(error).__name__ != "OfflineModeIsEnabled":  # of HF_HUB_OFFLINE, which says so itself
+        if isinstance(error, socket.gaierror | ConnectionError | TimeoutError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

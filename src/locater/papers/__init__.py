@@ -35,7 +35,7 @@ PAPERS: Mapping[str, Paper] = _Papers()
 def paper(name: str) -> Paper:
     """A paper by the name that the command line gives it."""
     if name not in PAPERS:
-        raise LocaterError(f"{name}: no such paper; there are {', '.join(PAPERS)}")
+        raise LocaterError(f"{name or repr(name)}: no such paper; there are {', '.join(PAPERS)}")
     return PAPERS[name]
 
 

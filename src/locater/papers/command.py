@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.papers.claim import Claim
 from locater.papers.paper import Paper, Setting, chosen, joined, reproduce
 from locater.result import write_whole
@@ -23,10 +23,12 @@ Quick = Annotated[bool, typer.Option("--quick", help="Minutes on two cores in pl
 Listed = Annotated[bool, typer.Option("--list", help="Show papers and their claims, and measure nothing.")]
 ClaimId = Annotated[str | None, typer.Option("--claim", metavar="ID", help="One claim (a2), or all of a letter (a).")]
 Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")]
-Report = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Write a Markdown page with figures.")]
-Images = Annotated[str | None, typer.Option("--images", metavar="FOLDER", help="Where its figures go; beside the page unless given.")]
+Report = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Write a page with figures: .html, or .md for Markdown.")]
+Images = Annotated[str | None, typer.Option("--images", metavar="FOLDER", help="Where figures of Markdown go; beside it unless given.")]
 Models = Annotated[str | None, typer.Option("--models", metavar="FOLDER", help="Folder of more trained models to test claims on.")]
-Runs = Annotated[str | None, typer.Option("--runs", metavar="PATH", help="Training runs to judge claims by, a line of JSON each.")]
+Runs = Annotated[
+    str | None, typer.Option("--runs", metavar="PATH", help="Training runs to judge claims by; those kept in docs/results unless given.")
+]
 Data = Annotated[
     str | None,
     typer.Option("--data", metavar="FOLDER", help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, rte/ for dong2021."),
@@ -35,6 +37,9 @@ Jobs = Annotated[int, typer.Option("--jobs", min=0, help="Make the runs that --r
 Earlier = Annotated[
     list[str] | None, typer.Option("--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring; several are joined.")
 ]
+
+
+KEPT = Path(__file__).parents[3] / "docs" / "results"  # in the tree; a wheel has no training runs
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,10 @@ class Shell:
     progress: Callable[..., Iterable[Any]]
 
 
-def add_reproduce(app: typer.Typer, shell: Shell) -> None:
-    """Put the command into the command line."""
+def add_reproduce(app: typer.Typer, shell: Shell, **about: Any) -> None:
+    """Put the command into the command line; `about` is for typer: help, examples."""
 
-    @app.command("reproduce")
+    @app.command("reproduce", **about)
     def reproduce_command(
         paper: Name = None,
         quick: Quick = False,
@@ -64,7 +69,6 @@ def add_reproduce(app: typer.Typer, shell: Shell) -> None:
         data: Data = None,
         jobs: Jobs = 0,
     ) -> None:
-        """Run a paper's claims: stated beside measured, with spread and verdict. A claim that fails is a finding, not an error."""
         from locater.papers.report import print_claims
 
         wanted = _wanted(paper, claim)
@@ -76,9 +80,12 @@ def add_reproduce(app: typer.Typer, shell: Shell) -> None:
         _check_runs(runs, data, jobs, [c.id for each in wanted for c in chosen(each, claim) if _rests_on_runs(each, c)])
         if runs is not None and not jobs and not earlier:
             _check_lines(Path(runs), wanted, claim)
+        tell = partial(print, file=sys.stderr, flush=True)
         for each in wanted:
             bar = partial(shell.progress, what=each.name)
-            setting = Setting(quick, _path(models), bar, _path(runs), _path(data), jobs, partial(print, file=sys.stderr))
+            files = [Path(runs)] if runs is not None else [] if jobs or earlier else _kept(each, claim, tell)
+            path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
+            setting = Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)
             document = joined([_read(Path(x), each) for x in earlier], each) if earlier else reproduce(each, setting, claim).to_dict()
             _deliver(document, each, json, report, images, shell.console())
 
@@ -100,8 +107,12 @@ def _check(
     shell.check(json, report)
     if papers > 1 and (json or report or earlier):
         raise LocaterError("--json, --report and --from are for one paper: name it (--list shows them)")
+    if report is not None and Path(report).suffix not in (".md", ".html"):
+        raise LocaterError(f"--report {report}: a report is .md or .html: end its name in one of them")
     if images is not None and report is None:
         raise LocaterError(f"--images {images}: figures belong to a page; give --report too")
+    if images is not None and Path(str(report)).suffix == ".html":
+        raise LocaterError(f"--images {images}: {report} holds its figures itself: leave --images out, or give --report a .md")
     for folder in (images, models):
         if folder is not None and not Path(folder).is_dir():
             raise LocaterError(f"{folder}: no such folder")
@@ -109,6 +120,27 @@ def _check(
 
 def _rests_on_runs(paper: Paper, claim: Claim) -> bool:
     return any(study.on_runs and claim in study.claims for study in paper.studies)
+
+
+def kept_runs(paper: Paper) -> list[Path]:
+    """The training runs that the tree keeps for a paper: a file of its own, or all there are; the last counts most."""
+    own = KEPT / f"{paper.name}-runs.jsonl"
+    return [own] if own.is_file() else sorted(KEPT.glob("*-runs.jsonl"))
+
+
+def _kept(paper: Paper, claim: str | None, tell: Callable[[str], None]) -> list[Path]:
+    """The kept runs, where these claims rest on any; a line says which they are, or that there are none."""
+    resting = [c.id for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
+    if not resting:
+        return []
+    files = kept_runs(paper)
+    if files:
+        tell(f"{paper.name}: training claims are judged by the kept runs in {' and '.join(map(str, files))}; --runs PATH for others")
+    else:
+        stay = f"{resting[0]} stays" if len(resting) == 1 else f"{len(resting)} claims ({resting[0]} ... {resting[-1]}) stay"
+        why = "no training runs come with this installation"
+        tell(f"{paper.name}: {why}, so {stay} open: give --runs PATH (the project keeps them in docs/results)")
+    return files
 
 
 def _check_runs(runs: str | None, data: str | None, jobs: int, trained: list[str]) -> None:
@@ -141,12 +173,16 @@ def _path(text: str | None) -> Path | None:
 
 def _read(path: Path, paper: Paper) -> dict[str, Any]:
     try:
-        document = jsonlib.loads(path.read_text())
-        if document["paper"] != paper.name or not document["claims"]:
-            raise ValueError(f"it is of {document['paper']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LocaterError(f"{path}: not the JSON of locater reproduce {paper.name} ({first_line(error)})") from None
-    return dict(document)
+        document = jsonlib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        document = None
+    held = document if isinstance(document, dict) else {}
+    if held.get("paper") != paper.name or not held.get("claims"):
+        why = f" (it is of {held['paper']})" if "paper" in held else ""
+        raise LocaterError(f"{path}: not the JSON of locater reproduce {paper.name}{why}")
+    return held
 
 
 def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console) -> None:

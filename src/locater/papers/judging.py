@@ -34,7 +34,7 @@ def of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], list[R
     def measured(setting: Setting) -> Mapping[str, Measured]:
         if setting.runs is None:
             return {}
-        runs = Runs(setting.runs)
+        runs = Runs(setting.runs, setting.more_runs)
         if setting.jobs:
             assert setting.data is not None
             complete(rows, runs, setting.data, setting.jobs, setting.tell)

@@ -30,8 +30,8 @@ Part = TypeVar("Part")
 class Setting:
     """What a study may use: how long it may take, where more trained models are, and the text that they are run on.
 
-    Studies of training runs read `runs`, lines of JSON; with `jobs` they make the lines that it lacks, so many at a time, on what is in
-    the folder `data`.
+    Studies of training runs read `runs`, lines of JSON, and `more_runs`; with `jobs` they make the lines that `runs` lacks, so many at
+    a time, on what is in the folder `data`. `tell` is given a line as each study begins.
     """
 
     quick: bool = True
@@ -41,6 +41,7 @@ class Setting:
     data: Path | None = None
     jobs: int = 0
     tell: Callable[[str], None] = lambda text: None
+    more_runs: tuple[Path, ...] = ()
 
     @cached_property
     def text(self) -> str:
@@ -112,11 +113,12 @@ def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = 
     wanted = {c.id for c in chosen(paper, claim)}
     verdicts: list[Verdict] = []
     seconds: dict[str, list[float]] = {}  # by the clock, and of processors
-    for study in paper.studies:
+    studies = [study for study in paper.studies if wanted & {c.id for c in study.claims}]
+    start = time.perf_counter()
+    for number, study in enumerate(studies, 1):
         asked = [c for c in study.claims if c.id in wanted]
-        if not asked:
-            continue
         began = time.perf_counter(), _processor()
+        setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({began[0] - start:.0f} s so far)")
         with one_thread() if setting.quick else nullcontext():  # quick studies are small: a team of threads costs more than it brings
             found = {} if study.measure is None else study.measure(setting)
         if study.measure is not None:
@@ -164,7 +166,7 @@ def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str,
     held |= {"processor_seconds": {k: x[1] for k, x in seconds.items()}, "torch": torch.__version__, "python": platform.python_version()}
     held["threads"] = 1 if setting.quick else torch.get_num_threads()
     if setting.runs is not None and setting.runs.is_file():
-        text = setting.runs.read_text(encoding="utf-8")
+        text = "".join(path.read_text(encoding="utf-8") for path in (*setting.more_runs, setting.runs))
         held["runs"] = {"lines": len(text.splitlines()), "sha256": fingerprint(text)}
     if "text" in vars(setting):
         held["text_sha256"] = fingerprint(setting.text)

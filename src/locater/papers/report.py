@@ -12,8 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from locater.papers.paper import Paper
+from locater.report.prose import prose_page
 from locater.result import write_whole
 
+BAR = "\\|"  # a bar inside a cell of a table
 STYLES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
 
 
@@ -98,8 +100,11 @@ def print_claims(paper: Paper, console: Console) -> None:
 
 
 def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: Path) -> list[Path]:
-    """Write the page and its figures; returns the files written."""
+    """Write the page, as HTML with its figures inside (.html) or as Markdown with figures in files; returns the files written."""
     more, figures = paper.page(dict(document)) if paper.page is not None else ([], {})
+    if path.suffix == ".html":
+        write_whole(path, prose_page("\n".join([*page(document, paper), *more, ""]), figures))
+        return [path]
     written = []
     for name, drawing in figures.items():
         target = images / f"{paper.name}-{name}.svg"
@@ -124,7 +129,8 @@ def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
     for entry in claims:
         by = "" if entry["by"] == "paper" else " (this project's notes)"
         said = f"**{entry['verdict']}**" if entry["verdict"] == "fails" else entry["verdict"]
-        lines.append(f"| {entry['id']} | {entry['claim']}{by} | {entry['quantity']} | {stated(entry)} | {measured(entry)} | {said} |")
+        cells = (entry["id"], f"{entry['claim']}{by}", entry["quantity"], stated(entry), measured(entry), said)
+        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
     took = ", ".join(f"{name} {_time(held, name)}" for name in held["processor_seconds"])
     lines += ["", f"torch {held['torch']}, Python {held['python']}, threads: {held['threads']}. Processor time: {took}."]
     why = [entry for entry in claims if is_open(entry)]

@@ -54,12 +54,14 @@ def distinct(rows: Iterable[Row]) -> list[Row]:
 class Runs:
     """Finished runs by what they trained, in a file that grows."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, more: Sequence[Path] = ()) -> None:
+        """`more` are files that are read and not written to; of a run that two files hold, the one in `path` counts."""
         self.path = path
         self.lines: dict[str, dict[str, Any]] = {}
-        for line in read_lines(path) if path is not None else ():
-            if isinstance(line.get("options"), dict):
-                self.lines[json.dumps(line["options"], sort_keys=True)] = line
+        for file in (*more, *(() if path is None else (path,))):
+            for line in read_lines(file):
+                if isinstance(line.get("options"), dict):
+                    self.lines[json.dumps(line["options"], sort_keys=True)] = line
 
     def of(self, row: Row) -> dict[str, Any] | None:
         return self.lines.get(row.key)

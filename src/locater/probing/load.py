@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from locater.errors import LocaterError, first_line
+from locater.heads.readers import hub_folder
 from locater.probing.text import OWN
 
 
@@ -19,13 +20,15 @@ def load_model(source: str) -> Any:
         from transformers import AutoConfig, AutoModel
     except ImportError:
         raise LocaterError("running a model needs the transformers package: pip install 'locater[hf]'") from None
+    if not source:
+        raise LocaterError("the name of the model is empty: give a folder or a hub id")
     path = Path(source)
     if path.is_file():
         raise LocaterError(f"{source}: a file alone does not run; give the folder that holds a model's weights and config.json")
     if path.is_dir() and not (path / "config.json").is_file():
         raise LocaterError(f"{source}: no config.json in it, so its architecture is not known and it cannot be run")
-    if not path.exists() and (source.count("/") != 1 or source[:1] in "/.~"):
-        raise LocaterError(f"{source}: no such folder")
+    if not path.exists():
+        hub_folder(source)  # transformers would try for minutes where there is no network
     if path.is_dir() and _kind(path) in OWN:
         from locater.train import load
 
@@ -41,8 +44,7 @@ def load_model(source: str) -> Any:
         transformers.logging.disable_progress_bar()
         return kind.from_pretrained(source, dtype=torch.float32).eval()
     except Exception as error:
-        absent = "" if path.exists() else "no such folder here, and as a hub id it "
-        raise LocaterError(f"{source}: {absent}cannot be run ({first_line(error)})") from None
+        raise LocaterError(f"{source}: cannot be run ({first_line(error)})") from None
 
 
 def _kind(folder: Path) -> str | None:

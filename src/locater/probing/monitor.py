@@ -74,7 +74,7 @@ class Monitor(TrainerEvents):
         if every < 1:
             raise LocaterError(f"every={every}: count from 1, which observes each step")
         self.every, self.spectrum = every, spectrum
-        self.conditions = parse_conditions(warn_on, {*COLUMNS, *SPECTRUM}, [flag.name for flag in FLAGS]) if warn_on else []
+        self.conditions = parse_conditions(warn_on, {*COLUMNS, *SPECTRUM}, [flag.name for flag in FLAGS], "warn_on") if warn_on else []
         self.step = 0
         self.warned: set[tuple[int, int, str]] = set()
         self.observation: Observation | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -100,10 +101,10 @@ class Statistics:
             raise
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
-        except pickle.UnpicklingError:  # of which PyTorch says much, and advises to trust the file
-            raise LocaterError(f"{path}: not statistics that this version reads (no file of torch.save): collect them again") from None
-        except Exception as error:
-            raise LocaterError(f"{path}: not statistics that this version reads ({first_line(error)}): collect them again") from None
+        except Exception as error:  # of other files PyTorch says much, and advises to trust them
+            alien = isinstance(error, pickle.UnpicklingError) or not zipfile.is_zipfile(path)
+            why = "no file of torch.save" if alien else first_line(error)
+            raise LocaterError(f"{path}: not statistics that this version reads ({why}): collect them again") from None
 
 
 def _check(made: Statistics) -> None:

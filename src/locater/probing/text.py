@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
+from locater.heads.readers import hub_folder
 
 OWN = ("locater", "locater_variant")  # types that `locater train` writes and transformers does not know
 OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")  # count positions from the padding id on
 Batch = dict[str, Tensor]
 Text = str | Path | Tensor | Sequence[str] | Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]
 EMPTY = "the text is empty: give at least a few hundred words"
+WAY_OUT = "give one with tokenizer= (--tokenizer PATH on the command line), or in Python token ids in place of text"
+LONGEST_NAME = 1000  # characters: no path is longer, most texts are
 
 
 def batches(
@@ -23,8 +28,9 @@ def batches(
 ) -> list[Batch]:
     """Batches of sequences of `length` tokens, about `tokens` in all, after the first `skip` tokens of the text.
 
-    `text` is a string, the path of a text file, strings, token ids (N,) or (B, T), or batches as the model takes them, which are
-    passed on as they are. A tokenizer is looked for where the model came from unless given.
+    `text` is a string, the path of a text file, several of either, token ids (N,) or (B, T), or batches as the model takes them,
+    which are passed on as they are. A string that names a file is that file (`as_text`). A tokenizer is looked for where the model
+    came from unless given.
     """
     if isinstance(text, Tensor):
         if text.ndim not in (1, 2) or text.is_floating_point():
@@ -34,16 +40,46 @@ def batches(
         if text.ndim == 2:
             return _checked(model, [{"input_ids": part} for part in text.split(batch)])
         return _checked(model, _cut(([], text.tolist(), []), length, tokens, batch, skip))
-    held = [text] if isinstance(text, str | Path | Mapping) else list(text)
-    if held and all(isinstance(part, Mapping) for part in held):
-        return _checked(model, [dict(part) for part in held])  # type: ignore[arg-type]
-    if not all(isinstance(part, str | Path) for part in held):
-        wrong = next(type(part).__name__ for part in held if not isinstance(part, str | Path))
+    parts = [text] if isinstance(text, str | Path | Mapping) else list(text)
+    if parts and all(isinstance(part, Mapping) for part in parts):
+        return _checked(model, [dict(part) for part in parts])  # type: ignore[arg-type]
+    return _checked(model, _cut(_tokenized(model, as_text(parts), tokenizer), length, tokens, batch, skip))
+
+
+def as_text(parts: Sequence[Any]) -> str:
+    """Strings and text files as one text. A string that names a file is read, one that looks like a missing file is refused.
+
+    A list is one of files where every string in it looks like a file, otherwise they are all text: a line of a corpus may well be
+    `and/or`.
+    """
+    if not all(isinstance(part, str | Path) for part in parts):
+        wrong = next(type(part).__name__ for part in parts if not isinstance(part, str | Path))
         raise LocaterError(
             f"text holds {wrong} objects: give a string, a path, strings, a tensor of token ids, or batches as the model takes them"
         )
-    whole = "\n".join(read_text(part) if isinstance(part, Path) else str(part) for part in held)
-    return _checked(model, _cut(_tokenized(model, whole, tokenizer), length, tokens, batch, skip))
+    files = files_named(parts)
+    return "\n".join(str(part) if path is None else read_text(path) for part, path in zip(parts, files, strict=True))
+
+
+def files_named(parts: Sequence[Any]) -> list[Path | None]:
+    """The file that each part of a text stands for, None for text itself."""
+    named = [part if isinstance(part, Path) else _file_named(part) if isinstance(part, str) else None for part in parts]
+    if all(path is not None for path in named):
+        return named
+    return [part if isinstance(part, Path) else None for part in parts]
+
+
+def _file_named(text: str) -> Path | None:
+    """The path that a string is, or looks like: there is such a file or folder, or it has the form of a path and no words."""
+    if len(text) > LONGEST_NAME or "\n" in text or not text.strip():
+        return None
+    path = os.path.expanduser(text)
+    ends_in_suffix = re.search(r"\.[A-Za-z]\w{0,7}$", text) is not None
+    if re.search(r"\s", text) is None:
+        is_path = ends_in_suffix or re.search(r"[/\\]", text) is not None
+    else:
+        is_path = ends_in_suffix and re.match(r"(/|~|\.\.?[/\\]|[A-Za-z]:\\)", text) is not None
+    return Path(path) if is_path or os.path.exists(path) else None
 
 
 def read_text(path: Path) -> str:
@@ -57,6 +93,10 @@ def read_text(path: Path) -> str:
             found = str(file.read())
     except UnicodeDecodeError as error:
         raise LocaterError(f"{path}: not UTF-8 text (byte {error.start:,}): convert it, or give another file") from None
+    except FileNotFoundError:
+        raise LocaterError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise LocaterError(f"{path}: is a folder: name a text file in it") from None
     except OSError as error:
         raise LocaterError(f"{path}: cannot be read as text ({error.strerror or first_line(error)})") from None
     except (EOFError, lzma.LZMAError) as error:
@@ -74,19 +114,27 @@ def tokenizer_for(model: Any, given: Any = None) -> Any:
         return given
     config = getattr(model, "config", None)
     where = str(given) if given is not None else getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
-    way_out = "give one with tokenizer= (--tokenizer PATH on the command line), or in Python token ids in place of text"
     if not where:
-        raise LocaterError(f"{type(model).__name__}: it does not say where its tokenizer is: {way_out}")
+        raise LocaterError(f"{type(model).__name__}: it does not say where its tokenizer is: {WAY_OUT}")
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        if not Path(where).exists():
+            hub_folder(where)  # transformers would try for minutes where there is no network
         own = getattr(config, "model_type", "") in OWN  # a type that transformers would warn of
-        return (PreTrainedTokenizerFast if own else AutoTokenizer).from_pretrained(where)
+        loaded = (PreTrainedTokenizerFast if own else AutoTokenizer).from_pretrained(where)
     except ImportError:
         raise LocaterError("reading text needs the transformers package: pip install 'locater[hf]'") from None
-    except Exception as error:
+    except LocaterError as error:
+        raise LocaterError(f"no tokenizer there: {error}; {WAY_OUT}") from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers package panics with what is no Exception
         why = "" if Path(where).is_dir() and not list(Path(where).glob("*token*")) else f" ({first_line(error)})"
-        raise LocaterError(f"{where}: no tokenizer there{why}: {way_out}") from None
+        raise LocaterError(f"{where}: no tokenizer there{why}: {WAY_OUT}") from None
+    if len(set(loaded.get_vocab()) - set(loaded.all_special_tokens)) < 2:  # transformers makes up what a folder lacks
+        raise LocaterError(f"{where}: no tokenizer there: {WAY_OUT}")
+    return loaded
 
 
 def _tokenized(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
@@ -94,11 +142,18 @@ def _tokenized(model: nn.Module, text: str, tokenizer: Any) -> tuple[list[int], 
     if not text.strip():
         raise LocaterError(EMPTY)
     tok = tokenizer_for(model, tokenizer)
-    bare = tok("a", add_special_tokens=False)["input_ids"]
-    full = tok("a")["input_ids"]
+    try:
+        bare = tok("a", add_special_tokens=False)["input_ids"]
+        full = tok("a")["input_ids"]
+        ids = tok(text, add_special_tokens=False, verbose=False)["input_ids"]
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic
+        where = getattr(tok, "name_or_path", "") or type(tok).__name__
+        raise LocaterError(f"{where}: its tokenizer failed on this text ({first_line(error)}): {WAY_OUT}") from None
     at = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), None)
     before, after = ([], []) if at is None else (full[:at], full[at + len(bare) :])
-    return before, tok(text, add_special_tokens=False, verbose=False)["input_ids"], after
+    return before, ids, after
 
 
 def _cut(ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, batch: int, skip: int) -> list[Batch]:
@@ -106,7 +161,8 @@ def _cut(ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, 
     size = length - len(before) - len(after)
     held = held[skip:]
     if size < 2 or len(held) < 2:
-        raise LocaterError(f"{len(held)} tokens of text in sequences of {length}: attention needs at least two")
+        counted = "1 token" if len(held) == 1 else f"{len(held)} tokens"
+        raise LocaterError(f"{counted} of text in sequences of {length}: attention needs at least two")
     pieces = [held[i : i + size] for i in range(0, len(held), size)][: max(1, tokens // length)]
     whole = [piece for piece in pieces if len(piece) == size] or pieces[:1]
     rows = torch.tensor([[*before, *piece, *after] for piece in whole])

@@ -18,15 +18,15 @@ from locater.train.plan import Plan, Result
 
 Check = Callable[[str | None, str | None], None]
 OWN = {
-    "plan": (str | None, typer.Option("--plan", metavar="FILE", help="Take the plan from JSON; options given beside it count more.")),
+    "plan": (str | None, typer.Option("--plan", metavar="FILE", help="Take the plan from JSON; command-line options override it.")),
     "seeds": (int | None, typer.Option("--seeds", min=1, help="Run it with so many seeds, from --seed on: 0, 1, ...")),
     "sweep": (list[str] | None, typer.Option("--sweep", metavar="OPTION=A,B", help="Run it with each value; may be repeated.")),
     "json": (str | None, typer.Option("--json", metavar="PATH", help="Write the result as JSON; - for standard output.")),
 }
 
 
-def add_train(app: typer.Typer, check: Check) -> None:
-    """Put the command into the command line. `check` refuses a target that cannot be written."""
+def add_train(app: typer.Typer, check: Check, **about: Any) -> None:
+    """Put the command into the command line. `check` refuses a target that cannot be written, `about` is for typer: help, examples."""
 
     def train(**given: Any) -> None:
         own = {name: given.pop(name) for name in OWN}
@@ -42,9 +42,6 @@ def add_train(app: typer.Typer, check: Check) -> None:
         else:
             _one(plan, own["json"])
 
-    train.__doc__ = """Train a small transformer on text or images: heads observed, controls applied, interruptions survived.
-
-    The same command again goes on where a run was cut off."""
     hints = get_type_hints(Plan)
     options = {item.name: _option(item, hints[item.name]) for item in fields(Plan)} | OWN
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -52,7 +49,7 @@ def add_train(app: typer.Typer, check: Check) -> None:
         [inspect.Parameter(n, kind, default=None, annotation=Annotated[hint, option]) for n, (hint, option) in options.items()]
     )
     train.__annotations__ = {name: Annotated[hint, option] for name, (hint, option) in options.items()}
-    app.command("train")(train)
+    app.command("train", **about)(train)
 
 
 def plan_of(path: str | None, given: dict[str, Any]) -> Plan:

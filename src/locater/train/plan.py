@@ -236,6 +236,8 @@ class Result:
 
 
 def _check(name: str, value: Any, held: Mapping[str, Any]) -> None:
+    if name == "out" and not value:
+        raise LocaterError("out='': give the run a folder")
     if held["choices"] and value is not None and value not in held["choices"]:
         raise LocaterError(f"{name}={value!r}: choose {' or '.join(held['choices'])}")
     if isinstance(value, float) and not math.isfinite(value):

@@ -190,7 +190,7 @@ def tuned(runs: Runs) -> dict[str, Measured | None]:
 def measure_kept(setting: Setting) -> Mapping[str, Measured]:
     if setting.runs is None:
         return {}
-    runs = Runs(setting.runs)
+    runs = Runs(setting.runs, setting.more_runs)
     return known({**hot(runs), **tuned(runs)})
 
 
