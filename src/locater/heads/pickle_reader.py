@@ -55,9 +55,9 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
         raise LocaterError(f"{path}: holds a {type(content).__name__}, not a dictionary of tensors")
-    stored = [(str(name), value) for name, value in content.items() if isinstance(value, Tensor)]
-    tensors = dict(stored)
-    if len(tensors) < len(stored):
+    named = [(str(name), value) for name, value in content.items() if isinstance(value, Tensor)]
+    tensors = dict(named)
+    if len(tensors) < len(named):
         raise LocaterError(f"{path}: two of its tensors have one name, once as a text and once as a number: rename one")
     for name, tensor in tensors.items():
         if not plain(tensor):
