@@ -52,8 +52,9 @@ class Losses:
     def attach(self, model: Transformer) -> None:
         held = [(name, m) for name, m in model.named_modules() if isinstance(m, Attention)]
         layers = [{"layer": i, "name": name, "heads": model.shape.heads, "kind": "self"} for i, (name, _) in enumerate(held)]
-        self.sink = JsonlSink(self.path)
-        self._write(header(type(model).__name__, self.every, layers, COLUMNS))
+        self.sink, begin = JsonlSink(self.path), header(type(model).__name__, self.every, layers, COLUMNS)
+        self.sink.check(begin)  # a log of another model is refused, not gone on without
+        self._write(begin)
 
     def after_step(self, loss: Tensor, step: int, **scalars: Any) -> None:
         self.step = step
