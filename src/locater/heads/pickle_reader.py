@@ -62,9 +62,9 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not plain(tensor):
             continue
-        claimed, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-        if claimed > stored:
-            raise LocaterError(f"{path}: {name} claims {claimed:,} bytes, of which {stored:,} are stored: save it again, contiguous")
+        claimed, backed = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+        if claimed > backed:
+            raise LocaterError(f"{path}: {name} claims {claimed:,} bytes, of which {backed:,} are stored: save it again, contiguous")
     return tensors
 
 
