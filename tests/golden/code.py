@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -75,8 +76,8 @@ def names() -> dict[str, Any]:
     held = {name: PAPERS[name] for name in PAPERS}  # imports the papers, which offer controls of their own
     return {
         "claims": {name: {c.id: [c.relation, c.stated, c.tolerance] for c in paper.claims} for name, paper in held.items()},
-        "controls": {name: _of_none(known_options(kind)) for name, kind in controls().items()},
-        "mechanisms": {m.name: {"kind": m.kind, "causal": m.causal} for m in mechanisms()},
+        "controls": {name: {option: _plain(value) for option, value in known_options(kind).items()} for name, kind in controls().items()},
+        "mechanisms": {m.name: {"kind": m.kind, "causal": m.causal, **_defaults(m.attend)} for m in mechanisms()},
         "plan": Plan().to_dict(),
         "commands": commands(),
         "columns": {
@@ -92,6 +93,15 @@ def names() -> dict[str, Any]:
 def _of_none(names: Any) -> dict[str, None]:
     """Names alone, each a key, so that one can be renamed in keys.py."""
     return dict.fromkeys(names)
+
+
+def _defaults(call: Callable[..., Any]) -> dict[str, Any]:
+    """Options of a mechanism with their defaults; its first argument is what all take."""
+    return {name: _plain(option.default) for name, option in list(inspect.signature(call).parameters.items())[1:]}
+
+
+def _plain(default: Any) -> Any:
+    return "must be given" if default is inspect.Parameter.empty else default
 
 
 def commands() -> dict[str, dict[str, None]]:
@@ -114,8 +124,3 @@ def kept_runs_asked_for(files: dict[str, Path]) -> dict[str, dict[str, int]]:
             for paper in PAPERS
         }
     return found
-
-
-def has_defaults() -> bool:
-    """Whether every field of a plan may be left out, as kept runs do."""
-    return all(item.default is not MISSING or item.default_factory is not MISSING for item in fields(Plan))
