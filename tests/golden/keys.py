@@ -1,0 +1,53 @@
+"""How documents may differ from the golden ones, written down: the redesign fills these tables, and nothing else excuses a change.
+
+A path is `heads[2.1].flags`: keys joined by dots, rows by what identifies them (layer 2, head 1; a claim by its id) or by number.
+In a pattern `*` stands for anything, and a pattern that ends at a branch means all of it. Tables are by kind of document (scan,
+probe, compare, train, reproduce, names) or by the name of one document; both apply.
+"""
+
+from __future__ import annotations
+
+# Old path to new one: {"probe": {"heads[*].M": "heads[*].measured_M"}}. Rows of the old path keep their identity.
+RENAMED: dict[str, dict[str, str]] = {}
+
+# Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
+NEW: dict[str, tuple[str, ...]] = {}
+
+# Keys that were removed on purpose, each with a reason in a comment.
+GONE: dict[str, tuple[str, ...]] = {}
+
+# Text that may be worded otherwise; that there is text is still compared.
+REWORDED: dict[str, tuple[str, ...]] = {}
+
+# What identifies a row in a list of rows: the first of these that all rows have, and that tells them apart.
+IDENTITY: tuple[tuple[str, ...], ...] = (("id",), ("layer", "head"), ("step",), ("layer",))
+
+# Never compared, and not stored: versions, paths, clocks, and what else depends on the machine.
+EXCLUDED: dict[str, tuple[str, ...]] = {
+    "scan": ("locater", "source"),
+    "compare": ("locater", "source"),
+    "probe": ("locater", "source", "assumptions.data"),
+    "train": (
+        "*.locater",
+        "*.source",
+        "result.seconds",
+        "result.tokens_per_second",
+        "result.model",
+        "result.plan.out",
+        "log.steps[*].time",
+        "log.warnings[*].time",
+        "log.resumed",
+    ),
+    "reproduce": (
+        "locater",
+        "assumptions.seconds",
+        "assumptions.processor_seconds",
+        "assumptions.torch",
+        "assumptions.python",
+        "assumptions.threads",
+    ),
+    # seconds of a step, and ratios of such: they follow the machine and what else runs on it
+    "reproduce-gerami2024": tuple(
+        f"claims[{claim}].{key}" for claim in ("d4", "d5") for key in ("measured", "spread", "verdict", "decided", "numbers")
+    ),
+}

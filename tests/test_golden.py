@@ -1,0 +1,181 @@
+"""Golden files: commands still give the numbers they gave, names still mean what they meant, old files are still read.
+
+docs/golden.md says how the files are made, and what to write where a key is renamed on purpose.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import locater
+from tests.golden import code, comparing, keys
+from tests.golden.documents import DOCUMENTS, FILES, FOLDER, NAMES, PAPER_RUNS, Document, make, names
+
+PLAIN = next(document for document in DOCUMENTS if document.name == "train-plain")
+KEPT = {"bao2024": 221, "mechanisms": 324}
+
+
+def checked(document: Document, now: Any) -> None:
+    found = comparing.problems(document.golden(), now, document.kind, document.name)
+    assert not found, comparing.report(document.name, found)
+
+
+@pytest.mark.parametrize("document", [pytest.param(d, id=d.name, marks=[pytest.mark.slow] * d.slow) for d in DOCUMENTS])
+def test_a_command_gives_what_it_gave(document: Document) -> None:
+    if why := document.lacks():
+        pytest.skip(why)
+    checked(document, make(document))
+
+
+def test_no_golden_file_is_left_over_and_all_are_small() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == {d.name for d in DOCUMENTS} | {NAMES.stem}
+    assert sum(path.stat().st_size for path in FOLDER.glob("*.json")) < 1_500_000
+    assert sum(path.stat().st_size for path in FILES.rglob("*") if path.is_file()) < 300_000
+
+
+# ---- the comparison itself ----
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_one_percent_is_seen(document: Document) -> None:
+    """In every number, but for those that measure rounding errors and the few as good as 0. Means of digests have a test below."""
+    golden = document.golden()
+    assert comparing.problems(golden, copy.deepcopy(golden), document.kind, document.name) == []
+    leaves = [(path, leaf, comparing.tolerance_of(path, document.kind, document.name)) for path, leaf in comparing.leaves(golden)]
+    numbers = [held for held in leaves if isinstance(held[1].value, float) and held[1].value and not held[1].scale]
+    blind = [held for held in numbers if not comparing.difference(held[1], comparing.Leaf(held[1].value * 1.01), held[2])]
+    small = [path for path, leaf, allowed in blind if abs(leaf.value) < 101 * allowed.absolute]
+    assert [path for path, _, allowed in blind if path not in small and allowed.relative < 0.01] == []
+    assert len(small) <= max(3, 0.03 * len(numbers)), f"{len(small)} of {len(numbers)}: {small}"
+
+
+@pytest.fixture
+def scan() -> Any:
+    return json.loads((FOLDER / "scan-demo.json").read_text())
+
+
+def test_what_changed_is_named(scan: Any) -> None:
+    now = copy.deepcopy(scan)
+    now["heads"][9]["M"] *= 1.01
+    now["heads"][2]["flags"] = ["sharp"]
+    now["heads"][3]["width"] += 1
+    now["assumptions"]["weights"] = "others"
+    found = comparing.problems(scan, now, "scan")
+    assert [line.split(":")[0] for line in found] == ["assumptions.weights", "heads[0.2].flags", "heads[0.3].width", "heads[2.1].M"]
+    assert "9.9e-03 apart, 0.0001 is allowed" in found[-1]
+
+
+def test_a_row_or_key_that_is_gone_or_new_is_named(scan: Any) -> None:
+    now = copy.deepcopy(scan)
+    del now["heads"][5], now["assumptions"]["length"], now["heads"][0]["M"]
+    now["heads"][1]["more"] = 1.0
+    found = comparing.problems(scan, now, "scan")
+    assert [line.split(";")[0] for line in found] == [
+        "assumptions.length: is gone", "heads[0.0].M: is gone", "heads[0.1].more: is new", "heads[1.1]: is gone"
+    ]  # fmt: skip
+    assert comparing.report("scan-demo", found).startswith("scan-demo differs from tests/golden/scan-demo.json at 4 places:\n")
+
+
+def test_what_is_written_down_is_excused(scan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = copy.deepcopy(scan)
+    now["rows"] = [{"logit_mean": head.pop("M"), **head, "more": 1} for head in now.pop("heads")]
+    now["assumptions"]["weights"] = "others"
+    del now["assumptions"]["length"]
+    monkeypatch.setattr(keys, "RENAMED", {"scan": {"heads[*].M": "rows[*].logit_mean", "heads": "rows"}})
+    monkeypatch.setattr(keys, "NEW", {"scan": ("rows[*].more",)})
+    monkeypatch.setattr(keys, "GONE", {"scan": ("assumptions.length",)})
+    monkeypatch.setattr(keys, "REWORDED", {"scan-demo": ("assumptions.weights",)})
+    assert comparing.problems(scan, now, "scan", "scan-demo") == []
+    now["rows"][0]["logit_mean"] *= 1.01
+    now["assumptions"]["weights"] = None
+    assert [line.split(":")[0] for line in comparing.problems(scan, now, "scan", "scan-demo")] == [
+        "assumptions.weights", "rows[0.0].logit_mean"
+    ]  # fmt: skip
+
+
+def test_a_digest_sees_a_change_and_an_order() -> None:
+    values = [0.5 + (7 * n % 100) for n in range(100)]
+    stored = comparing.compact({"x": values, "y": 1.23456789}, "scan")
+    assert stored["x"][comparing.DIGEST] == 100
+    assert stored["y"] == 1.234568
+    for other in ([*values[:-1], values[-1] * 1.5], sorted(values), values[1:]):
+        assert comparing.problems(stored, comparing.compact({"x": other, "y": 1.234568}, "scan"), "scan")
+
+
+# ---- names that are data ----
+
+
+def test_no_name_disappears() -> None:
+    """Claims with what they state, controls and mechanisms with their defaults, plan fields, commands and options, columns, flags."""
+    found = comparing.problems(json.loads(NAMES.read_text()), json.loads(json.dumps(names())), "names")
+    assert not found, comparing.report("names", found)
+
+
+@pytest.mark.parametrize("name", PAPER_RUNS)
+def test_every_kept_run_is_found_by_its_key(name: str) -> None:
+    lines = [json.loads(text) for text in PAPER_RUNS[name].read_text().splitlines()]
+    runs, seen = code.Runs(PAPER_RUNS[name]), set()
+    for number, line in enumerate(lines, 1):
+        row = code.Row(line["claim"], line["arm"], code.Plan.from_dict(line["options"]))
+        assert row.options == line["options"], f"{PAPER_RUNS[name]}: line {number} is another plan now"
+        assert runs.of(row) == line, f"{PAPER_RUNS[name]}: line {number} is not found by its key, or is there twice"
+        seen.add(row.key)
+    assert len(lines) == len(seen) == len(runs.lines) == KEPT[name]
+
+
+# ---- files that an earlier version left ----
+
+
+def test_an_old_scan_is_compared() -> None:
+    found = locater.compare(str(FILES / "scan.json"), str(FILES / "scan.json"))
+    assert found.aligned
+    assert len(found.rows) == 4
+    assert {value for row in found.rows for value in row.difference.values()} <= {0.0, None}
+    again = locater.compare(str(FILES / "scan.json"), str(FILES / "run" / "step-00000010"))
+    assert max(abs(value) for row in again.rows for value in row.difference.values() if value is not None) < 1e-5
+
+
+def test_old_statistics_are_read() -> None:
+    found = locater.Statistics.load(FILES / "statistics.pt")
+    assert [(x.layer, x.name, x.covariance.shape) for x in found.inputs] == [
+        (n, f"model.layers.{n}.self_attn", (16, 16)) for n in range(2)
+    ]  # fmt: skip
+    assert locater.scan(FILES / "run" / "step-00000010", statistics=found).assumptions["prediction"] == "predicted"
+
+
+def test_an_old_log_is_read() -> None:
+    found, golden = code.read_run(FILES / "run"), PLAIN.golden()["log"]
+    assert [step for step, _ in found.losses] == list(range(1, 13))
+    assert found.last == 12
+    assert [loss for _, loss in found.losses] == pytest.approx([loss for _, loss in golden["losses"][:12]], rel=1e-3)
+
+
+def test_an_old_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    """To the numbers of a run that was not cut off; its log says where it went on."""
+    shutil.copytree(FILES / "run", tmp_path / "run")
+    checked(PLAIN, make(PLAIN, tmp_path / "run"))
+    assert code.read_run(tmp_path / "run").resumed == (11,)
+
+
+def test_an_old_result_is_read_back(tmp_path: Path) -> None:
+    """A finished run is not trained again."""
+    shutil.copytree(FILES / "finished", tmp_path / "run")
+    code.command("train", "--plan", tmp_path / "run" / "plan.json", "--out", tmp_path / "run", "--json", tmp_path / "result.json")
+    golden, now = (
+        comparing.compact({"result": x}, "train") for x in (PLAIN.golden()["result"], json.loads((tmp_path / "result.json").read_text()))
+    )
+    assert comparing.problems(golden, now, "train") == []
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_an_old_checkpoint_is_probed(tmp_path: Path) -> None:
+    code.command(
+        "probe", FILES / "run" / "step-00000010", "--text", "LICENSE", "--length", 32, "--tokens", 256, "--json", tmp_path / "x.json"
+    )
+    assert len(json.loads((tmp_path / "x.json").read_text())["heads"]) == 4
