@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 
-# TORCH='==2.6.*' tries another torch than the pinned one, in a VENV of its own.
+# TORCH='==2.11.*' tries another torch than the pinned one, in a VENV of its own.
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
