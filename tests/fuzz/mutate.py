@@ -88,10 +88,8 @@ def at(document: Any, path: tuple[Any, ...]) -> Any:
 
 
 def of_text(rng: Random, text: str) -> str:
-    if not text:
-        return "x"
-    place = rng.randrange(len(text))
-    return text[:place] + rng.choice(("", "0", "x", ".", "é", "\0")) + text[place + 1 :]
+    place = rng.randrange(len(text) + 1)
+    return text[:place] + rng.choice(("", "0", "x", ".", "é", "\0")) + text[place + 1 :] or "x"
 
 
 def as_json(rng: Random, document: Any) -> bytes:
