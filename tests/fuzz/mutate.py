@@ -126,7 +126,7 @@ def of_zip(rng: Random, data: bytes) -> bytes:
         case 1:
             records.append((name, of_bytes(rng, content)))
         case 2:
-            records[chosen] = (of_text(rng, name), content)
+            records[chosen] = (of_text(rng, name).replace("\0", "0"), content)  # a zip cuts names there
         case _:
             records[chosen] = (name, of_bytes(rng, content, 2))
     made = BytesIO()
