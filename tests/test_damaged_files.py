@@ -221,6 +221,16 @@ def test_a_pickle_whose_records_overlap_is_refused(pickled: Path) -> None:
         open_source(pickled)
 
 
+def test_a_pickle_with_a_record_marked_as_a_folder_is_refused(pickled: Path) -> None:
+    """For such a record torch gives memory that nobody wrote."""
+    data = bytearray(pickled.read_bytes())
+    at = data.index(b"PK\1\2", data.rindex(b"data/0", 0, data.rindex(b"data/1")) - 60)  # its entry in the directory
+    data[at + 38] |= 0x10
+    pickled.write_bytes(data)
+    with pytest.raises(LocaterError, match=r"pytorch_model\.bin: .*data/0 is marked as a folder"):
+        open_source(pickled)
+
+
 def test_tensors_that_claim_more_numbers_than_the_file_holds(pickled: Path) -> None:
     """A stride of 0 makes terabytes of four bytes."""
     torch.save({"a": torch.zeros(1).expand(2**20, 2**20)}, pickled)

@@ -225,6 +225,7 @@ GGUF_DAMAGE = {
     "wraps around": ("offset", lambda old: struct.pack("<Q", 2**64 - 32), "blk.0.attn_q.weight begins at byte"),
     "beyond the file": ("offset", lambda old: struct.pack("<Q", 2**40), "blk.0.attn_q.weight begins at byte"),
     "shape that wraps around": ("shape", lambda old: struct.pack("<QQ", 2**60 + 2, 2**4), "blk.0.attn_q.weight"),
+    "empty": ("shape", lambda old: struct.pack("<QQ", 32, 0), "blk.0.attn_q.weight has the shape (32, 0)"),
     "five axes": ("axes", lambda old: struct.pack("<I", 5), "blk.0.attn_q.weight has 5 axes"),
     "unknown type": ("type", lambda old: struct.pack("<I", 99), "blk.0.attn_q.weight is stored as type 99"),
     "too many tensors": ("tensors", lambda old: struct.pack("<Q", 2**40), "1,099,511,627,776 tensors"),

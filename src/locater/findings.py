@@ -93,7 +93,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "exploding", "fault", ("max_logit",), lambda max_logit, length: max_logit > EXPLODING,
         f"logits beyond {EXPLODING} were observed: the softmax saturates, little gradient passes, and half precision is near its limits",
-        "Lower the learning rate, or attach QKClip or QKNorm, before the loss diverges",
+        "Clip or normalise queries and keys (controls QKClip, QKNorm), or lower the learning rate, before the loss diverges",
     ),
     Flag(
         "locked", "fault", ("entropy_ratio",), lambda entropy_ratio, length: entropy_ratio < LOCKED,

@@ -88,10 +88,8 @@ def at(document: Any, path: tuple[Any, ...]) -> Any:
 
 
 def of_text(rng: Random, text: str) -> str:
-    if not text:
-        return "x"
-    place = rng.randrange(len(text))
-    return text[:place] + rng.choice(("", "0", "x", ".", "é", "\0")) + text[place + 1 :]
+    place = rng.randrange(len(text) + 1)
+    return text[:place] + rng.choice(("", "0", "x", ".", "é", "\0")) + text[place + 1 :] or "x"
 
 
 def as_json(rng: Random, document: Any) -> bytes:
@@ -128,7 +126,7 @@ def of_zip(rng: Random, data: bytes) -> bytes:
         case 1:
             records.append((name, of_bytes(rng, content)))
         case 2:
-            records[chosen] = (of_text(rng, name), content)
+            records[chosen] = (of_text(rng, name).replace("\0", "0"), content)  # a zip cuts names there
         case _:
             records[chosen] = (name, of_bytes(rng, content, 2))
     made = BytesIO()

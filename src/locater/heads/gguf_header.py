@@ -204,7 +204,7 @@ def _entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Any, int, int]:
     if axes > AXES:
         cursor.refuse(f"the tensor {name:.80} has {axes} axes")
     shape = tuple(cursor.take(AXIS) for _ in range(axes))
-    if any(axis < 0 for axis in shape):
+    if any(axis < 1 for axis in shape):  # no tensor is empty; beyond 2^63 the sign turns
         cursor.refuse(f"the tensor {name:.80} has the shape {shape}")
     number, offset = cursor.take(KIND), cursor.take(COUNT)
     if number not in GGMLQuantizationType._value2member_map_:

@@ -22,6 +22,7 @@ from locater.files import regular_file
 from locater.heads.weights import DictWeights, joined, plain
 
 MARK = b"PK\x03\x04"
+FOLDER = 0x10  # attribute of a zip record
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its mark, and the lengths of its name and of the field before the data
 
 
@@ -111,15 +112,17 @@ def _records(path: Path, file: Any, archive: zipfile.ZipFile) -> dict[int, int]:
     if twice is not None:
         raise LocaterError(f"{path}: its record {twice} stands twice: save it again")
     for record in records:
-        damaged = f"{path}: its record {record.filename} {{}}: the file is damaged, fetch it again"
+        where, damaged = f"{path}: its record {record.filename}", "the file is damaged, fetch it again"
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size or record.flag_bits & 1:
-            raise LocaterError(f"{path}: its record {record.filename} is compressed or encrypted: load it with torch and save it again")
+            raise LocaterError(f"{where} is compressed or encrypted: load it with torch and save it again")
+        if record.is_dir() or record.external_attr & FOLDER:
+            raise LocaterError(f"{where} is marked as a folder: {damaged}")  # torch would give memory that nobody wrote
         if record.header_offset < end:
-            raise LocaterError(damaged.format("overlaps the one before it"))
+            raise LocaterError(f"{where} overlaps the one before it: {damaged}")
         file.seek(record.header_offset)
         mark, name_length, extra = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
         if mark != MARK:
-            raise LocaterError(damaged.format("is not where the archive says"))
+            raise LocaterError(f"{where} is not where the archive says: {damaged}")
         start = record.header_offset + LOCAL_HEADER.size + name_length + extra
         end = start + record.file_size
         found[start] = record.file_size
