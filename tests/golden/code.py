@@ -106,8 +106,9 @@ def _plain(default: Any) -> Any:
 
 def commands() -> dict[str, dict[str, None]]:
     """Commands with their options and arguments."""
-    root = typer.main.get_command(sys.modules[_main().__module__].app)
-    parts = {"locater": root, **root.commands}  # type: ignore[attr-defined]
+    root: Any = typer.main.get_command(sys.modules[_main().__module__].app)
+    context = typer.Context(root)
+    parts = {"locater": root, **{name: root.resolve_command(context, [name])[1] for name in root.commands}}  # some are built late
     return {
         name: _of_none(option for held in part.params for option in (*held.opts, *held.secondary_opts) if option != "--help")
         for name, part in parts.items()
