@@ -383,6 +383,8 @@ def test_the_default_text_is_named(run: Run, saved: Path, monkeypatch: pytest.Mo
 
 
 def test_text_from_standard_input_and_fail_on(run: Run, saved: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("caf\udce9"))
+    assert run("probe", saved, "--text", "-").err == "locater: standard input: not UTF-8 text (at 3)\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(words.read_text()))
     result = run("probe", saved, "--text", "-", *SMALL, "--fail-on", "entropy>=0")
     assert result.status == 1
@@ -406,7 +408,7 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
         (["probe", saved, "--text", words, "--tokenizer", tmp_path / "none"], "no tokenizer there"),
         (["probe", saved, "--text", words, "--length", 100], "the model has 64 positions"),
         (["probe", saved / "model.safetensors", "--text", words], "a file alone does not run"),
-        (["probe", tmp_path / "none", "--text", words], "no such folder"),
+        (["probe", tmp_path / "none", "--text", words], "none: no such file or folder"),
         (["probe", saved, "--text", words, "--corpus"], "exclude each other"),
         (["probe", saved, "--images", tmp_path / "none"], "names no image size"),
         (["probe", saved, "--text", words, "--fail-on", "flying"], "neither a flag"),

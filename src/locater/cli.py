@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import io
 import json as jsonlib
-import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.findings import Condition, parse_conditions
-from locater.help import Command, Group, UnexpectedEndError, examples
 from locater.processor import avoid_broken_amx
 from locater.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan, write_whole
+from locater.shell import Command, Group, check_writable, command_in, examples, show_progress, stdout_console, what_failed, without_debug
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -85,10 +84,10 @@ def scan_command(
     from locater.scan import scan
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
-    _check_writable(json, report)
+    check_writable(json, report)
     found = scan(
         model, length=length, raw=raw, eigenvalues=eigenvalues, details=report is not None, shard=_shard(shard), query=query, key=key,
-        heads=heads, progress=_progress, statistics=None if statistics is None else Statistics.load(statistics),
+        heads=heads, progress=show_progress, statistics=None if statistics is None else Statistics.load(statistics),
     )  # fmt: skip
     _deliver(found, json, report, eigenvalues)
     _fail_if_crossed(conditions, found.rows)
@@ -120,11 +119,11 @@ def probe_command(
     from locater.probe import PROBE_COLUMNS, PROBE_FLAGS, probe
 
     conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS) if fail_on is not None else []
-    _check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
+    check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
     held, label = _text(text, corpus, images)
     found = probe(
         model, held, images=images, tokenizer=tokenizer, length=length, tokens=tokens, rows=rows, label=label,
-        progress=partial(_progress, what="running the model"),
+        progress=partial(show_progress, what="running the model"),
     )  # fmt: skip
     if save_statistics is not None and found.statistics is not None:
         found.statistics.save(save_statistics)
@@ -142,7 +141,7 @@ def demo(
     from locater.compare import compare
     from locater.scan import scan
 
-    _check_writable(json, report, twin, "--twin {}: give the page of both a file of its own")
+    check_writable(json, report, twin, "--twin {}: give the page of both a file of its own")
     models = [str(files("locater") / "demo"), str(files("locater") / "demo" / "twin")]
     found = scan(models[0], details=report is not None)
     _deliver(found, json, report, eigenvalues=False)
@@ -159,7 +158,7 @@ def _show_twin(side: Comparison, models: list[str], page: str | None) -> None:
     from locater.report.terminal import print_comparison
 
     plain, held = (jsonlib.loads((Path(folder) / "training.json").read_text()) for folder in models)
-    console = _console()
+    console = stdout_console()
     console.print(
         f"\nA: this model, {plain['command']}: validation loss {plain['validation_loss']:.4f}\n"
         f"B: its twin, {held['command']}: validation loss {held['validation_loss']:.4f}",
@@ -189,8 +188,8 @@ def compare_command(
     """Set two models, or two checkpoints of one run, side by side."""
     from locater.compare import compare
 
-    _check_writable(json, report)
-    found = compare(a, b, length=length, raw=raw, progress=_progress)
+    check_writable(json, report)
+    found = compare(a, b, length=length, raw=raw, progress=show_progress)
     if report is not None:
         found.report(report)
     from locater.report.terminal import print_comparison
@@ -211,7 +210,7 @@ def watch(
     from locater.report.log import read_run
     from locater.report.watch import serve, watch_page
 
-    _check_writable(json, report)
+    check_writable(json, report)
     if json is None and report is None:
         serve(run, port, open_browser)
         return
@@ -237,18 +236,18 @@ def _late_train() -> Any:
     late = typer.Typer(add_completion=False)
     more = "\n\nThe same command again goes on where a run was cut off."
     lines = examples("locater train --steps 500 --out runs/first", "locater train --control 'locater(target=2)' --seeds 3 --out runs/held")
-    add_train(late, _check_writable, cls=Command, help=f"{train.__doc__}{more}", epilog=lines)
+    add_train(late, cls=Command, help=f"{train.__doc__}{more}", epilog=lines)
     return typer.main.get_command(late)
 
 
 def _late_reproduce() -> Any:
-    from locater.papers.command import Shell, add_reproduce
+    from locater.papers.command import add_reproduce
 
     late = typer.Typer(add_completion=False)
     lines = examples(
         "locater reproduce --list", "locater reproduce bao2024 --quick --report bao2024.html", "locater reproduce zoo --claim f"
     )
-    add_reproduce(late, Shell(_check_writable, _console, _progress), cls=Command, help=reproduce.__doc__, epilog=lines)
+    add_reproduce(late, cls=Command, help=reproduce.__doc__, epilog=lines)
     return typer.main.get_command(late)
 
 
@@ -279,7 +278,7 @@ def _hand_over(
     if json == "-":
         print(data.to_json())
         return
-    console = _console()
+    console = stdout_console()
     console.print(title, markup=False, highlight=False)
     show(console)
     if json is not None:
@@ -304,7 +303,12 @@ def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Pat
     if images is not None:
         return None, images
     if text == "-":
-        return sys.stdin.read(), "standard input"
+        try:
+            given = sys.stdin.read()
+            given.encode()  # bytes that are no UTF-8 may have passed as lone surrogates
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
+            raise LocaterError(f"standard input: not UTF-8 text (at {error.start:,})") from None
+        return given, "standard input"
     if text == "":
         raise LocaterError("--text: the name of the file is empty; - reads standard input")
     if text is not None:
@@ -329,50 +333,12 @@ def _shard(text: str | None) -> tuple[int, int] | None:
     return int(number), int(count)
 
 
-def _check_writable(json: str | None, report: str | None, other: str | None = None, refusal: str = "{}: give it a file of its own") -> None:
-    """Refuse a target that cannot be written before any work is done; `refusal` is said of an `other` that is one of the first two."""
-    if report is not None and report in (json, "-"):
-        raise LocaterError(f"--report {report}: give the page a file of its own")
-    if other is not None and other in (json, report, "-"):
-        raise LocaterError(refusal.format(other))
-    for path in (json, report, other):
-        if path is None or path == "-":
-            continue
-        folder = Path(path).parent
-        if not path or Path(path).is_dir():
-            raise LocaterError(f"{path or 'the name of a file to write'}: is a folder or empty; give a file name")
-        if not folder.is_dir():
-            raise LocaterError(f"{path}: the folder {folder} does not exist")
-        if not os.access(Path(path) if Path(path).exists() else folder, os.W_OK):
-            raise LocaterError(f"{path}: no permission to write there")
-
-
-def _progress(parts: Iterable[Any], total: int, what: str = "reading heads") -> Iterable[Any]:
-    """A bar on the terminal, on standard error, for work longer than a second; nothing on a pipe."""
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(parts, what, total, console=console, transient=True, disable=not console.is_terminal)
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Leave it to `Group`: the reader has seen enough, which rich would end with status 1."""
-        raise BrokenPipeError
-
-
-def _console() -> Console:
-    console = _Console()
-    columns = os.environ.get("COLUMNS", "")
-    return console if console.is_terminal else _Console(width=int(columns) if columns.isdigit() and int(columns) else 140)
-
-
 def main() -> None:
     """Entry point: what goes wrong is one line and exit status 2; a traceback with --debug alone."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no Greek still gets its table
-    debug, args = _without_debug(sys.argv[1:])
+    debug, args = without_debug(sys.argv[1:])
     try:
         app(args)
     except SystemExit:
@@ -384,32 +350,8 @@ def main() -> None:
             import traceback
 
             traceback.print_exc()
-        print("locater: " + " ".join(_what_failed(error, _command_in(args)).split()), file=sys.stderr)
+        print("locater: " + " ".join(what_failed(error, command_in(args)).split()), file=sys.stderr)
         sys.exit(2)
-
-
-def _without_debug(args: list[str]) -> tuple[bool, list[str]]:
-    """Whether --debug is given, before or after the command, and the arguments without it."""
-    end = args.index("--") if "--" in args else len(args)
-    kept = [word for word in args[:end] if word != "--debug"]
-    return len(kept) < end, [*kept, *args[end:]]
-
-
-def _command_in(args: Sequence[str]) -> str:
-    return next((word for word in args if not word.startswith("-")), "start")
-
-
-def _what_failed(error: BaseException, command: str) -> str:
-    """What is wrong, in a line: with the user's input, with a file, or with this program."""
-    if isinstance(error, LocaterError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'output'}: {error.strerror}"
-    cause = error.__cause__ if isinstance(error, UnexpectedEndError) and error.__cause__ else error
-    return (
-        f"{command}: unexpected {type(cause).__name__}: {first_line(cause)}; this is a bug in Locater: please report it with what "
-        "the same command prints with --debug"
-    )
 
 
 if __name__ == "__main__":

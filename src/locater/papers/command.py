@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from locater.errors import LocaterError
 from locater.papers.claim import Claim
 from locater.papers.paper import Paper, Setting, chosen, joined, reproduce
 from locater.result import write_whole
+from locater.shell import check_writable, show_progress, stdout_console
 
 Name = Annotated[str | None, typer.Argument(help="A paper, as --list names it; all of them without.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Minutes on two cores in place of long runs.")]
@@ -42,16 +42,7 @@ Earlier = Annotated[
 KEPT = Path(__file__).parents[3] / "docs" / "results"  # in the tree; a wheel has no training runs
 
 
-@dataclass(frozen=True)
-class Shell:
-    """What the command line lends to a command: a check of targets, a console, a progress bar."""
-
-    check: Callable[[str | None, str | None], None]
-    console: Callable[[], Console]
-    progress: Callable[..., Iterable[Any]]
-
-
-def add_reproduce(app: typer.Typer, shell: Shell, **about: Any) -> None:
+def add_reproduce(app: typer.Typer, **about: Any) -> None:
     """Put the command into the command line; `about` is for typer: help, examples."""
 
     @app.command("reproduce", **about)
@@ -74,20 +65,20 @@ def add_reproduce(app: typer.Typer, shell: Shell, **about: Any) -> None:
         wanted = _wanted(paper, claim)
         if show:
             for each in wanted:
-                print_claims(each, shell.console())
+                print_claims(each, stdout_console())
             return
-        _check(shell, json, report, images, models, earlier, len(wanted))
+        _check(json, report, images, models, earlier, len(wanted))
         _check_runs(runs, data, jobs, [c.id for each in wanted for c in chosen(each, claim) if _rests_on_runs(each, c)])
         if runs is not None and not jobs and not earlier:
             _check_lines(Path(runs), wanted, claim)
         tell = partial(print, file=sys.stderr, flush=True)
         for each in wanted:
-            bar = partial(shell.progress, what=each.name)
+            bar = partial(show_progress, what=each.name)
             files = [Path(runs)] if runs is not None else [] if jobs or earlier else _kept(each, claim, tell)
             path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
             setting = Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)
             document = joined([_read(Path(x), each) for x in earlier], each) if earlier else reproduce(each, setting, claim).to_dict()
-            _deliver(document, each, json, report, images, shell.console())
+            _deliver(document, each, json, report, images, stdout_console())
 
 
 def _wanted(name: str | None, claim: str | None) -> list[Paper]:
@@ -100,11 +91,9 @@ def _wanted(name: str | None, claim: str | None) -> list[Paper]:
     return found
 
 
-def _check(
-    shell: Shell, json: str | None, report: str | None, images: str | None, models: str | None, earlier: list[str] | None, papers: int
-) -> None:
+def _check(json: str | None, report: str | None, images: str | None, models: str | None, earlier: list[str] | None, papers: int) -> None:
     """Refuse what could not be written or read before hours of work."""
-    shell.check(json, report)
+    check_writable(json, report)
     if papers > 1 and (json or report or earlier):
         raise LocaterError("--json, --report and --from are for one paper: name it (--list shows them)")
     if report is not None and Path(report).suffix not in (".md", ".html"):

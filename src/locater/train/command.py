@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json as jsonlib
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -14,9 +14,9 @@ import typer
 
 from locater.errors import LocaterError
 from locater.result import write_whole
+from locater.shell import check_writable
 from locater.train.plan import Plan, Result
 
-Check = Callable[[str | None, str | None], None]
 OWN = {
     "plan": (str | None, typer.Option("--plan", metavar="FILE", help="Take the plan from JSON; command-line options override it.")),
     "seeds": (int | None, typer.Option("--seeds", min=1, help="Run it with so many seeds, from --seed on: 0, 1, ...")),
@@ -25,12 +25,12 @@ OWN = {
 }
 
 
-def add_train(app: typer.Typer, check: Check, **about: Any) -> None:
-    """Put the command into the command line. `check` refuses a target that cannot be written, `about` is for typer: help, examples."""
+def add_train(app: typer.Typer, **about: Any) -> None:
+    """Put the command into the command line; `about` is for typer: help, examples."""
 
     def train(**given: Any) -> None:
         own = {name: given.pop(name) for name in OWN}
-        check(own["json"], None)
+        check_writable(own["json"], None)
         from locater.train.sweep import combinations, parse_sweep
 
         asked = {name: value for name, value in given.items() if value not in (None, [])}
