@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import locater
-from locater.papers.bao2024.gaussian import sources
+from locater_papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]
 SEEDS = 3

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from locater.heads import AttentionLayer, Norm, attention_layers
-from locater.papers.bao2024.gaussian import sources
 from locater.probe import spearman
 from locater.probing.circuits import circuit_scores
 from locater.probing.load import load_model
@@ -32,6 +31,7 @@ from locater.probing.running import Read, on_input, run
 from locater.probing.statistics import Input, Statistics, collected
 from locater.probing.text import Batch, batches, read_text
 from locater.train.corpus import embedded_text
+from locater_papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]
 LENGTH, GATHERED, MEASURED = 256, 4096, 8192  # tokens in a sequence, for statistics, to measure on

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from locater.heads import attention_layers
-from locater.papers import PAPERS, Setting, reproduce
-from locater.papers.ding2020 import PAPER, guarantee, trained
-from locater.papers.draws import normal
-from locater.papers.report import write_report
-from locater.papers.runs import Runs
-from locater.papers.trained_heads import TrainedLayer
 from locater.train.model import Shape, Transformer
+from locater_papers import PAPERS, Setting, reproduce
+from locater_papers.ding2020 import PAPER, guarantee, trained
+from locater_papers.draws import normal
+from locater_papers.report import write_report
+from locater_papers.runs import Runs
+from locater_papers.trained_heads import TrainedLayer
 from tests.made_runs import made_line
 
 

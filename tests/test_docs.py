@@ -140,8 +140,8 @@ def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixt
 
 
 def test_the_verdicts_in_the_readme_are_those_kept() -> None:
-    from locater.papers import PAPERS
-    from locater.papers.report import tally
+    from locater_papers import PAPERS
+    from locater_papers.report import tally
 
     lines = (ROOT / "README.md").read_text().splitlines()
     for name in PAPERS:

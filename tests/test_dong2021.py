@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from locater.measures import composite_norm, token_residual
-from locater.papers import PAPERS, Setting, judge, reproduce
-from locater.papers.dong2021 import bounds, bridge, circle, contraction, lengths, planted, slowing
-from locater.papers.dong2021.page import lead, page
-from locater.papers.figures import Contour, Field, Panel, Series, contour, draw
-from locater.papers.paper import Study
-from locater.papers.report import write_report
 from locater.theory import Block, depth_residuals, layer_bound, path_counts
 from locater.train import Transformer
+from locater_papers import PAPERS, Setting, judge, reproduce
+from locater_papers.dong2021 import bounds, bridge, circle, contraction, lengths, planted, slowing
+from locater_papers.dong2021.page import lead, page
+from locater_papers.figures import Contour, Field, Panel, Series, contour, draw
+from locater_papers.paper import Study
+from locater_papers.report import write_report
 
 MINE = {"a", "b", "e", "g", "h"}
 

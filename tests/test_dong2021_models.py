@@ -19,12 +19,12 @@ from scipy.spatial import ConvexHull
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.papers.claim import Claim, Measured, judge
-from locater.papers.dong2021 import depth, encoders, products, slowing, tasks
-from locater.papers.dong2021.classifier import DEPTH, Choice, Classifier, Data, Layer, Recipe, Shape, accuracy, drawn, train
-from locater.papers.paper import Setting
-from locater.papers.parts import device, every
 from locater.spectrum import one_thread
+from locater_papers.claim import Claim, Measured, judge
+from locater_papers.dong2021 import depth, encoders, products, slowing, tasks
+from locater_papers.dong2021.classifier import DEPTH, Choice, Classifier, Data, Layer, Recipe, Shape, accuracy, drawn, train
+from locater_papers.paper import Setting
+from locater_papers.parts import device, every
 
 Array = np.ndarray[Any, Any]
 SMALL: dict[str, dict[str, Any]] = {

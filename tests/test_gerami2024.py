@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from locater.attention import mechanism
-from locater.papers import Setting, judge, reproduce
-from locater.papers.draws import normal
-from locater.papers.gerami2024 import PAPER, cost, forms, judged, leak, limits
-from locater.papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
-from locater.papers.report import page as whole_page
-from locater.papers.runs import Runs
+from locater_papers import Setting, judge, reproduce
+from locater_papers.draws import normal
+from locater_papers.gerami2024 import PAPER, cost, forms, judged, leak, limits
+from locater_papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
+from locater_papers.report import page as whole_page
+from locater_papers.runs import Runs
 from tests.made_runs import fill
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.func import jacrev
 
-from locater.papers import Setting, reproduce
-from locater.papers.nguyen2026 import PAPER, mixture, places, samples
-from locater.papers.report import write_report
+from locater_papers import Setting, reproduce
+from locater_papers.nguyen2026 import PAPER, mixture, places, samples
+from locater_papers.report import write_report
 
 
 @pytest.fixture(scope="module")

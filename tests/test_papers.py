@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from locater.errors import LocaterError
-from locater.papers import PAPERS, Claim, Measured, Paper, Setting, Study, chosen, judge, reproduce, verdict_of
-from locater.papers import command as command_module
-from locater.papers.bao2024 import gaussian, propagation, softmax, training
-from locater.papers.claim import over_seeds, seeds_range
-from locater.papers.command import kept_runs
-from locater.papers.figures import Cells, Panel, Series, draw
-from locater.papers.paper import joined
-from locater.papers.report import measured, stated, write_report
-from locater.papers.runs import Runs
+from locater_papers import PAPERS, Claim, Measured, Paper, Setting, Study, chosen, judge, reproduce, verdict_of
+from locater_papers import command as command_module
+from locater_papers.bao2024 import gaussian, propagation, softmax, training
+from locater_papers.claim import over_seeds, seeds_range
+from locater_papers.command import kept_runs
+from locater_papers.figures import Cells, Panel, Series, draw
+from locater_papers.paper import joined
+from locater_papers.report import measured, stated, write_report
+from locater_papers.runs import Runs
 from tests.conftest import Result
 
 Run = Callable[..., Result]

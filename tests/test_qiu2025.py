@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from locater.papers import PAPERS, Measured, Setting, judge, reproduce
-from locater.papers.arms_page import sinks_said
-from locater.papers.qiu2025 import gates, judged, nonlinear, qwen, table
-from locater.papers.qiu2025.page import lead, page
-from locater.papers.runs import Runs
+from locater_papers import PAPERS, Measured, Setting, judge, reproduce
+from locater_papers.arms_page import sinks_said
+from locater_papers.qiu2025 import gates, judged, nonlinear, qwen, table
+from locater_papers.qiu2025.page import lead, page
+from locater_papers.runs import Runs
 
 PAPER = PAPERS["qiu2025"]
 

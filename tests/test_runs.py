@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from locater.errors import LocaterError
-from locater.papers import PAPERS, Setting, reproduce
-from locater.papers.bao2024 import arms, judged
-from locater.papers.runs import Arm, Row, Runs, complete, placed
 from locater.train.controls import parse_control
 from locater.train.plan import Plan
+from locater_papers import PAPERS, Setting, reproduce
+from locater_papers.bao2024 import arms, judged
+from locater_papers.runs import Arm, Row, Runs, complete, placed
 
 TINY = Plan(layers=1, width=16, heads=2, length=16, steps=3, batch=4, observe=0, evaluate=0, checkpoint=0, device="cpu", task="sort")
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from locater.papers import PAPERS, Setting, reproduce
-from locater.papers.draws import normal
-from locater.papers.report import write_report
-from locater.papers.runs import Runs
-from locater.papers.saada2024 import PAPER, gradients, maps, trained, width
+from locater_papers import PAPERS, Setting, reproduce
+from locater_papers.draws import normal
+from locater_papers.report import write_report
+from locater_papers.runs import Runs
+from locater_papers.saada2024 import PAPER, gradients, maps, trained, width
 from tests.made_runs import made_line
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from locater.errors import LocaterError
-from locater.papers import Setting, judge, reproduce
-from locater.papers.mechanism_runs import SOFTMAX_MASKED
-from locater.papers.report import page as whole_page
-from locater.papers.runs import Runs
-from locater.papers.sant2022 import PAPER, judged, kinds, layouts, models, relevance
+from locater_papers import Setting, judge, reproduce
+from locater_papers.mechanism_runs import SOFTMAX_MASKED
+from locater_papers.report import page as whole_page
+from locater_papers.runs import Runs
+from locater_papers.sant2022 import PAPER, judged, kinds, layouts, models, relevance
 from tests.made_runs import fill
 
 IDS = torch.arange(3, 15).reshape(2, 6)

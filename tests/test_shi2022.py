@@ -14,13 +14,13 @@ import torch
 from torch.nn import functional
 
 from locater.measures import token_cosine
-from locater.papers import Setting, judge, reproduce
-from locater.papers.draws import normal
-from locater.papers.mechanism_runs import SOFTMAX_MASKED
-from locater.papers.report import page as whole_page
-from locater.papers.runs import Runs
-from locater.papers.shi2022 import PAPER, bounds, cosine, judged, models, stacks, theorem
 from locater.theory import Block
+from locater_papers import Setting, judge, reproduce
+from locater_papers.draws import normal
+from locater_papers.mechanism_runs import SOFTMAX_MASKED
+from locater_papers.report import page as whole_page
+from locater_papers.runs import Runs
+from locater_papers.shi2022 import PAPER, bounds, cosine, judged, models, stacks, theorem
 from tests.made_runs import fill
 
 IDS = torch.arange(3, 15).reshape(2, 6)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from locater.papers.claim import Claim, Measured, verdict_of
-from locater.papers.qiu2025 import sinks as gates
-from locater.papers.runs import Runs, train
-from locater.papers.sink_runs import COPY, PLAIN, RATE, SEEDS, UNIFORM, arm_means, left_of, sink_arm, sinks_section
-from locater.papers.sun2026 import sinks as blocks
-from locater.papers.zoo import sinks as zoo
+from locater_papers.claim import Claim, Measured, verdict_of
+from locater_papers.qiu2025 import sinks as gates
+from locater_papers.runs import Runs, train
+from locater_papers.sink_runs import COPY, PLAIN, RATE, SEEDS, UNIFORM, arm_means, left_of, sink_arm, sinks_section
+from locater_papers.sun2026 import sinks as blocks
+from locater_papers.zoo import sinks as zoo
 from tests.made_runs import fill
 
 EMPTY = {"first_weight": 0.01, "first_mass": 0.05, "first_value": 0.9, "row_mass": 0.1, "spike_ratio": 10.0, "gate": 0.1}

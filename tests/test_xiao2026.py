@@ -12,15 +12,15 @@ import pytest
 import torch
 from scipy import stats
 
-from locater.papers import Setting, reproduce
-from locater.papers.claim import verdict_of
-from locater.papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
-from locater.papers.report import write_report
-from locater.papers.runs import Arm, Runs
-from locater.papers.trained_heads import sources
-from locater.papers.xiao2026 import PAPER, flattening, models, signs, training
 from locater.probing.load import load_model
 from locater.probing.text import batches
+from locater_papers import Setting, reproduce
+from locater_papers.claim import verdict_of
+from locater_papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
+from locater_papers.report import write_report
+from locater_papers.runs import Arm, Runs
+from locater_papers.trained_heads import sources
+from locater_papers.xiao2026 import PAPER, flattening, models, signs, training
 
 TEXT = (Path(__file__).parent.parent / "docs" / "mechanisms.md").read_text(encoding="utf-8")
 

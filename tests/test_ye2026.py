@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from locater.papers import Setting, reproduce
-from locater.papers.claim import verdict_of
-from locater.papers.report import write_report
-from locater.papers.ye2026 import PAPER, composing, recall, recurrences, stacks
-from locater.papers.ye2026.page import lead, page
-from locater.papers.ye2026.task import Task, prompts
+from locater_papers import Setting, reproduce
+from locater_papers.claim import verdict_of
+from locater_papers.report import write_report
+from locater_papers.ye2026 import PAPER, composing, recall, recurrences, stacks
+from locater_papers.ye2026.page import lead, page
+from locater_papers.ye2026.task import Task, prompts
 
 TINY = replace(stacks.QUICK, task=Task(4, 2), steps=3, batch=4, width=16)
 CPU = torch.device("cpu")

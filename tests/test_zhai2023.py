@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from locater.heads import Norm, attention_layers
-from locater.papers import PAPERS, Setting, reproduce
-from locater.papers.bao2024.arms import PLAIN, RIVALS, stability_rows
-from locater.papers.draws import normal
-from locater.papers.report import write_report
-from locater.papers.runs import Runs
-from locater.papers.trained_heads import TrainedLayer
-from locater.papers.zhai2023 import PAPER, floor, reparam, trained
 from locater.theory import entropy_floor
 from locater.train.model import Shape, Transformer
+from locater_papers import PAPERS, Setting, reproduce
+from locater_papers.bao2024.arms import PLAIN, RIVALS, stability_rows
+from locater_papers.draws import normal
+from locater_papers.report import write_report
+from locater_papers.runs import Runs
+from locater_papers.trained_heads import TrainedLayer
+from locater_papers.zhai2023 import PAPER, floor, reparam, trained
 from tests.made_runs import made_line
 
 KEPT = Path(__file__).parents[1] / "docs" / "results" / "bao2024-runs.jsonl"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from locater.papers import Measured, judge
-from locater.papers.claim import verdict_of
-from locater.papers.runs import Runs
-from locater.papers.zoo import judged
-from locater.papers.zoo.arms import ARMS, BARE, BOTH_WAYS, CAUSAL
-from locater.papers.zoo.page import lead, page
+from locater_papers import Measured, judge
+from locater_papers.claim import verdict_of
+from locater_papers.runs import Runs
+from locater_papers.zoo import judged
+from locater_papers.zoo.arms import ARMS, BARE, BOTH_WAYS, CAUSAL
+from locater_papers.zoo.page import lead, page
 
 NUMBERS = ("row_mass", "sink_rate", "spike_ratio", "gap", "explained_away", "entropy_share")
 
@@ -86,8 +86,8 @@ def test_the_page_names_what_failed_and_has_no_bar_in_a_cell() -> None:
 
 def test_the_plan_is_that_of_the_arms() -> None:
     """Written before the runs; arms that change afterwards show here."""
-    from locater.papers import PAPERS
-    from locater.papers.mechanism_runs import plan_table
+    from locater_papers import PAPERS
+    from locater_papers.mechanism_runs import plan_table
 
     names = ("zoo", "qiu2025", "sun2026", "shi2022", "gerami2024", "sant2022", "xiao2026", "saada2024", "ding2020", "zhai2023")
     text = (Path(__file__).parents[1] / "docs/results/mechanisms-plan.md").read_text()

@@ -14,7 +14,7 @@ from locater.errors import LocaterError
 from locater.version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
-    from locater import attention, control, explain, heads, integrations, kernels, measures, papers, theory, train
+    from locater import attention, control, explain, heads, integrations, kernels, measures, theory, train
     from locater.compare import Comparison, compare
     from locater.control import LocAteR
     from locater.heads import AttentionLayer, attention_layers, register
@@ -48,7 +48,6 @@ __all__ = [
     "measures",
     "moments",
     "observe",
-    "papers",
     "probe",
     "register",
     "scan",
@@ -57,7 +56,7 @@ __all__ = [
     "train",
 ]
 
-_MODULES = ("attention", "control", "explain", "heads", "integrations", "kernels", "measures", "papers", "theory", "train")
+_MODULES = ("attention", "control", "explain", "heads", "integrations", "kernels", "measures", "theory", "train")
 _NAMES = {  # module: what it gives to the package
     "compare": ("Comparison", "compare"),
     "control": ("LocAteR",),

@@ -241,7 +241,7 @@ def _late_train() -> Any:
 
 
 def _late_reproduce() -> Any:
-    from locater.papers.command import add_reproduce
+    from locater_papers.command import add_reproduce
 
     late = typer.Typer(add_completion=False)
     lines = examples(

@@ -23,13 +23,13 @@ from locater.attention import mechanisms
 from locater.control.base import known_options
 from locater.findings import FLAGS
 from locater.heads.registry import _readers
-from locater.papers import PAPERS
-from locater.papers.runs import Row, Runs
 from locater.probe import ProbeRow
 from locater.report.log import read_run
 from locater.train.controls import controls
 from locater.train.loop import run as train
 from locater.train.plan import Plan
+from locater_papers import PAPERS
+from locater_papers.runs import Row, Runs
 
 ROOT = Path(__file__).parents[2]
 __all__ = ["MODELS", "ROOT", "Plan", "Row", "Runs", "command", "kept_runs_asked_for", "names", "read_run", "train"]

@@ -1,0 +1,192 @@
+"""`locater reproduce`: options, files and the terminal; the work is in `paper.py` and in the papers."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from locater.errors import LocaterError
+from locater.result import write_whole
+from locater.shell import check_writable, show_progress, stdout_console
+from locater_papers.claim import Claim
+from locater_papers.paper import Paper, Setting, chosen, joined, reproduce
+
+Name = Annotated[str | None, typer.Argument(help="A paper, as --list names it; all of them without.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Minutes on two cores in place of long runs.")]
+Listed = Annotated[bool, typer.Option("--list", help="Show papers and their claims, and measure nothing.")]
+ClaimId = Annotated[str | None, typer.Option("--claim", metavar="ID", help="One claim (a2), or all of a letter (a).")]
+Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")]
+Report = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Write a page with figures: .html, or .md for Markdown.")]
+Images = Annotated[str | None, typer.Option("--images", metavar="FOLDER", help="Where figures of Markdown go; beside it unless given.")]
+Models = Annotated[str | None, typer.Option("--models", metavar="FOLDER", help="Folder of more trained models to test claims on.")]
+Runs = Annotated[
+    str | None, typer.Option("--runs", metavar="PATH", help="Training runs to judge claims by; those kept in docs/results unless given.")
+]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="FOLDER", help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, rte/ for dong2021."),
+]
+Jobs = Annotated[int, typer.Option("--jobs", min=0, help="Make the runs that --runs lacks, so many at a time (hours without a GPU).")]
+Earlier = Annotated[
+    list[str] | None, typer.Option("--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring; several are joined.")
+]
+
+
+KEPT = Path(__file__).parents[2] / "docs" / "results"  # in the tree; a wheel has no training runs
+
+
+def add_reproduce(app: typer.Typer, **about: Any) -> None:
+    """Put the command into the command line; `about` is for typer: help, examples."""
+
+    @app.command("reproduce", **about)
+    def reproduce_command(
+        paper: Name = None,
+        quick: Quick = False,
+        show: Listed = False,
+        claim: ClaimId = None,
+        json: Json = None,
+        report: Report = None,
+        images: Images = None,
+        models: Models = None,
+        earlier: Earlier = None,
+        runs: Runs = None,
+        data: Data = None,
+        jobs: Jobs = 0,
+    ) -> None:
+        from locater_papers.report import print_claims
+
+        wanted = _wanted(paper, claim)
+        if show:
+            for each in wanted:
+                print_claims(each, stdout_console())
+            return
+        _check(json, report, images, models, earlier, len(wanted))
+        _check_runs(runs, data, jobs, [c.id for each in wanted for c in chosen(each, claim) if _rests_on_runs(each, c)])
+        if runs is not None and not jobs and not earlier:
+            _check_lines(Path(runs), wanted, claim)
+        tell = partial(print, file=sys.stderr, flush=True)
+        for each in wanted:
+            bar = partial(show_progress, what=each.name)
+            files = [Path(runs)] if runs is not None else [] if jobs or earlier else _kept(each, claim, tell)
+            path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
+            setting = Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)
+            document = joined([_read(Path(x), each) for x in earlier], each) if earlier else reproduce(each, setting, claim).to_dict()
+            _deliver(document, each, json, report, images, stdout_console())
+
+
+def _wanted(name: str | None, claim: str | None) -> list[Paper]:
+    from locater_papers import PAPERS, paper
+
+    found = list(PAPERS.values()) if name is None else [paper(name)]
+    if claim is not None:
+        for each in found:
+            chosen(each, claim)
+    return found
+
+
+def _check(json: str | None, report: str | None, images: str | None, models: str | None, earlier: list[str] | None, papers: int) -> None:
+    """Refuse what could not be written or read before hours of work."""
+    check_writable(json, report)
+    if papers > 1 and (json or report or earlier):
+        raise LocaterError("--json, --report and --from are for one paper: name it (--list shows them)")
+    if report is not None and Path(report).suffix not in (".md", ".html"):
+        raise LocaterError(f"--report {report}: a report is .md or .html: end its name in one of them")
+    if images is not None and report is None:
+        raise LocaterError(f"--images {images}: figures belong to a page; give --report too")
+    if images is not None and Path(str(report)).suffix == ".html":
+        raise LocaterError(f"--images {images}: {report} holds its figures itself: leave --images out, or give --report a .md")
+    for folder in (images, models):
+        if folder is not None and not Path(folder).is_dir():
+            raise LocaterError(f"{folder}: no such folder")
+
+
+def _rests_on_runs(paper: Paper, claim: Claim) -> bool:
+    return any(study.on_runs and claim in study.claims for study in paper.studies)
+
+
+def kept_runs(paper: Paper) -> list[Path]:
+    """The training runs that the tree keeps for a paper: a file of its own, or all there are; the last counts most."""
+    own = KEPT / f"{paper.name}-runs.jsonl"
+    return [own] if own.is_file() else sorted(KEPT.glob("*-runs.jsonl"))
+
+
+def _kept(paper: Paper, claim: str | None, tell: Callable[[str], None]) -> list[Path]:
+    """The kept runs, where these claims rest on any; a line says which they are, or that there are none."""
+    resting = [c.id for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
+    if not resting:
+        return []
+    files = kept_runs(paper)
+    if files:
+        tell(f"{paper.name}: training claims are judged by the kept runs in {' and '.join(map(str, files))}; --runs PATH for others")
+    else:
+        stay = f"{resting[0]} stays" if len(resting) == 1 else f"{len(resting)} claims ({resting[0]} ... {resting[-1]}) stay"
+        why = "no training runs come with this installation"
+        tell(f"{paper.name}: {why}, so {stay} open: give --runs PATH (the project keeps them in docs/results)")
+    return files
+
+
+def _check_runs(runs: str | None, data: str | None, jobs: int, trained: list[str]) -> None:
+    if jobs and trained and (runs is None or data is None):
+        raise LocaterError(
+            f"--jobs {jobs}: training for {trained[0]} needs --runs PATH for its results and --data FOLDER for what it learns from"
+        )
+    if runs is not None and not jobs and not Path(runs).is_file():
+        raise LocaterError(f"{runs}: no such file; give the lines that an earlier --jobs wrote")
+    if data is not None and not Path(data).is_dir():
+        raise LocaterError(f"{data}: no such folder")
+
+
+def _check_lines(runs: Path, papers: Iterable[Paper], claim: str | None) -> None:
+    """Refuse a file in which no line is a run that these claims ask for: all of them would stay open without a word."""
+    from locater_papers.runs import Runs as Lines
+
+    held, studies = Lines(runs), [study for paper in papers for study in paper.studies if set(study.claims) & set(chosen(paper, claim))]
+    if any(study.on_runs and study.rows is None for study in studies) and held.lines:
+        return  # it takes whatever runs there are
+    asked = [row for study in studies if study.rows is not None for row in study.rows(held)]
+    if asked and not any(held.of(row) for row in asked):
+        what = f"none of its {len(held.lines)} training runs is one that these claims ask for" if held.lines else "no training run in it"
+        raise LocaterError(f"{runs}: {what}; give the lines that an earlier --jobs wrote")
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _read(path: Path, paper: Paper) -> dict[str, Any]:
+    try:
+        document = jsonlib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        document = None
+    held = document if isinstance(document, dict) else {}
+    if held.get("paper") != paper.name or not held.get("claims"):
+        why = f" (it is of {held['paper']})" if "paper" in held else ""
+        raise LocaterError(f"{path}: not the JSON of locater reproduce {paper.name}{why}")
+    return held
+
+
+def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console) -> None:
+    from locater_papers.report import print_verdicts, write_report
+
+    text = jsonlib.dumps(document, indent=1, allow_nan=False)
+    if json not in (None, "-"):
+        write_whole(Path(str(json)), text + "\n")
+    if report is not None:
+        write_report(document, paper, Path(report), Path(report).parent if images is None else Path(images))
+    if json == "-":
+        print(text)
+        return
+    console.print(document["source"], markup=False, highlight=False)
+    print_verdicts(document, console)
+    for what, path in (("Data", json), ("Page", report)):
+        if path is not None:
+            console.print(f"{what} written to {path}", markup=False, highlight=False)

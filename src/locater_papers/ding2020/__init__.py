@@ -1,0 +1,16 @@
+"""Ding, Fan, Lan, Schuurmans and Soricut (2020): attention normalized over queries, then over keys, explains no key away."""
+
+from locater_papers.ding2020 import guarantee, trained
+from locater_papers.ding2020.page import lead, page
+from locater_papers.paper import Paper
+
+PAPER = Paper(
+    "ding2020",
+    "Attention that does not explain away: what every key is promised, and whether keys need it",
+    "Ding, Fan, Lan, Schuurmans and Soricut, Attention that does not Explain Away (arXiv 2009.14308)",
+    (guarantee.STUDY, guarantee.MASKED, trained.STUDY, trained.RUNS),
+    page,
+    lead,
+)
+
+__all__ = ["PAPER"]

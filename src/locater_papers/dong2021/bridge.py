@@ -1,0 +1,305 @@
+"""Rank collapse and entropy collapse on the same heads: study h.
+
+Heads are those of `planted.py`, A = s W with M = tr A, F = ||A||^2, S = tr A^2. Over a grid of
+(M, F, S/F) and several kinds of tokens every head is asked two things:
+
+    residual kept     ||res(P X)|| / ||res(X)||, composite: under 1/2 its rank collapses
+    entropy ratio     mean over queries of H / log(visible keys): under 1/2 its entropy collapses
+
+What ties the two together (no mask, R the residual of X, D a row's distance log n - H from uniform):
+
+    |(P X)_i - mean| = |sum_j (P_ij - 1/n) R_j| <= sqrt(2 D_i) max_j |R_j|                     Pinsker: residual is paid for in entropy
+    log n - H = v / 2,  v = tr(A C A^T X^T X / n);   kept^2 = k^2 = tr(A C^2 A^T C) / tr C      to first order in A, C = cov of tokens
+
+Both are A seen through the tokens' covariance. docs/theory.md sections 5 and 10.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.probe import spearman
+from locater.theory import localization
+from locater_papers.claim import Claim, Measured
+from locater_papers.dong2021.contraction import over_draws
+from locater_papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens
+from locater_papers.paper import Setting, Study
+from locater_papers.parts import every
+
+SEEDS, SEQUENCES = {True: 4, False: 8}, {True: 6, False: 16}
+HALF = 0.5  # of residual or entropy: under it, collapsed
+SIZES = tuple(2.0 ** (k / 2) for k in range(-6, 11))  # sqrt F
+MEANS = (-16.0, -4.0, -1.0, 0.0, *(2.0 ** (k / 2) for k in range(-2, 13)))  # M
+RATIOS = (1.0, 0.0, -0.5)  # S / F: 1 is symmetric, -1 antisymmetric
+CONCENTRATIONS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)  # M / sqrt(d F), symmetric maps: 1 is a multiple of the identity
+SCALES = tuple(2.0 ** (k / 4) for k in range(-12, 25))  # sqrt F, for the width of the window
+MAIN = TOKENS[0]
+
+CLAIMS = (
+    Claim(
+        "h1", "The two collapses are ends of one axis: hardly any head has both",
+        "share of heads with less than half of the residual and of the entropy, worst of three kinds of tokens with and without mask",
+        "at most", 0.01, by="notes",
+    ),
+    Claim(
+        "h2", "What attention keeps of the tokens' differences it pays for in entropy: kept <= sqrt(2 (log n - H)) max|R| / rms|R|",
+        "largest of kept over that bound, every head, no mask", "at most", 1.0, by="notes",
+    ),
+    Claim(
+        "h3", "Three moments of the spectrum, M, F and S, govern both",
+        "share of the variance of residual kept and of entropy that they explain, the lesser, spectra of four shapes", "at least", 0.95,
+        by="notes",
+    ),
+    Claim(
+        "h4", "Entropy collapse is a matter of scale alone",
+        "rank correlation of F with the entropy ratio, weakest of three kinds of tokens", "at most", -0.9, by="notes",
+    ),
+    Claim(
+        "h5", "Rank collapse follows from the same map seen through the tokens' covariance, k^2 = tr(A C^2 A^T C) / tr C",
+        "chance that k puts a head that keeps half of the residual above one that does not, worst kind of tokens", "at least", 0.95,
+        by="notes",
+    ),
+    Claim(
+        "h6", "Λ alone tells where neither happens",
+        "balanced accuracy of the best interval of Λ, tokens of equal norm", "at least", 0.9, by="notes",
+    ),
+    Claim(
+        "h7", "The concentration M^2 / F alone tells where neither happens",
+        "balanced accuracy of the best interval of M^2 / F, tokens of equal norm", "at least", 0.9, by="notes",
+    ),
+    Claim(
+        "h8", "There are heads with neither collapse for every kind of tokens",
+        "share of the grid, scarcest kind of tokens, no mask", "at least", 0.05, by="notes",
+    ),
+    Claim(
+        "h9", "The more concentrated the spectrum, the wider the window between the two collapses",
+        "rank correlation of M / sqrt(d F) with the octaves of scale in which neither happens, tokens of equal norm", "at least", 0.9,
+        by="notes",
+    ),
+    Claim(
+        "h10", "Two numbers tell it: the scale F for entropy, and k for rank",
+        "balanced accuracy of k at least a and F at most b, chosen on other seeds, tokens of equal norm", "at least", 0.9, by="notes",
+    ),
+)  # fmt: skip
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+Table = dict[str, Tensor]  # a column per number, a row per head
+Rows = list[tuple[float, ...]]  # the same as it is measured
+
+
+def part_of(setting: Setting, part: tuple[str, int]) -> tuple[dict[bool, Rows], dict[str, float], list[float]]:
+    """All that is measured on tokens of one kind and seed: a grid, shapes of spectra, a window."""
+    count = SEQUENCES[setting.quick]
+    return sweep(*part, count), explained(*part, count), window(*part, count)
+
+
+def sweep(kind: str, seed: int, count: int) -> dict[bool, Rows]:
+    """Every head of the grid on the same tokens, without mask and with."""
+    batch = Batch.of(tokens(kind, count, seed))
+    rows: dict[bool, Rows] = {False: [], True: []}
+    for ratio, M, size in product(RATIOS, MEANS, SIZES):
+        A = head(M, size, ratio, seed=seed)
+        if A is None:
+            continue
+        v, k = response(batch, A)
+        for causal, held in rows.items():
+            seen = attend(batch, A, causal)
+            held.append((M, size, ratio, v, k, seen.kept, seen.entropy, seen.price))
+    return rows
+
+
+def _table(rows: Rows) -> Table:
+    names = ("M", "size", "ratio", "v", "k", "kept", "entropy", "price")
+    found = dict(zip(names, torch.tensor(rows, dtype=torch.float64).unbind(1), strict=True))
+    F = found["size"] ** 2
+    return {**found, "F": F, "M^2/F": found["M"] ** 2 / F, "Λ": localization(found["M"], found["ratio"] * F, F)}
+
+
+def neither(table: Table) -> Tensor:
+    """Heads that keep half of both."""
+    return (table["kept"] >= HALF) & (table["entropy"] >= HALF)
+
+
+def explained(kind: str, seed: int, count: int) -> dict[str, float]:
+    """Share of the variance of kept and entropy, over heads of four shapes of spectrum, that is between cells of (M, F, S/F)."""
+    batch = Batch.of(tokens(kind, count, seed))
+    cells = []
+    for ratio, M, size in product(RATIOS[::2], MEANS[::2], SIZES[::2]):
+        maps = [head(M, size, ratio, shape, seed) for shape in SHAPES]
+        cells += [[attend(batch, A) for A in maps if A is not None]] if maps[0] is not None else []
+    found = {}
+    for name in ("kept", "entropy"):
+        held = torch.tensor([[getattr(seen, name) for seen in cell] for cell in cells], dtype=torch.float64)
+        found[name] = 1 - float(held.var(1, correction=0).mean() / held.var(correction=0))
+    return found
+
+
+def window(kind: str, seed: int, count: int) -> list[float]:
+    """Octaves of scale over which neither collapse happens, per concentration."""
+    batch = Batch.of(tokens(kind, count, seed))
+    widths = []
+    for share in CONCENTRATIONS:
+        maps = [head(share * WIDTH**0.5 * size, size, 1.0) for size in SCALES]
+        seen = [attend(batch, A) for A in maps if A is not None]
+        widths.append(sum(s.kept >= HALF and s.entropy >= HALF for s in seen) * math.log2(SCALES[1] / SCALES[0]))
+    return widths
+
+
+# --- how well one number tells ----------------------------------------------------------------------------------------
+
+
+def interval_accuracy(score: Float[Tensor, " heads"], label: Tensor) -> float:
+    """Mean of the two hit rates of the rule "score lies in [a, b]", at the best a and b.
+
+    Sorted by score, a rule is a stretch of heads: the largest sum of +1/positives and -1/negatives over stretches, in one pass.
+
+    >>> interval_accuracy(torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([False, True, True, False]))
+    1.0
+    """
+    values, inverse = score.unique(return_inverse=True)
+    weight = torch.where(label, 1 / label.sum(), -1 / (~label).sum()).double()
+    steps = torch.zeros(len(values), dtype=torch.float64).index_add(0, inverse, weight).tolist()
+    best = at = 0.0
+    for step in steps:
+        at = max(0.0, at + step)
+        best = max(best, at)
+    return (1 + best) / 2
+
+
+def corner(low: Tensor, high: Tensor, label: Tensor) -> tuple[float, float]:
+    """The a and b for which "low at least a and high at most b" has the best balanced accuracy, among the values at hand.
+
+    >>> corner(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]), torch.tensor([False, True, False]))
+    (1.0, 1.0)
+    """
+    order = high.argsort(stable=True)
+    low, high, label = low[order], high[order], label[order]
+    last = torch.cat([high[1:] > high[:-1], torch.tensor([True])])  # a threshold takes all that are equal to it
+    weight = torch.where(label, 1 / label.sum(), -1 / (~label).sum()).double()
+    best, found = -math.inf, (0.0, 0.0)
+    for a in low.unique():
+        score, at = (weight * (low >= a)).cumsum(0).masked_fill(~last, -math.inf).max(0)
+        if float(score) > best:
+            best, found = float(score), (float(a), float(high[at]))
+    return found
+
+
+def corner_accuracy(seen: Sequence[Table], judged: Table) -> float:
+    """Mean of the two hit rates on `judged` of the rule on k and F that is best on `seen`."""
+    a, b = corner(*(torch.cat([column(table) for table in seen]) for column in (lambda t: t["k"], lambda t: t["F"], neither)))
+    said, true = (judged["k"] >= a) & (judged["F"] <= b), neither(judged)
+    return float((said & true).sum() / true.sum() + (~said & ~true).sum() / (~true).sum()) / 2
+
+
+def ordering(score: Tensor, label: Tensor) -> float:
+    """Chance that a head with the label has the higher score (the area under the curve); NaN where all are alike.
+
+    >>> ordering(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([False, True, True]))
+    1.0
+    """
+    yes, no = score[label], score[~label]
+    if not len(yes) or not len(no):
+        return math.nan
+    return float(((yes[:, None] > no).double() + (yes[:, None] == no).double() / 2).mean())
+
+
+# --- the study --------------------------------------------------------------------------------------------------------
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    """Grids, shapes and windows for every kind of tokens and every seed."""
+    seeds = range(SEEDS[setting.quick])
+    plan = [(kind, seed) for kind in TOKENS for seed in seeds]
+    grids, shapes, windows = {}, {}, {}
+    for each, (rows, shapes[each], windows[each]) in zip(plan, every(part_of, plan, setting), strict=True):
+        grids[each] = {causal: _table(held) for causal, held in rows.items()}
+
+    def over_kinds(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float], numbers: Mapping[str, Any]) -> Measured:
+        by_kind = {kind: _mean([one(kind, seed) for seed in seeds]) for kind in TOKENS}
+        return over_draws([pick([one(kind, seed) for kind in TOKENS]) for seed in seeds], {"by_tokens": by_kind, **numbers})
+
+    def free(kind: str, seed: int) -> Table:
+        return grids[kind, seed][False]
+
+    def both(kind: str, seed: int) -> float:
+        return max(float(((t["kept"] < HALF) & (t["entropy"] < HALF)).double().mean()) for t in grids[kind, seed].values())
+
+    def accuracy(name: str) -> list[float]:
+        return [interval_accuracy(free(MAIN, seed)[name], neither(free(MAIN, seed))) for seed in seeds]
+
+    prices = [float(free(*each)["price"].nan_to_num().max()) for each in plan]
+    rules = {name: _mean(accuracy(name)) for name in ("Λ", "M", "F", "M^2/F", "v", "k")}
+    return {
+        "h1": over_kinds(both, max, {"phase": _phases(grids, seeds)}),
+        "h2": Measured(max(prices), 0.0, f"none: the largest of {len(prices) * len(free(MAIN, 0)['M']):,} heads", _traded(free(MAIN, 0))),
+        "h3": over_draws([min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}),
+        "h4": over_kinds(lambda kind, seed: spearman(free(kind, seed)["F"], free(kind, seed)["entropy"]) or 0.0, max, {}),
+        "h5": over_kinds(lambda kind, seed: ordering(free(kind, seed)["k"], free(kind, seed)["kept"] >= HALF), min, {}),
+        "h6": over_draws(accuracy("Λ"), {"rules": rules}),
+        "h7": over_draws(accuracy("M^2/F")),
+        "h8": over_kinds(lambda kind, seed: float(neither(free(kind, seed)).double().mean()), min, _masked_shares(grids, seeds)),
+        "h9": over_draws([_widens(windows[MAIN, seed]) for seed in seeds], _windows(windows, seeds)),
+        "h10": over_draws(
+            [corner_accuracy([free(MAIN, s) for s in seeds if s != seed], free(MAIN, seed)) for seed in seeds],
+            _corner([free(MAIN, seed) for seed in seeds]),
+        ),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _corner(tables: Sequence[Table]) -> dict[str, float]:
+    """The rule on all seeds, and its accuracy where it was chosen, as that of the other rules."""
+    a, b = (_mean(x) for x in zip(*(corner(t["k"], t["F"], neither(t)) for t in tables), strict=True))
+    return {"k": a, "F": b, "chosen_here": _mean([corner_accuracy([t], t) for t in tables])}
+
+
+def _widens(widths: Sequence[float]) -> float:
+    return spearman(torch.tensor(CONCENTRATIONS), torch.tensor(widths)) or 0.0
+
+
+def _windows(windows: Mapping[tuple[str, int], list[float]], seeds: range) -> dict[str, Any]:
+    held = {kind: torch.tensor([windows[kind, seed] for seed in seeds]).mean(0).tolist() for kind in TOKENS}
+    return {"concentration": list(CONCENTRATIONS), "octaves": held, "correlation": {kind: _widens(held[kind]) for kind in TOKENS}}
+
+
+def _masked_shares(grids: Mapping[tuple[str, int], dict[bool, Table]], seeds: range) -> dict[str, Any]:
+    return {"causal": {kind: _mean([float(neither(grids[kind, seed][True]).double().mean()) for seed in seeds]) for kind in TOKENS}}
+
+
+def _traded(table: Table) -> dict[str, list[list[float]]]:
+    """Entropy lost in nats beside residual kept, a point per head."""
+    lost = (1 - table["entropy"]) * math.log(LENGTH)
+    return {"points": torch.stack([lost, table["kept"]], 1).tolist()}
+
+
+def _phases(grids: Mapping[tuple[str, int], dict[bool, Table]], seeds: range) -> dict[str, Any]:
+    """Residual kept and entropy over the plane (sqrt F, M > 0) for two values of S/F, mean over seeds; null where there is no head."""
+    means = [M for M in MEANS if M > 0]
+    planes: dict[str, Any] = {"M": means, "size": list(SIZES)}
+    for kind, causal, ratio in product(TOKENS, (False, True), (1.0, 0.0)):
+        found = {}
+        for name in ("kept", "entropy", "Λ"):
+            cells = [_cells(grids[kind, seed][causal], name, ratio, means) for seed in seeds]
+            found[name] = [[None if c[0] is None else _mean(c) for c in zip(*rows, strict=True)] for rows in zip(*cells, strict=True)]
+        planes[f"{kind}{', causal' if causal else ''}, S/F = {ratio:g}"] = found
+    return planes
+
+
+def _cells(table: Table, name: str, ratio: float, means: Sequence[float]) -> list[list[float | None]]:
+    at = {key: i for i, key in enumerate(zip(table["M"].tolist(), table["size"].tolist(), table["ratio"].tolist(), strict=True))}
+    return [[float(table[name][at[M, size, ratio]]) if (M, size, ratio) in at else None for size in SIZES] for M in means]
+
+
+STUDY = Study("the bridge", CLAIMS, measure)

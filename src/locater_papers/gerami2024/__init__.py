@@ -1,0 +1,16 @@
+"""Gerami, Hoover, Dulepet and Duraiswami (2024): a polynomial in the place of softmax's exponential, which factorises."""
+
+from locater_papers.gerami2024 import cost, forms, judged, leak, limits
+from locater_papers.gerami2024.page import lead, page
+from locater_papers.paper import Paper
+
+PAPER = Paper(
+    "gerami2024",
+    "Fastmax: a polynomial for the exponential, what it saves and what it cannot do",
+    "Gerami, Hoover, Dulepet and Duraiswami, FAST: factorizable attention for speeding up transformers (arXiv 2402.07901)",
+    (forms.STUDY, limits.STUDY, leak.STUDY, cost.STUDY, judged.STUDY),
+    page,
+    lead,
+)
+
+__all__ = ["PAPER"]

@@ -1,0 +1,189 @@
+"""A paper as a list of studies, each of which measures once and decides several claims; and one run over them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from locater.errors import LocaterError
+from locater.result import SCHEMA, write_whole
+from locater.spectrum import one_thread
+from locater.version import __version__
+from locater_papers.claim import Claim, Measured, Verdict, verdict_of
+
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a study may use: how long it may take, where more trained models are, and the text that they are run on.
+
+    Studies of training runs read `runs`, lines of JSON, and `more_runs`; with `jobs` they make the lines that `runs` lacks, so many at
+    a time, on what is in the folder `data`. `tell` is given a line as each study begins.
+    """
+
+    quick: bool = True
+    models: Path | None = None
+    progress: Progress | None = None
+    runs: Path | None = None
+    data: Path | None = None
+    jobs: int = 0
+    tell: Callable[[str], None] = lambda text: None
+    more_runs: tuple[Path, ...] = ()
+
+    @cached_property
+    def text(self) -> str:
+        """The documentation inside Python; built when first asked for, which takes seconds."""
+        from locater.train.corpus import embedded_text
+
+        return embedded_text()
+
+    def each(self, parts: list[Part]) -> Iterable[Part]:
+        """The parts of a study, with a bar where there is a terminal."""
+        return parts if self.progress is None else self.progress(parts, len(parts))
+
+
+@dataclass(frozen=True)
+class Study:
+    """One measurement and the claims it decides. `measure` returns a `Measured` per claim id; None where it cannot be run yet."""
+
+    title: str
+    claims: tuple[Claim, ...]
+    measure: Callable[[Setting], Mapping[str, Measured]] | None = None
+    needs: str = ""  # what an undecided study waits for
+    on_models: bool = False  # whether it runs trained models, those of `Setting.models` too
+    on_runs: bool = False  # whether it judges training runs
+    rows: Callable[[Any], list[Any]] | None = None  # of those, given the runs that there are (`papers.runs`)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper: `name` is what the command line calls it."""
+
+    name: str
+    title: str
+    source: str
+    studies: tuple[Study, ...]
+    page: Callable[[dict[str, Any]], tuple[list[str], dict[str, str]]] | None = None  # more of a report: lines, and figures by name
+    lead: Callable[[dict[str, Any]], list[str]] | None = None  # what a report says first
+
+    @property
+    def claims(self) -> list[Claim]:
+        return [claim for study in self.studies for claim in study.claims]
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What a run found."""
+
+    paper: Paper
+    verdicts: tuple[Verdict, ...]
+    assumptions: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON document: schema, locater, source, assumptions, claims."""
+        return {
+            "schema": SCHEMA, "locater": __version__, "source": self.paper.source, "paper": self.paper.name,
+            "assumptions": self.assumptions, "claims": [_rounded(v.to_dict()) for v in self.verdicts],
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document; the file appears whole or not at all."""
+        write_whole(Path(path), self.to_json() + "\n")
+
+
+def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = None) -> Reproduction:
+    """Measure what can be measured and judge every claim, or those that `claim` names: an id (`a2`) or a letter for its group."""
+    setting = setting or Setting()
+    wanted = {c.id for c in chosen(paper, claim)}
+    verdicts: list[Verdict] = []
+    seconds: dict[str, list[float]] = {}  # by the clock, and of processors
+    studies = [study for study in paper.studies if wanted & {c.id for c in study.claims}]
+    start = time.perf_counter()
+    for number, study in enumerate(studies, 1):
+        asked = [c for c in study.claims if c.id in wanted]
+        began = time.perf_counter(), _processor()
+        setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({began[0] - start:.0f} s so far)")
+        with one_thread() if setting.quick else nullcontext():  # quick studies are small: a team of threads costs more than it brings
+            found = {} if study.measure is None else study.measure(setting)
+        if study.measure is not None:
+            seconds[study.title] = [round(time.perf_counter() - began[0], 1), round(_processor() - began[1], 1)]
+        verdicts += [verdict_of(c, found.get(c.id), command(paper, c, study, setting, c.id in found), study.needs) for c in asked]
+    return Reproduction(paper, tuple(verdicts), _assumptions(setting, seconds))
+
+
+def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
+    """Several runs as one document: of a claim that several measured, the last; in the paper's order. `command` tells how each was run."""
+    claims: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        claims |= {x["id"]: x for x in document["claims"] if x["measured"] is not None or x["id"] not in claims}
+    order = [claim.id for claim in paper.claims if claim.id in claims]
+    held = dict(documents[-1]["assumptions"])
+    for name in ("seconds", "processor_seconds"):
+        held[name] = {k: v for document in documents for k, v in document["assumptions"][name].items()}
+    held["quick"] = all(document["assumptions"]["quick"] for document in documents)
+    for name in ("torch", "python"):
+        held[name] = ", ".join(sorted({part for document in documents for part in document["assumptions"][name].split(", ")}))
+    if len(documents) > 1:
+        held["joined"] = len(documents)
+    return {**documents[-1], "assumptions": held, "claims": [claims[name] for name in order]}
+
+
+def chosen(paper: Paper, claim: str | None) -> list[Claim]:
+    """The claims that a name stands for, all without one."""
+    found = [c for c in paper.claims if claim is None or c.id == claim or c.id[0] == claim]
+    if not found:
+        raise LocaterError(f"--claim {claim}: {paper.name} has no such claim; there are {', '.join(c.id for c in paper.claims)}")
+    return found
+
+
+def command(paper: Paper, claim: Claim, study: Study, setting: Setting, measured: bool) -> str:
+    """What decides a claim from a shell; one that was not measured may need more than a quick run."""
+    how = " --quick" if setting.quick and measured and not study.on_runs else ""
+    where = " --models FOLDER" if study.on_models and setting.models else " --runs FILE" if study.on_runs else ""
+    return f"locater reproduce {paper.name} --claim {claim.id}{how}{where}"
+
+
+def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    from locater.train.corpus import fingerprint
+
+    held: dict[str, Any] = {"quick": setting.quick, "seconds": {k: x[0] for k, x in seconds.items()}}
+    held |= {"processor_seconds": {k: x[1] for k, x in seconds.items()}, "torch": torch.__version__, "python": platform.python_version()}
+    held["threads"] = 1 if setting.quick else torch.get_num_threads()
+    if setting.runs is not None and setting.runs.is_file():
+        text = "".join(path.read_text(encoding="utf-8") for path in (*setting.more_runs, setting.runs))
+        held["runs"] = {"lines": len(text.splitlines()), "sha256": fingerprint(text)}
+    if "text" in vars(setting):
+        held["text_sha256"] = fingerprint(setting.text)
+    held["verdict"] = "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else undecided"
+    return held
+
+
+def _processor() -> float:
+    """Seconds of processors so far, in this process and in those it has waited for."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def _rounded(x: Any) -> Any:
+    """Five digits are more than any of these numbers has; NaN and infinity have no place in JSON."""
+    if isinstance(x, float):
+        return float(f"{x:.5g}") if math.isfinite(x) else None
+    if isinstance(x, Mapping):
+        return {str(k): _rounded(v) for k, v in x.items()}
+    return [_rounded(v) for v in x] if isinstance(x, list | tuple) else x

@@ -1,0 +1,119 @@
+"""Gates in training, at the size of this project's runs: which lower the loss, take the sink away and calm the stream. Studies d and e.
+
+The paper's models have 15 billion parameters and 400 billion tokens. These have 6 layers of width 256 and a few million tokens, so that
+every verdict is of this size alone. Softmax and one gate per head are at the better of two learning rates, variations at the higher of
+them. Where softmax gives its first token no more than uniform attention does, nothing is said of sinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from locater_papers.arms_page import carried
+from locater_papers.claim import Claim, Measured, seeds_range
+from locater_papers.judging import change, ends_table, has_sink, left_open, level, rank_correlation, trained
+from locater_papers.mechanism_runs import BASE, NO_SINK, SEEN, SOFTMAX, TUNED, VARIED, arm
+from locater_papers.runs import Row, Runs
+
+HEAD, ELEMENT = arm("gated"), arm("gated(per=element)")
+VALUE, KEY, QUERY = arm("gated(position=value, per=element)"), arm("gated(position=key)"), arm("gated(position=query)")
+CONSTANT, NS, SHARED = arm("gated(from_input=False)"), arm("gated(score=ns_sigmoid, per=element)"), arm("gated(shared=True, per=element)")
+ARMS = (SOFTMAX, HEAD, ELEMENT, VALUE, KEY, QUERY, CONSTANT, NS, SHARED)
+SIX = (ELEMENT, HEAD, VALUE, SHARED, CONSTANT, NS)  # those of the paper's table
+HOT, SHORT, HOT_SEEDS = 1.5e-2, 400, 2  # a rate at which softmax loses half a nat, and steps
+UNIFORM = math.log(BASE.vocabulary)  # what a run that diverged is counted as
+FIRST, SPIKE = "measures.first_mass", "measures.spike_ratio"
+OF_SINKS = ("d7", "d8", "d9", "d10", "d11", "d12", "d15")
+
+CLAIMS = (
+    Claim("d1", "A gate per element after attention lowers the loss", f"change of report loss against softmax, {VARIED}", "at most", 0.0),
+    Claim("d2", "So does one gate per head", f"change of report loss against softmax, {TUNED}", "at most", 0.0),
+    Claim("d3", "Per element is better than per head", f"report loss per element less per head, {VARIED}", "at most", 0.0),
+    Claim("d4", "After attention is better than on values", f"report loss after attention less on values, per element, {VARIED}",
+          "at most", 0.0),
+    Claim("d5", "It is better than on keys", f"report loss after attention less on keys, per head, {VARIED}", "at most", 0.0),
+    Claim("d6", "It is better than on queries", f"report loss after attention less on queries, per head, {VARIED}", "at most", 0.0),
+    Claim("d7", "The gate takes the sink away", f"change of the first token's share of rows by a gate per element, {VARIED}",
+          "at most", 0.0),
+    Claim("d8", "So does one per head", f"change of the first token's share of rows by a gate per head, {TUNED}", "at most", 0.0),
+    Claim("d9", "Gates on values leave more of the sink", f"first token's share with gates on values less after attention, {VARIED}",
+          "at least", 0.0),
+    Claim("d10", "So do gates shared by heads", f"first token's share with shared gates less with own ones, {VARIED}", "at least", 0.0),
+    Claim("d11", "So do gates that cannot close", f"first token's share with NS-sigmoid less with the sigmoid, {VARIED}", "at least", 0.0),
+    Claim("d12", "So do gates that ignore the input", f"first token's share without input less with it, per head, {VARIED}",
+          "at least", 0.0),
+    Claim("d13", "The gate lowers the largest activation", f"change of the largest entry over the median by a gate per element, {VARIED}",
+          "at most", 0.0),
+    Claim("d14", "Gates close in training: they start at 1/2", f"mean gate per element after training, {VARIED}", "at most", 0.5),
+    Claim("d15", "The more the gates close, the smaller the sink", "rank correlation of mean gate with the first token's share over the "
+          f"table's six variants, seed by seed, {SEEN}", "at least", 0.8),
+    Claim("d16", "Gates that cannot close cost loss", f"report loss with NS-sigmoid less with the sigmoid, per element, {VARIED}",
+          "at least", 0.0),
+    Claim("d17", "Gates shared by heads cost loss", f"report loss with shared gates less with own ones, per element, {VARIED}",
+          "at least", 0.0),
+    Claim("d18", "A gate that ignores the input, which adds no function, leaves the loss where it is",
+          f"change of report loss against softmax, {VARIED}", "about", 0.0, 0.01, by="notes"),
+)  # fmt: skip
+HOT_CLAIMS = (
+    Claim("e1", "The gate stands a hot learning rate better (in the paper: a rate at which the plain model diverges)",
+          f"report loss per element less softmax at a rate of {HOT:g}, {SHORT} steps, {HOT_SEEDS} seeds, {SEEN}; a run that diverged "
+          "counts as a uniform guess", "at most", 0.0),
+)  # fmt: skip
+
+
+def judge(runs: Runs) -> Mapping[str, Measured | None]:
+    loss = "report_loss"
+    found = {
+        "d1": change(runs, ELEMENT, SOFTMAX, loss),
+        "d2": change(runs, HEAD, SOFTMAX, loss),
+        "d3": change(runs, ELEMENT, HEAD, loss),
+        "d4": change(runs, ELEMENT, VALUE, loss),
+        "d5": change(runs, HEAD, KEY, loss),
+        "d6": change(runs, HEAD, QUERY, loss),
+        "d7": change(runs, ELEMENT, SOFTMAX, FIRST),
+        "d8": change(runs, HEAD, SOFTMAX, FIRST),
+        "d9": change(runs, VALUE, ELEMENT, FIRST),
+        "d10": change(runs, SHARED, ELEMENT, FIRST),
+        "d11": change(runs, NS, ELEMENT, FIRST),
+        "d12": change(runs, CONSTANT, HEAD, FIRST),
+        "d13": change(runs, ELEMENT, SOFTMAX, SPIKE),
+        "d14": level(runs, ELEMENT, "measures.gate"),
+        "d15": rank_correlation(runs, SIX, "measures.gate", FIRST),
+        "d16": change(runs, NS, ELEMENT, loss),
+        "d17": change(runs, SHARED, ELEMENT, loss),
+        "d18": change(runs, CONSTANT, SOFTMAX, loss),
+    }
+    found = carried(found, {"arms": ends_table(runs, ARMS)})
+    return found if has_sink(runs, SOFTMAX) else left_open(found, OF_SINKS, NO_SINK)
+
+
+def hot_rows() -> dict[str, list[Row]]:
+    """Short runs at a hot rate, without a gate and with one per element."""
+    plan = replace(BASE, steps=SHORT, evaluate=0, rate=HOT)
+    kinds = {"softmax": "softmax", "gated per element": "gated(per=element)"}
+    return {
+        name: [Row("hot", f"{name}, hot", replace(plan, attention=text, seed=seed)) for seed in range(HOT_SEEDS)]
+        for name, text in kinds.items()
+    }
+
+
+def judge_hot(runs: Runs) -> Mapping[str, Measured | None]:
+    losses: dict[str, list[float]] = {}
+    for name, rows in hot_rows().items():
+        lines = [runs.of(row) for row in rows]
+        if any(line is None for line in lines):
+            return {}
+        losses[name] = [_loss(line) for line in lines if line is not None]
+    plain, gated = losses.values()
+    return {"e1": seeds_range([a - b for a, b in zip(gated, plain, strict=True)], {"losses": losses, "rate": HOT, "steps": SHORT})}
+
+
+def _loss(line: Mapping[str, Any]) -> float:
+    return float(line["report_loss"]) if line["status"] == "done" else UNIFORM
+
+
+STUDY = trained("gates in training", CLAIMS, ARMS, judge)
+HOT_STUDY = trained("a hot learning rate", HOT_CLAIMS, (), judge_hot, [row for rows in hot_rows().values() for row in rows])

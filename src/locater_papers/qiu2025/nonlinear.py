@@ -1,0 +1,202 @@
+"""What the gate undoes: heads as linear maps of their tokens, ranks, and whether W_V and W_O still merge. Study b.
+
+With the map A held, a head without a gate is linear in X. For tokens whose law is symmetric about zero and a gate g = sigmoid(x W_g)
+without a bias, g - 1/2 is odd in x and the head o before its gate is odd too, so that g o = o / 2 + (g - 1/2) o falls into an odd
+and an even part. The best linear fit has all of the first and nothing but the mean of the second:
+
+    R^2 = 1 / (1 + 4 var((g - 1/2) o) / var o),    var the sum over channels
+
+As |g - 1/2| < 1/2, R^2 is above 1/2 however sharp the gate. A gate that is mostly closed goes further: with a gate that is open with
+probability p, independent of o, R^2 = p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.attention import mechanism
+from locater.measures import ranks
+from locater_papers.claim import Claim, Measured, half_range
+from locater_papers.paper import Setting, Study
+from locater_papers.qiu2025.gates import EXACT, Layer, module
+from locater_papers.qiu2025.qwen import relative
+from locater_papers.qiu2025.table import TABLE
+
+TOKENS, WIDTH, SIZE = 4, 6, 3
+DRAWS = {True: 4_000, False: 40_000}  # sets of tokens for a linear fit
+SEEDS = {True: 4, False: 12}
+SHARPNESS = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)  # standard deviation of the gate's logits
+CLOSED = (0.0, -1.0, -2.0, -3.0, -4.0)  # their mean, where the deviation is 2
+RANKED = {True: 12, False: 100}
+BEST = min(variant.gate for variant in TABLE)  # mean gate of the variant whose gates close most
+
+CLAIMS = (
+    Claim(
+        "b1", "Without a gate a head is linear in its tokens, the map held", "largest 1 - R^2 of a linear fit, draws of weights",
+        "at most", 1e-12, by="notes",
+    ),
+    Claim(
+        "b2", "A gate after attention makes it nonlinear", "R^2 of a linear fit, gate per element, logits of deviation 2", "at most", 0.8,
+    ),
+    Claim(
+        "b3", "A gate without bias leaves more than half of it linear, however sharp (tokens symmetric about 0)",
+        "least R^2 over sharpness and draws of weights", "at least", 0.5, by="notes",
+    ),
+    Claim(
+        "b4", "R^2 = 1 / (1 + 4 var((g - 1/2) o) / var o)",
+        "largest distance of the fitted R^2 from this, over sharpness and draws of weights", "at most", 0.02, by="notes",
+    ),
+    Claim(
+        "b5", "What takes a head far from linear is a gate that is mostly closed",
+        f"R^2 at the mean gate of the paper's best variant, {BEST:g}, interpolated over gates of growing bias", "at most", 0.5, by="notes",
+    ),
+    Claim(
+        "b6", "The gate does not raise the rank of a head's output: it stays at the head's size",
+        "largest rank of a head's output over the head's size, gates after attention or on values, per head or element", "at most", 1.0,
+        by="notes",
+    ),
+    Claim(
+        "b7", "Per element, W_V and W_O no longer merge: tokens see as many maps as the head has channels",
+        "least dimension of the span of tokens' value-output maps over the head's size, by autograd", "at least", 1.0,
+    ),
+    Claim(
+        "b8", "Per head they still merge: all tokens see one map, and the gate scales it",
+        "largest relative error of gate x (A X) (W_V W_O), the two merged beforehand", "at most", 1e-12, by="notes",
+    ),
+)  # fmt: skip
+
+
+def tokens(seed: int, draws: int) -> Float[Tensor, "draws T width"]:
+    return torch.randn(draws, TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def head(seed: int, x: Float[Tensor, "draws T width"]) -> tuple[Float[Tensor, "draws size"], Float[Tensor, "size width"]]:
+    """Output of the last token before its gate, the map held at one draw's; and W_g with logits of deviation 1."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    W_V, W_g = (torch.randn(SIZE, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5 for _ in range(2))
+    weights = torch.randn(TOKENS, generator=generator, dtype=torch.float64).softmax(0)
+    return torch.einsum("t,btd,ed->be", weights, x, W_V), W_g / W_g.norm(dim=1, keepdim=True)
+
+
+def linear_fit(x: Float[Tensor, "draws regressors"], y: Float[Tensor, "draws size"]) -> float:
+    """R^2 of the least-squares fit of y on x and a constant, all columns together.
+
+    >>> x = torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
+    >>> round(linear_fit(x, 3 * x + 1), 6), round(linear_fit(x, x.square()), 6)
+    (1.0, 0.0)
+    """
+    X = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    rest = y - X @ torch.linalg.lstsq(X, y).solution
+    return 1 - float(rest.square().sum() / (y - y.mean(0)).square().sum())
+
+
+def fits(seed: int, draws: int) -> dict[str, list[float]]:
+    """R^2 by sharpness, what the formula says, and R^2 and mean gate by bias."""
+    x = tokens(seed, draws)
+    flat = x.flatten(1)
+    o, W_g = head(seed, x)
+    z = x[:, -1] @ W_g.mT
+    found: dict[str, list[float]] = {"fitted": [], "formula": [], "gate": [], "closed": [], "plain": [linear_fit(flat, o)]}
+    for sharp in SHARPNESS:
+        gate = (sharp * z).sigmoid()
+        found["fitted"].append(linear_fit(flat, gate * o))
+        found["formula"].append(1 / (1 + 4 * float(((gate - 0.5) * o).var(0).sum() / o.var(0).sum())))
+    for bias in CLOSED:
+        gate = (2 * z + bias).sigmoid()
+        found["gate"].append(float(gate.mean()))
+        found["closed"].append(linear_fit(flat, gate * o))
+    return found
+
+
+def at_gate(gates: list[float], values: list[float], wanted: float) -> float:
+    """Linear interpolation over falling gates.
+
+    >>> at_gate([0.5, 0.3, 0.1], [0.8, 0.6, 0.2], 0.2)
+    0.4
+    """
+    for a, b, u, v in zip(gates, gates[1:], values, values[1:], strict=False):
+        if b <= wanted <= a:
+            return u + (v - u) * (a - wanted) / (a - b)
+    return values[-1]
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def head_rank(seed: int, position: str, per: str) -> float:
+    """Largest numerical rank of a head's share of the output (T, width), more tokens and channels than the head's size."""
+    layer = Layer.draw(seed, tokens=12)
+    q, k, v = layer.projected
+    mixed = module(layer, seed, position=position, per=per)(q, k, v, layer.x, causal=True)
+    shares = torch.einsum("bhte,hed->bhtd", mixed, layer.W_O).flatten(0, 1)
+    return float(ranks(shares).numerical.max()) / layer.W_O.shape[1]
+
+
+def map_dimensions(seed: int, per: str, position: str = "output") -> float:
+    """Dimension of the span of the maps from what a head mixes to what it writes, one per token (of keys for "value"), over its size.
+
+    By autograd through the mechanism with map and gates held: the Jacobian of the output of query i with respect to token j is
+    A_ij times the map of the token whose gate acts.
+    """
+    layer = Layer.draw(seed, tokens=10, key_heads=4)
+    q, k, _ = layer.projected
+    gated = module(layer, seed, position=position, per=per)
+    options = gated.options(q, k, layer.x)
+    last = q.shape[2] - 1
+
+    def written(x: Tensor) -> Tensor:
+        v = torch.einsum("td,de->te", x, layer.W_V[0])[None, None]
+        heads = mechanism("gated")(q[:1, :1], k[:1, :1], v, **{name: gate[:1, :1] for name, gate in options.items()})
+        return heads[0, 0] @ layer.W_O[0]
+
+    J = torch.autograd.functional.jacobian(written, layer.x[0])  # (query, out, key, in)
+    maps = J[:, :, last, :] if position == "output" else J[last].movedim(1, 0)
+    flat = maps.flatten(1)
+    unit = flat / flat.norm(dim=1, keepdim=True)
+    return float(ranks(unit[None]).numerical) / layer.W_O.shape[1]
+
+
+def merged(seed: int) -> float:
+    """A gate per head beside gate x (A X) M with M = W_V W_O made beforehand."""
+    layer = Layer.draw(seed, key_heads=4)
+    q, k, v = layer.projected
+    gated = module(layer, seed)
+    wanted = layer.out(gated(q, k, v, layer.x, causal=True))
+    A = mechanism("softmax").map(q, k, causal=True)
+    gates = gated.options(q, k, layer.x)["gate"]
+    M = layer.W_V @ layer.W_O  # (H, width, width)
+    heads = torch.stack([gates[:, h] * (A[:, h] @ layer.x @ M[h]) for h in range(len(M))])
+    return relative(heads.sum(0), wanted)
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    """Fits over draws of tokens, ranks over draws of weights."""
+    seeds, draws, many = SEEDS[setting.quick], DRAWS[setting.quick], RANKED[setting.quick]
+    found = [fits(seed, draws) for seed in setting.each(list(range(seeds)))]
+    means = {name: [sum(f[name][i] for f in found) / seeds for i in range(len(found[0][name]))] for name in found[0]}
+    off = [abs(a - b) for f in found for a, b in zip(f["fitted"], f["formula"], strict=True)]
+    at = SHARPNESS.index(2.0)
+    kinds = [(position, per) for position in ("output", "value") for per in ("head", "element")]
+    by_kind = {f"{position}, per {per}": max(head_rank(s, position, per) for s in range(many)) for position, per in kinds}
+    spans = {f"{position}, per {per}": [map_dimensions(s, per, position) for s in range(min(many, 20))] for position, per in kinds}
+    element = [x for name, held in spans.items() if "element" in name for x in held]
+    curves: dict[str, Any] = {"sharpness": list(SHARPNESS), "bias": list(CLOSED), **means, "draws": draws, "best": BEST}
+    of = f"half the range of {seeds} draws of weights"
+    return {
+        "b1": Measured(max(1 - f["plain"][0] for f in found), 0.0, EXACT),
+        "b2": half_range([f["fitted"][at] for f in found], of, {"curves": curves}),
+        "b3": Measured(min(min(f["fitted"]) for f in found), 0.0, "none: the least of all"),
+        "b4": Measured(max(off), 0.0, "none: the largest of all"),
+        "b5": half_range([at_gate(f["gate"], f["closed"], BEST) for f in found], of),
+        "b6": Measured(max(by_kind.values()), 0.0, EXACT, {"by_kind": by_kind}),
+        "b7": Measured(min(element), 0.0, EXACT, {"spans": {name: [min(held), max(held)] for name, held in spans.items()}}),
+        "b8": Measured(max(merged(s) for s in range(many)), 0.0, EXACT),
+    }
+
+
+STUDY = Study("what the gate undoes", CLAIMS, measure)

@@ -1,0 +1,58 @@
+"""Gates where softmax has a sink: which take it away, and which leave it. Study f; the models of study d have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from locater_papers.arms_page import carried
+from locater_papers.claim import Claim, Measured
+from locater_papers.judging import change, level, rank_correlation, trained
+from locater_papers.runs import Runs
+from locater_papers.sink_runs import HERE, LEFT, PLAIN, SHARE, SINK, UNIFORM, WEIGHT, left_of, sink_arm, sinks_table
+
+HEAD, ELEMENT, VALUES = sink_arm("gated"), sink_arm("gated(per=element)"), sink_arm("gated(position=value, per=element)")
+KEY, QUERY = sink_arm("gated(position=key)"), sink_arm("gated(position=query)")
+CONSTANT, NS = sink_arm("gated(from_input=False)"), sink_arm("gated(score=ns_sigmoid, per=element)")
+ARMS = (PLAIN, HEAD, ELEMENT, VALUES, KEY, QUERY, CONSTANT, NS)
+VARIANTS = (ELEMENT, HEAD, VALUES, CONSTANT, NS)  # of the paper's six; with one head there is none to share a gate with
+ON_FIRST = f"weight on the first token, as it acts, {HERE}"
+OF_ROWS = f"first token's share of rows made to sum to 1, {HERE}"  # what the paper's table has
+
+CLAIMS = (
+    Claim("f1", "Softmax has a sink to take away", ON_FIRST, "at least", SINK, by="notes"),
+    Claim("f2", "A gate per element takes weight off it", f"change of the {OF_ROWS}", "at most", 0.0),
+    Claim("f3", "So does one gate per head", f"change of the {OF_ROWS}", "at most", 0.0),
+    Claim("f4", "Gates on values leave more of it", f"{OF_ROWS}, with gates on values less after attention", "at least", 0.0),
+    Claim("f5", "A gate on keys leaves it", ON_FIRST, "at least", SINK, by="notes"),
+    Claim("f6", "A gate on queries leaves it", ON_FIRST, "at least", SINK, by="notes"),
+    Claim("f7", "Gates that ignore the input leave more of it", f"{OF_ROWS}, without input less with it, per head", "at least", 0.0),
+    Claim("f8", "Gates that cannot close leave more of it", f"{OF_ROWS}, with NS-sigmoid less with the sigmoid", "at least", 0.0),
+    Claim("f9", "The more the gates close, the smaller the sink", "rank correlation of mean gate with the first token's share over "
+          f"{len(VARIANTS)} variants, seed by seed, {HERE}", "at least", 0.8),
+    Claim("f10", "As it acts, the gate per element leaves a tenth at most", f"weight on the first token over that under softmax, {HERE}",
+          "at most", LEFT, by="notes"),
+    Claim("f11", "So does the gate per head", f"weight on the first token over that under softmax, {HERE}", "at most", LEFT, by="notes"),
+    Claim("f12", "The map behind a gate per head has no sink either: no more than even attention gives", OF_ROWS, "at most", UNIFORM,
+          by="notes"),
+)  # fmt: skip
+
+
+def judge(runs: Runs) -> Mapping[str, Measured | None]:
+    found = {
+        "f1": level(runs, PLAIN, WEIGHT),
+        "f2": change(runs, ELEMENT, PLAIN, SHARE),
+        "f3": change(runs, HEAD, PLAIN, SHARE),
+        "f4": change(runs, VALUES, ELEMENT, SHARE),
+        "f5": level(runs, KEY, WEIGHT),
+        "f6": level(runs, QUERY, WEIGHT),
+        "f7": change(runs, CONSTANT, HEAD, SHARE),
+        "f8": change(runs, NS, ELEMENT, SHARE),
+        "f9": rank_correlation(runs, VARIANTS, "measures.gate", SHARE),
+        "f10": left_of(runs, ELEMENT),
+        "f11": left_of(runs, HEAD),
+        "f12": level(runs, HEAD, SHARE),
+    }
+    return carried(found, sinks_table(runs, ARMS))
+
+
+STUDY = trained("gates where there is a sink", CLAIMS, ARMS, judge)

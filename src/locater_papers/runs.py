@@ -1,0 +1,235 @@
+"""Training runs that claims rest on: named rows, run several at a time, one line of JSON for each that is done.
+
+Lines are written as runs end, so that a sitting cut short loses what was under way and nothing else. A row's plan names its data by
+file alone (`speeches.tar.xz`), and the folder is given when it is run: a line means the same wherever it was made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from locater.errors import LocaterError, first_line
+from locater.train.plan import PACE, Plan
+from locater.train.sweep import append_line, read_lines
+
+KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: the letter of the claim it is for, the arm it belongs to, and what it trains."""
+
+    claim: str
+    arm: str
+    plan: Plan
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is not a plan's default; decides the run."""
+        held, plain = self.plan.to_dict(), Plan().to_dict()
+        return {name: value for name, value in held.items() if name not in PACE and value != plain.get(name)}
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self.options, sort_keys=True)
+
+
+def distinct(rows: Iterable[Row]) -> list[Row]:
+    """Each run once, as what it is asked for first."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(row.key, row)
+    return list(found.values())
+
+
+class Runs:
+    """Finished runs by what they trained, in a file that grows."""
+
+    def __init__(self, path: Path | None = None, more: Sequence[Path] = ()) -> None:
+        """`more` are files that are read and not written to; of a run that two files hold, the one in `path` counts."""
+        self.path = path
+        self.lines: dict[str, dict[str, Any]] = {}
+        for file in (*more, *(() if path is None else (path,))):
+            for line in read_lines(file):
+                if isinstance(line.get("options"), dict):
+                    self.lines[json.dumps(line["options"], sort_keys=True)] = line
+
+    def of(self, row: Row) -> dict[str, Any] | None:
+        return self.lines.get(row.key)
+
+    def missing(self, rows: Iterable[Row]) -> list[Row]:
+        return [row for row in distinct(rows) if row.key not in self.lines]
+
+    def add(self, row: Row, line: dict[str, Any]) -> None:
+        whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
+        self.lines[row.key] = whole
+        if self.path is not None:
+            append_line(self.path, _short(whole))
+
+
+def complete(
+    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, tell: Callable[[str], None] = lambda text: None
+) -> None:
+    """Run every row that has no line, `jobs` at a time. `rows` is asked again after each, since some wait for the outcome of others.
+
+    A run that breaks, rather than diverges, leaves no line and stops no other; the first of them is raised at the end.
+    """
+    _present(rows(runs), data)
+    asked: set[str] = set()
+    broken: list[str] = []
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting: dict[Any, Row] = {}
+        while True:
+            for row in runs.missing(rows(runs)):
+                if row.key not in asked:
+                    asked.add(row.key)
+                    waiting[pool.submit(train, row.plan.to_dict(), str(data))] = row
+            if not waiting:
+                break
+            for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                row = waiting.pop(done)
+                name = f"{row.arm}, seed {row.plan.seed}, rate {row.plan.rate:g}"
+                try:
+                    runs.add(row, done.result())
+                    tell(f"{name}: {_outcome(runs.lines[row.key])}; {len(waiting)} left")
+                except Exception as error:  # of any kind: compilers, memory, a worker that was killed
+                    broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
+                    tell(broken[-1])
+    if broken:
+        raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
+
+
+_trained: list[tuple[Any, ...]] = []  # controls and mechanism of the last run of this process
+
+
+def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
+    """One run in this process; its weights are read and thrown away."""
+    import torch
+
+    import locater_papers.bao2024  # noqa: F401 - offers a control of its own
+    from locater.train.loop import DivergedError, run
+
+    plan = Plan.from_dict(held)
+    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads)
+    if plan.compile and _trained != [kind]:
+        torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
+    _trained[:] = [kind]
+    folder = Path(tempfile.mkdtemp(prefix="locater-run-"))
+    try:
+        result = run(placed(plan, Path(data), folder))
+        found = {"status": "done", **{name: getattr(result, name) for name in KEPT}, "entropy": result.report_entropy}
+        return {**found, "heads": moments(result.model), **machine(plan)}
+    except DivergedError as error:
+        return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def placed(plan: Plan, data: Path, out: Path) -> Plan:
+    """The plan with its data where it is."""
+    images = None if plan.images is None else str(data / plan.images)
+    return replace(plan, out=str(out), corpus=tuple(str(data / name) for name in plan.corpus), images=images)
+
+
+def moments(model: str) -> dict[str, float] | None:
+    """Means over heads of the moments in logit units, from the weights as they were saved; None where heads are not read."""
+    from locater.scan import scan
+
+    try:
+        rows = scan(model).rows
+    except LocaterError:
+        return None
+    return {name: statistics.fmean(float(getattr(row, name)) for row in rows) for name in ("M", "S", "F", "concentration")}
+
+
+def machine(plan: Plan) -> dict[str, str]:
+    import torch
+
+    from locater.train.recipe import device_of
+
+    kind = device_of(plan.device).type
+    return {"device": torch.cuda.get_device_name() if kind == "cuda" else kind, "torch": torch.__version__}
+
+
+def _present(rows: Sequence[Row], data: Path) -> None:
+    """Refuse before anything is trained what would fail for want of a file."""
+    for row in rows:
+        for name in (*row.plan.corpus, *([row.plan.images] if row.plan.images else [])):
+            if not (data / name).is_file():
+                raise LocaterError(f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER")
+
+
+def _outcome(line: Mapping[str, Any]) -> str:
+    return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
+
+
+def _short(x: Any) -> Any:
+    """Six digits."""
+    if isinstance(x, float):
+        return float(f"{x:.6g}")
+    if isinstance(x, Mapping):
+        return {k: _short(v) for k, v in x.items()}
+    return [_short(v) for v in x] if isinstance(x, list | tuple) else x
+
+
+def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:
+    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate."""
+    runs = Runs()
+    while missing := runs.missing(rows(runs)):
+        for row in missing:
+            runs.lines[row.key] = {"status": "done", "select_loss": row.plan.rate, "report_loss": 0.0}
+    return distinct(rows(runs))
+
+
+# Arms
+
+
+RATES = (1e-3, 2.5e-3, 6e-3)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train: what it changes in a base plan. Tuned: each rate with the first seed, then the other seeds at the best one."""
+
+    name: str
+    claim: str
+    base: Plan
+    rates: tuple[float, ...] = RATES
+    seeds: int = 3
+
+    def row(self, rate: float, seed: int) -> Row:
+        return Row(self.claim, self.name, replace(self.base, rate=rate, seed=seed))
+
+    def rate(self, runs: Runs) -> float | None:
+        """The rate of the least select loss with the first seed; None until all are known, or where none was survived."""
+        lines = [runs.of(self.row(rate, 0)) for rate in self.rates]
+        if any(line is None for line in lines):
+            return None
+        done = [(line["select_loss"], rate) for line, rate in zip(lines, self.rates, strict=True) if line and line["status"] == "done"]
+        return min(done)[1] if done else None
+
+    def rows(self, runs: Runs) -> Iterator[Row]:
+        yield from (self.row(rate, 0) for rate in self.rates)
+        best = self.rate(runs)
+        if best is not None:
+            yield from (self.row(best, seed) for seed in range(1, self.seeds))
+
+    def so_far(self, runs: Runs) -> list[dict[str, Any]]:
+        """Lines of the seeds at the best rate, those that there are."""
+        best = self.rate(runs)
+        lines = [] if best is None else [runs.of(self.row(best, seed)) for seed in range(self.seeds)]
+        return [line for line in lines if line is not None and line["status"] == "done"]
+
+    def ends(self, runs: Runs) -> list[dict[str, Any]] | None:
+        """The same of all seeds; None while one is missing."""
+        found = self.so_far(runs)
+        return found if len(found) == self.seeds else None

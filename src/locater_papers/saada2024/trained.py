@@ -1,0 +1,136 @@
+"""The gap in trained models' maps, and training without the outlier. Studies e and f."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater_papers.arms_page import carried
+from locater_papers.claim import Claim, Measured, half_range
+from locater_papers.judging import Line, change, ends_table, trained
+from locater_papers.mechanism_runs import MASKED, SOFTMAX, SOFTMAX_MASKED, arm
+from locater_papers.paper import Setting, Study
+from locater_papers.runs import Runs
+from locater_papers.trained_heads import HALVES, LENGTH, trained_layers
+
+CLAIMS = (
+    Claim(
+        "e1", "A trained map without a mask has the gap of a random one: s_2 = 2 σ / sqrt(T), with the σ of its own entries",
+        f"s_2 sqrt(T) / (2 σ), σ^2 = sum of A_ij^2 less 1, median over heads, encoders on {LENGTH} tokens", "about", 1.0, 0.25, by="notes",
+    ),
+    Claim(
+        "e2", "It has a gap at all: the second singular value is less than half of the first",
+        "s_2 / s_1, median over heads, encoders", "at most", 0.5, by="notes",
+    ),
+    Claim(
+        "e3", "Causal trained maps have none",
+        "s_2 / s_1, median over heads, causal models", "at least", 0.5, by="notes",
+    ),
+)  # fmt: skip
+
+
+def gaps(A: Float[Tensor, "*n T T"]) -> dict[str, list[float]]:
+    """s_2 / s_1; s_2 sqrt(T) / (2 sigma) with sigma^2 = |A|_F^2 - 1, which is the variance of T A_ij where rows sum to 1; stable rank.
+
+    >>> {name: [round(x, 6) for x in held] for name, held in gaps(torch.eye(4)[None]).items()}
+    {'ratio': [1.0], 'random': [0.57735], 'stable_rank': [4.0]}
+    """
+    s = torch.linalg.svdvals(A.flatten(0, -3).double())
+    size = s.square().sum(-1)
+    sigma = (size - 1).clamp_min(1e-12).sqrt()
+    random = s[:, 1] * math.sqrt(A.shape[-1]) / (2 * sigma)
+    return {"ratio": (s[:, 1] / s[:, 0]).tolist(), "random": random.tolist(), "stable_rank": (size / s[:, 0] ** 2).tolist()}
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    """Every head of every model, on two halves of a text."""
+    held: dict[tuple[str, int], dict[str, list[float]]] = {}  # by model and half
+    causal: dict[str, bool] = {}
+    for part in trained_layers(setting):
+        causal[part.model] = part.causal
+        into = held.setdefault((part.model, part.half), {})
+        for name, values in gaps(part.maps()).items():
+            into.setdefault(name, []).extend(values)
+    rows: list[dict[str, Any]] = [
+        {"model": model, "causal": causal[model], **{name: median(values) for name, values in held[model, 0].items()},
+         "low": _tenth(held[model, 0]["ratio"], 0.1), "high": _tenth(held[model, 0]["ratio"], 0.9)}
+        for model in causal
+    ]  # fmt: skip
+
+    def of(name: str, masked: bool) -> list[float] | None:
+        both = [
+            [x for (model, half), found in held.items() if half == n and causal[model] is masked for x in found[name]] for n in range(2)
+        ]
+        return [median(values) for values in both] if all(both) else None
+
+    asked = {"e1": ("random", False), "e2": ("ratio", False), "e3": ("ratio", True)}
+    found = {key: of(*which) for key, which in asked.items()}
+    return {key: half_range(values, HALVES, {"rows": rows, "tokens": LENGTH}) for key, values in found.items() if values is not None}
+
+
+def _tenth(values: list[float], at: float) -> float:
+    return sorted(values)[int(at * (len(values) - 1))]
+
+
+STUDY = Study("the gap in trained models", CLAIMS, measure, needs="a trained model with the mask that the claim names", on_models=True)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+CENTRED, CENTRED_MASKED = arm("centred"), arm("centred", MASKED)
+ARMS = (SOFTMAX, CENTRED, SOFTMAX_MASKED, CENTRED_MASKED)
+
+TRAINING = (
+    Claim(
+        "f1", "Without the outlier a model that sees both ways learns better, as seen at this size",
+        "change of report loss by the centred mechanism, masked language model", "at most", 0.0, by="notes",
+    ),
+    Claim(
+        "f2", "A causal one, with the prefix mean taken off, learns better, as seen at this size",
+        "change of report loss by the centred mechanism, causal language model", "at most", 0.0, by="notes",
+    ),
+    Claim(
+        "f3", "After training, too, the map that acts has less of a gap once the outlier is off",
+        "1 - s_2 / s_1 of A less the uniform map, less that of A in the softmax model; mean over heads, masked language model",
+        "at most", 0.0, by="notes",
+    ),
+    Claim(
+        "f4", "Its tokens stay further apart, as seen at this size",
+        "change of the residual's share after the last block, masked language model", "at least", 0.0, by="notes",
+    ),
+    Claim(
+        "f5", "So do those of a causal one, as seen at this size",
+        "change of the residual's share after the last block, causal language model", "at least", 0.0, by="notes",
+    ),
+)  # fmt: skip
+
+
+def residuals(line: Line) -> list[float]:
+    """The residual's share after every half-block, the embedding first; none where it was not measured."""
+    return [float(half["residual"]) for half in (line.get("measures") or {}).get("halves") or ()]
+
+
+def last_residual(line: Line) -> float:
+    return (residuals(line) or [math.nan])[-1]
+
+
+def judged(runs: Runs) -> Mapping[str, Measured | None]:
+    depth = {each.name: [residuals(line) for line in each.so_far(runs)] for each in ARMS}
+    shown = {"arms": ends_table(runs, ARMS), "depth": {name: held for name, held in depth.items() if held}}
+    found = {
+        "f1": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, "report_loss"),
+        "f2": change(runs, CENTRED, SOFTMAX, "report_loss"),
+        "f3": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, "measures.gap"),
+        "f4": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, last_residual),
+        "f5": change(runs, CENTRED, SOFTMAX, last_residual),
+    }
+    return carried(found, shown)
+
+
+RUNS = trained("training without the outlier", TRAINING, ARMS, judged)

@@ -1,0 +1,259 @@
+"""Rank collapse in width: with the outlier, a stack of attention sends tokens to rank one as T grows; without it, no. Studies b and d.
+
+X_l = A_l X_{l-1} W_l from orthonormal tokens, Sigma_l = X_l X_l^T, and the stable rank of Sigma_l, sum s_i^4 / s_1^4 over the singular
+values of X_l. Its distance from 1 is summed without the first value, so that 1e-12 has all its digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.attention import mechanism
+from locater_papers.claim import Claim, Measured, over_seeds
+from locater_papers.draws import normal
+from locater_papers.paper import Setting, Study
+from locater_papers.saada2024.maps import Map, orthonormal, random_map
+
+LENGTHS = {True: (32, 64, 128, 256), False: (32, 64, 128, 256, 512)}
+SEEDS = {True: 7, False: 16}
+LAYERS, DEPTH, HELPED = 4, 8, 128  # layers of the growth with T; of the fall with depth; tokens of stacks with LayerNorm and skips
+HELPS = {"attention alone": (False, False), "LayerNorm": (True, False), "skip": (False, True), "LayerNorm and skip": (True, True)}
+Weights = Literal["unit", "usual"]
+
+CLAIMS = (
+    Claim(
+        "b1", "With more tokens the stable rank of their Gram matrix tends to 1: rank collapse in width, already after one layer",
+        "exponent of T in stable rank - 1 after layer 1", "at most", 0.0,
+    ),
+    Claim(
+        "b2", "Every layer adds two powers of T: stable rank - 1 falls as T (σ^2 / T)^(2 l), σ being the maps' own",
+        f"what a layer adds to the exponent of T, layer {LAYERS} less layer 1 over {LAYERS - 1}, σ divided out", "about", -2.0, 0.3,
+        by="notes",
+    ),
+    Claim(
+        "b3", "Taking off the outlier (A less the uniform map) cures it: the stable rank grows with T",
+        f"exponent of T in the stable rank, least of layers 1 to {LAYERS}", "at least", 0.3,
+    ),
+    Claim(
+        "b4", "It does not cure collapse in depth",
+        f"stable rank after layer {DEPTH} over that after layer 1, without the outlier", "at most", 0.5, by="notes",
+    ),
+    Claim(
+        "b5", "What is left is the fall of a product of random weights: without any attention it is the same",
+        "that ratio over the same ratio with the identity as attention map", "about", 1.0, 0.35, by="notes",
+    ),
+    Claim(
+        "b6", "LayerNorm and skips, alone or both, do not cure it while the outlier is there",
+        f"largest stable rank - 1 after layer {DEPTH}, {HELPED} tokens, weights of either size", "at most", 0.05, by="notes",
+    ),
+    Claim(
+        "b7", "A - J = A (I - J): to take off the outlier is to centre values over tokens",
+        "largest relative difference of the centred mechanism's output from explicit matrices", "at most", 1e-12, by="notes",
+    ),
+    Claim(
+        "b8", "(I - J) A, which centres outputs, is another matrix",
+        "norm of (I - J) A - A (I - J) over that of A (I - J)", "at least", 0.1, by="notes",
+    ),
+)  # fmt: skip
+
+MASKED = (
+    Claim(
+        "d1", "Under a causal mask eigenvalues are the diagonal, and the second does not shrink with T",
+        "exponent of T in the size of λ_2", "about", 0.0, 0.25, by="notes",
+    ),
+    Claim(
+        "d2", "Nor does the second singular value: no gap opens",
+        "exponent of T in s_2 / s_1", "at least", 0.0, by="notes",
+    ),
+    Claim(
+        "d3", "So there is no rank collapse in width under a causal mask",
+        "exponent of T in stable rank - 1 after layer 1", "at least", -0.25, by="notes",
+    ),
+    Claim(
+        "d4", "There is one in depth",
+        f"stable rank - 1 after layer {LAYERS} over that after layer 1, longest sequences", "at most", 0.1, by="notes",
+    ),
+    Claim(
+        "d5", "Taking the prefix mean off, the causal form of the cure, makes the stable rank grow with T as it does without a mask",
+        "exponent of T in the stable rank after layer 1", "at least", 0.5, by="notes",
+    ),
+    Claim(
+        "d6", "It does not cure collapse in depth either",
+        f"stable rank - 1 after layer {LAYERS} over that after layer 1, longest sequences", "at most", 0.5, by="notes",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How a stack of attention is made. Weights are N(0, 1), which is the paper's code, or N(0, 1/T), which keeps a token's size."""
+
+    name: str = "softmax"  # the mechanism, or "identity"
+    causal: bool = False
+    norm: bool = False
+    skip: bool = False
+    weights: Weights = "unit"
+
+    def map(self, T: int, seed: int) -> Map:
+        return torch.eye(T, dtype=torch.float64) if self.name == "identity" else random_map(T, seed, 1.0, self.name, self.causal)
+
+    def weight(self, T: int, seed: int) -> Float[Tensor, "T T"]:
+        return normal(T, T, seed=seed) * (1.0 if self.weights == "unit" else T**-0.5)
+
+
+def excess_rank(x: Float[Tensor, "T d"]) -> float:
+    """Stable rank of X X^T less 1: the sum of (s_i / s_1)^4 from the second singular value on.
+
+    >>> round(excess_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))), 6)
+    0.125
+    """
+    s = torch.linalg.svdvals(x)
+    return float((s[1:] / s[0]).pow(4).sum())
+
+
+def excess_ranks(stack: Stack, T: int, layers: int, seed: int) -> list[float]:
+    """Stable rank - 1 after every layer."""
+    x, found = orthonormal(T, seed + 900_000), []
+    for layer in range(layers):
+        y = stack.map(T, 1000 * seed + layer) @ x @ stack.weight(T, 1000 * seed + layer + 500)
+        y = x + y if stack.skip else y
+        x = torch.nn.functional.layer_norm(y, (T,)) if stack.norm else y
+        x = x / x.norm() if not (stack.norm or stack.skip) else x  # the size of all plays no part, and would leave the range of numbers
+        found.append(excess_rank(x))
+    return found
+
+
+def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
+    """Slope of log values over log lengths, by least squares.
+
+    >>> round(exponent([10, 100], [3.0, 0.03]), 6)
+    -2.0
+    """
+    x = torch.tensor(lengths, dtype=torch.float64).log()
+    y = torch.tensor(values, dtype=torch.float64).log()
+    x = x - x.mean()
+    return float((x * y).sum() / x.square().sum())
+
+
+Grown = dict[int, list[list[float]]]  # by tokens: a list of layers for each seed
+
+
+def grown(stack: Stack, setting: Setting, layers: int = LAYERS) -> Grown:
+    """Stable rank - 1 by number of tokens, seed and layer."""
+    return {
+        T: [excess_ranks(stack, T, layers, seed) for seed in range(SEEDS[setting.quick])] for T in LENGTHS[setting.quick]
+    }  # fmt: skip
+
+
+def exponents(found: Grown, layer: int, rank: bool = False) -> list[float]:
+    """By seed: the exponent of T in stable rank - 1, or in the stable rank, after a layer (from 0)."""
+    seeds = range(len(next(iter(found.values()))))
+    return [exponent(list(found), [held[seed][layer] + rank for held in found.values()]) for seed in seeds]
+
+
+def unevenness(T: int, seed: int) -> list[float]:
+    """The product of sigma^4 over maps up to every layer of a plain stack; sigma^2 = |A|_F^2 - 1, under 1 while T is small."""
+    maps = torch.stack([Stack().map(T, 1000 * seed + layer) for layer in range(LAYERS)])
+    return (maps.square().sum((1, 2)) - 1).square().cumprod(0).tolist()
+
+
+def cure_error(T: int = 48, seed: int = 3) -> tuple[float, float, float]:
+    """Of the centred mechanism from (A - J) v and A (I - J) v; of (I - J) A from A (I - J), of softmax and of a doubly stochastic map."""
+    q, k, v = (normal(1, 2, T, 8, seed=seed + n) for n in range(3))
+    A = (q @ k.mT / math.sqrt(8)).softmax(-1)
+    J = torch.full((T, T), 1 / T, dtype=torch.float64)
+    eye = torch.eye(T, dtype=torch.float64)
+    out = mechanism("centred")(q, k, v)
+    error = max(float((out - other).abs().max() / out.abs().max()) for other in ((A - J) @ v, A @ (eye - J) @ v))
+    S = A.clone()
+    for _ in range(500):  # rows and columns in turn
+        S = S / S.sum(-2, keepdim=True)
+        S = S / S.sum(-1, keepdim=True)
+    apart = [float(((eye - J) @ B - B @ (eye - J)).norm() / (B @ (eye - J)).norm()) for B in (A, S)]
+    return error, apart[0], apart[1]
+
+
+def helped(setting: Setting) -> list[dict[str, Any]]:
+    """Stable rank after DEPTH layers of HELPED tokens, with LayerNorm and skips, mean of seeds."""
+    rows = []
+    for name, (norm, skip) in HELPS.items():
+        for weights in ("unit", "usual"):
+            row: dict[str, Any] = {"stack": name, "weights": weights}
+            for kind in ("softmax", "centred"):
+                stack = Stack(kind, norm=norm, skip=skip, weights=weights)
+                row[kind] = [excess_ranks(stack, HELPED, DEPTH, seed)[-1] for seed in range(3)]
+            rows.append(row)
+    return rows
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    """Growth with T and fall with depth, with and without the outlier."""
+    plain, centred = grown(Stack(), setting), grown(Stack("centred"), setting)
+    seeds, T = range(SEEDS[setting.quick]), LENGTHS[setting.quick][-1]
+    by_layer = [exponents(plain, layer) for layer in range(LAYERS)]
+    even = {T: [[x / u for x, u in zip(held[n], unevenness(T, n), strict=True)] for n in seeds] for T, held in plain.items()}
+    bare = [exponents(even, layer) for layer in range(LAYERS)]
+    steps = [(last - first) / (LAYERS - 1) for first, last in zip(bare[0], bare[-1], strict=True)]
+    cured = [exponents(centred, layer, rank=True) for layer in range(LAYERS)]
+    deep = {name: [excess_ranks(Stack(name), T, DEPTH, seed) for seed in seeds] for name in ("softmax", "centred", "identity")}
+    fall = {name: [(1 + held[-1]) / (1 + held[0]) for held in by_seed] for name, by_seed in deep.items()}
+    helps = helped(setting)
+    error, apart, same = cure_error()
+    shown = {"softmax": _table(plain), "centred": _table(centred), "exponents": [fmean(x) for x in by_layer]}
+    depths = {name: [fmean([1 + held[n] for held in by_seed]) for n in range(DEPTH)] for name, by_seed in deep.items()}
+    worst = max(max(row["softmax"]) for row in helps)
+    return {
+        "b1": over_seeds(by_layer[0], shown),
+        "b2": over_seeds(steps, {"exponents": [fmean(x) for x in bare]}),
+        "b3": over_seeds(min(cured, key=fmean), {"exponents": [fmean(x) for x in cured]}),
+        "b4": over_seeds(fall["centred"], {"depth": depths, "tokens": T}),
+        "b5": over_seeds([a / b for a, b in zip(fall["centred"], fall["identity"], strict=True)], {"identity": fmean(fall["identity"])}),
+        "b6": Measured(worst, 0.0, "none: largest of all draws", {"rows": helps, "tokens": HELPED, "layers": DEPTH}),
+        "b7": Measured(error, 0.0, "none: largest entry"),
+        "b8": Measured(apart, 0.0, "none: one map", {"doubly_stochastic": same}),
+    }  # fmt: skip
+
+
+def measure_masked(setting: Setting) -> Mapping[str, Measured]:
+    """The same under a causal mask."""
+    lengths, seeds = LENGTHS[setting.quick], range(SEEDS[setting.quick])
+    maps = {T: [random_map(T, seed, causal=True) for seed in seeds] for T in lengths}
+    values = {T: [torch.linalg.svdvals(A) for A in held] for T, held in maps.items()}
+    second = {T: [float(A.diagonal().sort(descending=True).values[1]) for A in held] for T, held in maps.items()}
+    ratio = {T: [float(s[1] / s[0]) for s in held] for T, held in values.items()}
+    check = max(float((torch.linalg.eigvals(A).abs().sort().values - A.diagonal().sort().values).abs().max()) for A in maps[lengths[0]])
+    plain, centred = (grown(Stack(name, causal=True), setting) for name in ("softmax", "centred"))
+    last = lengths[-1]
+
+    def of(found: Mapping[int, Sequence[float]]) -> list[float]:
+        return [exponent(lengths, [found[T][seed] for T in lengths]) for seed in seeds]
+
+    def fall(found: Grown) -> list[float]:
+        return [held[-1] / held[0] for held in found[last]]
+
+    table = [{"tokens": T, "lambda_2": fmean(second[T]), "ratio": fmean(ratio[T])} for T in lengths]
+    return {
+        "d1": over_seeds(of(second), {"rows": table, "eigenvalues_off_diagonal": check}),
+        "d2": over_seeds(of(ratio)),
+        "d3": over_seeds(exponents(plain, 0), {"softmax": _table(plain), "centred": _table(centred)}),
+        "d4": over_seeds(fall(plain)),
+        "d5": over_seeds(exponents(centred, 0, rank=True)),
+        "d6": over_seeds(fall(centred)),
+    }
+
+
+def _table(found: Grown) -> list[dict[str, Any]]:
+    """Mean over seeds of stable rank - 1 by tokens and layer."""
+    return [{"tokens": T, "excess": [fmean([held[n] for held in by_seed]) for n in range(LAYERS)]} for T, by_seed in found.items()]
+
+
+STUDY = Study("rank collapse in width", CLAIMS, measure)
+CAUSAL = Study("under a causal mask", MASKED, measure_masked)

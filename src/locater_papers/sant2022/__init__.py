@@ -1,0 +1,17 @@
+"""Sant, Gallego, Alastruey and Costa-jussa (2022): heads of one layer that attend in different ways, and how much each counts."""
+
+from locater_papers.paper import Paper
+from locater_papers.sant2022 import judged, kinds, layouts, models, relevance
+from locater_papers.sant2022.page import lead, page
+
+PAPER = Paper(
+    "sant2022",
+    "Multiformer: heads of several kinds in one layer, and how much each head counts",
+    "Sant, Gallego, Alastruey and Costa-jussa, Multiformer: a head-configurable transformer-based model for direct speech translation "
+    "(NAACL SRW 2022, arXiv 2205.07100)",
+    (kinds.STUDY, layouts.STUDY, relevance.STUDY, models.STUDY, judged.STUDY),
+    page,
+    lead,
+)
+
+__all__ = ["PAPER"]

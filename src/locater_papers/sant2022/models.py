@@ -1,0 +1,146 @@
+"""Relevance of heads in trained models, beside what leaving each head out does: study d."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from locater.attention.multiformer import head_relevance
+from locater.errors import LocaterError
+from locater.heads import attention_layers
+from locater.probe import spearman
+from locater.probing.load import load_model
+from locater.probing.text import batches
+from locater_papers.claim import Claim, Measured, half_range
+from locater_papers.paper import Setting, Study
+from locater_papers.trained_heads import read_each, sources
+
+SAMPLES, LENGTH = {True: 3, False: 16}, 48
+CHARACTERS = 60_000
+OUTPUTS = ("o_proj", "attention.output.dense", "out_proj")  # how output projections are called
+Batch = dict[str, Tensor]
+
+CLAIMS = (
+    Claim(
+        "d1", "Heads of a trained layer count unevenly", "variation of relevance over heads (standard deviation over mean), mean over "
+        "layers, least of the models",
+        "at least", 0.1, by="notes",
+    ),
+    Claim(
+        "d2", "Relevance orders the heads of a layer as leaving them out does",
+        "rank correlation with the change of the last states, mean over layers, least of the models", "at least", 0.5, by="notes",
+    ),
+)  # fmt: skip
+
+
+def outputs(model: Any) -> list[tuple[nn.Linear, int]]:
+    """Output projections of attention layers in their order, and how many heads each joins."""
+    found = [m for name, m in model.named_modules() if name.endswith(OUTPUTS) and isinstance(m, nn.Linear)]
+    layers = list(attention_layers(model))
+    if not found or len(found) != len(layers):
+        raise LocaterError(f"{type(model).__name__}: output projections are not called {', '.join(OUTPUTS)}")
+    heads = int(model.config.num_attention_heads)
+    return [(projection, heads) for projection in found]
+
+
+def variation(shares: Float[Tensor, " heads"]) -> float:
+    """Standard deviation over mean; 0 is even.
+
+    >>> variation(torch.tensor([0.25, 0.25, 0.25, 0.25])), variation(torch.tensor([1.0, 0.0]))
+    (0.0, 1.0)
+    """
+    return (shares.std(correction=0) / shares.mean()).item()
+
+
+@contextmanager
+def without(projection: nn.Linear, head: int, heads: int) -> Iterator[None]:
+    """The layer with nothing from one head."""
+
+    def drop(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0].unflatten(-1, (heads, -1)).clone()
+        x[..., head, :] = 0
+        return (x.flatten(-2), *args[1:])
+
+    hook = projection.register_forward_pre_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def relevances(model: Any, held: Batch) -> list[Tensor]:
+    """Of every layer, over the samples of a batch."""
+    seen: list[Tensor] = []
+    parts = outputs(model)
+    hooks = [p.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for p, _ in parts]
+    try:
+        model(**held)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [head_relevance(x.unflatten(-1, (n, -1)).transpose(1, 2), p.weight) for x, (p, n) in zip(seen, parts, strict=True)]
+
+
+@torch.no_grad()
+def changes(model: Any, held: Batch) -> list[Tensor]:
+    """Of every layer and head: |change of the last states| over their size, without it."""
+    plain = model(**held, output_hidden_states=True).hidden_states[-1]
+    found = []
+    for projection, heads in outputs(model):
+        sizes = []
+        for head in range(heads):
+            with without(projection, head, heads):
+                sizes.append((model(**held, output_hidden_states=True).hidden_states[-1] - plain).norm() / plain.norm())
+        found.append(torch.stack(sizes))
+    return found
+
+
+def loaded(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
+    """A model from its folder, on two halves of the text's first samples."""
+    model = load_model(str(folder)).requires_grad_(False)
+    each = SAMPLES[setting.quick]
+    return entry(name, model, batches(model, setting.text[:CHARACTERS], length=LENGTH, tokens=2 * each * LENGTH, batch=each)[:2])
+
+
+def entry(name: str, model: Any, halves: Sequence[Batch]) -> dict[str, Any]:
+    """What a model shows on each half: relevance by layer and head, its variation, its agreement with leaving heads out."""
+    found = [(relevances(model, half), changes(model, half)) for half in halves]
+    agreement = [[spearman(a, b) or 0.0 for a, b in zip(*pair, strict=True)] for pair in found]
+    return {
+        "model": name, "heads": len(found[0][0][0]), "relevance": [[x.tolist() for x in held] for held, _ in found],
+        "variation": [sum(variation(x) for x in held) / len(held) for held, _ in found],
+        "agreement": [sum(layers) / len(layers) for layers in agreement], "by_layer": agreement,
+    }  # fmt: skip
+
+
+def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
+    """Each half of the samples by itself."""
+    if not entries:
+        return {}
+    of = "half the difference of two halves of the samples"
+    return {
+        key: half_range([min(entry[name][half] for entry in entries) for half in range(2)], of)
+        for key, name in (("d1", "variation"), ("d2", "agreement"))
+    }
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    """The models at hand; those that cannot be read are named."""
+    read, left_out = read_each(sources(setting.models).items(), lambda name, folder: loaded(name, folder, setting))
+    entries = list(read.values())
+    found = judged(entries)
+    if found:
+        held = {"models": entries, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}
+        found["d1"] = replace(found["d1"], numbers=held)
+    return found
+
+
+STUDY = Study("relevance in trained models", CLAIMS, measure, needs="a trained model", on_models=True)

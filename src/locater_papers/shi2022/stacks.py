@@ -1,0 +1,87 @@
+"""Tokens by depth in drawn models, norms after the sums against norms in front, with a mask and without: study d.
+
+The paper is about BERT, whose norms stand after the sums. Models of today have them in front of attention and MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.measures import token_cosine
+from locater_papers.claim import Claim, Measured, over_seeds
+from locater_papers.paper import Setting, Study
+from locater_papers.shi2022.bounds import layer_norm
+
+SEEDS = {True: 6, False: 24}
+DEPTH, TOKENS, WIDTH, HEADS = 24, 32, 64, 4
+GAINS = (0.3, 1.0)  # of what a sublayer adds, beside the tokens' size
+
+CLAIMS = (
+    Claim(
+        "d1", "With norms after the sums, tokens of a drawn model become all but equal",
+        f"mean cosine after {DEPTH} layers, Gaussian weights that keep a token's size", "at least", 0.99, by="notes",
+    ),
+    Claim(
+        "d2", "With norms in front they stay apart: the stream grows, and a layer changes less of it",
+        "the same", "at most", 0.9, by="notes",
+    ),
+    Claim(
+        "d3", "A causal mask keeps tokens apart",
+        f"cosine after {DEPTH} layers with the mask less without, norms after the sums, sublayers that add 0.3", "at most", 0.0, by="notes",
+    ),
+    Claim(
+        "d4", "Where sublayers add little (0.3), the place of the norm is worth less than 0.1 of cosine",
+        f"cosine after {DEPTH} layers, norms after the sums less norms in front", "at most", 0.1, by="notes",
+    ),
+)  # fmt: skip
+
+
+def cosines(seed: int, post: bool, causal: bool = False, gain: float = 1.0, depth: int = DEPTH) -> Float[Tensor, " states"]:
+    """Mean cosine of tokens before the first layer and after each."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x = layer_norm(normal(TOKENS, WIDTH))
+    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    states = [x]
+    for _ in range(depth):
+        W_QK, W_VO = normal(HEADS, WIDTH, WIDTH) / math.sqrt(WIDTH), gain * normal(HEADS, WIDTH, WIDTH) / math.sqrt(WIDTH * HEADS)
+        W_in, W_out = gain * normal(WIDTH, 4 * WIDTH) / math.sqrt(WIDTH), gain * normal(4 * WIDTH, WIDTH) / math.sqrt(2 * WIDTH)
+        for number in range(2):
+            y = x if post else layer_norm(x)
+            if number == 0:
+                logits = y @ W_QK @ y.mT / math.sqrt(WIDTH)
+                a = (logits.masked_fill(later, -math.inf) if causal else logits).softmax(-1)
+                added = (a @ y @ W_VO).sum(0)
+            else:
+                added = (y @ W_in).relu() @ W_out
+            x = layer_norm(x + added) if post else x + added
+        states.append(x)
+    return token_cosine(torch.stack(states))
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    """Both places of the norm, both masks, two gains."""
+    seeds = range(SEEDS[setting.quick])
+    kinds = {
+        f"{'post' if post else 'pre'}{', causal' if causal else ''}, {gain:g}": torch.stack([cosines(s, post, causal, gain) for s in seeds])
+        for gain in GAINS for post in (True, False) for causal in (False, True)
+    }  # fmt: skip
+    ends = {name: held[:, -1] for name, held in kinds.items()}
+    curves = {name: held.mean(0).tolist() for name, held in kinds.items()}
+    return {
+        "d1": over_seeds(ends["post, 1"].tolist(), {"curves": curves, "seeds": len(seeds), "tokens": TOKENS, "width": WIDTH}),
+        "d2": over_seeds(ends["pre, 1"].tolist()),
+        "d3": over_seeds((ends["post, causal, 0.3"] - ends["post, 0.3"]).tolist()),
+        "d4": over_seeds((ends["post, 0.3"] - ends["pre, 0.3"]).tolist()),
+    }
+
+
+STUDY = Study("norms after the sums and in front", CLAIMS, measure)

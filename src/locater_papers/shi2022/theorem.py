@@ -1,0 +1,183 @@
+"""The theorem on blocks with LayerNorm after the sums: when it promises that tokens become equal, and what v is worth. Study c.
+
+    d(H_{l+1}) <= v d(H_l),   v = (1 + s^2) (1 + h s sqrt(lambda)) / (sigma_1 sigma_2)
+
+with h heads, s the largest singular value of any weight, sigma_1 and sigma_2 the least standard deviation of a token in front of the two
+norms. The form is the one in this project's notes; the abstract says the same in words: LayerNorm's standard deviation sufficiently large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.measures import token_cosine
+from locater.probe import spearman
+from locater_papers.claim import Claim, Measured
+from locater_papers.draws import normal
+from locater_papers.paper import Setting, Study
+from locater_papers.shi2022.bounds import lam, layer_norm, least_deviation
+from locater_papers.shi2022.cosine import distance
+
+DRAWS, PARTS = {True: 1000, False: 6000}, 5
+WIDTH, TOKENS, SIZES = 16, (4, 16, 48), (0.01, 0.1, 0.3, 1.0, 3.0)
+BUILT_HEADS, BUILT, BUILT_DEPTH, BUILT_TOKENS = 8, 0.2, 8, 16
+ALIKE = (0.0, 1.0, 4.0)  # shared vector at the start of the built stack, in units of a token's own part
+
+CLAIMS = (
+    Claim("c1", "d after a block is at most v times d before it", "largest d(H') / (v d(H)), Gaussian weights of five sizes", "at most",
+        1.0),
+    Claim(
+        "c2", "The bound is loose", "median of d(H') / (v d(H)) where weights keep a token's size (1)", "at most", 0.1, by="notes",
+    ),
+    Claim(
+        "c3", "Weights that keep a token's size bring v under 1", "least v of the draws with weights of size 1", "at most", 1.0, by="notes",
+    ),
+    Claim(
+        "c4", "v under 1 can be reached: many heads that copy the mean to every token",
+        f"v of the last of {BUILT_DEPTH} blocks built for it, tokens independent at first", "at most", 1.0, by="notes",
+    ),
+    Claim(
+        "c5", "There tokens become equal exponentially, at the rate v",
+        "geometric mean of d(H') / d(H) over v, last three of the built blocks", "about", 1.0, 0.1, by="notes",
+    ),
+    Claim(
+        "c6", "The larger the standard deviation in front of the norms, the closer tokens come",
+        "rank correlation of σ1 σ2 with d(H') / d(H), all draws", "at most", -0.5,
+    ),
+    Claim(
+        "c7", "The smaller v, the closer tokens come", "rank correlation of v with d(H') / d(H), all draws", "at least", 0.5, by="notes",
+    ),
+    Claim(
+        "c8", "Tokens come closer only where v is under 1",
+        "share of draws with v above 1 among those whose tokens came closer", "at most", 0.5, by="notes",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One block; weights act from the right."""
+
+    W_QK: Float[Tensor, "heads width width"]
+    W_VO: Float[Tensor, "heads width width"]
+    W_in: Float[Tensor, "width hidden"]
+    W_out: Float[Tensor, "hidden width"]
+
+    @property
+    def s(self) -> float:
+        return max(torch.linalg.matrix_norm(w, 2).max().item() for w in (self.W_VO, self.W_in, self.W_out))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one block did."""
+
+    size: float
+    v: float
+    kept: float  # d after over d before
+    sigma: float  # sigma_1 sigma_2
+    cosine: float  # before
+
+
+def post_block(x: Float[Tensor, "tokens width"], w: Weights) -> tuple[Tensor, float, float]:
+    """Tokens after the block, v, and sigma_1 sigma_2."""
+    a = (x @ w.W_QK @ x.mT / math.sqrt(x.shape[1])).softmax(-1)
+    y = x + (a @ x @ w.W_VO).sum(0)
+    first, y = least_deviation(y), layer_norm(y)
+    z = y + (y @ w.W_in).relu() @ w.W_out
+    sigma = first * least_deviation(z)
+    largest = max(lam(each) for each in a)
+    return layer_norm(z), (1 + w.s**2) * (1 + len(a) * w.s * largest**0.5) / sigma, sigma
+
+
+def drawn(seed: int) -> Step:
+    """Tokens as a norm leaves them, Gaussian weights of one of five sizes, one to four heads, some attention sharp."""
+    n, heads, size = TOKENS[seed % 3], 1 + seed % 4, SIZES[seed % 5]
+    x = layer_norm((0.1, 1.0)[seed % 2] * normal(n, WIDTH, seed=seed) + normal(1, WIDTH, seed=seed + 10_000))
+    sharp = (1.0, 4.0)[seed // 7 % 2] / math.sqrt(WIDTH)
+    w = Weights(
+        sharp * normal(heads, WIDTH, WIDTH, seed=seed + 20_000),
+        size / math.sqrt(WIDTH) * normal(heads, WIDTH, WIDTH, seed=seed + 30_000),
+        size / math.sqrt(WIDTH) * normal(WIDTH, 4 * WIDTH, seed=seed + 40_000),
+        size / math.sqrt(4 * WIDTH) * normal(4 * WIDTH, WIDTH, seed=seed + 50_000),
+    )
+    return _step(x, w, size)[1]
+
+
+def _step(x: Tensor, w: Weights, size: float) -> tuple[Tensor, Step]:
+    y, v, sigma = post_block(x, w)
+    return y, Step(size, v, distance(y) / distance(x), sigma, token_cosine(x[None]).item())
+
+
+def built(shared: float) -> list[Step]:
+    """Blocks whose heads all copy what they see, W_VO = s 1: what tokens share grows by 1 + h s, what differs by 1 + h s sqrt(lambda)."""
+    one = torch.eye(WIDTH, dtype=torch.float64)
+    heads = one.expand(BUILT_HEADS, -1, -1)
+    w = Weights(0.5 * heads, BUILT * heads, BUILT * one, BUILT * one)
+    x = layer_norm(normal(BUILT_TOKENS, WIDTH, seed=0) + shared * normal(1, WIDTH, seed=1))
+    steps = []
+    for _ in range(BUILT_DEPTH):
+        x, step = _step(x, w, BUILT)
+        steps.append(step)
+    return steps
+
+
+def correlation(draws: list[Step], name: str) -> tuple[float, float]:
+    """Rank correlation of a number with what is kept: of all draws, and half the range over fifths of them."""
+
+    def of(some: list[Step]) -> float:
+        x, y = (torch.tensor([getattr(step, k) for step in some], dtype=torch.float64) for k in (name, "kept"))
+        return spearman(x, y) or 0.0
+
+    parts = [of(draws[len(draws) * i // PARTS : len(draws) * (i + 1) // PARTS]) for i in range(PARTS)]
+    return of(draws), (max(parts) - min(parts)) / 2
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    """Draws, and the built stack from three starts."""
+    draws = [drawn(seed) for seed in setting.each(list(range(DRAWS[setting.quick])))]
+    stacks = {shared: built(shared) for shared in ALIKE}
+    shares = [step.kept / step.v for step in draws]
+    usual = [step for step in draws if step.size == 1.0]
+    closer = [step for step in draws if step.kept < 1]
+    table: list[dict[str, Any]] = []
+    for size in SIZES:
+        some = [step for step in draws if step.size == size]
+        within = correlation(some, "v")[0]
+        held = {name: median(getattr(step, name) for step in some) for name in ("v", "kept", "sigma")}
+        table.append(
+            {
+                "size": size,
+                "least_v": min(step.v for step in some),
+                "share": max(step.kept / step.v for step in some),
+                **held,
+                "within": within,
+            }
+        )
+    last = stacks[0.0][-3:]
+    rate = math.exp(sum(math.log(step.kept / step.v) for step in last) / 3)
+    of = f"half the range of {PARTS} parts of the draws"
+    return {
+        "c1": Measured(max(shares), 0.0, f"none: the largest of {len(draws)} draws", {"by_size": table, "draws": len(draws)}),
+        "c2": Measured(median(step.kept / step.v for step in usual), 0.0, f"none: the median of {len(usual)} draws"),
+        "c3": Measured(min(step.v for step in usual), 0.0, f"none: the least of {len(usual)} draws", {"least": min(s.v for s in draws)}),
+        "c4": Measured(
+            stacks[0.0][-1].v, 0.0, "none: computed",
+            {"stacks": {f"{k:g}": [vars(step) for step in steps] for k, steps in stacks.items()}, "heads": BUILT_HEADS, "s": BUILT},
+        ),
+        "c5": Measured(rate, 0.0, "none: computed"),
+        "c6": Measured(*correlation(draws, "sigma"), of),
+        "c7": Measured(*correlation(draws, "v"), of),
+        "c8": Measured(sum(step.v > 1 for step in closer) / len(closer), 0.0, f"none: counted over {len(closer)} draws"),
+    }  # fmt: skip
+
+
+STUDY = Study("the theorem", CLAIMS, measure)

@@ -1,0 +1,15 @@
+"""Xiao, Zhang and Zhang (2026): attention with queries and keys of one bit per channel."""
+
+from locater_papers.paper import Paper
+from locater_papers.xiao2026 import flattening, models, signs, training
+from locater_papers.xiao2026.page import lead, page
+
+PAPER = Paper(
+    "xiao2026",
+    "BinaryAttention: what one bit per channel keeps of attention",
+    "Xiao, Zhang and Zhang, BinaryAttention (CVPR 2026, arXiv 2603.09582)",
+    (signs.STUDY, flattening.STUDY, models.STUDY, training.STUDY),
+    page, lead,
+)  # fmt: skip
+
+__all__ = ["PAPER"]

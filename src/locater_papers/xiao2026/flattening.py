@@ -1,0 +1,158 @@
+"""What signs do to the logits of Gaussian queries and keys: the arcsine law, flatter rows, an order half kept. Study b."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.attention import mechanism
+from locater.attention.binary import sign
+from locater.theory import expected_entropy
+from locater_papers.claim import Claim, Measured, over_seeds
+from locater_papers.paper import Setting, Study
+from locater_papers.xiao2026.signs import draw, entropy
+
+CORRELATIONS = (-0.6, -0.3, 0.0, 0.3, 0.6, 0.9, 0.99)
+PAIRS = {True: 400_000, False: 4_000_000}
+TOKENS = 256
+SIZES = (4, 8, 16, 32, 64, 128)
+DRAWS = {True: 16, False: 60}
+SHARP = 3.0  # times, of queries and of keys
+LIMIT = 6 / math.pi * math.asin(1 / math.pi)  # rank correlation of two normals whose correlation is 2/pi
+
+CLAIMS = (
+    Claim(
+        "b1", "Of jointly Gaussian entries of mean zero and correlation r, the mean product of signs is (2/pi) asin(r); "
+        "the paper's Theorem 1 is of this kind, its wording was not at hand",
+        f"largest difference over {len(CORRELATIONS)} correlations, in standard errors", "at most", 4.0, by="notes",
+    ),
+    Claim("b2", "Signs flatten: the standard deviation of logits falls to 2/pi of what it was",
+          "standard deviation of binary logits over that of real ones, independent N(0, 1) queries and keys, d = 64", "about", 0.637, 0.005,
+          by="notes"),
+    Claim("b3", f"A real row of {TOKENS} keys has 5.05 nats of entropy", "mean entropy in nats of softmax rows, d = 64", "about", 5.05,
+          0.01, by="notes"),
+    Claim("b4", f"A binary row of {TOKENS} keys has 5.345 nats", "mean entropy in nats of binary rows, d = 64", "about", 5.345,
+          0.01, by="notes"),
+    Claim("b5", "The binary entropy follows from the arcsine law: log N - (2/pi)^2 / 2",
+          "measured entropy less that estimate, in nats", "about", 0.0, 0.02, by="notes"),
+    Claim("b6", "The order of keys is half kept: the rank correlation of real and binary logits is about 0.62",
+          "rank correlation within rows, d = 64, ties shared", "about", 0.62, 0.01, by="notes"),
+    Claim("b7", "That is so whatever d is",
+          f"largest distance of the rank correlation from 0.62, d = {', '.join(map(str, SIZES))}", "at most", 0.02,
+          by="notes"),
+    Claim("b8", "Over all pairs, real and binary logits have a correlation of 2/pi whatever d is, so that of ranks tends to "
+          "(6/pi) asin(1/pi) = 0.6194",
+          "rank correlation at the largest d less that limit", "about", 0.0, 0.005, by="notes"),
+    Claim("b9", f"Sharp rows (queries and keys {SHARP:g} times as large): a real one has 0.64 nats", "mean entropy in nats, d = 64",
+          "about", 0.64, 0.05, by="notes"),
+    Claim("b10", "Sharp rows: a binary one has 1.13 nats", "mean entropy in nats, d = 64", "about", 1.13, 0.05, by="notes"),
+    Claim("b11", "Sharp rows: the strongest key is the same in 13 % of them", "share of rows with the same largest weight, d = 64, "
+          "ties among binary weights counted by their share", "about", 0.13, 0.02, by="notes"),
+)  # fmt: skip
+
+
+def arcsine(r: float) -> float:
+    """(2/pi) asin(r).
+
+    >>> [round(arcsine(r), 3) for r in (0.3, 0.6, 0.9)]
+    [0.194, 0.41, 0.713]
+    """
+    return 2 / math.pi * math.asin(r)
+
+
+def sign_product(r: float, pairs: int, seed: int) -> tuple[float, float]:
+    """Mean product of signs of `pairs` pairs of correlation r, and its standard error."""
+    a, noise = draw(pairs, seed=seed), draw(pairs, seed=seed + 1000)
+    product = sign(a) * sign(r * a + math.sqrt(1 - r * r) * noise)
+    return float(product.mean()), float(product.std()) / math.sqrt(pairs)
+
+
+def ranks(x: Float[Tensor, "rows keys"]) -> Float[Tensor, "rows keys"]:
+    """From 0, equal entries share the mean of theirs.
+
+    >>> ranks(torch.tensor([[5.0, 1.0, 5.0]])).tolist()
+    [[1.5, 0.0, 1.5]]
+    """
+    below = torch.searchsorted(x.sort(-1).values, x, right=False)
+    upto = torch.searchsorted(x.sort(-1).values, x, right=True)
+    return (below + upto - 1).double() / 2
+
+
+def row_correlation(a: Float[Tensor, "rows keys"], b: Float[Tensor, "rows keys"]) -> Float[Tensor, " rows"]:
+    """Pearson's, row by row; NaN where one of the two does not vary."""
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt()
+
+
+def top_agreement(real: Float[Tensor, "rows keys"], binary: Float[Tensor, "rows keys"]) -> Float[Tensor, " rows"]:
+    """1 where the largest real weight is the largest binary one, 1 / n where n keys tie for it.
+
+    >>> top_agreement(torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([[0.4, 0.4, 0.2]])).tolist()
+    [0.5]
+    """
+    most = binary.amax(-1, keepdim=True)
+    best = binary >= most * (1 - 1e-6)  # rounding tells no two counts apart
+    return best.gather(-1, real.argmax(-1, keepdim=True))[..., 0].to(real) / best.sum(-1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Means over the rows of one draw."""
+
+    spread: float
+    real: float
+    binary: float
+    correlation: float
+    rank: float
+    top: float
+
+
+def rows(d: int, seed: int, size: float = 1.0) -> Rows:
+    q, k = draw(TOKENS, d, seed=2 * seed, size=size), draw(TOKENS, d, seed=2 * seed + 1, size=size)
+    weights = [mechanism(name).map(q[None, None], k[None, None])[0, 0] for name in ("softmax", "binary")]
+    logits = [w.clamp_min(1e-300).log() for w in weights]
+    logits = [x - x.mean(-1, keepdim=True) for x in logits]
+    ranked = row_correlation(ranks(logits[0]), ranks(logits[1].mul(1e6).round()))  # equal counts are equal
+    return Rows(
+        float(logits[1].square().mean().sqrt() / logits[0].square().mean().sqrt()), float(entropy(weights[0]).mean()),
+        float(entropy(weights[1]).mean()), float(row_correlation(*logits).mean()), float(ranked.mean()),
+        float(top_agreement(*weights).mean()),
+    )  # fmt: skip
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    draws, law = DRAWS[setting.quick], []
+    for number, r in enumerate(CORRELATIONS):
+        mean, error = sign_product(r, PAIRS[setting.quick], number)
+        law.append({"r": r, "mean": mean, "law": arcsine(r), "error": error})
+    off = max(abs(x["mean"] - x["law"]) / x["error"] for x in law)
+    by_size = {d: [rows(d, seed) for seed in range(draws)] for d in SIZES}
+    plain, sharp = by_size[64], [rows(64, seed, SHARP) for seed in range(draws)]
+    estimate = float(expected_entropy((2 / math.pi) ** 2, TOKENS))
+    ranked = {d: sum(x.rank for x in held) / draws for d, held in by_size.items()}
+    table = [
+        {"size": d, "rank": ranked[d], **{n: sum(getattr(x, n) for x in held) / draws for n in ("spread", "binary", "correlation", "top")}}
+        for d, held in by_size.items()
+    ]
+
+    def over(held: list[Rows], what: str) -> Measured:
+        return over_seeds([getattr(x, what) for x in held], of="draws")
+
+    worst = max(SIZES, key=lambda d: abs(ranked[d] - 0.62))
+    away = over(by_size[worst], "rank")
+    return {
+        "b1": Measured(off, 0.0, "none: in standard errors", {"law": law}),
+        "b2": over_seeds([x.spread for x in plain], {"sizes": table}, "draws"), "b3": over(plain, "real"), "b4": over(plain, "binary"),
+        "b5": over_seeds([x.binary - estimate for x in plain], of="draws"), "b6": over(plain, "rank"),
+        "b7": Measured(abs(away.value - 0.62), away.spread, away.spread_of, {"by_size": ranked, "worst": worst}),
+        "b8": over_seeds([x.rank - LIMIT for x in by_size[SIZES[-1]]], {"limit": LIMIT}, "draws"),
+        "b9": over(sharp, "real"), "b10": over(sharp, "binary"), "b11": over(sharp, "top"),
+    }  # fmt: skip
+
+
+STUDY = Study("what signs do to Gaussian queries and keys", CLAIMS, measure)

@@ -1,0 +1,166 @@
+"""Trained models whose attention is made binary as it is, with no fine-tuning: entropy, order of keys, gradients, loss. Study c.
+
+The paper fine-tunes for 300 epochs after the change; nothing here says that this is not needed. It says how much it has to repair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locater.attention import mechanism
+from locater.control import Controls, Mechanism, Temperature
+from locater.control.base import Layers
+from locater.heads import AttentionLayer, Norm
+from locater.probing.load import load_model
+from locater.probing.running import run
+from locater.probing.text import batches
+from locater_papers.claim import Claim, Measured, half_range
+from locater_papers.paper import Setting, Study
+from locater_papers.trained_heads import HALVES, inputs, sources
+from locater_papers.xiao2026.flattening import ranks, row_correlation, top_agreement
+from locater_papers.xiao2026.signs import entropy
+
+LENGTH = 128
+TOKENS = {True: 1024, False: 8192}  # per half of the text
+CHARACTERS = {True: 30_000, False: 240_000}
+RESTORED = math.pi / 2  # times: brings the spread of Gaussian logits back to what it was
+
+CLAIMS = (
+    Claim("c1", "Signs flatten the rows of trained models too", "change of mean entropy in nats by binary attention, least of the models",
+          "at least", 0.0, by="notes"),
+    Claim("c2", "Trained heads keep their strongest key more often than random ones do (13 %)",
+          "share of rows whose largest weight stays the largest, least of the models", "at least", 0.13, by="notes"),
+    Claim("c3", "The order of keys is kept as well as of Gaussian ones (0.62)",
+          "rank correlation of real and binary logits within rows, mean over heads, least of the models", "at least", 0.62, by="notes"),
+    Claim("c4", "A trained model can be made binary as it is: fine-tuning is for the last bit",
+          "divergence of the next token's distribution from the model's own, nats, largest of the causal models", "at most", 0.1,
+          by="notes"),
+    Claim("c5", "Giving logits their spread back (times pi/2) makes up for it: flatness is what is wrong",
+          "share of that divergence that is undone, least of the causal models", "at least", 0.5, by="notes"),
+    Claim("c6", "Fine-tuning sees its queries and keys: most entries are inside the window from -1 to 1 through which gradients come",
+          "share of entries of queries and keys outside of it, largest of the models", "at most", 0.5, by="notes"),
+)  # fmt: skip
+
+
+class BinaryAttention(Mechanism):
+    """Attention of an attached model becomes binary, without a bias: the one thing that binary attention would learn is left out.
+
+    >>> BinaryAttention()
+    BinaryAttention(layers=None)
+    """
+
+    def __init__(self, layers: Layers = None) -> None:
+        self.name, self.layers = "binary", layers
+
+
+@contextmanager
+def made_binary(model: nn.Module, times: float = 1.0) -> Iterator[None]:
+    """The model with binary attention, logits multiplied by `times`; as it was afterwards."""
+    control = Controls([Temperature(init=1 / times, learn=False), BinaryAttention()]).attach(model)
+    try:
+        yield
+    finally:
+        control.detach()
+
+
+@torch.no_grad()
+def layer_entry(layer: AttentionLayer, x: Tensor) -> dict[str, float]:
+    """Means over heads and over rows of the second half, whose keys are many: entropies, kept top, kept order, share outside the window."""
+    bare = replace(layer, norm=Norm(), memory_norm=None)  # x is what comes out of the norm
+    q, k = bare.queries(x).double(), bare.keys(x).double()
+    late = slice(x.shape[1] // 2, None)
+    how: dict[str, Any] = dict(causal=layer.causal, scale=layer.scale)
+    real, binary = (mechanism(name).map(q, k, **how)[:, :, late] for name in ("softmax", "binary"))
+    early = slice(1, x.shape[1] // 2)  # keys that all of these rows see, but for the first, which many heads use as a sink
+    logits = [y[..., early].clamp_min(1e-300).log().flatten(0, 2) for y in (real, binary)]
+    ranked = row_correlation(ranks(logits[0]), ranks(logits[1].mul(1e5).round()))
+    return {
+        "entropy": float(entropy(real).mean()), "binary_entropy": float(entropy(binary).mean()),
+        "top": float(top_agreement(real, binary).mean()), "rank": float(ranked[ranked.isfinite()].mean()),
+        "outside": float(torch.cat([q.abs().flatten(), k.abs().flatten()]).gt(1).double().mean()),
+        "size": float(q.shape[-1]), "query_rms": float(q.square().mean().sqrt()), "key_rms": float(k.square().mean().sqrt()),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def next_token(model: nn.Module, held: list[dict[str, Tensor]]) -> Tensor:
+    """Log probabilities of the next token (sequences, tokens, vocabulary)."""
+    return torch.cat([run(model, part).logits[:, :-1].log_softmax(-1) for part in held])
+
+
+def loss(log: Tensor, held: list[dict[str, Tensor]]) -> float:
+    """Mean loss of the next token, in nats."""
+    following = torch.cat([part["input_ids"][:, 1:] for part in held])
+    return -float(log.gather(-1, following[..., None]).mean())
+
+
+def divergence(log: Tensor, other: Tensor) -> float:
+    """KL(p || q) in nats per token: what q loses against p on text that p would write, whatever text this is.
+
+    >>> half, sure = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+    >>> round(divergence(half, sure), 4)
+    0.1438
+    """
+    return float((log.exp() * (log - other)).sum(-1).mean())
+
+
+@torch.no_grad()
+def pooled(model: nn.Module, held: list[dict[str, Tensor]]) -> Tensor:
+    """Means over tokens of what an encoder gives, a row per sequence."""
+    return torch.cat([run(model, part).last_hidden_state.mean(1) for part in held])
+
+
+def model_entry(folder: Path, text: str, quick: bool) -> dict[str, Any]:
+    """One model on one text."""
+    model = load_model(str(folder))
+    held = batches(model, text, length=LENGTH, tokens=TOKENS[quick])
+    layers = [layer_entry(layer, x) for layer, x in inputs(model, held)]
+    found: dict[str, Any] = {name: sum(e[name] for e in layers) / len(layers) for name in layers[0]}
+    found |= {"layers": layers, "causal": "CausalLM" in type(model).__name__}
+    ask = next_token if found["causal"] else pooled
+    before = ask(model, held)
+    with made_binary(model):
+        after = ask(model, held)
+    with made_binary(model, RESTORED):
+        restored = ask(model, held)
+    if not found["causal"]:
+        return {**found, "cosine": _cosine(before, after), "restored_cosine": _cosine(before, restored)}
+    losses = {"loss": loss(before, held), "binary_loss": loss(after, held), "restored_loss": loss(restored, held)}
+    return {**found, **losses, "divergence": divergence(before, after), "restored_divergence": divergence(before, restored)}
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(nn.functional.cosine_similarity(a, b).mean())
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    """Every model on two halves of a text, which give the spread."""
+    size = CHARACTERS[setting.quick]
+    found: list[dict[str, Any]] = [{}, {}]
+    plan = [(name, folder, half) for name, folder in sources(setting.models).items() for half in range(2)]
+    for name, folder, half in setting.each(plan):
+        found[half][name] = model_entry(folder, setting.text[half * size : (half + 1) * size], setting.quick)
+    causal = [[m for m in half.values() if m["causal"]] for half in found]
+
+    def halves(values: list[float], numbers: Mapping[str, Any] | None = None) -> Measured:
+        return half_range(values, HALVES, numbers)
+
+    return {
+        "c1": halves([min(m["binary_entropy"] - m["entropy"] for m in half.values()) for half in found], {"models": found[0]}),
+        "c2": halves([min(m["top"] for m in half.values()) for half in found]),
+        "c3": halves([min(m["rank"] for m in half.values()) for half in found]),
+        "c4": halves([max(m["divergence"] for m in half) for half in causal]),
+        "c5": halves([min(1 - m["restored_divergence"] / m["divergence"] for m in half) for half in causal]),
+        "c6": halves([max(m["outside"] for m in half.values()) for half in found]),
+    }  # fmt: skip
+
+
+STUDY = Study("trained models made binary as they are", CLAIMS, measure, on_models=True)

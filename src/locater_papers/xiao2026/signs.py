@@ -1,0 +1,273 @@
+"""Attention of one bit per channel, exactly: counts of equal bits, levels, bounds, the entropy floor, gradients, invariances. Study a.
+
+Everything is in float64 and against something written another way: bits packed into whole numbers, loops over heads, row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.attention import mechanism
+from locater.attention.binary import sign
+from locater.theory import entropy_floor_of_range
+from locater_papers.claim import Claim, Measured, half_range
+from locater_papers.paper import Setting, Study
+
+SIZES = (4, 16, 64, 128)  # channels of a head
+KEYS = 64
+RMS = (0.3, 1.0, 3.0, 10.0)  # of queries, for the gradient's window
+SHIFT = 37  # positions
+EXACT = "none: exact"
+ROUNDING = 1e-12
+
+CLAIMS = (
+    Claim(
+        "a1", "A product of two sign vectors is d less twice the number of channels in which they differ: XNOR and a bit count",
+        f"largest difference from counting bits of packed whole numbers, d = {', '.join(map(str, SIZES))}, zeros among the entries",
+        "at most", 0.0,
+    ),
+    Claim(
+        "a2", "The attention map is the softmax of those counts, times mu_q mu_k / sqrt(d)",
+        "largest difference of a weight from the softmax of packed counts, written out row by row", "at most", ROUNDING,
+    ),
+    Claim(
+        "a3", "Logits without a bias take at most d + 1 levels, 2 mu_q mu_k / sqrt(d) apart",
+        "largest distance of a difference of two logits from a whole number of steps, in steps", "at most", 1e-9, by="notes",
+    ),
+    Claim(
+        "a4", "No logit without a bias exceeds mu_q mu_k sqrt(d)",
+        "range of a row's logits over twice that bound, largest of all rows; keys with a query's own signs and with the opposite ones are "
+        "among the keys, so it is reached", "about", 1.0, 1e-9, by="notes",
+    ),
+    Claim(
+        "a5", "So entropy has a floor that depends on mu_q, mu_k, d and the number of keys alone",
+        "least of (entropy - floor) over rows, in nats", "at least", -1e-12, by="notes",
+    ),
+    Claim(
+        "a6", "The floor is reached: by m keys with the query's signs among others with the opposite ones, at the best m",
+        "largest (entropy - floor) of such rows, in nats", "at most", 1e-12, by="notes",
+    ),
+    Claim(
+        "a7", "One key above all others is not always the sharpest row: of 64 logits in a range of 2, the floor is 3.684, not 4.044",
+        "least entropy over rows of two levels, every number of high keys tried", "about", 3.684, 5e-4, by="notes",
+    ),
+    Claim(
+        "a8", "The gradient passes a sign where abs(x) <= 1 in raw units, so with large queries nearly all of it is cut",
+        "share of a query's entries whose sign passes no gradient, at an rms of 10", "at least", 0.9, by="notes",
+    ),
+    Claim(
+        "a9", "Without a bias the map knows of q only the signs and the mean size of its entries",
+        "largest change of a weight when every entry of q is rescaled by a factor of its own and their mean size is kept", "at most",
+        ROUNDING, by="notes",
+    ),
+    Claim(
+        "a10", "A permutation of channels, or turning the sign of some, in both q and k leaves the map as it is",
+        "largest change of a weight", "at most", ROUNDING, by="notes",
+    ),
+    Claim(
+        "a11", "Signs taken after rotary embedding keep what it is for: logits depend on the distance of two tokens alone",
+        "rms change of a logit when all positions move by the same number, over the standard deviation of logits", "at most", 0.01,
+        by="notes",
+    ),
+    Claim(
+        "a12", "Signs taken before it keep that, and lose the count: logits are no d + 1 levels any more",
+        "distinct logits of one query over d + 1", "at least", 1.5, by="notes",
+    ),
+    Claim(
+        "a13", "Grouped heads: the map is that of every query head with its key head, one mean size of entries per key head",
+        "largest difference from a loop over query heads", "at most", ROUNDING, by="notes",
+    ),
+    Claim(
+        "a14", "One mean size for all queries of a head, and one for its keys, as published for images, tells a causal query of "
+        "later tokens",
+        "change of the largest weight of an early row when the last token is made ten times as long", "at least", 1e-3, by="notes",
+    ),
+    Claim(
+        "a15", "With the query's own mean and that of the keys in view it does not",
+        "the same change in the causal form of this package", "at most", 0.0, by="notes",
+    ),
+)  # fmt: skip
+
+
+def draw(*shape: int, seed: int, size: float = 1.0) -> Float[Tensor, "*shape"]:
+    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def packed(x: Float[Tensor, "n d"]) -> list[int]:
+    """Each row as a whole number: bit c is 1 where channel c is at least 0.
+
+    >>> packed(torch.tensor([[1.0, -1.0, 0.0]]))
+    [5]
+    """
+    return [sum(1 << c for c, entry in enumerate(row) if entry >= 0) for row in x.tolist()]
+
+
+def counted(q: Float[Tensor, "T d"], k: Float[Tensor, "S d"]) -> Float[Tensor, "T S"]:
+    """d - 2 (bits in which query and key differ), by whole numbers alone.
+
+    >>> counted(torch.tensor([[1.0, 1.0, -1.0]]), torch.tensor([[1.0, 0.0, 2.0]])).tolist()
+    [[1.0]]
+    """
+    keys = packed(k)
+    return torch.tensor([[q.shape[1] - 2 * (a ^ b).bit_count() for b in keys] for a in packed(q)], dtype=torch.float64)
+
+
+def step(q: Tensor, k: Tensor) -> float:
+    """mu_q mu_k / sqrt(d): what one unit of the count is worth."""
+    return float(q.abs().mean() * k.abs().mean()) / math.sqrt(q.shape[-1])
+
+
+def one_head(q: Tensor, k: Tensor, **how: Any) -> Tensor:
+    """The package's map of one head (T, S)."""
+    return mechanism("binary").map(q[None, None], k[None, None], **how)[0, 0]
+
+
+def entropy(rows: Float[Tensor, "*n keys"]) -> Float[Tensor, "*n"]:
+    return -torch.special.xlogy(rows, rows).sum(-1)
+
+
+def counts() -> dict[str, Measured]:
+    """Bits against signs, weights against counts, steps, bounds and floors, for every size of a head."""
+    off = map_off = steps_off = 0.0
+    reached, above, cases = [], [], []
+    for d in SIZES:
+        q, k = draw(24, d, seed=d), draw(KEYS, d, seed=d + 1)
+        q[0, : d // 2] = 0.0  # sign(0) = 1
+        k[0], k[1] = q[3], -q[3]
+        found, weights, unit = counted(q, k), one_head(q, k), step(q, k)
+        off = max(off, float((found - sign(q) @ sign(k).mT).abs().max()))
+        map_off = max(map_off, max(float((w - (unit * row).softmax(-1)).abs().max()) for w, row in zip(weights, found, strict=True)))
+        gaps = (weights.log()[:, :, None] - weights.log()[:, None, :]) / (2 * unit)
+        steps_off = max(steps_off, float((gaps - gaps.round()).abs().max()))
+        reached.append(float(gaps.max()) / d)  # gaps are in steps, of which twice the bound has d
+        floor = float(entropy_floor_of_range(2 * unit * d, KEYS))
+        above.append(float(entropy(weights).min()) - floor)
+        levels = max(len(row.unique()) for row in gaps[:, :, 0].round())
+        cases.append({"size": d, "levels": levels, "most": d + 1, "floor": floor, "least_entropy": above[-1] + floor, "bound": unit * d})
+    return {
+        "a1": Measured(off, 0.0, EXACT), "a2": Measured(map_off, 0.0, EXACT), "a3": Measured(steps_off, 0.0, EXACT),
+        "a4": half_range(reached, "half the range over sizes of a head"), "a5": Measured(min(above), 0.0, EXACT, {"cases": cases}),
+    }  # fmt: skip
+
+
+def floors() -> dict[str, Measured]:
+    """Rows that reach the floor, built from signs; and the smallest of all rows of two levels, by trying each."""
+    over, cases = [], []
+    for d, size in ((4, 0.3), (16, 0.6), (64, 0.5), (64, 1.0)):
+        q = size * draw(1, d, seed=5).sign()
+        best = []
+        for m in range(1, KEYS):
+            k = size * torch.cat([q.sign().expand(m, d), -q.sign().expand(KEYS - m, d)])
+            best.append(float(entropy(one_head(q, k))[0]))
+        floor = float(entropy_floor_of_range(2 * step(q, k) * d, KEYS))
+        over.append(min(best) - floor)
+        cases.append({"size": d, "mu": size, "floor": floor, "high_keys": best.index(min(best)) + 1})
+    tried = {m: float(entropy(torch.tensor([2.0] * m + [0.0] * (64 - m), dtype=torch.float64).softmax(-1))) for m in range(1, 64)}
+    best_m = min(tried, key=lambda m: tried[m])
+    return {
+        "a6": Measured(max(over), 0.0, EXACT, {"rows": cases}),
+        "a7": Measured(tried[best_m], 0.0, EXACT, {"one_key": tried[1], "high_keys": best_m}),
+    }
+
+
+def cut(rms: float, seed: int = 0) -> float:
+    """Share of entries of rms `rms` through whose sign no gradient comes, by autograd."""
+    x = draw(200, 64, seed=seed, size=rms).requires_grad_()
+    (grad,) = torch.autograd.grad(sign(x).sum(), x)
+    return float((grad == 0).double().mean())
+
+
+def window() -> Measured:
+    """The share that is cut beside that of a normal, 1 - erf(1 / (rms sqrt 2))."""
+    shares = {f"{rms:g}": {"cut": cut(rms), "normal": math.erfc(1 / (rms * math.sqrt(2)))} for rms in RMS}
+    values = [cut(RMS[-1], seed) for seed in range(4)]
+    return half_range(values, "half the range of 4 draws", {"by_rms": shares})
+
+
+def rotated(x: Float[Tensor, "T d"], first: int, base: float = 10_000.0) -> Float[Tensor, "T d"]:
+    """Pairs (c, c + d/2) of channels turned by position times base^(-2c/d); the first token is at position `first`."""
+    half = x.shape[1] // 2
+    rates = base ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = (first + torch.arange(x.shape[0], dtype=torch.float64))[:, None] * rates
+    a, b = x[:, :half], x[:, half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], 1)
+
+
+def rotary(shift: int = SHIFT) -> dict[str, float]:
+    """rms change of logits when all positions move by `shift`, over their spread: of real logits, of signs after rotation and before."""
+    q, k = draw(48, 64, seed=1), draw(48, 64, seed=2)
+    kinds = {
+        "no signs": lambda first: rotated(q, first) @ rotated(k, first).mT,
+        "signs after": lambda first: sign(rotated(q, first)) @ sign(rotated(k, first)).mT,
+        "signs before": lambda first: rotated(sign(q), first) @ rotated(sign(k), first).mT,
+    }
+    return {name: float((f(shift) - f(0)).square().mean().sqrt() / f(0).std()) for name, f in kinds.items()}
+
+
+def levels_before(d: int = 16, keys: int = 256) -> float:
+    """Distinct logits of the last query where signs are turned after they are taken, over d + 1."""
+    q, k = (rotated(sign(draw(keys, d, seed=seed)), 0) for seed in (1, 2))
+    return len((q[-1] @ k.mT * 1e6).round().unique()) / (d + 1)
+
+
+def invariances() -> dict[str, Measured]:
+    q, k = draw(20, 32, seed=3), draw(20, 32, seed=4)
+    plain = one_head(q, k)
+    other = q * draw(20, 32, seed=5).exp()
+    other = other * q.abs().mean() / other.abs().mean()
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(6))
+    turn = draw(32, seed=7).sign()
+    channels = max(float((one_head(a, b) - plain).abs().max()) for a, b in ((q[:, order], k[:, order]), (q * turn, k * turn)))
+    moved = rotary()
+    return {
+        "a9": Measured(float((one_head(other, k) - plain).abs().max()), 0.0, EXACT), "a10": Measured(channels, 0.0, EXACT),
+        "a11": Measured(moved["signs after"], 0.0, EXACT, {"moved": moved, "shift": SHIFT}),
+        "a12": Measured(levels_before(), 0.0, EXACT),
+    }  # fmt: skip
+
+
+def heads() -> Measured:
+    """Eight query heads on two key heads, causal and not, against a loop with each head's own means."""
+    q, k = draw(2, 8, 12, 16, seed=8), draw(2, 2, 12, 16, seed=9)
+    free, past = mechanism("binary").map(q, k), mechanism("binary").map(q, k, causal=True)
+    worst = 0.0
+    for b in range(2):
+        for h in range(8):
+            query, key = q[b, h], k[b, h // 4]
+            found = counted(query, key)
+            worst = max(worst, float((free[b, h] - (step(query, key) * found).softmax(-1)).abs().max()))
+            for t in range(12):
+                row = (step(query[t], key[: t + 1]) * found[t, : t + 1]).softmax(-1)
+                worst = max(worst, float((past[b, h, t, : t + 1] - row).abs().max()))
+    return Measured(worst, 0.0, EXACT)
+
+
+def leak() -> tuple[float, float]:
+    """Change of row 5 of 16 by the last token: with one mean per head under a causal mask, and in the causal form."""
+    q, k = draw(16, 32, seed=10), draw(16, 32, seed=11)
+    longer = [torch.cat([x[:-1], 10 * x[-1:]]) for x in (q, k)]
+
+    def one_mean(a: Tensor, b: Tensor) -> Tensor:
+        return (step(a, b) * counted(a, b)[5, :6]).softmax(-1)
+
+    first, then = one_mean(q, k), one_mean(*longer)
+    top = int(first.argmax())
+    ours = one_head(q, k, causal=True)[5] - one_head(longer[0], longer[1], causal=True)[5]
+    return float((then - first)[top].abs()), float(ours.abs().max())
+
+
+def measure(setting: Setting) -> Mapping[str, Measured]:
+    published, ours = leak()
+    return {
+        **counts(), **floors(), **invariances(), "a8": window(), "a13": heads(),
+        "a14": Measured(published, 0.0, EXACT), "a15": Measured(ours, 0.0, EXACT),
+    }  # fmt: skip
+
+
+STUDY = Study("attention of one bit, exactly", CLAIMS, measure)

@@ -1,0 +1,15 @@
+"""Ye et al. (2026): what stacks of full attention can compose and hybrids with linear layers cannot."""
+
+from locater_papers.paper import Paper
+from locater_papers.ye2026 import composing, recall, recurrences, stacks
+from locater_papers.ye2026.page import lead, page
+
+PAPER = Paper(
+    "ye2026",
+    "Hybrids of linear and full attention: states, recall, and composing functions",
+    "Ye, He, Liao, Wu and Lu, A Provable Expressiveness Hierarchy in Hybrid Linear-Full Attention (arXiv 2602.01763, 2026)",
+    (recurrences.STUDY, recall.STUDY, composing.STUDY, stacks.STUDY),
+    page, lead,
+)  # fmt: skip
+
+__all__ = ["PAPER"]
