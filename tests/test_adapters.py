@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import locater
+from locater.checkpoints.weights import ModuleWeights
 from locater.control import Control, LocAteR, Mimetic, QKClip
 from locater.errors import LocaterError
 from locater.heads import attention_layers
-from locater.heads.weights import ModuleWeights
 from tests.families import CASES
 from tests.parity import model_of
 

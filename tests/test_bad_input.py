@@ -433,7 +433,7 @@ def test_files_that_may_not_be_read_or_written(run: Run, broken: Path, tmp_path:
         raise PermissionError(13, "Permission denied", str(broken / "model.safetensors"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("locater.heads.safetensors_reader.safetensors_header", closed)
+        patch.setattr("locater.checkpoints.safetensors_file.safetensors_header", closed)
         assert "Permission denied" in refused(run, tmp_path, broken)
     assert run("scan", broken, "--json", tmp_path / "x", "--report", tmp_path / "x").status == 2
     assert run("scan", broken, "--report", "-").status == 2

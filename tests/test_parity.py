@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from locater import scan
+from locater.checkpoints.weights import DictWeights, ModuleWeights
 from locater.heads import AttentionLayer, Norm, Projection, Rotary, attention_layers, effective, families
 from locater.heads.coverage import unread
 from locater.heads.normed import NormedProjection
 from locater.heads.relative import RelativeTerms
-from locater.heads.weights import DictWeights, ModuleWeights
 from tests.families import CASES
 from tests.parity import STORED, TOLERANCE, Case, Record, disagreement, model_of, record
 

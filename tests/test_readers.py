@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from locater import LocaterError, scan
+from locater.checkpoints.sources import SafetensorsWeights
 from locater.heads import attention_layers, effective, open_source
-from locater.heads.readers import SafetensorsWeights
 
 
 def rows(source: Path) -> list[tuple[float | None, ...]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
-from locater.heads.readers import Source
 from locater.result import LENGTH, NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
 from locater.scan import Progress, scan
 from locater.version import __version__

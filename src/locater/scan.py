@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.findings import flags_of, key_variance
 from locater.heads import AttentionLayer, Rotary, effective, layers_of, open_source
 from locater.heads.normed import NormedProjection
-from locater.heads.readers import Source
 from locater.probing.predict import predict
 from locater.probing.statistics import Input, Statistics
 from locater.result import LENGTH, HeadRow, Scan

@@ -109,8 +109,8 @@ def gguf_file(folder: Path) -> Path:
 
 
 def read_gguf(folder: Path) -> tuple[Any, Tensors]:
-    from locater.heads.gguf_header import Array, read_header
-    from locater.heads.gguf_reader import _floats
+    from locater.checkpoints.gguf_file import _floats
+    from locater.checkpoints.gguf_header import Array, read_header
 
     path = gguf_file(folder)
     header = read_header(path)

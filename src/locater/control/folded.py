@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from locater.checkpoints.sources import config_of
+from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Layers, chosen_layers
 from locater.heads import AttentionLayer, Effective, effective, layers_of
 from locater.heads.folded import Recorder
-from locater.heads.readers import config_of
-from locater.heads.weights import ModuleWeights
 
 
 class FoldedMaps:

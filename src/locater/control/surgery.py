@@ -29,10 +29,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from locater.checkpoints.sources import config_of
+from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, self_layers
 from locater.errors import LocaterError
-from locater.heads.readers import config_of
-from locater.heads.weights import ModuleWeights
 from locater.probing.outside.parts import HELD, instead
 
 Forward = Callable[..., Any]

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from locater.checkpoints.sources import config_of
+from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.explain.frozen import FrozenNorm, Gates, Heads, Step
 from locater.explain.layouts import GPT2, LAYOUTS, Layout
@@ -23,8 +25,6 @@ from locater.explain.paths import Paths
 from locater.heads import AttentionLayer, attention_layers
 from locater.heads.build import norm, optional
 from locater.heads.norm import Norm
-from locater.heads.readers import config_of
-from locater.heads.weights import ModuleWeights
 from locater.kernels.terms import Terms, full_terms
 from locater.probing import interface
 from locater.probing.call import Call

@@ -1,12 +1,12 @@
 """Where the heads are: one file per model family, one record for what they find."""
 
+from locater.checkpoints.sources import open_source
+from locater.checkpoints.weights import Weights
 from locater.heads.effective import Effective, Tokens, effective
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm
-from locater.heads.readers import open_source
 from locater.heads.registry import attention_layers, families, layers_of, register
 from locater.heads.rotary import Rotary, rotary_from_config
-from locater.heads.weights import Weights
 
 __all__ = [
     "AttentionLayer",

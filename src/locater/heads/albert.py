@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
 from locater.heads.build import expect, expect_layers, integer, norm, projection
 from locater.heads.layer import AttentionLayer
 from locater.heads.norm import Norm
-from locater.heads.readers import Config
-from locater.heads.weights import Weights, numbered
 
 MODEL_TYPES = ("albert",)
 PATTERN = (

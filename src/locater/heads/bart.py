@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.encoder_decoder import encoder_decoder_layers
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("bart",)
 LARGE = {"d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 16, "decoder_attention_heads": 16}

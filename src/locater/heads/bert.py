@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.build import norm, projection
 from locater.heads.encoder import BERT, encoder_layers
 from locater.heads.layer import AttentionLayer
 from locater.heads.norm import Norm
-from locater.heads.readers import Config
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("bert", "camembert", "electra", "roberta", "xlm-roberta")
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
 from locater.heads.bias import Alibi, alibi_slopes
 from locater.heads.build import expect, expect_layers, integer, norm, projection, shape_of
 from locater.heads.gpt_neox import per_head
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
-from locater.heads.weights import Weights, numbered
 
 MODEL_TYPES = ("bloom",)
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.checkpoints.weights import Rows, Weights
 from locater.errors import LocaterError
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm, NormKind
-from locater.heads.weights import Rows, Weights
 from locater.spectrum import upcast
 
 

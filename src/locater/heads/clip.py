@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
 from locater.heads.build import expect, expect_layers, integer, norm, projection
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
-from locater.heads.weights import Weights, numbered
 
 MODEL_TYPES = ("clip", "clip_text_model", "clip_vision_model")
 TEXT = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 12, "layer_norm_eps": 1e-5}

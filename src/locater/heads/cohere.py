@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.build import norm, within_heads
 from locater.heads.decoder import decoder_layers
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm
 from locater.heads.normed import normed
-from locater.heads.readers import Config
 from locater.heads.rotary import halves
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("cohere", "cohere2")
 

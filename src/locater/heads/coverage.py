@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from locater.heads.weights import ModuleWeights, Weights, natural
+from locater.checkpoints.weights import ModuleWeights, Weights, natural
 
 BEFORE = r"(?:to_|w_?|add_|lin_|linear_|proj_|attn_|in_proj_)?"
 AFTER = r"(?:_?(?:a|b|proj|projs|projection|lin|linear|layer|dense|conv|map|weight|heads?|fc))*"

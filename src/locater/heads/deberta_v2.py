@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.build import expect, integer, norm, projection, shape_of
 from locater.heads.encoder import Names, encoder_layers
 from locater.heads.layer import AttentionLayer
 from locater.heads.norm import Norm
-from locater.heads.readers import Config
 from locater.heads.relative import RelativeTerms
-from locater.heads.weights import Weights
 from locater.spectrum import upcast
 
 MODEL_TYPES = ("deberta-v2",)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Rows, Weights, numbered
 from locater.heads.build import expect, expect_layers, integer, norm, projection, within_heads
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm
 from locater.heads.normed import normed
-from locater.heads.readers import Config
 from locater.heads.rotary import halves, rotary_from_config, yarn_scale
-from locater.heads.weights import Rows, Weights, numbered
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.kv_b_proj\.weight"

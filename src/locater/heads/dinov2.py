@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.build import rescaled
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
 from locater.heads.vit import vit_layers
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("dinov2", "dinov2_with_registers")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.encoder import Names, encoder_layers
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("distilbert",)
 EPS = 1e-12

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Rows, Weights, numbered
 from locater.heads.bias import Alibi, alibi_slopes
 from locater.heads.build import expect, expect_layers, integer, norm, projection, shape_of
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
 from locater.heads.rotary import rotary_from_config
-from locater.heads.weights import Rows, Weights, numbered
 
 MODEL_TYPES = ("falcon",)
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.func import functionalize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from locater.checkpoints.live_tensors import is_a
+from locater.checkpoints.sources import config_of
+from locater.checkpoints.weights import ModuleWeights, Rows, take_rows
 from locater.errors import LocaterError
 from locater.heads.effective import Effective, effective
-from locater.heads.places import is_a
-from locater.heads.readers import config_of
 from locater.heads.registry import layers_of
-from locater.heads.weights import ModuleWeights, Rows, take_rows
 from locater.spectrum import cross_moments, moments
 
 STACKED = 1 << 26  # numbers, of the tensors read and the maps made, that are held at a time

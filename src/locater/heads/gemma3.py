@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.build import norm
 from locater.heads.clip import sub_config, tower_layers
 from locater.heads.decoder import decoder_layers
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
 from locater.heads.rotary import Rotary, rotary_from_config
 from locater.heads.siglip import TOWER
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("gemma3_text", "gemma3")
 PATTERN = r"(?P<prefix>((?!.*vision).*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"  # a vision tower is not this family

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
 from locater.heads.build import expect, expect_layers, integer, norm, optional, read_floats, shape_of
 from locater.heads.layer import AttentionLayer, Projection
-from locater.heads.readers import Config
-from locater.heads.weights import Weights, numbered
 
 MODEL_TYPES = ("gpt2",)
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.c_attn\.weight"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Rows, Weights, numbered
 from locater.heads.build import expect, expect_layers, integer, norm, projection, shape_of
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
 from locater.heads.rotary import rotary_from_config
-from locater.heads.weights import Rows, Weights, numbered
 
 MODEL_TYPES = ("gpt_neox",)
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.attention\.query_key_value\.weight"

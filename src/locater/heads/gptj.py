@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
 from locater.errors import LocaterError
 from locater.heads.build import expect, expect_layers, integer, norm, projection, within_heads
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
 from locater.heads.rotary import halves, rotary_from_config
-from locater.heads.weights import Weights, numbered
 
 MODEL_TYPES = ("gptj",)
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.q_proj\.weight"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.decoder import decoder_layers
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("granite", "granitemoe")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.bias import RelativeBias
 from locater.heads.build import expect, shape_of
 from locater.heads.encoder import Names, encoder_layers
 from locater.heads.layer import AttentionLayer
-from locater.heads.readers import Config
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("mpnet",)
 BUCKETS = 32  # the model's code uses these many whatever relative_attention_num_buckets says: further rows are never read

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from locater.checkpoints.weights import Weights, natural
 from locater.errors import LocaterError
 from locater.heads.build import matrix, optional
 from locater.heads.layer import AttentionLayer
-from locater.heads.weights import Weights, natural
 
 
 def layers_by_name(weights: Weights, query: str, key: str, heads: int, kv_heads: int | None = None) -> Iterator[AttentionLayer]:

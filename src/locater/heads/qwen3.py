@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.build import norm
 from locater.heads.decoder import decoder_layers
 from locater.heads.layer import AttentionLayer
 from locater.heads.qwen2 import window
-from locater.heads.readers import Config
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
 

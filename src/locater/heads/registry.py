@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import chain
 
+from locater.checkpoints.sources import Config, Source, open_source
+from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError, first_line
 from locater.heads import timm, torch_mha
 from locater.heads.build import check_layer, integer
 from locater.heads.coverage import folded_paths, unread
 from locater.heads.layer import AttentionLayer
 from locater.heads.named import examples, layers_by_name
-from locater.heads.readers import Config, Source, open_source
 from locater.heads.settings import check_settings
-from locater.heads.weights import ModuleWeights, Weights
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
 OWN = ("locater", "locater_variant")  # models that `locater train` saves; read by the package that makes them

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
 from locater.heads.build import norm
 from locater.heads.decoder import decoder_layers
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm
 from locater.heads.normed import normed
-from locater.heads.readers import Config
 from locater.heads.rotary import rotary_from_config
-from locater.heads.weights import Weights
 
 MODEL_TYPES = ("stablelm",)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
 from locater.heads.bias import RelativeBias
 from locater.heads.build import expect, expect_layers, first, integer, norm, projection
 from locater.heads.layer import AttentionLayer, Kind
-from locater.heads.readers import Config
-from locater.heads.weights import Weights, numbered
 
 MODEL_TYPES = ("mt5", "t5", "umt5")
 PATTERN = r"(?P<prefix>(.*\.)?)block\.(?P<layer>\d+)\.layer\.0\.SelfAttention\.q\.weight"

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import ModuleWeights, Weights, numbered
 from locater.errors import LocaterError
 from locater.heads.build import expect, integer, norm, projection, rescaled, shape_of
 from locater.heads.layer import AttentionLayer
 from locater.heads.norm import Norm
-from locater.heads.readers import Config
-from locater.heads.weights import ModuleWeights, Weights, numbered
 
 MODEL_TYPES = ("timm",)
 PATTERN = r"(?P<prefix>(.*\.)?blocks\.(\d+\.)?)(?P<layer>\d+)\.attn\.qkv\.weight"

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import ModuleWeights, Rows, Weights, natural
 from locater.errors import LocaterError
 from locater.heads.build import integer, matrix, norm, optional, projection, shape_of
 from locater.heads.layer import AttentionLayer, Kind, Projection
 from locater.heads.norm import Norm
-from locater.heads.readers import Config
-from locater.heads.weights import ModuleWeights, Rows, Weights, natural
 
 MODEL_TYPES = ("torch",)
 PATTERN = r"(?P<stem>(?:.*\.)?)(?:in_proj_weight|q_proj_weight)"

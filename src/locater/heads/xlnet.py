@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
 from locater.errors import LocaterError
 from locater.heads.build import expect, expect_layers, integer, norm, shape_of
 from locater.heads.layer import AttentionLayer, Projection
 from locater.heads.norm import Norm
-from locater.heads.readers import Config
 from locater.heads.relative import RelativeTerms
-from locater.heads.weights import Weights, numbered
 from locater.spectrum import upcast
 
 MODEL_TYPES = ("xlnet",)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from locater.checkpoints.sources import hub_folder
 from locater.errors import LocaterError, first_line
-from locater.heads.readers import hub_folder
 from locater.probing.text import OWN
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.heads import attention_layers
-from locater.heads.weights import ModuleWeights
 from locater.probing import interface, outside
 from locater.probing.hidden import Padding, SeenLayer, listen, streams
 from locater.probing.outside.parts import instead

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.checkpoints.pickle_file import archive_records
+from locater.checkpoints.weights import ModuleWeights, plain
 from locater.errors import LocaterError, first_line
 from locater.heads import Tokens, attention_layers
-from locater.heads.pickle_reader import archive_records
-from locater.heads.weights import ModuleWeights, plain
 from locater.measures import ChannelMoments, normality_distance, top_directions
 from locater.probing.hidden import Padding
 from locater.probing.running import Read, on_input, run

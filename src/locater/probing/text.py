@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.checkpoints.sources import hub_folder
 from locater.errors import LocaterError, first_line
-from locater.heads.readers import hub_folder
 
 OWN = ("locater", "locater_variant")  # types that `locater train` writes and transformers does not know
 OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet")  # count positions from the padding id on

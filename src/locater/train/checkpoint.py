@@ -22,9 +22,9 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor, nn
 
+from locater.checkpoints.sources import DTYPES
 from locater.errors import LocaterError, first_line
 from locater.heads import open_source
-from locater.heads.readers import DTYPES
 from locater.report.sinks import read_run
 from locater.result import write_whole
 from locater.train.model import Shape, Transformer

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from locater.checkpoints.pickle_file import open_pickles
+from locater.checkpoints.safetensors_file import DTYPES as DTYPES
+from locater.checkpoints.safetensors_file import SafetensorsWeights
+from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError, first_line
 from locater.files import is_there, read_json
-from locater.heads.pickle_reader import open_pickles
-from locater.heads.safetensors_reader import DTYPES as DTYPES
-from locater.heads.safetensors_reader import SafetensorsWeights
-from locater.heads.weights import ModuleWeights, Weights
 
 Config = dict[str, Any]
 Source = nn.Module | str | os.PathLike[str]
@@ -42,7 +42,7 @@ def open_source(source: Source) -> tuple[Weights, Config]:
     if not is_there(path):
         return _open_folder(_from_hub(str(source)))
     if path.suffix == ".gguf":
-        from locater.heads.gguf_reader import open_gguf
+        from locater.checkpoints.gguf_file import open_gguf
 
         return open_gguf(path)
     return _open_file(path), _read_config(path.parent / "config.json")

@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from locater.checkpoints.live_tensors import Place, places
 from locater.errors import LocaterError
-from locater.heads.places import Place, places
 
 T = TypeVar("T")
 Rows = Sequence[tuple[int, int]]  # half-open ranges of the first axis, in the order wanted

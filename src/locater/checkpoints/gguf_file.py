@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from locater.checkpoints.gguf_header import Array, Header, read_header
+from locater.checkpoints.weights import Rows, take_rows
 from locater.errors import LocaterError
-from locater.heads.gguf_header import Array, Header, read_header
-from locater.heads.weights import Rows, take_rows
 
 MODEL_TYPES = {  # architectures whose layout is known
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2", "gemma3": "gemma3_text",

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from locater.checkpoints.weights import Rows, joined
 from locater.errors import LocaterError
 from locater.files import no_duplicates, regular_file
-from locater.heads.weights import Rows, joined
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

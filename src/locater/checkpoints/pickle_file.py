@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.checkpoints.weights import DictWeights, joined, plain
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
-from locater.heads.weights import DictWeights, joined, plain
 
 MARK = b"PK\x03\x04"
 FOLDER = 0x10  # attribute of a zip record
