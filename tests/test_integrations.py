@@ -13,7 +13,7 @@ from torch import Tensor
 from locater import LocaterError
 from locater.control.eigenspectrum import LocAteR
 from locater.integrations import hf
-from locater.report.sinks import read_run
+from locater.tracking.loggers import read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
 

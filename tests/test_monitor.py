@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from locater import LocaterError
 from locater.heads import attention_layers, effective, folded
 from locater.probing import Monitor, monitor, observe, tally
-from locater.report.sinks import read_run
+from locater.tracking.loggers import read_run
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make
 from tests.parity import model_of, redraw, tokens
@@ -313,7 +313,7 @@ import os, sys, torch
 import torch.distributed as dist
 from pathlib import Path
 from locater import Monitor
-from locater.report.sinks import read_run
+from locater.tracking.loggers import read_run
 from tests.test_distributed_control import batch, model_of, shard
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 found = []

@@ -101,7 +101,7 @@ def test_a_monitor_follows_a_compiled_model(given: str, tmp_path: Path) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     from locater.probing import Monitor
-    from locater.report.sinks import read_run
+    from locater.tracking.loggers import read_run
 
     model = llama().train()
     expected = plain(model)

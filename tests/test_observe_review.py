@@ -19,7 +19,7 @@ from locater.errors import LocaterError
 from locater.probing import tally as tallying
 from locater.probing.call import Call, from_interface
 from locater.probing.interface import eager_function
-from locater.report.sinks import JsonlSink, read_run
+from locater.tracking.loggers import JsonlSink, read_run
 
 transformers = pytest.importorskip("transformers")
 NUMBERS = ("rows", "entropy", "max_logit", "sink", "rest_entropy", "distance", "self_mass")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from locater import LocaterError, Monitor
 from locater.findings import QUANTITIES, explain, parse_conditions
 from locater.probing.monitor import COLUMNS, SPECTRUM
-from locater.report.sinks import JsonlSink, read_run
+from locater.tracking.loggers import JsonlSink, read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
 
@@ -309,7 +309,7 @@ def test_a_header_that_found_no_space_comes_before_the_next_record(tmp_path: Pat
             raise OSError(28, "No space left on device")
         return real(descriptor)
 
-    monkeypatch.setattr("locater.report.sinks.os.fstat", fstat)
+    monkeypatch.setattr("locater.tracking.loggers.os.fstat", fstat)
     attached(encoder(), tmp_path, tmp_path / "run.jsonl", steps=2)
     assert [record["step"] for record in read_run(tmp_path / "run.jsonl").steps] == [1, 2]
 

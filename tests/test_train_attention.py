@@ -19,7 +19,7 @@ from locater import LocaterError, attention_layers, observe
 from locater.attention import mechanism, mechanisms
 from locater.attention.text import parse_attention
 from locater.control import EntropyPenalty, LogitSoftcap, Surgery
-from locater.report.sinks import read_run
+from locater.tracking.loggers import read_run
 from locater.train import Plan, Shape, Transformer, load, run, sweep
 from locater.train import checkpoint as checkpoints
 from locater.train.controls import check_controls
@@ -469,7 +469,7 @@ def test_a_run_goes_on_exactly(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_a_full_disk_costs_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from locater.report.sinks import JsonlSink
+    from locater.tracking.loggers import JsonlSink
 
     def full(self: JsonlSink, line: bytes) -> None:
         raise LocaterError("locater.jsonl: cannot be written (No space left on device)")

@@ -20,7 +20,7 @@ import torch
 import locater
 from locater import LocaterError
 from locater.control.base import Control, Controls
-from locater.report.sinks import read_run
+from locater.tracking.loggers import read_run
 from locater.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater.train import checkpoint as checkpoints
 from locater.train.controls import controls

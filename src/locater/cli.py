@@ -207,8 +207,8 @@ def watch(
     open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
 ) -> None:
     """Look at a training run: live in a browser while it goes on, or as a page and data with --report and --json."""
-    from locater.report.log import read_run
     from locater.report.watch import serve, watch_page
+    from locater.tracking.run_log import read_run
 
     check_writable(json, report)
     if json is None and report is None:

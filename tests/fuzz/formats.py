@@ -207,7 +207,7 @@ def edit_statistics(rng: Random, folder: Path) -> None:
 
 
 def read_log(folder: Path) -> None:
-    from locater.report.log import read_run
+    from locater.tracking.run_log import read_run
 
     run = read_run(folder / "run.jsonl")
     json.loads(run.to_json())

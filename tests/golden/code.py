@@ -24,7 +24,7 @@ from locater.control.base import known_options
 from locater.findings import FLAGS
 from locater.heads.registry import _readers
 from locater.probe import ProbeRow
-from locater.report.log import read_run
+from locater.tracking.run_log import read_run
 from locater.train.controls import controls
 from locater.train.loop import run as train
 from locater.train.plan import Plan

@@ -35,7 +35,7 @@ from locater.probing.tally import missed
 from locater.version import __version__
 
 if TYPE_CHECKING:
-    from locater.report.sinks import Sink
+    from locater.tracking.loggers import Sink
 
 COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "distance")
 SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of logits over unit tokens
@@ -116,7 +116,7 @@ class Monitor(TrainerEvents):
 
     def _open_sinks(self, folder: Path, begin: dict[str, Any]) -> None:
         """A log that was named is continued or refused; without a name one is found that this run can continue, or begun."""
-        from locater.report.sinks import JsonlSink, open_sink
+        from locater.tracking.loggers import JsonlSink, open_sink
 
         if not self._names:
             with contextlib.suppress(OSError):  # a trainer's folder may come with its first file; what is wrong is said below
@@ -132,8 +132,8 @@ class Monitor(TrainerEvents):
 
     def _default_log(self, folder: Path, begin: dict[str, Any]) -> Path:
         """`locater.jsonl`; where that holds a run of another shape, `locater-2.jsonl` and so on."""
-        from locater.report.log import first_run
-        from locater.report.sinks import same_shape
+        from locater.tracking.loggers import same_shape
+        from locater.tracking.run_log import first_run
 
         taken = ""
         for count in itertools.count(1):

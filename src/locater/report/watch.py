@@ -21,8 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 from locater.errors import LocaterError
 from locater.findings import EXPLODING, FLAGS
 from locater.report.html import assemble, short_name
-from locater.report.log import Record, Run, RunReader, find_log
 from locater.report.packing import Curve, pack, thin
+from locater.tracking.run_log import Record, Run, RunReader, find_log
 from locater.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"

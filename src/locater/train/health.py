@@ -16,7 +16,7 @@ from locater.errors import LocaterError
 from locater.probing import observe
 from locater.probing.call import unread
 from locater.probing.monitor import COLUMNS, header
-from locater.report.sinks import JsonlSink
+from locater.tracking.loggers import JsonlSink
 from locater.train.data import Batch
 from locater.train.model import Attention, Transformer
 

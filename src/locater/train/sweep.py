@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from locater.errors import LocaterError
-from locater.report.log import SWEEP
+from locater.tracking.run_log import SWEEP
 from locater.train.loop import DivergedError, Tell, check_plan, run
 from locater.train.plan import PACE, Plan
 

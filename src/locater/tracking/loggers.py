@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from locater.errors import LocaterError
-from locater.report.log import Record, Run, first_run, is_run, line_of, read_run, shape_of
+from locater.tracking.run_log import Record, Run, first_run, is_run, line_of, read_run, shape_of
 
 __all__ = ["JsonlSink", "Run", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "flat", "open_sink", "read_run"]
 
