@@ -17,9 +17,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from locater import Monitor
+from locater.data.corpus import embedded_text
 from locater.report.watch import watch_page
 from locater.tracking.loggers import read_run
-from locater.train.corpus import embedded_text
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, EVERY = 4, 6, 96, 96, 8, 10
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.data.corpus import embedded_text
+from locater.data.text import Batch, batches, read_text
 from locater.heads import AttentionLayer, Norm, attention_layers
 from locater.probe import spearman
 from locater.probing.circuits import circuit_scores
@@ -29,8 +31,6 @@ from locater.probing.observe import observe
 from locater.probing.predict import on_tokens, predict
 from locater.probing.running import Read, on_input, run
 from locater.probing.statistics import Input, Statistics, collected
-from locater.probing.text import Batch, batches, read_text
-from locater.train.corpus import embedded_text
 from locater_papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]

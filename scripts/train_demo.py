@@ -20,8 +20,8 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from locater.data.corpus import embedded_text, fingerprint
 from locater.train.controls import attach
-from locater.train.corpus import embedded_text, fingerprint
 
 OUT = Path(__file__).parents[1] / "src" / "locater" / "demo"
 
@@ -103,7 +103,7 @@ def main() -> None:
     (args.out / "generation_config.json").unlink(missing_ok=True)
     record = {
         "command": "python scripts/train_demo.py" + (f' --control "{args.control}"' if args.control else ""),
-        "text": "locater.train.corpus.embedded_text",
+        "text": "locater.data.corpus.embedded_text",
         "text_sha256": fingerprint(text),
         "characters": len(text),
         "tokens": len(tokens),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 
-from locater.train.corpus import embedded_text, fingerprint
+from locater.data.corpus import embedded_text, fingerprint
 
 
 def test_embedded_text_is_large_readable_and_the_same_each_time() -> None:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError, Probe, observe, probe, scan
+from locater.data.images import image_batches
 from locater.heads import AttentionLayer, Norm, attention_layers
 from locater.heads.normed import NormedProjection
 from locater.probe import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement, spearman
 from locater.probing.circuits import circuit_scores
-from locater.probing.images import image_batches
 from locater.probing.predict import logit_bound
 from locater.probing.running import run
 from locater.probing.statistics import collected

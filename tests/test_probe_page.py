@@ -375,7 +375,7 @@ def test_probe_writes_what_it_prints(run: Run, saved: Path, words: Path, tmp_pat
 
 
 def test_the_default_text_is_named(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locater.train.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
+    monkeypatch.setattr("locater.data.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
     assert "the documentation inside Python (the default; --text FILE for yours)" in " ".join(run("probe", saved, *SMALL).out.split())
     named = run("probe", saved, "--corpus", *SMALL, "--rows", 4)
     assert "the default" not in named.out
@@ -426,7 +426,7 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
 
 def test_the_default_text_in_python_too(saved: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command has it, and the result says so; a path is called by its name, a `Path` to the model is one."""
-    monkeypatch.setattr("locater.train.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
+    monkeypatch.setattr("locater.data.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
     small: dict[str, Any] = dict(length=32, tokens=128)
     found = probe(saved, **small)
     assert found.assumptions["data"] == "the documentation inside Python (the default; text= for yours)"

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import locater
 from locater import LocaterError, Statistics, statistics
+from locater.data.text import batches
 from locater.heads import attention_layers
 from locater.probing.running import run
 from locater.probing.statistics import KEPT, Input, collected
-from locater.probing.text import batches
 from tests.families import CASES
 from tests.parity import Case, model_of, record
 

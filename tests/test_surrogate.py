@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import locater
+from locater.data.text import batches
 from locater.heads import AttentionLayer, Norm, Tokens, attention_layers, effective
 from locater.probe import spearman
 from locater.probing.load import load_model
@@ -24,7 +25,6 @@ from locater.probing.observe import observe
 from locater.probing.predict import predict
 from locater.probing.running import run
 from locater.probing.statistics import Input, collected
-from locater.probing.text import batches
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
 from tests.families import CASES
@@ -360,7 +360,7 @@ T = 128
 @cache
 def texts() -> tuple[str, str]:
     """One text for statistics, another to measure on."""
-    from locater.train.corpus import embedded_text
+    from locater.data.corpus import embedded_text
 
     held = embedded_text()
     return held[: len(held) // 2], held[len(held) // 2 :]

@@ -18,13 +18,13 @@ import torch
 
 from locater import LocaterError, attention_layers, observe
 from locater.control.base import Control
+from locater.data.corpus import read_documents, split
+from locater.data.tokenizer import ByteTokenizer, make_tokenizer
 from locater.train import Plan, Shape, Transformer, load, run
 from locater.train import checkpoint as checkpoints
 from locater.train.controls import attach, controls, parse_control, restore, state_of
-from locater.train.corpus import read_documents, split
 from locater.train.data import open_data
 from locater.train.health import culprit
-from locater.train.tokenizer import ByteTokenizer, make_tokenizer
 from tests.parity import redraw
 
 TINY: dict[str, Any] = dict(layers=2, width=16, heads=2, length=16, batch=4, device="cpu")

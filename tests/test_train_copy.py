@@ -13,8 +13,8 @@ import torch
 
 from locater import LocaterError
 from locater.attention import mechanisms
+from locater.data.copying import TRIGGERS, Source, copy_source, entropies
 from locater.train import Plan, load, run
-from locater.train.copying import TRIGGERS, Source, copy_source, entropies
 from locater.train.data import HELD_OUT, CopyData, open_data
 from tests.conftest import Result as Ran
 

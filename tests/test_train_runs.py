@@ -82,7 +82,7 @@ def test_the_report_loss_is_that_of_the_final_weights(tmp_path: Path) -> None:
     assert result.report_loss == pytest.approx(sum(a for a, _ in held) / sum(b for _, b in held), rel=1e-5)
     facts = result.data
     assert result.bits_per_byte == pytest.approx(result.report_loss / 0.6931, rel=1e-3)  # a byte is a token here
-    assert facts["sha256"] == locater.train.corpus.fingerprint("\n\n".join(locater.train.corpus.read_documents(result.plan.corpus)))
+    assert facts["sha256"] == locater.data.corpus.fingerprint("\n\n".join(locater.data.corpus.read_documents(result.plan.corpus)))
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from scipy import stats
 
+from locater.data.text import batches
 from locater.probing.load import load_model
-from locater.probing.text import batches
 from locater_papers import Setting, reproduce
 from locater_papers.claim import verdict_of
 from locater_papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from locater.data.images import image_batches
+from locater.data.text import Batch, Text, batches, files_named
 from locater.errors import LocaterError
 from locater.findings import FLAGS, Verdict, flags_of, judge
 from locater.heads import AttentionLayer, attention_layers
 from locater.probing.circuits import PERIOD, Circuit, circuit_scores
 from locater.probing.hidden import SeenLayer, time_first
-from locater.probing.images import image_batches
 from locater.probing.load import load_model
 from locater.probing.observe import observe
 from locater.probing.predict import logit_bound, predict
 from locater.probing.running import run
 from locater.probing.seen import SeenHead
 from locater.probing.statistics import Input, Progress, Statistics, collected
-from locater.probing.text import Batch, Text, batches, files_named
 from locater.result import LENGTH, SCHEMA, TOKENS, HeadRow, write_whole
 from locater.scan import kept_in, root_mean_square, row_keys, scan
 from locater.theory import kept_at_entropy
@@ -192,7 +192,7 @@ def probe(
 
 
 def _default_text() -> str:
-    from locater.train.corpus import embedded_text
+    from locater.data.corpus import embedded_text
 
     return embedded_text()
 

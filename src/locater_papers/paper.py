@@ -46,7 +46,7 @@ class Setting:
     @cached_property
     def text(self) -> str:
         """The documentation inside Python; built when first asked for, which takes seconds."""
-        from locater.train.corpus import embedded_text
+        from locater.data.corpus import embedded_text
 
         return embedded_text()
 
@@ -160,7 +160,7 @@ def command(paper: Paper, claim: Claim, study: Study, setting: Setting, measured
 
 
 def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    from locater.train.corpus import fingerprint
+    from locater.data.corpus import fingerprint
 
     held: dict[str, Any] = {"quick": setting.quick, "seconds": {k: x[0] for k, x in seconds.items()}}
     held |= {"processor_seconds": {k: x[1] for k, x in seconds.items()}, "torch": torch.__version__, "python": platform.python_version()}

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from locater.data.text import batches
 from locater.errors import LocaterError, first_line
 from locater.heads import AttentionLayer, Norm, attention_layers
 from locater.probing.load import load_model
 from locater.probing.running import Read, on_input, run
-from locater.probing.text import batches
 from locater_papers.paper import Setting
 
 Found = TypeVar("Found")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from locater.checkpoints.sources import hub_folder
+from locater.data.text import OWN
 from locater.errors import LocaterError, first_line
-from locater.probing.text import OWN
 
 
 def load_model(source: str) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.data.text import Batch
 from locater.probing.hidden import time_first
-from locater.probing.text import Batch
 
 MEMORY = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 TOWERS = {"input_ids": "get_text_features", "pixel_values": "get_image_features"}

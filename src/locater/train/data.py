@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from locater.data.copying import Source, copy_source
+from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
+from locater.data.tokenizer import FILE, Tokenizer, kept_tokenizer, make_tokenizer
 from locater.errors import LocaterError, first_line
 from locater.result import write_whole
-from locater.train.copying import Source, copy_source
-from locater.train.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
 from locater.train.plan import Plan
-from locater.train.tokenizer import FILE, Tokenizer, kept_tokenizer, make_tokenizer
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets; -100 marks a target that does not count
 IGNORED = -100
@@ -174,7 +174,7 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
                 "give more text, or a smaller --length"
             )
     facts = {
-        "text": list(plan.corpus) or "locater.train.corpus.embedded_text",
+        "text": list(plan.corpus) or "locater.data.corpus.embedded_text",
         "sha256": text.sha256, "documents": text.count,
         "characters": {name: len(x) for name, x in text.joined.items()}, "bytes": {n: len(x.encode()) for n, x in text.joined.items()},
         "tokens": {name: len(x) for name, x in splits.items()}, "vocabulary": tokenizer.size,
@@ -187,7 +187,7 @@ def make_copies(plan: Plan, device: torch.device) -> CopyData:
     source = copy_source(plan.vocabulary)
     splits = {name: source.sample(HELD_OUT, plan.length, draw(-1 - at, 0)) for at, name in enumerate(("select", "report"))}
     facts = {
-        "text": "locater.train.copying.copy_source", "vocabulary": plan.vocabulary + 1, "triggers": source.triggers.tolist(),
+        "text": "locater.data.copying.copy_source", "vocabulary": plan.vocabulary + 1, "triggers": source.triggers.tolist(),
         "entropy": source.entropy(plan.length), "least_loss": {name: float(source.surprise(rows).mean()) for name, rows in splits.items()},
         "sha256": hashlib.sha256(splits["report"].numpy().tobytes()).hexdigest(),
     }  # fmt: skip

@@ -12,9 +12,9 @@ from typing import Any, Self, get_type_hints
 from locater.attention import mechanisms
 from locater.attention.text import Named, parse_attention
 from locater.control.mechanism import fits
+from locater.data.tokenizer import BYTES
 from locater.errors import LocaterError
 from locater.result import SCHEMA, write_whole
-from locater.train.tokenizer import BYTES
 from locater.version import __version__
 
 ATTENTION = ", ".join(m.name for m in mechanisms())

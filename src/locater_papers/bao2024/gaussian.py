@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.data.text import batches
 from locater.heads import AttentionLayer, Norm
 from locater.measures import ChannelMoments, normality_distance
 from locater.probe import probe
 from locater.probing.load import load_model
-from locater.probing.text import batches
 from locater.theory.surrogate import gaussian_tokens
 from locater_papers.claim import Claim, Measured
 from locater_papers.paper import Setting, Study

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.probing.text import batches
+from locater.data.text import batches
 from locater_papers.arms_page import Entries, Part
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.dong2021.encoders import (

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.data.text import batches
 from locater.errors import LocaterError
 from locater.measures import composite_norm, token_residual
-from locater.probing.text import batches
 from locater_papers.arms_page import Entries, Part
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.dong2021.encoders import LENGTH, TEXT, initial, is_causal, trained_model, word_rows

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.probing.text import read_text
+from locater.data.text import read_text
 from locater_papers.arms_page import Entries, Part
 from locater_papers.claim import Claim, Measured
 from locater_papers.dong2021.classifier import DEPTH, Classifier, Data, Recipe, Shape, accuracy, drawn, guess, train

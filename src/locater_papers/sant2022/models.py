@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from locater.attention.multiformer import head_relevance
+from locater.data.text import batches
 from locater.errors import LocaterError
 from locater.heads import attention_layers
 from locater.probe import spearman
 from locater.probing.load import load_model
-from locater.probing.text import batches
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.paper import Setting, Study
 from locater_papers.trained_heads import read_each, sources

@@ -20,11 +20,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from locater.data.text import batches
 from locater.errors import LocaterError
 from locater.heads import Norm, attention_layers
 from locater.measures import massive_activations, token_cosine
 from locater.probing.load import load_model
-from locater.probing.text import batches
 from locater.train.measured import of_map
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.paper import Setting, Study

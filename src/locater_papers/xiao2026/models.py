@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from locater.attention import mechanism
 from locater.control import Controls, Mechanism, Temperature
 from locater.control.base import Layers
+from locater.data.text import batches
 from locater.heads import AttentionLayer, Norm
 from locater.probing.load import load_model
 from locater.probing.running import run
-from locater.probing.text import batches
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.paper import Setting, Study
 from locater_papers.trained_heads import HALVES, inputs, sources

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from locater.data.text import Batch
 from locater.errors import LocaterError, first_line
-from locater.probing.text import Batch
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 

@@ -1,0 +1,1 @@
+"""Text and images to run models on and to train them with."""
