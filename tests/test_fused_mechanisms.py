@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater.kernels import scan, weighed
+from locater.kernels import recurrence as scan
+from locater.kernels import weighted as weighed
 from locater.kernels.dispatch import default_backend
-from locater.kernels.scan import chunk_scan
+from locater.kernels.recurrence import chunk_scan
 from locater.kernels.terms import LARGEST_CAP, Terms
 
 # what is seen, batch, query heads, key heads, queries, keys, channels of queries and of values
@@ -47,7 +48,7 @@ def written_out(kind: str, q: Tensor, k: Tensor, v: Tensor, row: Tensor, seen: T
 
 def check_weights(name: str, kind: str, padded: bool, device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Output and every gradient; with padding a row may see nothing."""
-    from locater.kernels import triton_weighed
+    from locater.kernels import triton_weighted as triton_weighed
 
     causal, B, H, K, T, S, D, E = SHAPES[name]
     scale, cap = 0.7, 2.5
@@ -82,7 +83,7 @@ def check_all(device: str, dtype: torch.dtype, tolerance: float, names: tuple[st
 
 def check_extremes(device: str) -> None:
     """A key that is not a number is not hidden from those that see it, on the edge of a mask either; others do not see it."""
-    from locater.kernels import triton_weighed
+    from locater.kernels import triton_weighted as triton_weighed
 
     q, k, v = (drawn(1, 1, 40, 16, seed=n, device=device, dtype=torch.float32).detach() for n in range(3))
     k[0, 0, 5] = float("nan")
@@ -112,7 +113,7 @@ def check_operations(device: str) -> None:
 
 def check_scan(device: str) -> None:
     """States, corrections and gradients, over sizes that are no powers of two."""
-    from locater.kernels import triton_scan
+    from locater.kernels import triton_recurrence as triton_scan
 
     for heads, N, C, D, E in ((3, 4, 16, 16, 16), (2, 3, 11, 24, 40)):
         shapes = [(heads, N, C, E), (heads, N, C, D), (heads, N, C, D), (heads, N)]

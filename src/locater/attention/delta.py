@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from locater.attention.inputs import Inputs, unit_length
 from locater.errors import LocaterError
-from locater.kernels.scan import chunk_scan
+from locater.kernels.recurrence import chunk_scan
 
 CHUNK = 64  # tokens
 

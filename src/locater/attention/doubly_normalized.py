@@ -19,7 +19,7 @@ from locater.attention.inputs import Inputs, head_values, widen
 from locater.attention.softmax import fused, logits, normalized, softmax_attention, softmax_map, with_channels
 from locater.errors import LocaterError
 from locater.kernels import attention_statistics
-from locater.kernels.weighed import has_kernel
+from locater.kernels.weighted import has_kernel
 
 BLOCK = 128  # keys at a time
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from locater.attention.inputs import Inputs, head_values
 from locater.attention.softmax import by_rows, logits
-from locater.kernels.weighed import has_kernel, weighed_attention
+from locater.kernels.weighted import has_kernel, weighed_attention
 
 
 def sigmoid_attention(x: Inputs, *, bias: float | Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from locater.attention.softmax import by_rows
 from locater.errors import LocaterError
 from locater.kernels import Terms
 from locater.kernels.terms import LARGEST_CAP
-from locater.kernels.weighed import has_kernel, weighed_attention
+from locater.kernels.weighted import has_kernel, weighed_attention
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:

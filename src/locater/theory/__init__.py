@@ -27,7 +27,7 @@ from locater.theory.localization import (
     signal_propagation,
     unit_moments,
 )
-from locater.theory.paths import (
+from locater.theory.path_sums import (
     FrozenLayer,
     Path,
     all_paths,

@@ -41,7 +41,7 @@ def chunk_scan(
 
 @torch.library.custom_op("locater::chunk_scan", mutates_args=())
 def _scan(own: Tensor, carried: Tensor, keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    from locater.kernels import triton_scan
+    from locater.kernels import triton_recurrence as triton_scan
 
     return triton_scan.forward(own, carried, keys, kept)
 
@@ -53,7 +53,7 @@ def _(own: Tensor, carried: Tensor, keys: Tensor, kept: Tensor) -> tuple[Tensor,
 
 @torch.library.custom_op("locater::chunk_scan_gradient", mutates_args=())
 def _scan_back(carried: Tensor, keys: Tensor, kept: Tensor, given: Tensor, dnew: Tensor) -> tuple[Tensor, Tensor]:
-    from locater.kernels import triton_scan
+    from locater.kernels import triton_recurrence as triton_scan
 
     return triton_scan.backward(carried, keys, kept, given.contiguous(), dnew.contiguous())
 

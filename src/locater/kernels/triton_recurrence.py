@@ -4,7 +4,7 @@
 with M (D, E), own and new (C, E), carried and keys (C, D), kept a number. Columns of M do not meet, so a program has some columns of one
 head and all its chunks. The gradient runs backwards, with G_n = dloss/dM_{n+1} in all:
     dnew_n = dnew_n (given) + keys_n G_n,   G_{n-1} = dM_n (given) + kept_n G_n - carried_n^T dnew_n
-and what is left are products for all chunks at once (`locater.kernels.scan`).
+and what is left are products for all chunks at once (`locater.kernels.recurrence`).
 """
 
 from __future__ import annotations
