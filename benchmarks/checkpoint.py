@@ -87,7 +87,7 @@ def bytes_read() -> int:
 
 def run_locater(folder: Path) -> dict[str, Any]:
     import locater
-    from locater.heads import effective
+    from locater.families import effective
 
     base, read_before = memory(), bytes_read()
     began = time.perf_counter()

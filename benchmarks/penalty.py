@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.control import LocAteR
-from locater.heads import attention_layers, effective
+from locater.families import attention_layers, effective
 
 RESULTS = Path(__file__).parent / "results"
 WORDS = 50257

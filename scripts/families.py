@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from locater.heads import registry
+from locater.families import registry
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Supported families
@@ -19,7 +19,7 @@ intercepted and the calls counted. `AttentionLayer.logits` and `.output`, the ma
 standard deviation, from the live model and from the folder that `save_pretrained` wrote. Setting any one field of the record to its
 neutral value breaks the test for some family. Once more with the weights in bfloat16, live and from disk: the same quantities, and the
 moments of the effective W, equal those of a float64 model with the same stored numbers within 1e-5. Made by `scripts/families.py` from
-the files in `src/locater/heads/`.
+the files in `src/locater/families/`.
 
 | model_type | what is special |
 |---|---|
@@ -28,9 +28,9 @@ TAIL = """
 GGUF files: architectures llama (Mistral and SmolLM too), qwen2, qwen3, qwen3moe, gemma2, gemma3.
 
 A part of a model is never read as the whole. After a family, PyTorch's own attention or timm's has been read, everything else that looks
-like attention is searched for, by the names of its tensors and, in a live model, by its class (`src/locater/heads/coverage.py`). If
+like attention is searched for, by the names of its tensors and, in a live model, by its class (`src/locater/families/coverage.py`). If
 something is left, such as a second tower or a custom block, the model is refused with its path and the parts that can be scanned on
-their own. Settings of config.json that no model can have are refused with the key and the value (`src/locater/heads/settings.py`).
+their own. Settings of config.json that no model can have are refused with the key and the value (`src/locater/families/settings.py`).
 
 ## Limits inside these families
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from locater.data.corpus import embedded_text
 from locater.data.text import Batch, batches, read_text
-from locater.heads import AttentionLayer, Norm, attention_layers
+from locater.families import AttentionLayer, Norm, attention_layers
 from locater.probe import spearman
 from locater.probing.circuits import circuit_scores
 from locater.probing.load import load_model

@@ -13,7 +13,7 @@ import locater
 from locater.checkpoints.weights import ModuleWeights
 from locater.control import Control, LocAteR, Mimetic, QKClip
 from locater.errors import LocaterError
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from tests.families import CASES
 from tests.parity import model_of
 

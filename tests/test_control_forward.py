@@ -17,8 +17,8 @@ from locater.attention import qk_norm, softcap
 from locater.control import Control, Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.control.forward import ForwardControl
 from locater.control.rows import row_entropy
-from locater.heads import attention_layers
-from locater.heads.norm import Norm
+from locater.families import attention_layers
+from locater.families.norm import Norm
 from locater.kernels import attention_entropy
 from locater.probing import Monitor, observe
 from locater.probing.call import Call

@@ -13,7 +13,7 @@ from torch import Tensor
 from locater import LocaterError
 from locater.attention import mechanism, mechanisms
 from locater.control import Controls, EntropyPenalty, LogitSoftcap, Mechanism, QKNorm, Temperature
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.probing import Monitor, observe
 from locater.probing.change import Asked, Change, put, take
 from locater.train import Shape, Transformer

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from locater.control import LocAteR, Mimetic, QKClip, SigmaReparam
 from locater.control.writing import rewrite
 from locater.errors import LocaterError
-from locater.heads import attention_layers, effective
-from locater.heads.normed import NormedProjection
+from locater.families import attention_layers, effective
+from locater.families.normed import NormedProjection
 from locater.probing import observe
 from tests.families import CASES
 from tests.parity import Case, model_of

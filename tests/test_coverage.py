@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import locater
 from locater.checkpoints.sources import open_source
 from locater.errors import LocaterError
-from locater.heads import attention_layers
-from locater.heads.coverage import attention_like
+from locater.families import attention_layers
+from locater.families.coverage import attention_like
 from tests.families import CASES
 from tests.families.vision_and_pairs import LAYER, Block
 from tests.parity import model_of

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from locater import LocaterError, Scan, Statistics, scan
-from locater.heads import open_source
+from locater.families import open_source
 from tests.test_readers import rows, shard
 
 TWO = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [3], "data_offsets": [8, 20]}}

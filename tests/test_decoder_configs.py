@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import locater
 from locater.errors import LocaterError
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from tests.families.more_decoders import CASES
 from tests.parity import model_of
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.train.model import Shape, Transformer
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.ding2020 import PAPER, guarantee, trained

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 def test_one_count_of_supported_types() -> None:
     """Of the families' own files: the README, the page and the message on an unknown architecture give the same number."""
-    from locater.heads import families
-    from locater.heads.registry import BUILT_IN, FAMILIES, OWN
+    from locater.families import families
+    from locater.families.registry import BUILT_IN, FAMILIES, OWN
 
     said = re.search(r"(\d+) model types in (\d+) families", (ROOT / "README.md").read_text())
     assert said is not None

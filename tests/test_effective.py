@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater.heads import AttentionLayer, Norm, attention_layers, effective
-from locater.heads.effective import mean_field_gain
+from locater.families import AttentionLayer, Norm, attention_layers, effective
+from locater.families.effective import mean_field_gain
 from tests.families import CASES
 from tests.parity import Case, model_of
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from locater import moments, scan
 from locater.control import SigmaReparam
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.measures import ranks, token_residual, top_directions
 from locater.probing.predict import predict
 from locater.probing.statistics import Input

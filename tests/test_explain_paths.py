@@ -19,7 +19,7 @@ from locater.errors import LocaterError
 from locater.explain import Paths, decompose
 from locater.explain.frozen import Heads
 from locater.explain.layouts import LAYOUTS
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.train import Shape, Transformer
 from tests.parity import EPS, redraw, tokens
 

@@ -122,7 +122,7 @@ def test_the_row_order_shows_in_logits_and_not_in_moments(tmp_path: Path) -> Non
     """Why moments cannot check this: with the rows left as stored, every trace agrees and every logit is wrong."""
     from dataclasses import replace
 
-    from locater.heads import effective
+    from locater.families import effective
 
     torch.manual_seed(0)
     model = KINDS["llama"]().eval()

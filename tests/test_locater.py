@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from locater.control import LocAteR
 from locater.errors import LocaterError
-from locater.heads import attention_layers, effective
+from locater.families import attention_layers, effective
 from tests.families import CASES
 from tests.parity import Case, model_of
 

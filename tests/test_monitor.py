@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import LocaterError
-from locater.heads import attention_layers, effective, folded
+from locater.families import attention_layers, effective, folded
 from locater.probing import Monitor, monitor, observe, tally
 from locater.tracking.loggers import read_run
 from tests.families import CASES

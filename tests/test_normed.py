@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater.heads import Norm, Projection
-from locater.heads.normed import normed
+from locater.families import Norm, Projection
+from locater.families.normed import normed
 
 WIDTH, RANK, HEADS = 12, 6, 3
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.probing import SeenHead, observe
 from tests.families import CASES
 from tests.parity import Case, Record, model_of, record

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.probing import SeenHead, observe
 from tests.families import CASES
 from tests.families.torch_modules import WIDTH, encode, padded

@@ -357,7 +357,7 @@ def test_the_true_softmax_at_its_extremes() -> None:
 def test_normal_tokens_look_normal_and_others_do_not() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from locater.heads import attention_layers
+    from locater.families import attention_layers
 
     torch.manual_seed(0)
     size = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)

@@ -14,10 +14,10 @@ from torch import nn
 
 from locater import scan
 from locater.checkpoints.weights import DictWeights, ModuleWeights
-from locater.heads import AttentionLayer, Norm, Projection, Rotary, attention_layers, effective, families
-from locater.heads.coverage import unread
-from locater.heads.normed import NormedProjection
-from locater.heads.relative import RelativeTerms
+from locater.families import AttentionLayer, Norm, Projection, Rotary, attention_layers, effective, families
+from locater.families.coverage import unread
+from locater.families.normed import NormedProjection
+from locater.families.relative import RelativeTerms
 from tests.families import CASES
 from tests.parity import STORED, TOLERANCE, Case, Record, disagreement, model_of, record
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from locater import LocaterError, Probe, observe, probe, scan
 from locater.data.images import image_batches
-from locater.heads import AttentionLayer, Norm, attention_layers
-from locater.heads.normed import NormedProjection
+from locater.families import AttentionLayer, Norm, attention_layers
+from locater.families.normed import NormedProjection
 from locater.probe import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement, spearman
 from locater.probing.circuits import circuit_scores
 from locater.probing.predict import logit_bound

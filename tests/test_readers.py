@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from locater import LocaterError, scan
 from locater.checkpoints.sources import SafetensorsWeights
-from locater.heads import attention_layers, effective, open_source
+from locater.families import attention_layers, effective, open_source
 
 
 def rows(source: Path) -> list[tuple[float | None, ...]]:
@@ -64,7 +64,7 @@ def test_live_model_agrees_with_its_checkpoint(saved_llama: Path) -> None:
 def test_only_queries_keys_and_gains_are_read(saved_llama: Path, tensors: dict[str, torch.Tensor]) -> None:
     weights, config = open_source(saved_llama)
     assert isinstance(weights, SafetensorsWeights)
-    from locater.heads import layers_of
+    from locater.families import layers_of
 
     for layer in layers_of(weights, config):
         effective(layer)
@@ -80,7 +80,7 @@ def test_fused_rows_are_read_by_range(tmp_path: Path) -> None:
     GPTNeoXForCausalLM(GPTNeoXConfig(**shape)).save_pretrained(tmp_path)
     weights, config = open_source(tmp_path)
     assert isinstance(weights, SafetensorsWeights)
-    from locater.heads import layers_of
+    from locater.families import layers_of
 
     layers = list(layers_of(weights, config))
     before = weights.bytes_read

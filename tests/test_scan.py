@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from locater import Scan, scan
-from locater.heads import layers_of, open_source
+from locater.families import layers_of, open_source
 from locater.result import HeadRow
 from locater.scan import row_keys
 from locater.theory import residual_kept
@@ -192,9 +192,9 @@ def test_rows_answer_by_name_and_by_key() -> None:
 
 def test_a_family_can_be_registered_from_outside(tmp_path: Path) -> None:
     from locater import register
-    from locater.heads import registry
-    from locater.heads.build import projection
-    from locater.heads.layer import AttentionLayer
+    from locater.families import registry
+    from locater.families.build import projection
+    from locater.families.layer import AttentionLayer
 
     class Block(nn.Module):
         def __init__(self) -> None:

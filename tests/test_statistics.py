@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import locater
 from locater import LocaterError, Statistics, statistics
 from locater.data.text import batches
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.probing.running import run
 from locater.probing.statistics import KEPT, Input, collected
 from tests.families import CASES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from locater import LocaterError
 from locater.control import Controls, Surgery, Temperature, carried, surgery
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.measures import rank_residual
 from locater.probing import Monitor, observe
 from locater.train import Plan, Shape, Transformer, run

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import locater
 from locater.data.text import batches
-from locater.heads import AttentionLayer, Norm, Tokens, attention_layers, effective
+from locater.families import AttentionLayer, Norm, Tokens, attention_layers, effective
 from locater.probe import spearman
 from locater.probing.load import load_model
 from locater.probing.observe import observe

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from tests.families.vision_and_pairs import CASES, LAYER, Attention, Block, Blocks
 from tests.parity import model_of
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from locater.heads import Norm, attention_layers
+from locater.families import Norm, attention_layers
 from locater.theory import entropy_floor
 from locater.train.model import Shape, Transformer
 from locater_papers import PAPERS, Setting, reproduce

@@ -14,10 +14,10 @@ from locater.errors import LocaterError
 from locater.version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
-    from locater import attention, control, explain, heads, integrations, kernels, measures, theory, train
+    from locater import attention, control, explain, families, integrations, kernels, measures, theory, train
     from locater.compare import Comparison, compare
     from locater.control import LocAteR
-    from locater.heads import AttentionLayer, attention_layers, register
+    from locater.families import AttentionLayer, attention_layers, register
     from locater.probe import Probe, probe
     from locater.probing import Monitor, Observation, Statistics, observe, statistics
     from locater.result import HeadRow, Scan
@@ -42,7 +42,7 @@ __all__ = [
     "compare",
     "control",
     "explain",
-    "heads",
+    "families",
     "integrations",
     "kernels",
     "measures",
@@ -56,24 +56,25 @@ __all__ = [
     "train",
 ]
 
-_MODULES = ("attention", "control", "explain", "heads", "integrations", "kernels", "measures", "theory", "train")
+_MODULES = ("attention", "control", "explain", "families", "integrations", "kernels", "measures", "theory", "train")
 _NAMES = {  # module: what it gives to the package
     "compare": ("Comparison", "compare"),
     "control": ("LocAteR",),
-    "heads": ("AttentionLayer", "attention_layers", "register"),
+    "families": ("AttentionLayer", "attention_layers", "register"),
     "probe": ("Probe", "probe"),
     "probing": ("Monitor", "Observation", "Statistics", "observe", "statistics"),
     "result": ("HeadRow", "Scan"),
     "scan": ("scan",),
     "spectrum": ("Moments", "moments"),
 }
+_OLD = ("heads",)  # work for one release, and warn
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(f"locater.{_HOMES[name]}"), name)
-    elif name in _MODULES:
+    elif name in _MODULES or name in _OLD:
         value = import_module(f"locater.{name}")
     else:
         raise AttributeError(f"module 'locater' has no attribute {name!r}")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from locater.data.images import image_batches
 from locater.data.text import Batch, Text, batches, files_named
 from locater.errors import LocaterError
+from locater.families import AttentionLayer, attention_layers
 from locater.findings import FLAGS, Verdict, flags_of, judge
-from locater.heads import AttentionLayer, attention_layers
 from locater.probing.circuits import PERIOD, Circuit, circuit_scores
 from locater.probing.hidden import SeenLayer, time_first
 from locater.probing.load import load_model

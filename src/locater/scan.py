@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
+from locater.families import AttentionLayer, Rotary, effective, layers_of, open_source
+from locater.families.normed import NormedProjection
 from locater.findings import flags_of, key_variance
-from locater.heads import AttentionLayer, Rotary, effective, layers_of, open_source
-from locater.heads.normed import NormedProjection
 from locater.probing.predict import predict
 from locater.probing.statistics import Input, Statistics
 from locater.result import LENGTH, HeadRow, Scan

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from locater.data.text import batches
 from locater.errors import LocaterError, first_line
-from locater.heads import AttentionLayer, Norm, attention_layers
+from locater.families import AttentionLayer, Norm, attention_layers
 from locater.probing.load import load_model
 from locater.probing.running import Read, on_input, run
 from locater_papers.paper import Setting

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError, Statistics, compare, scan
-from locater.heads import open_source
+from locater.families import open_source
 from tests.fuzz import mutate, seeds
 
 Tensors = dict[str, bytes]

@@ -21,8 +21,8 @@ import typer
 import locater
 from locater.attention import mechanisms
 from locater.control.base import known_options
+from locater.families.registry import _readers
 from locater.findings import FLAGS
-from locater.heads.registry import _readers
 from locater.probe import ProbeRow
 from locater.tracking.run_log import read_run
 from locater.train.controls import controls

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.heads import AttentionLayer, attention_layers
+from locater.families import AttentionLayer, attention_layers
 
 Layers = Sequence[int] | None
 

@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Layers, chosen_layers
-from locater.heads import AttentionLayer, Effective, effective, layers_of
-from locater.heads.folded import Recorder
+from locater.families import AttentionLayer, Effective, effective, layers_of
+from locater.families.folded import Recorder
 
 
 class FoldedMaps:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, device_of
 from locater.errors import LocaterError
-from locater.heads import AttentionLayer, attention_layers
-from locater.heads.layer import Kind
+from locater.families import AttentionLayer, attention_layers
+from locater.families.layer import Kind
 from locater.probing import interface, outside
 from locater.probing.change import Change, changes, numbered, put, take
 from locater.probing.outside.parts import CONTROL, instead

@@ -18,9 +18,9 @@ from locater.control.base import Control, Layers, self_layers
 from locater.control.eigenspectrum import traces
 from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
-from locater.heads import AttentionLayer, Projection, effective
-from locater.heads.effective import folded
-from locater.heads.normed import NormedProjection
+from locater.families import AttentionLayer, Projection, effective
+from locater.families.effective import folded
+from locater.families.normed import NormedProjection
 
 STEPS = 100  # of Newton's method; without a norm on the keys the first is exact
 

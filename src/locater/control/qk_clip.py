@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from locater.control.base import Control
 from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
-from locater.heads import AttentionLayer, Projection, attention_layers
-from locater.heads.normed import NormedProjection
+from locater.families import AttentionLayer, Projection, attention_layers
+from locater.families.normed import NormedProjection
 from locater.probing.observe import Observation
 from locater.probing.site import Wanted
 

@@ -18,8 +18,8 @@ from locater.checkpoints.live_tensors import Place, is_a
 from locater.checkpoints.sources import config_of
 from locater.control.base import Control, Layers
 from locater.errors import LocaterError
-from locater.heads import AttentionLayer, layers_of
-from locater.heads.folded import Recorder
+from locater.families import AttentionLayer, layers_of
+from locater.families.folded import Recorder
 from locater.probing.hidden import streams
 from locater.probing.outside.parts import CONTROL
 from locater.spectrum import upcast

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.heads import Projection
+from locater.families import Projection
 
 Read = Callable[[], Projection]  # reads a projection anew: its bias is what it was when it was read
 

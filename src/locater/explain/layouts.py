@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from locater.heads.norm import NormKind
+from locater.families.norm import NormKind
 
 
 @dataclass(frozen=True)

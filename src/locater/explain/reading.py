@@ -22,9 +22,9 @@ from locater.errors import LocaterError, first_line
 from locater.explain.frozen import FrozenNorm, Gates, Heads, Step
 from locater.explain.layouts import GPT2, LAYOUTS, Layout
 from locater.explain.paths import Paths
-from locater.heads import AttentionLayer, attention_layers
-from locater.heads.build import norm, optional
-from locater.heads.norm import Norm
+from locater.families import AttentionLayer, attention_layers
+from locater.families.build import norm, optional
+from locater.families.norm import Norm
 from locater.kernels.terms import Terms, full_terms
 from locater.probing import interface
 from locater.probing.call import Call

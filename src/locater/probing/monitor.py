@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
+from locater.families import attention_layers, effective
+from locater.families.folded import FoldedStacks, Spectra, spectra_of
 from locater.findings import FLAGS, Condition, explain, key_variance, parse_conditions
-from locater.heads import attention_layers, effective
-from locater.heads.folded import FoldedStacks, Spectra, spectra_of
 from locater.integrations.events import TrainerEvents
 from locater.probing.observe import Choice, Observation
 from locater.probing.pending import Pending

@@ -14,7 +14,7 @@ from torch import nn
 
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.probing import interface, outside
 from locater.probing.hidden import Padding, SeenLayer, listen, streams
 from locater.probing.outside.parts import instead

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from locater.heads import AttentionLayer, Norm, Projection
-from locater.heads.effective import folded
-from locater.heads.normed import NormedProjection
+from locater.families import AttentionLayer, Norm, Projection
+from locater.families.effective import folded
+from locater.families.normed import NormedProjection
 from locater.kernels import attention_statistics
 from locater.probing.statistics import Input
 from locater.spectrum import one_thread

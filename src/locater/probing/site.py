@@ -13,7 +13,7 @@ from locater.probing.call import Call
 from locater.probing.tally import COLUMNS, MAXIMA, missed, tally, wide
 
 if TYPE_CHECKING:
-    from locater.heads import AttentionLayer
+    from locater.families import AttentionLayer
 
 KEY = "_locater_sites"  # where a module keeps its sites; in its __dict__, so no buffer that DDP would broadcast or state_dict save
 

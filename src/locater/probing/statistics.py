@@ -19,7 +19,7 @@ from locater.checkpoints.pickle_file import archive_records
 from locater.checkpoints.weights import ModuleWeights, plain
 from locater.data.text import Batch, Text, batches
 from locater.errors import LocaterError, first_line
-from locater.heads import Tokens, attention_layers
+from locater.families import Tokens, attention_layers
 from locater.measures import ChannelMoments, normality_distance, top_directions
 from locater.probing.hidden import Padding
 from locater.probing.running import Read, on_input, run

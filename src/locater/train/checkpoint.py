@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from locater.checkpoints.sources import DTYPES
 from locater.data.tokenizer import CONFIG, FILE
 from locater.errors import LocaterError, first_line
-from locater.heads import open_source
+from locater.families import open_source
 from locater.result import write_whole
 from locater.tracking.loggers import read_run
 from locater.train.model import Shape, Transformer

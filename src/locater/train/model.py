@@ -25,9 +25,9 @@ from locater.attention.fusion import Fusion, layer_fusion
 from locater.attention.modules import AttentionModule
 from locater.attention.text import Named, parse_attention
 from locater.errors import LocaterError
-from locater.heads import AttentionLayer, Weights, register
-from locater.heads.build import norm
-from locater.heads.decoder import decoder_layers
+from locater.families import AttentionLayer, Weights, register
+from locater.families.build import norm
+from locater.families.decoder import decoder_layers
 from locater.probing.call import DEFAULT_CAP
 from locater.probing.interface import _listener
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from locater.data.text import batches
-from locater.heads import AttentionLayer, Norm
+from locater.families import AttentionLayer, Norm
 from locater.measures import ChannelMoments, normality_distance
 from locater.probe import probe
 from locater.probing.load import load_model

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from locater.control.base import Control
 from locater.control.eigenspectrum import LocAteR
 from locater.errors import LocaterError
-from locater.heads import attention_layers, effective
+from locater.families import attention_layers, effective
 from locater.probing.observe import observe
 from locater.probing.running import quiet
 from locater.scan import scan

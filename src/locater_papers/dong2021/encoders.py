@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from locater.control.surgery import ANATOMIES, Surgery
 from locater.errors import LocaterError
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.measures import rank_residual
 from locater.probing.load import load_model
 

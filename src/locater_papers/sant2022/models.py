@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from locater.attention.multiformer import head_relevance
 from locater.data.text import batches
 from locater.errors import LocaterError
-from locater.heads import attention_layers
+from locater.families import attention_layers
 from locater.probe import spearman
 from locater.probing.load import load_model
 from locater_papers.claim import Claim, Measured, half_range

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from locater.data.text import batches
 from locater.errors import LocaterError
-from locater.heads import Norm, attention_layers
+from locater.families import Norm, attention_layers
 from locater.measures import massive_activations, token_cosine
 from locater.probing.load import load_model
 from locater.train.measured import of_map

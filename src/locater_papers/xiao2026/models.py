@@ -19,7 +19,7 @@ from locater.attention import mechanism
 from locater.control import Controls, Mechanism, Temperature
 from locater.control.base import Layers
 from locater.data.text import batches
-from locater.heads import AttentionLayer, Norm
+from locater.families import AttentionLayer, Norm
 from locater.probing.load import load_model
 from locater.probing.running import run
 from locater_papers.claim import Claim, Measured, half_range

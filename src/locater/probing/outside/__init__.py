@@ -13,7 +13,7 @@ from functools import partial
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.heads.timm import _offers as offers_timm
+from locater.families.timm import _offers as offers_timm
 from locater.probing.interface import reaches
 from locater.probing.outside import bloom, deberta, falcon, gptj, mpnet, multihead, timm, xlnet
 from locater.probing.outside.parts import Undo

@@ -1,0 +1,63 @@
+"""ALBERT: one layer's parameters serve many depths. Every head is yielded once, not once per depth.
+
+`num_hidden_groups` x `inner_group_num` attention modules exist, and their heads are what there is to count, to train or
+to control. What differs between the calls of a module is the norm that its input came out of. A group that is called
+repeatedly reads its own closing norm each time but the first, so that norm is the one recorded: `x` enters it. The first
+call is the exception: it reads the norm of the group before, or at depth 0 the embeddings, which are widened after
+their norm. To follow that call, `dataclasses.replace` the norm: with `Norm()`, `x` is what attention itself is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
+from locater.families.build import expect, expect_layers, integer, norm, projection
+from locater.families.layer import AttentionLayer
+from locater.families.norm import Norm
+
+MODEL_TYPES = ("albert",)
+PATTERN = (
+    r"(?P<stack>(?P<prefix>(.*\.)?)albert_layer_groups)\.(?P<layer>\d+)\."
+    r"albert_layers\.(?P<inner>\d+)\.attention\.query\.weight"
+)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
+    head_dim, eps = width // heads, config.get("layer_norm_eps", 1e-12)
+    inner = config.get("inner_group_num", 1)
+    found = sorted((m["stack"], int(m["layer"]), int(m["inner"])) for m, _ in numbered(weights, PATTERN))
+    modules = "num_hidden_groups x inner_group_num"
+    expect_layers(weights, len(found), {modules: config.get("num_hidden_groups", 1) * inner}, modules)
+    for stack, group, step in found:
+        block = f"{stack}.{group}.albert_layers.{step}"
+        stem = f"{block}.attention"
+        query, key = projection(weights, f"{stem}.query"), projection(weights, f"{stem}.key")
+        for name, got in (("query", query), ("key", key)):
+            expect(weights, f"{stem}.{name}.weight", got.shape, (heads * head_dim, width), "num_attention_heads x head_dim, hidden_size")
+        before = block_before(group, step, inner, config)
+        yield AttentionLayer(
+            name=stem,
+            index=group * inner + step,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            query=query,
+            key=key,
+            value=projection(weights, f"{stem}.value"),
+            out=projection(weights, f"{stem}.dense"),
+            scale=head_dim**-0.5,
+            norm=norm(weights, f"{stack}.{before}.full_layer_layer_norm", "layer", eps) if before else Norm(),
+        )
+
+
+def block_before(group: int, step: int, inner: int, config: Config) -> str | None:
+    """The block whose norm closed the input of this one's last call; None for the embeddings."""
+    if step:
+        return f"{group}.albert_layers.{step - 1}"
+    depths, groups = config.get("num_hidden_layers", 12), config.get("num_hidden_groups", 1)
+    calls = sum(int(depth / (depths / groups)) == group for depth in range(depths))
+    last = group if calls > 1 else group - 1
+    return f"{last}.albert_layers.{inner - 1}" if last >= 0 else None

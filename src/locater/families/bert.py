@@ -1,0 +1,40 @@
+"""BERT: post-norm, so a layer's input comes out of the norm before it; also RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA.
+
+As an encoder or a decoder, with cross-attention where it was added. A small ELECTRA widens its embeddings after their norm, so
+no norm stands right before its layer 0: `x` is there what attention itself is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.build import norm, projection
+from locater.families.encoder import BERT, encoder_layers
+from locater.families.layer import AttentionLayer
+from locater.families.norm import Norm
+
+MODEL_TYPES = ("bert", "camembert", "electra", "roberta", "xlm-roberta")
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    eps = config.get("layer_norm_eps", 1e-12)
+    for layer in encoder_layers(weights, config, BERT, eps):
+        block = layer.name.removesuffix(".attention.self")
+        widened = f"{block.removesuffix(f'encoder.layer.{layer.index}')}embeddings_project.weight" in weights.names()
+        layer = replace(layer, causal=bool(config.get("is_decoder")), norm=Norm() if widened and not layer.index else layer.norm)
+        yield layer
+        cross = f"{block}.crossattention"
+        if f"{cross}.self.query.weight" in weights.names():
+            yield replace(
+                layer,
+                name=f"{cross}.self",
+                query=projection(weights, f"{cross}.self.query"),
+                key=projection(weights, f"{cross}.self.key"),
+                value=projection(weights, f"{cross}.self.value"),
+                out=projection(weights, f"{cross}.output.dense"),
+                norm=norm(weights, f"{block}.attention.output.LayerNorm", "layer", eps),
+                kind="cross",
+            )

@@ -1,0 +1,50 @@
+"""BLOOM: ALiBi in place of position embeddings, one fused map whose rows are ordered head by head.
+
+transformers adds slope * key position where the paper subtracts slope * distance; the two differ by a number per query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
+from locater.families.bias import Alibi, alibi_slopes
+from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
+from locater.families.gpt_neox import per_head
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("bloom",)
+PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    heads = integer(config, weights, "n_head", "num_attention_heads")
+    width = integer(config, weights, "n_embed", "hidden_size")  # the old name wins where both are given
+    head_dim = width // heads
+    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(found), config, "n_layer", "num_hidden_layers")
+    for prefix, index, name in found:
+        block = f"{prefix}h.{index}"
+        stem = f"{block}.self_attention"
+        expect(weights, name, shape_of(weights, name), (3 * heads * head_dim, width), "3 x n_head x head size, hidden_size")
+        q, k, v = (projection(weights, f"{stem}.query_key_value", per_head(heads, head_dim, 3, i)) for i in range(3))
+        out = projection(weights, f"{stem}.dense")
+        if config.get("slow_but_exact") and config.get("pretraining_tp", 1) > 1:
+            out = replace(out, bias=None)  # this path multiplies slice by slice and leaves the bias out
+        yield AttentionLayer(
+            name=stem,
+            index=index,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            query=q,
+            key=k,
+            value=v,
+            out=out,
+            scale=head_dim**-0.5,
+            norm=norm(weights, f"{block}.input_layernorm", "layer", config.get("layer_norm_epsilon", 1e-5)),
+            bias=Alibi(alibi_slopes(heads)),
+            causal=True,
+        )

@@ -1,0 +1,67 @@
+"""CLIP: a causal text tower and a vision tower, each a pre-norm encoder with settings of its own; both, or one alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
+from locater.families.build import expect, expect_layers, integer, norm, projection
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("clip", "clip_text_model", "clip_vision_model")
+TEXT = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 12, "layer_norm_eps": 1e-5}
+VISION = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-5}
+PATTERN = r"encoder\.layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    for name, prefix, settings in towers(weights, config, TEXT, VISION):
+        yield from tower_layers(weights, settings, prefix, causal=name == "text")
+
+
+def towers(weights: Weights, config: Config, text: Config, vision: Config) -> Iterator[tuple[str, str, Config]]:
+    """(text or vision, pattern of its tensors' prefix, settings) of every tower that is there; `text` and `vision` are defaults."""
+    single = re.fullmatch(r".+_(text|vision)_model", config["model_type"])
+    if single:
+        yield single[1], r"(.*\.)?", {**(text if single[1] == "text" else vision), **config}
+        return
+    pairs = [(name, rf"(.*\.)?{name}_model\.", sub_config(config, name, held)) for name, held in (("text", text), ("vision", vision))]
+    there = [pair for pair in pairs if any(re.match(pair[1] + PATTERN, tensor) for tensor in weights.names())]
+    yield from there or pairs  # a model for classification has one tower; where there is none, reading the first says so
+
+
+def sub_config(config: Config, name: str, defaults: Config) -> Config:
+    """Settings of one tower. Where an old file has `text_config_dict` as well as `text_config`, the former rules, whole."""
+    held: dict[str, Any] | None = config.get(f"{name}_config_dict")
+    return {**defaults, **((config.get(f"{name}_config") or {}) if held is None else held)}
+
+
+def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) -> Iterator[AttentionLayer]:
+    """Layers of one tower; `prefix` is a pattern."""
+    heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
+    head_dim = width // heads
+    found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, f"(?P<prefix>{prefix}){PATTERN}")]
+    expect_layers(weights, len(found), config, "num_hidden_layers")
+    for where, index in found:
+        block = f"{where}encoder.layers.{index}"
+        stem = f"{block}.self_attn"
+        query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")
+        for name, got in (("q", query), ("k", key)):
+            expect(weights, f"{stem}.{name}_proj.weight", got.shape, (heads * head_dim, width), "num_attention_heads, hidden_size")
+        yield AttentionLayer(
+            name=stem,
+            index=index,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            query=query,
+            key=key,
+            value=projection(weights, f"{stem}.v_proj"),
+            out=projection(weights, f"{stem}.out_proj"),
+            scale=head_dim**-0.5,
+            norm=norm(weights, f"{block}.layer_norm1", "layer", config["layer_norm_eps"]),
+            causal=causal,
+        )

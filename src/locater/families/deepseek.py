@@ -1,0 +1,114 @@
+"""DeepSeek V2 and V3 (latent attention): queries and keys pass a narrow normalised latent; rotary channels, shared by all
+heads in the keys, come on top. They stand last in a head on disk and first here, where `Rotary` expects them.
+
+The norms on the latents keep their own eps: the configuration's is that of the norms on the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Rows, Weights, numbered
+from locater.families.build import expect, expect_layers, integer, norm, projection, within_heads
+from locater.families.layer import AttentionLayer, Projection
+from locater.families.norm import Norm
+from locater.families.normed import normed
+from locater.families.rotary import halves, rotary_from_config, yarn_scale
+
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
+PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.kv_b_proj\.weight"
+LATENT_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    heads: int
+    width: int
+    still: int  # channels of a head that do not turn
+    turning: int  # and those that do
+    value: int
+    rank: int  # of the latent of keys and values
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    sizes = _Sizes(
+        integer(config, weights, "num_attention_heads"),
+        integer(config, weights, "hidden_size"),
+        config.get("qk_nope_head_dim", 128),
+        config.get("qk_rope_head_dim", 64),
+        config.get("v_head_dim", 128),
+        config.get("kv_lora_rank", 512),
+    )
+    deep = integer(config, weights, "num_hidden_layers")
+    matches = [m for m, _ in numbered(weights, PATTERN)]
+    found = [m for m in matches if int(m["layer"]) < deep]  # those beyond predict further tokens and are not run
+    expect_layers(weights, len(found), config, "num_hidden_layers")
+    head_dim = sizes.still + sizes.turning
+    for match in found:
+        block = f"{match['prefix']}layers.{match['layer']}"
+        stem = f"{block}.self_attn"
+        before = norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6))
+        key, value = _key_and_value(weights, config, stem, before, sizes)
+        yield AttentionLayer(
+            name=stem,
+            index=int(match["layer"]),
+            heads=sizes.heads,
+            kv_heads=sizes.heads,
+            head_dim=head_dim,
+            query=_query(weights, config, stem, before, sizes),
+            key=key,
+            value=value,
+            out=projection(weights, f"{stem}.o_proj"),
+            scale=head_dim**-0.5 * _stretch(config),
+            norm=before,
+            rotary=rotary_from_config(config, sizes.turning),
+            causal=True,
+        )
+
+
+def _query(weights: Weights, config: Config, stem: str, before: Norm, sizes: _Sizes) -> Projection:
+    narrow = f"{stem}.q_a_proj.weight" in weights.names()  # small models have no latent for queries
+    last = f"{stem}.q_b_proj" if narrow else f"{stem}.q_proj"
+    wide = projection(weights, last)
+    head_dim = sizes.still + sizes.turning
+    width = config.get("q_lora_rank") or 1536 if narrow else sizes.width
+    expect(weights, f"{last}.weight", wide.shape, (sizes.heads * head_dim, width), "num_attention_heads x head size, width or q_lora_rank")
+    order = [*(sizes.still + i for i in _turning_order(config, sizes.turning)), *range(sizes.still)]
+    wide = within_heads(wide, sizes.heads, order)
+    if not narrow:
+        return wide
+    inner = norm(weights, f"{stem}.q_a_layernorm", "rms", LATENT_EPS)
+    return normed(projection(weights, f"{stem}.q_a_proj"), inner, before, up=wide)
+
+
+def _key_and_value(weights: Weights, config: Config, stem: str, before: Norm, sizes: _Sizes) -> tuple[Projection, Projection]:
+    both, whole = f"{stem}.kv_a_proj_with_mqa", projection(weights, f"{stem}.kv_a_proj_with_mqa")
+    expect(
+        weights, f"{both}.weight", whole.shape, (sizes.rank + sizes.turning, sizes.width), "kv_lora_rank + qk_rope_head_dim, hidden_size"
+    )
+    shape = (sizes.heads * (sizes.still + sizes.value), sizes.rank)
+    why = "num_attention_heads x (qk_nope_head_dim + v_head_dim), kv_lora_rank"
+    expect(weights, f"{stem}.kv_b_proj.weight", projection(weights, f"{stem}.kv_b_proj").shape, shape, why)
+    down = projection(weights, both, [(0, sizes.rank)])
+    shared = projection(weights, both, [(sizes.rank, sizes.rank + sizes.turning)])
+    shared = within_heads(shared, 1, _turning_order(config, sizes.turning))
+    inner = norm(weights, f"{stem}.kv_a_layernorm", "rms", LATENT_EPS)
+    keys: Rows = [(h * (sizes.still + sizes.value), h * (sizes.still + sizes.value) + sizes.still) for h in range(sizes.heads)]
+    values: Rows = [(end, end + sizes.value) for _, end in keys]
+    key = normed(down, inner, before, up=projection(weights, f"{stem}.kv_b_proj", keys), shared=shared, heads=sizes.heads)
+    return key, normed(down, inner, before, up=projection(weights, f"{stem}.kv_b_proj", values))
+
+
+def _turning_order(config: Config, channels: int) -> list[int]:
+    neighbours = config["model_type"] == "deepseek_v2" or config.get("rope_interleave", True)
+    return halves(channels) if neighbours else list(range(channels))
+
+
+def _stretch(config: Config) -> float:
+    """Length extension also sharpens the logits, by the square of its amplitude."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    weight = rope.get("mscale_all_dim")
+    extended = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return yarn_scale(float(rope["factor"]), float(weight)) ** 2 if extended and weight else 1.0

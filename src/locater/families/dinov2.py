@@ -1,0 +1,22 @@
+"""DINOv2, with and without registers: a ViT whose layers scale what they add, channel by channel, before adding it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.build import rescaled
+from locater.families.layer import AttentionLayer
+from locater.families.vit import vit_layers
+
+MODEL_TYPES = ("dinov2", "dinov2_with_registers")
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    config = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-6, **config}
+    for layer in vit_layers(weights, config, "norm1"):
+        block = re.sub(r"(\.attention)+$", "", layer.name)
+        yield replace(layer, out=rescaled(weights, layer.out, f"{block}.layer_scale1.lambda1"))

@@ -1,0 +1,25 @@
+"""DistilBERT: BERT's layers under other names, in its tensors and in its configuration; the norms' eps is fixed in the code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.encoder import Names, encoder_layers
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("distilbert",)
+EPS = 1e-12
+NAMES = Names(
+    "transformer.layer",
+    "attention.q_lin",
+    "attention.k_lin",
+    "attention.v_lin",
+    "attention.out_lin",
+    "output_layer_norm",
+)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    return encoder_layers(weights, config, NAMES, EPS)

@@ -1,0 +1,71 @@
+"""The shape that post-norm encoders share: BERT's, whatever its tensors are called.
+
+Not a family: family files start from `encoder_layers` and replace what differs. A layer's input comes out of the norm
+before it: the embeddings' for layer 0, then the one that closed the layer before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
+from locater.errors import LocaterError
+from locater.families.build import expect, expect_layers, integer, norm, projection
+from locater.families.layer import AttentionLayer
+
+
+@dataclass(frozen=True)
+class Names:
+    """Paths under a block, which is `<prefix><stack>.<layer>`."""
+
+    stack: str
+    query: str
+    key: str
+    value: str
+    out: str
+    last_norm: str
+
+
+BERT = Names(
+    "encoder.layer",
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "output.LayerNorm",
+)
+
+
+def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -> Iterator[AttentionLayer]:
+    """Self-attention layers: scale 1/sqrt(head_dim), every token in view, LayerNorm with `eps`."""
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        raise LocaterError(
+            f"{weights.where}: position_embedding_type {config['position_embedding_type']!r} is not supported, only 'absolute'"
+        )
+    heads, width = integer(config, weights, "num_attention_heads", "n_heads"), integer(config, weights, "hidden_size", "dim")
+    head_dim = width // heads
+    pattern = rf"(?P<prefix>(.*\.)?){re.escape(names.stack)}\.(?P<layer>\d+)\.{re.escape(names.query)}\.weight"
+    found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
+    expect_layers(weights, len(found), config, "num_hidden_layers", "n_layers")
+    for prefix, index in found:
+        stack = f"{prefix}{names.stack}"
+        block = f"{stack}.{index}"
+        query, key = projection(weights, f"{block}.{names.query}"), projection(weights, f"{block}.{names.key}")
+        for name, got in ((names.query, query), (names.key, key)):
+            expect(weights, f"{block}.{name}.weight", got.shape, (heads * head_dim, width), "num_attention_heads x head_dim, hidden_size")
+        yield AttentionLayer(
+            name=f"{block}.{names.query.rpartition('.')[0]}",
+            index=index,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            query=query,
+            key=key,
+            value=projection(weights, f"{block}.{names.value}"),
+            out=projection(weights, f"{block}.{names.out}"),
+            scale=head_dim**-0.5,
+            norm=norm(weights, f"{stack}.{index - 1}.{names.last_norm}" if index else f"{prefix}embeddings.LayerNorm", "layer", eps),
+        )

@@ -1,0 +1,27 @@
+"""Gemma 2: gains stored as w for 1 + w, soft-capped logits, a query scale of its own, every other layer slides a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.decoder import decoder_layers
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("gemma2",)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    config = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, **config}
+    types = config.get("layer_types")
+    for layer in decoder_layers(weights, config, gain_offset=1.0):
+        sliding = types[layer.index] == "sliding_attention" if types else layer.index % 2 == 0
+        yield replace(
+            layer,
+            scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+            softcap=config.get("attn_logit_softcapping", 50.0),
+            window=config.get("sliding_window", 4096) if sliding else None,
+            causal=not config.get("use_bidirectional_attention"),
+        )

@@ -1,0 +1,54 @@
+"""GPT-2: queries, keys and values fused in one transposed map (Conv1D), LayerNorm in front, learned absolute positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
+from locater.families.build import expect, expect_layers, integer, norm, optional, read_floats, shape_of
+from locater.families.layer import AttentionLayer, Projection
+
+MODEL_TYPES = ("gpt2",)
+PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.c_attn\.weight"
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    heads, width = integer(config, weights, "n_head"), integer(config, weights, "n_embd")
+    head_dim = width // heads
+    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(found), config, "n_layer")
+    for prefix, index, name in found:
+        block = f"{prefix}h.{index}"
+        expect(weights, name, shape_of(weights, name), (width, 3 * width), "n_embd, 3 x n_embd")
+        q, k, v = (_columns(weights, f"{block}.attn.c_attn", i * width, (i + 1) * width) for i in range(3))
+        scale = head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
+        if config.get("scale_attn_by_inverse_layer_idx"):
+            scale /= index + 1
+        yield AttentionLayer(
+            name=f"{block}.attn",
+            index=index,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            query=q,
+            key=k,
+            value=v,
+            out=_columns(weights, f"{block}.attn.c_proj", 0, width),
+            scale=scale,
+            norm=norm(weights, f"{block}.ln_1", "layer", config.get("layer_norm_epsilon", 1e-5)),
+            causal=True,
+        )
+
+
+def _columns(weights: Weights, stem: str, start: int, stop: int) -> Projection:
+    """Output columns start:stop of a Conv1D map, which is stored (in, out)."""
+    name = f"{stem}.weight"
+    bias = optional(weights, f"{stem}.bias", [(start, stop)])
+
+    def read() -> Tensor:
+        return read_floats(weights, name)[:, start:stop].mT
+
+    return Projection(read, (stop - start, shape_of(weights, name)[0]), bias)

@@ -1,0 +1,47 @@
+"""GPT-NeoX and Pythia: one fused map whose rows are ordered head by head (q, k, v of head 0, then of head 1), partial rotary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Rows, Weights, numbered
+from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
+from locater.families.layer import AttentionLayer
+from locater.families.rotary import rotary_from_config
+
+MODEL_TYPES = ("gpt_neox",)
+PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.attention\.query_key_value\.weight"
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
+    head_dim = width // heads
+    config = {"rope_theta": config.get("rotary_emb_base", 10_000), **config}
+    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(found), config, "num_hidden_layers")
+    for prefix, index, name in found:
+        block = f"{prefix}layers.{index}"
+        stem = f"{block}.attention"
+        expect(weights, name, shape_of(weights, name), (3 * width, width), "3 x hidden_size, hidden_size")
+        q, k, v = (projection(weights, f"{stem}.query_key_value", per_head(heads, head_dim, 3, i)) for i in range(3))
+        yield AttentionLayer(
+            name=stem,
+            index=index,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            query=q,
+            key=k,
+            value=v,
+            out=projection(weights, f"{stem}.dense"),
+            scale=head_dim**-0.5,
+            norm=norm(weights, f"{block}.input_layernorm", "layer", config.get("layer_norm_eps", 1e-5)),
+            rotary=rotary_from_config(config, head_dim, share=config.get("rotary_pct", 0.25)),
+            causal=True,
+        )
+
+
+def per_head(heads: int, head_dim: int, parts: int, part: int) -> Rows:
+    """Rows of one part (0 query, 1 key, 2 value) of a map fused head by head."""
+    return [((h * parts + part) * head_dim, (h * parts + part + 1) * head_dim) for h in range(heads)]

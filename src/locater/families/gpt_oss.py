@@ -1,0 +1,26 @@
+"""gpt-oss: a learned sink per head joins every softmax, biases everywhere, yarn rotary positions, every other layer slides a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.build import optional
+from locater.families.decoder import decoder_layers
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("gpt_oss",)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    config = {"head_dim": 64, **config}
+    types = config.get("layer_types")
+    for layer in decoder_layers(weights, config):
+        sliding = types[layer.index] == "sliding_attention" if types else layer.index % 2 == 0
+        yield replace(
+            layer,
+            sinks=optional(weights, f"{layer.name}.sinks"),
+            window=config.get("sliding_window", 128) if sliding else None,
+        )

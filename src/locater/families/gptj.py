@@ -1,0 +1,45 @@
+"""GPT-J: rotary positions turn neighbouring channels, so rows of queries and keys are read in half layout; LayerNorm in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
+from locater.errors import LocaterError
+from locater.families.build import expect, expect_layers, integer, norm, projection, within_heads
+from locater.families.layer import AttentionLayer
+from locater.families.rotary import halves, rotary_from_config
+
+MODEL_TYPES = ("gptj",)
+PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.q_proj\.weight"
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    heads, width = integer(config, weights, "n_head", "num_attention_heads"), integer(config, weights, "n_embd", "hidden_size")
+    head_dim = width // heads
+    turning = config.get("rotary_dim", 64)
+    if turning > head_dim:
+        raise LocaterError(f"{weights.where}: the configuration turns {turning} channels (rotary_dim) of heads that have {head_dim}")
+    order = [*halves(turning), *range(turning, head_dim)]
+    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(found), config, "n_layer", "num_hidden_layers")
+    for prefix, index, name in found:
+        block = f"{prefix}h.{index}"
+        query, key, value, out = (projection(weights, f"{block}.attn.{part}_proj") for part in ("q", "k", "v", "out"))
+        expect(weights, name, query.shape, (heads * head_dim, width), "n_head x head size, n_embd")
+        yield AttentionLayer(
+            name=f"{block}.attn",
+            index=index,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            query=within_heads(query, heads, order),
+            key=within_heads(key, heads, order),
+            value=value,
+            out=out,
+            scale=head_dim**-0.5,
+            norm=norm(weights, f"{block}.ln_1", "layer", config.get("layer_norm_epsilon", 1e-5)),
+            rotary=rotary_from_config({}, turning),
+            causal=True,
+        )

@@ -1,0 +1,183 @@
+"""`AttentionLayer`: everything about one attention layer that decides its logits and its output, in one record.
+
+Axes: B batch, T queries, S keys, H query heads, K key heads, h head size, d width.
+`x` is the residual stream as it enters the norm in front of attention (for a post-norm model, the norm that produced the
+layer's input). With `normalized=True`, `x` is the standardised stream z, before gain and bias: the theory's unit token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.families.bias import PositionBias
+from locater.families.norm import Norm
+from locater.families.relative import RelativeTerms
+from locater.families.rotary import Rotary
+
+Kind = Literal["self", "cross"]
+# (weight (blocks, rows, d), the projection it is of) -> (what acts on unit tokens (blocks, rows, d), the constant part (blocks, rows))
+Fold = Callable[[Tensor, "Projection"], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map, read when it is called for. `weight()` is (out, in), rows ordered head by head."""
+
+    weight: Callable[[], Tensor]
+    shape: tuple[int, int]
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight().to(x), None if self.bias is None else self.bias.to(x))
+
+    def linear(self, fold: Fold) -> Projection:
+        """The linear map that stands for this one on tokens that `fold` folds in; only a map with a norm inside asks."""
+        return self
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer of a live model or of a checkpoint.
+
+    Big tensors are read when a method needs them: a scan touches only `query` and `key`. `value` and `out` are None
+    where only queries and keys were named; then `output` says so.
+    """
+
+    name: str  # path of the attention module, or of its tensors' common prefix
+    index: int
+    heads: int
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    query: Projection
+    key: Projection
+    scale: float
+    value: Projection | None = None
+    out: Projection | None = None
+    norm: Norm = field(default_factory=Norm)
+    memory_norm: Norm | None = None  # cross-attention: the norm of the stream that keys and values read
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    rotary: Rotary | None = None
+    relative: RelativeTerms | None = None  # content meets distance: added before the scale
+    bias: PositionBias | None = None  # added to the scaled logits
+    softcap: float | None = None  # logits become cap * tanh(logits / cap)
+    sinks: Float[Tensor, " H"] | None = None  # logits of a key that takes weight and gives no value
+    causal: bool = False
+    window: int | None = None  # keys at distance < window are visible
+    kind: Kind = "self"
+    mechanism: str = "softmax"  # what makes weights of logits; of others the theory of softmax says nothing
+
+    @property
+    def width(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head; query head h uses key head h // group."""
+        return self.heads // self.kv_heads
+
+    def queries(self, x: Float[Tensor, "B T d"], positions: Tensor | None = None, normalized: bool = False) -> Float[Tensor, "B H T h"]:
+        """Queries as they meet the keys: after norm, bias, query norm and rotation, before the scale."""
+        norm = self.norm.affine if normalized else self.norm
+        return self._placed(self._heads(self.query(norm(x)), self.heads), self.query_norm, positions)
+
+    def keys(self, x: Float[Tensor, "B S d"], positions: Tensor | None = None, normalized: bool = False) -> Float[Tensor, "B K S h"]:
+        """Keys as the queries meet them; one per key head, not repeated for its group."""
+        norm = self.key_side_norm
+        return self._placed(self._heads(self.key((norm.affine if normalized else norm)(x)), self.kv_heads), self.key_norm, positions)
+
+    def logits(
+        self,
+        x_q: Float[Tensor, "B T d"],
+        x_k: Float[Tensor, "B S d"] | None = None,
+        *,
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        normalized: bool = False,
+    ) -> Float[Tensor, "B H T S"]:
+        """Pre-softmax logits, before any mask. Positions are 0, 1, 2, ... unless given."""
+        x_k = x_q if x_k is None else x_k
+        q_at = torch.arange(x_q.shape[1]) if query_positions is None else query_positions
+        k_at = torch.arange(x_k.shape[1]) if key_positions is None else key_positions
+        q, k = self.queries(x_q, q_at, normalized), self.keys(x_k, k_at, normalized).repeat_interleave(self.group, 1)
+        met = q @ k.mT
+        if self.relative is not None:
+            met = met + self.relative(q, k, q_at, k_at)
+        logits = self.scale * met
+        if self.bias is not None:
+            logits = logits + self.bias(q_at, k_at).to(logits)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def visible(self, queries: int, keys: int, padding: Bool[Tensor, "B S"] | None = None) -> Bool[Tensor, "b 1 T S"]:
+        """True where a query may look: causal and window masks, and `padding` (True = a real token)."""
+        distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)  # last query meets last key
+        seen = torch.ones(queries, keys, dtype=torch.bool)
+        if self.kind == "self" and self.causal:
+            seen &= distance >= 0
+        if self.kind == "self" and self.window is not None:
+            seen &= distance.abs() < self.window
+        if padding is None:
+            return seen[None, None]
+        return seen.to(padding.device) & padding[:, None, None, :]
+
+    def attention(
+        self,
+        x: Float[Tensor, "B T d"],
+        x_k: Float[Tensor, "B S d"] | None = None,
+        *,
+        padding: Bool[Tensor, "B S"] | None = None,
+        normalized: bool = False,
+    ) -> Float[Tensor, "B H T S"]:
+        """Attention weights. A row that sees no key is zero; with sinks a row sums to less than 1."""
+        logits = self.logits(x, x_k, normalized=normalized)
+        seen = self.visible(logits.shape[-2], logits.shape[-1], padding).to(logits.device)
+        keys = logits.shape[-1]
+        if self.sinks is not None:
+            logits = torch.cat([logits, self.sinks.to(logits).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+            seen = torch.nn.functional.pad(seen, (0, 1), value=True)
+        return logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)[..., :keys]
+
+    def output(
+        self,
+        x: Float[Tensor, "B T d"],
+        x_k: Float[Tensor, "B S d"] | None = None,
+        *,
+        padding: Bool[Tensor, "B S"] | None = None,
+        normalized: bool = False,
+    ) -> Float[Tensor, "B T d"]:
+        """What the layer adds to the residual stream: attention, values, output projection."""
+        if self.value is None or self.out is None:
+            raise LocaterError(f"{self.name}: its value and output maps are not known, so its output cannot be computed")
+        weights = self.attention(x, x_k, padding=padding, normalized=normalized)
+        norm = self.key_side_norm
+        source = x if x_k is None else x_k
+        v = self._heads(self.value((norm.affine if normalized else norm)(source)), self.kv_heads)
+        mixed = weights @ v.repeat_interleave(self.group, 1)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    @property
+    def key_side_norm(self) -> Norm:
+        """The norm of the stream that keys and values read."""
+        if self.kind == "self":
+            return self.norm
+        return self.memory_norm or Norm()
+
+    @staticmethod
+    def _heads(x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def _placed(self, x: Tensor, norm: Norm | None, positions: Tensor | None) -> Tensor:
+        if norm is not None:
+            x = norm(x)
+        if self.rotary is None:
+            return x
+        if positions is None:
+            positions = torch.arange(x.shape[-2])
+        return self.rotary.rotate(x, positions)

@@ -1,0 +1,21 @@
+"""Llama, SmolLM, Mistral and Mixtral: the plain decoder; the last two may slide a window over every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.decoder import decoder_layers
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("llama", "mistral", "mixtral")
+WINDOWS = {"llama": None, "mistral": 4096, "mixtral": None}  # where the configuration does not say
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    kind = config["model_type"]
+    window = None if kind == "llama" else config.get("sliding_window", WINDOWS[kind])
+    for layer in decoder_layers(weights, config):
+        yield replace(layer, window=window)

@@ -1,0 +1,90 @@
+"""`NormedProjection`: a map with a norm inside. The latent of DeepSeek's attention, and norms over queries that know their head.
+
+Calling it is exact. `weight()` and `bias` are its mean field, as for query and key norms in `effective`: in place of each
+token's own root mean square stands that over unit tokens, so whoever wants a matrix gets one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from locater.families.effective import centred, folded, mean_field_gain
+from locater.families.layer import Fold, Projection
+from locater.families.norm import Norm
+from locater.spectrum import upcast
+
+
+@dataclass(frozen=True)
+class NormedProjection(Projection):
+    """up(inner(down(x))), with `shared(x)` put in front of each head's channels. Build it with `normed`."""
+
+    down: Projection = field(kw_only=True)
+    inner: Norm = field(kw_only=True)  # over each block of down's rows; gain (blocks, rows) or (rows,)
+    blocks: int = field(kw_only=True)
+    up: Projection | None = field(kw_only=True)
+    shared: Projection | None = field(kw_only=True)  # keys: rotary channels that all heads have in common
+    heads: int = field(kw_only=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.inner(self.down(x).unflatten(-1, (self.blocks, -1))).flatten(-2)
+        if self.up is not None:
+            y = self.up(y)
+        return y if self.shared is None else _fronted(self.shared(x), y, self.heads)
+
+    def linear(self, fold: Fold) -> Projection:
+        """Its mean field, with the root mean square over the tokens that `fold` folds in."""
+        weight, bias = self._mean_field(fold)
+        return Projection(lambda: weight, self.shape, bias)
+
+    def _mean_field(self, fold: Fold) -> tuple[Tensor, Tensor]:
+        """(weight, bias)."""
+        down, inner = self.down, self.inner
+        weight = upcast(down.weight()).unflatten(0, (self.blocks, -1))
+        seen, shift = (centred(part, inner) for part in fold(weight, down))
+        gain = mean_field_gain(seen, shift, inner)  # (blocks, rows)
+        bias = weight.new_zeros(weight.shape[:2]) if down.bias is None else down.bias.to(weight).view(weight.shape[:2])
+        weight, bias = (centred(weight, inner) * gain[..., None]).flatten(0, 1), centred(bias, inner) * gain
+        bias = (bias if inner.bias is None else bias + inner.bias.to(weight)).flatten()
+        if self.up is not None:
+            rows = upcast(self.up.weight()).to(weight)
+            weight, bias = rows @ weight, rows @ bias if self.up.bias is None else rows @ bias + self.up.bias.to(weight)
+        if self.shared is not None:
+            first = bias.new_zeros(self.shared.shape[0]) if self.shared.bias is None else self.shared.bias.to(bias)
+            weight = _fronted(self.shared.weight().to(weight).mT, weight.mT, self.heads).mT
+            bias = _fronted(first, bias, self.heads)
+        return weight, bias
+
+
+def normed(
+    down: Projection,
+    inner: Norm,
+    before: Norm,
+    *,
+    blocks: int = 1,
+    up: Projection | None = None,
+    shared: Projection | None = None,
+    heads: int = 1,
+) -> NormedProjection:
+    """`before` is the norm in front of attention: unit tokens pass through its gain before they reach `down`."""
+
+    parts = (down, up, shared)
+    # a bias is small but takes the matrices to compute, now and not when asked for; few checkpoints have one
+    biased = inner.bias is not None or any(part is not None and part.bias is not None for part in parts)
+    out = (up or down).shape[0] + (0 if shared is None else heads * shared.shape[0])
+    fold = partial(folded, norm=before)
+    made = NormedProjection(
+        lambda: made._mean_field(fold)[0], (out, down.shape[1]), None,
+        down=down, inner=inner, blocks=blocks, up=up, shared=shared, heads=heads,
+    )  # fmt: skip
+    return replace(made, bias=made._mean_field(fold)[1]) if biased else made
+
+
+def _fronted(shared: Tensor, own: Tensor, heads: int) -> Tensor:
+    """Channels that all heads share, in front of each head's own; on the last axis."""
+    own = own.unflatten(-1, (heads, -1))
+    shared = shared.unsqueeze(-2).expand(*own.shape[:-1], -1)
+    return torch.cat([shared, own], -1).flatten(-2)

@@ -1,0 +1,39 @@
+"""OLMo 2 and 3: queries and keys are normalised over all heads at once, and the stream enters attention without a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.build import norm
+from locater.families.decoder import decoder_layers
+from locater.families.layer import AttentionLayer
+from locater.families.norm import Norm
+from locater.families.normed import normed
+from locater.families.rotary import rotary_from_config
+
+MODEL_TYPES = ("olmo2", "olmo3")
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    eps = config.get("rms_norm_eps", 1e-5)
+    for layer in decoder_layers(weights, config, normed=False):
+        query, key = (norm(weights, f"{layer.name}.{part}_norm", "rms", eps) for part in "qk")
+        layer = replace(layer, query=normed(layer.query, query, Norm()), key=normed(layer.key, key, Norm()))
+        yield _windowed(layer, config) if config["model_type"] == "olmo3" else layer
+
+
+def _windowed(layer: AttentionLayer, config: Config) -> AttentionLayer:
+    """OLMo 3: three sliding layers to one full, with rotary positions of their own."""
+    types = config.get("layer_types")
+    kind = types[layer.index] if types else "sliding_attention" if (layer.index + 1) % 4 else "full_attention"
+    config = {"rope_theta": 500_000.0, **config}
+    if kind == "sliding_attention" and not config.get("rope_parameters"):  # older configurations: only full layers are extended
+        config = {**config, "rope_scaling": None}
+    return replace(
+        layer,
+        rotary=rotary_from_config(config, layer.head_dim, kind),
+        window=config.get("sliding_window", 4096) if kind == "sliding_attention" else None,
+    )

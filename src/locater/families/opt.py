@@ -1,0 +1,29 @@
+"""OPT: LayerNorm in front of attention, or, in the 350M model, behind the layer before; its eps is not in the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.build import norm
+from locater.families.decoder import decoder_layers
+from locater.families.layer import AttentionLayer
+from locater.families.norm import Norm
+
+MODEL_TYPES = ("opt",)
+EPS = 1e-5  # the default of nn.LayerNorm
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    before, affine = config.get("do_layer_norm_before", True), config.get("layer_norm_elementwise_affine", True)
+    for layer in decoder_layers(weights, config, out="out_proj", normed=False):
+        stack = layer.name.removesuffix(f".{layer.index}.self_attn")
+        if before:
+            here = norm(weights, f"{stack}.{layer.index}.self_attn_layer_norm", "layer", EPS, affine=affine)
+        elif layer.index:
+            here = norm(weights, f"{stack}.{layer.index - 1}.final_layer_norm", "layer", EPS, affine=affine)
+        else:  # embeddings enter the first layer as they are
+            here = Norm()
+        yield replace(layer, norm=here, rotary=None)

@@ -1,0 +1,53 @@
+"""Phi 3, 3.5 and 4: the plain decoder with one fused map, all queries first, then keys, then values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Rows, Weights, numbered
+from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
+from locater.families.layer import AttentionLayer
+from locater.families.rotary import rotary_from_config
+
+MODEL_TYPES = ("phi3",)
+PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.qkv_proj\.weight"
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or width // heads
+    ends = [0, heads * head_dim, (heads + kv_heads) * head_dim, (heads + 2 * kv_heads) * head_dim]
+    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(found), config, "num_hidden_layers")
+    for prefix, index, name in found:
+        block = f"{prefix}layers.{index}"
+        stem = f"{block}.self_attn"
+        expect(weights, name, shape_of(weights, name), (ends[3], width), "(query heads + 2 x key heads) x head size, hidden_size")
+        parts: list[Rows] = [[(ends[i], ends[i + 1])] for i in range(3)]
+        q, k, v = (projection(weights, f"{stem}.qkv_proj", rows) for rows in parts)
+        yield AttentionLayer(
+            name=stem,
+            index=index,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            query=q,
+            key=k,
+            value=v,
+            out=projection(weights, f"{stem}.o_proj"),
+            scale=head_dim**-0.5,
+            norm=norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-5)),
+            rotary=rotary_from_config(_renamed(config), head_dim),
+            causal=True,
+            window=config.get("sliding_window"),
+        )
+
+
+def _renamed(config: Config) -> Config:
+    """Early checkpoints call the channelwise factors "su" or "yarn"; in this family both mean longrope."""
+    scaling = config.get("rope_scaling")
+    if scaling and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
+        return {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}
+    return config

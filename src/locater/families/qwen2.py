@@ -1,0 +1,27 @@
+"""Qwen 2 and 2.5: the plain decoder with biases on queries, keys and values; upper layers may slide a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.decoder import decoder_layers, window_of
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("qwen2",)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    for layer in decoder_layers(weights, config):
+        yield replace(layer, window=window(config, layer.index))
+
+
+def window(config: Config, index: int) -> int | None:
+    """Sliding window of a layer, in this family's way of saying it."""
+    if not config.get("use_sliding_window"):
+        return None
+    if config.get("layer_types"):
+        return window_of(config, index)
+    return config.get("sliding_window") if index >= config.get("max_window_layers", 28) else None

@@ -1,0 +1,32 @@
+"""Qwen 3, dense and mixture-of-experts: the plain decoder with normalised queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.build import norm
+from locater.families.decoder import decoder_layers
+from locater.families.layer import AttentionLayer
+from locater.families.qwen2 import window
+
+MODEL_TYPES = ("qwen3", "qwen3_moe")
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    eps = config.get("rms_norm_eps", 1e-6)
+    for layer in decoder_layers(weights, {"head_dim": 128, **config} if config["model_type"] == "qwen3" else config):
+        yield replace(
+            layer,
+            query_norm=norm(weights, f"{layer.name}.q_norm", "rms", eps),
+            key_norm=norm(weights, f"{layer.name}.k_norm", "rms", eps),
+            window=_window(config, layer.index),
+        )
+
+
+def _window(config: Config, index: int) -> int | None:
+    if config["model_type"] == "qwen3_moe":  # every layer, or none
+        return config.get("sliding_window") if config.get("use_sliding_window") else None
+    return window(config, index)

@@ -1,0 +1,31 @@
+"""SigLIP: two towers as in CLIP, neither causal; the vision tower ends in a learned query that looks at all patches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families import torch_mha
+from locater.families.build import norm
+from locater.families.clip import tower_layers, towers
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("siglip", "siglip_text_model", "siglip_vision_model")
+TOWER = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-6}
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    for name, prefix, settings in towers(weights, config, TOWER, TOWER):
+        yield from tower_layers(weights, settings, prefix, causal=False)
+        if name == "vision":
+            yield from _pooling(weights, settings)
+
+
+def _pooling(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    """The last step is PyTorch's own attention: `head.probe` asks, without a norm; keys read the norm that closed the tower."""
+    for layer in torch_mha.layers(weights, config):
+        tower = layer.name.removesuffix("head.attention")
+        closing = norm(weights, f"{tower}post_layernorm", "layer", config["layer_norm_eps"])
+        yield replace(layer, index=0, kind="cross", memory_norm=closing)

@@ -1,0 +1,36 @@
+"""StableLM: the plain decoder with LayerNorm, a quarter of the channels turns, queries and keys may have a norm for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.build import norm
+from locater.families.decoder import decoder_layers
+from locater.families.layer import AttentionLayer, Projection
+from locater.families.norm import Norm
+from locater.families.normed import normed
+from locater.families.rotary import rotary_from_config
+
+MODEL_TYPES = ("stablelm",)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    eps = config.get("layer_norm_eps", 1e-5)
+    for layer in decoder_layers(weights, {"num_key_value_heads": 32, **config}):
+        before = norm(weights, f"{layer.name.removesuffix('.self_attn')}.input_layernorm", "layer", eps)
+        query, key = layer.query, layer.key
+        if config.get("qk_layernorm"):
+            query = _normed(weights, query, f"{layer.name}.q_layernorm", before, layer.heads)
+            key = _normed(weights, key, f"{layer.name}.k_layernorm", before, layer.kv_heads)
+        rotary = rotary_from_config(config, layer.head_dim, share=0.25)
+        yield replace(layer, query=query, key=key, norm=before, rotary=rotary)
+
+
+def _normed(weights: Weights, whole: Projection, stem: str, before: Norm, heads: int) -> Projection:
+    gain = torch.stack([weights.read(f"{stem}.norms.{head}.weight") for head in range(heads)])
+    return normed(whole, Norm("layer", gain, None, before.eps), before, blocks=heads)

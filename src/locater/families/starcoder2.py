@@ -1,0 +1,24 @@
+"""StarCoder 2: the plain decoder with LayerNorm, biases everywhere and a window over every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.build import norm
+from locater.families.decoder import decoder_layers
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("starcoder2",)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    for layer in decoder_layers(weights, {"num_key_value_heads": 2, **config}):
+        block = layer.name.removesuffix(".self_attn")
+        yield replace(
+            layer,
+            norm=norm(weights, f"{block}.input_layernorm", "layer", config.get("norm_epsilon", 1e-5)),
+            window=config.get("sliding_window"),
+        )

@@ -1,0 +1,67 @@
+"""T5, mT5 and UMT5: logits are not scaled, and a learned table over relative distance is added to them.
+
+The first layer of a stack holds the table and all its layers use it (in UMT5 every layer holds its own); cross-attention
+has none, whatever old checkpoints store there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
+from locater.families.bias import RelativeBias
+from locater.families.build import expect, expect_layers, first, integer, norm, projection
+from locater.families.layer import AttentionLayer, Kind
+
+MODEL_TYPES = ("mt5", "t5", "umt5")
+PATTERN = r"(?P<prefix>(.*\.)?)block\.(?P<layer>\d+)\.layer\.0\.SelfAttention\.q\.weight"
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    first_release = config["model_type"] == "t5"
+    config = {"d_model": 512, "d_kv": 64, "num_heads": 8 if first_release else 6, "num_layers": 6 if first_release else 8, **config}
+    stacks = Counter(match["prefix"] for match, _ in numbered(weights, PATTERN)) or {"": 0}
+    for stack, count in sorted(stacks.items(), reverse=True):  # the encoder before the decoder
+        named = stack.endswith(("encoder.", "decoder."))
+        decoder = stack.endswith("decoder.") if named else bool(config.get("is_decoder"))  # a stack taken out of its model
+        expect_layers(weights, count, config, *(["num_decoder_layers"] if decoder else []), "num_layers")
+        for index in range(count):
+            yield _layer(weights, config, stack, index, decoder, "self")
+            if f"{stack}block.{index}.layer.1.EncDecAttention.q.weight" in weights.names():
+                yield _layer(weights, config, stack, index, decoder, "cross")
+
+
+def _layer(weights: Weights, config: Config, stack: str, index: int, decoder: bool, kind: Kind) -> AttentionLayer:
+    heads, head_dim, width = (integer(config, weights, key) for key in ("num_heads", "d_kv", "d_model"))
+    block = f"{stack}block.{index}.layer.{int(kind == 'cross')}"
+    stem = f"{block}.{'EncDecAttention' if kind == 'cross' else 'SelfAttention'}"
+    eps = config.get("layer_norm_epsilon", 1e-6)
+    query, key = projection(weights, f"{stem}.q"), projection(weights, f"{stem}.k")
+    for name, found in (("q", query), ("k", key)):
+        expect(weights, f"{stem}.{name}.weight", found.shape, (heads * head_dim, width), "num_heads x d_kv, d_model")
+    closing = f"{stack.removesuffix('decoder.')}encoder.final_layer_norm"  # of the encoder that a cross layer reads
+    return AttentionLayer(
+        name=stem,
+        index=index,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        query=query,
+        key=key,
+        value=projection(weights, f"{stem}.v"),
+        out=projection(weights, f"{stem}.o"),
+        scale=1.0,
+        norm=norm(weights, f"{block}.layer_norm", "rms", eps),
+        memory_norm=norm(weights, closing, "rms", eps) if kind == "cross" and f"{closing}.weight" in weights.names() else None,
+        bias=_bias(weights, config, stack, stem, decoder) if kind == "self" else None,
+        causal=decoder and kind == "self",
+        kind=kind,
+    )
+
+
+def _bias(weights: Weights, config: Config, stack: str, stem: str, decoder: bool) -> RelativeBias | None:
+    shared = f"{stack}block.0.layer.0.SelfAttention"
+    table = first(weights, *(f"{holder}.relative_attention_bias.weight" for holder in (stem, shared)))
+    return None if table is None else RelativeBias(table, not decoder, config.get("relative_attention_max_distance", 128))

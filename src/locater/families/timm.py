@@ -1,0 +1,137 @@
+"""timm's blocks: one fused map `qkv` (queries, keys, values, each head by head), `norm1` in front, norms per head where asked for.
+
+A live module is recognised by what it offers: Linear `qkv` and `proj`, `num_heads` and `scale`. A checkpoint does not say how
+many heads there are: put `{"model_type": "timm", "num_heads": n}` into config.json beside it, or add --heads. timm's own
+config.json names an architecture instead; those whose attention is not this plain one are refused, not misread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import ModuleWeights, Weights, numbered
+from locater.errors import LocaterError
+from locater.families.build import expect, integer, norm, projection, rescaled, shape_of
+from locater.families.layer import AttentionLayer
+from locater.families.norm import Norm
+
+MODEL_TYPES = ("timm",)
+PATTERN = r"(?P<prefix>(.*\.)?blocks\.(\d+\.)?)(?P<layer>\d+)\.attn\.qkv\.weight"
+PARTS = r"(qkv|proj|q_norm|k_norm|norm)\.(weight|bias)"  # of plain attention; more (tables over distance, masks) is another kind
+PLAIN = r"(vit|deit3?|flexivit)_(?!.*(dinov3|eupe|pe_|relpos|rope|rpn_)).*"  # architectures: rotary and post-norm ones look alike on disk
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the tensors do not tell."""
+
+    heads: int
+    scale: float | None = None  # None: 1/sqrt(head_dim)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    found = stems(weights)
+    if not found:
+        raise LocaterError(f"{weights.where}: no attention in timm's manner here: a Linear qkv, a Linear proj, num_heads and scale")
+    for stem in found:
+        yield _layer(weights, config, stem, _facts(weights, config, stem))
+
+
+def stems(weights: Weights) -> list[str]:
+    """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
+    if isinstance(weights, ModuleWeights):
+        return [f"{path}." if path else "" for path, module in weights.module.named_modules() if _offers(module)]
+    return [name.removesuffix("qkv.weight") for _, name in numbered(weights, PATTERN)]
+
+
+def _offers(module: Any) -> bool:
+    linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
+    return linear and isinstance(getattr(module, "num_heads", None), int) and isinstance(getattr(module, "scale", None), float)
+
+
+def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
+    foreign = [n for n in weights.names() if n.startswith(stem) and not re.fullmatch(PARTS, n.removeprefix(stem))]
+    if foreign:
+        raise LocaterError(
+            f"{weights.where}: {foreign[0]} is no part of timm's plain attention: describe the model with locater.register()"
+        )
+    if isinstance(weights, ModuleWeights):
+        module: Any = weights.submodule(stem.removesuffix("."))
+        if "rope" in inspect.signature(module.forward).parameters or "Channel" in type(module).__name__:
+            raise LocaterError(f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: rotary and channel attention are not supported")
+        return _Facts(module.num_heads, module.scale)
+    architecture = config.get("architecture")
+    if "model_type" not in config and architecture and not re.fullmatch(PLAIN, architecture):
+        raise LocaterError(
+            f"{weights.where}: timm's {architecture} is not known to be a plain ViT; if it is, "
+            'set "model_type": "timm" and "num_heads" in config.json'
+        )
+    told = {**(config.get("model_args") or {}), **config}
+    if told.get("num_heads") is None:
+        raise LocaterError(f"{weights.where}: the number of heads is not in the tensors: add --heads N")
+    return _Facts(integer(told, weights, "num_heads"))
+
+
+def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> AttentionLayer:
+    rows, width = shape_of(weights, f"{stem}qkv.weight")
+    size, rest = divmod(rows, 3 * facts.heads)
+    if rest:
+        raise LocaterError(f"{weights.where}: {stem}qkv.weight has {rows} rows, which {facts.heads} heads do not divide: change --heads")
+    query, key, value = (projection(weights, f"{stem}qkv", [(part * rows // 3, (part + 1) * rows // 3)]) for part in range(3))
+    block = re.sub(r"[^.]*\.$", "", stem)  # with its last dot too
+    number = block.removesuffix(".").rpartition(".")[2]
+    # a norm between values and `proj` (timm's scale_norm) is no part of the record, so the output is left out
+    mixes = f"{stem}norm.weight" not in weights.names()
+    heads_norms = [_norm(weights, config, f"{stem}{name}", size) for name in ("q_norm", "k_norm")]
+    return AttentionLayer(
+        name=stem.removesuffix("."),
+        index=int(number) if number.isdigit() else 0,
+        heads=facts.heads,
+        kv_heads=facts.heads,
+        head_dim=size,
+        query=query,
+        key=key,
+        value=value if mixes else None,
+        out=rescaled(weights, projection(weights, f"{stem}proj"), f"{block}ls1.gamma") if mixes else None,
+        scale=size**-0.5 if facts.scale is None else facts.scale,
+        norm=_norm_before(weights, config, block, width),
+        query_norm=heads_norms[0],
+        key_norm=heads_norms[1],
+    )
+
+
+def _norm_before(weights: Weights, config: Config, block: str, width: int) -> Norm:
+    if any(name.startswith(f"{block}adaLN") for name in weights.names()):
+        raise LocaterError(
+            f"{weights.where}: {block[:-1]} is modulated by a condition (adaLN), so its weights alone do not tell its logits"
+        )
+    if isinstance(weights, ModuleWeights) and "ResPost" in type(weights.submodule(block[:-1])).__name__:
+        return Norm()  # norm1 follows attention there
+    return _norm(weights, config, f"{block}norm1", width) or Norm()
+
+
+def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None:
+    """LayerNorm or RMSNorm: a live module says which and with what eps; on disk only LayerNorm has a bias."""
+    if f"{path}.weight" in weights.names():
+        expect(weights, f"{path}.weight", shape_of(weights, f"{path}.weight"), (size,), "as qkv and the number of heads say")
+    if not isinstance(weights, ModuleWeights):
+        eps = config.get("layer_norm_eps", 1e-5 if "_clip_" in config.get("architecture", "") else 1e-6)
+        if f"{path}.weight" not in weights.names():
+            return None
+        return norm(weights, path, "layer" if f"{path}.bias" in weights.names() else "rms", eps)
+    parent, _, name = path.rpartition(".")
+    module: Any = getattr(weights.submodule(parent), name, None)
+    if module is None or isinstance(module, nn.Identity):
+        return None
+    if isinstance(module, nn.LayerNorm):
+        return norm(weights, path, "layer", module.eps)
+    if "rms" in type(module).__name__.lower() and isinstance(getattr(module, "eps", None), float):
+        return norm(weights, path, "rms", module.eps)
+    raise LocaterError(f"{weights.where}: {path} is a {type(module).__name__}, neither LayerNorm nor RMSNorm with an eps")

@@ -1,0 +1,50 @@
+"""ViT: pre-norm encoder on image patches. Its tensors have one set of names on disk and another in a live model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights, numbered
+from locater.families.build import expect, expect_layers, integer, norm, projection
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("vit",)
+STEMS = {  # names of q, k, v and o under a block
+    "attention.attention.query": ("attention.attention.key", "attention.attention.value", "attention.output.dense"),
+    "attention.q_proj": ("attention.k_proj", "attention.v_proj", "attention.o_proj"),
+}
+PATTERN = (
+    r"(?P<block>(?P<prefix>(.*\.)?)(encoder\.layer|layers)\.(?P<layer>\d+))\."
+    r"(?P<query>attention\.attention\.query|attention\.q_proj)\.weight"
+)
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    yield from vit_layers(weights, config, "layernorm_before")
+
+
+def vit_layers(weights: Weights, config: Config, before: str) -> Iterator[AttentionLayer]:
+    """ViT's layers; `before` names the norm in front of attention."""
+    heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
+    head_dim = width // heads
+    found = [m for m, _ in numbered(weights, PATTERN)]
+    expect_layers(weights, len(found), config, "num_hidden_layers")
+    for match in found:
+        block, stem = match["block"], match["query"]
+        key, value, out = STEMS[stem]
+        query = projection(weights, f"{block}.{stem}")
+        expect(weights, f"{block}.{stem}.weight", query.shape, (width, width), "hidden_size, hidden_size")
+        yield AttentionLayer(
+            name=f"{block}.{stem.rpartition('.')[0]}",
+            index=int(match["layer"]),
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            query=query,
+            key=projection(weights, f"{block}.{key}"),
+            value=projection(weights, f"{block}.{value}"),
+            out=projection(weights, f"{block}.{out}"),
+            scale=head_dim**-0.5,
+            norm=norm(weights, f"{block}.{before}", "layer", config.get("layer_norm_eps", 1e-12)),
+        )

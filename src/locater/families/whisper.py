@@ -1,0 +1,17 @@
+"""Whisper: an audio encoder and a text decoder that looks into it, pre-norm; keys have no bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import Weights
+from locater.families.encoder_decoder import encoder_decoder_layers
+from locater.families.layer import AttentionLayer
+
+MODEL_TYPES = ("whisper",)
+SMALLEST = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
+
+
+def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
+    yield from encoder_decoder_layers(weights, {**SMALLEST, **config}, norm_first=True)
