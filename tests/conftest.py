@@ -98,7 +98,7 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nobody_listens_on() -> Iterator[None]:
     """A test that leaves something attached would change what the tests after it see."""
-    from locater.probing import interface
+    from locater.attention import interface
 
     before = interface._users
     yield

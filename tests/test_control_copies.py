@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from locater import LocaterError
+from locater.attention import interface
 from locater.control import (
     Control,
     Controls,
@@ -30,7 +31,6 @@ from locater.control import (
     carried,
     forward,
 )
-from locater.probing import interface
 from locater.train import Shape, Transformer
 from tests.families.decoders import GROUPED, make, make_gpt2
 from tests.parity import redraw

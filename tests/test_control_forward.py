@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from locater import LocaterError
 from locater.attention import qk_norm, softcap
+from locater.attention.call import Call
 from locater.control import Control, Controls, EntropyPenalty, LogitSoftcap, QKNorm, Temperature
 from locater.control.forward import ForwardControl
 from locater.control.rows import row_entropy
@@ -21,7 +22,6 @@ from locater.families import attention_layers
 from locater.families.norm import Norm
 from locater.kernels import attention_entropy
 from locater.probing import Monitor, observe
-from locater.probing.call import Call
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make
 from tests.parity import model_of, redraw, tokens

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import locater
+from locater.attention.call import Call, from_interface
+from locater.attention.interface import eager_function
 from locater.errors import LocaterError
 from locater.probing import tally as tallying
-from locater.probing.call import Call, from_interface
-from locater.probing.interface import eager_function
 from locater.tracking.loggers import JsonlSink, read_run
 
 transformers = pytest.importorskip("transformers")

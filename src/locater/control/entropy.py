@@ -14,11 +14,11 @@ import math
 import torch
 from torch import Tensor
 
+from locater.attention.changes import Asked
 from locater.control.base import Layers, device_of
 from locater.control.forward import MEASURE, ForwardChange, ForwardControl, Heads, Place
 from locater.control.rows import row_entropy
 from locater.errors import LocaterError
-from locater.probing.change import Asked
 
 
 class EntropyPenalty(ForwardControl):

@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.attention import interface
+from locater.attention.changes import Change, changes, numbered, put, take
+from locater.attention.stand_ins import CONTROL, instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, device_of
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.families.layer import Kind
-from locater.probing import interface, outside
-from locater.probing.change import Change, changes, numbered, put, take
-from locater.probing.outside.parts import CONTROL, instead
+from locater.probing import outside
 
 logger = logging.getLogger("locater")
 NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module

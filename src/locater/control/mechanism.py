@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention import mechanism, mechanisms
+from locater.attention.call import Call
+from locater.attention.changes import Asked, changes
 from locater.attention.registry import Mechanism as Declared
 from locater.control.base import Layers
 from locater.control.forward import CAP, ForwardChange, ForwardControl, Heads, Place
 from locater.control.rows import real_tokens, terms_of
 from locater.control.softcap import _Capped
 from locater.errors import LocaterError
-from locater.probing.call import Call
-from locater.probing.change import Asked, changes
 
 
 class Mechanism(ForwardControl):

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from locater.attention.changes import Asked
 from locater.attention.qk_norm import NormKind, qk_norm
 from locater.control.base import Layers
 from locater.control.forward import NORM, ForwardChange, ForwardControl, Heads, Place, per_head
 from locater.control.rows import real_tokens
 from locater.errors import LocaterError
-from locater.probing.change import Asked
 
 
 class QKNorm(ForwardControl):

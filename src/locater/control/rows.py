@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.attention.call import Call
 from locater.kernels import Terms, attention_statistics, reference
 from locater.kernels.dispatch import default_backend
 from locater.kernels.terms import full_terms
-from locater.probing.call import Call
 
 
 def row_entropy(call: Call, own: bool) -> tuple[Tensor, Tensor]:

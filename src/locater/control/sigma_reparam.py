@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from locater.attention.stand_ins import CONTROL
 from locater.checkpoints.live_tensors import Place, is_a
 from locater.checkpoints.sources import config_of
 from locater.control.base import Control, Layers
@@ -21,7 +22,6 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, layers_of
 from locater.families.folded import Recorder
 from locater.probing.hidden import streams
-from locater.probing.outside.parts import CONTROL
 from locater.spectrum import upcast
 
 Only = Literal["linear", "query-key"]

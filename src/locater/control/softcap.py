@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.attention import softcap_attention
+from locater.attention.changes import Asked, changes
 from locater.control.base import Layers
 from locater.control.forward import CAP, ForwardChange, ForwardControl, Heads, Place
 from locater.control.rows import terms_of
 from locater.errors import LocaterError
-from locater.probing.change import Asked, changes
 
 
 class LogitSoftcap(ForwardControl):

@@ -29,11 +29,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from locater.attention.stand_ins import HELD, instead
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, self_layers
 from locater.errors import LocaterError
-from locater.probing.outside.parts import HELD, instead
 
 Forward = Callable[..., Any]
 Part = Callable[[str], nn.Module]  # a part of a block by its path from there; "" is the block

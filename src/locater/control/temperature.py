@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from locater.attention.changes import Asked
 from locater.control.base import Layers
 from locater.control.forward import TEMPERATURE, ForwardChange, ForwardControl, Heads, Place, per_head
 from locater.errors import LocaterError
-from locater.probing.change import Asked
 
 
 class Temperature(ForwardControl):

@@ -16,6 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from locater.attention import interface
+from locater.attention.call import Call
+from locater.attention.stand_ins import instead
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
@@ -26,9 +29,6 @@ from locater.families import AttentionLayer, attention_layers
 from locater.families.build import norm, optional
 from locater.families.norm import Norm
 from locater.kernels.terms import Terms, full_terms
-from locater.probing import interface
-from locater.probing.call import Call
-from locater.probing.outside.parts import instead
 from locater.probing.running import run
 from locater.probing.site import Site, Switch, Wanted, enter, leave
 from locater.spectrum import upcast

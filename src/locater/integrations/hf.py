@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from locater.attention.stand_ins import instead
 from locater.control.base import Control, Controls
 from locater.errors import LocaterError
-from locater.probing.outside.parts import instead
 
 KEY = "_locater_controls"
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.attention.stand_ins import instead
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
-from locater.probing.outside.parts import instead
 from locater.probing.site import Switch
 from locater.probing.tally import wide
 

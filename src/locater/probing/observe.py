@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from locater.attention import interface
+from locater.attention.stand_ins import instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
-from locater.probing import interface, outside
+from locater.probing import outside
 from locater.probing.hidden import Padding, SeenLayer, listen, streams
-from locater.probing.outside.parts import instead
 from locater.probing.seen import SeenHead, fetched, held_by, rows_of, totals
 from locater.probing.site import Site, Switch, Wanted, clear, enter, leave
 

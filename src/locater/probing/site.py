@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from locater.probing.call import Call
+from locater.attention.call import Call
 from locater.probing.tally import COLUMNS, MAXIMA, missed, tally, wide
 
 if TYPE_CHECKING:

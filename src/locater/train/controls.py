@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.attention.call import unread
 from locater.calls import parse_call
 from locater.control import EntropyPenalty, LogitSoftcap, Mechanism, QKClip, QKNorm
 from locater.control.base import Control, Controls, known_options
 from locater.errors import LocaterError
-from locater.probing.call import unread
 
 OFFERED: list[type[Control]] = []
 

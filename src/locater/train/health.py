@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.attention.call import unread
 from locater.control.mechanism import acting
 from locater.errors import LocaterError
 from locater.probing import observe
-from locater.probing.call import unread
 from locater.probing.monitor import COLUMNS, header
 from locater.tracking.loggers import JsonlSink
 from locater.train.data import Batch

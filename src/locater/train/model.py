@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.attention import mechanism
+from locater.attention.call import DEFAULT_CAP
 from locater.attention.fusion import Fusion, layer_fusion
+from locater.attention.interface import _listener
 from locater.attention.modules import AttentionModule
 from locater.attention.text import Named, parse_attention
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, Weights, register
 from locater.families.build import norm
 from locater.families.decoder import decoder_layers
-from locater.probing.call import DEFAULT_CAP
-from locater.probing.interface import _listener
 
 MODEL_TYPE, VARIANT = "locater", "locater_variant"
 UNREAD = {

@@ -12,11 +12,11 @@ from functools import partial
 
 from torch import nn
 
+from locater.attention.interface import reaches
+from locater.attention.stand_ins import Undo
 from locater.errors import LocaterError
 from locater.families.timm import _offers as offers_timm
-from locater.probing.interface import reaches
 from locater.probing.outside import bloom, deberta, falcon, gptj, mpnet, multihead, timm, xlnet
-from locater.probing.outside.parts import Undo
 
 Tap = Callable[[nn.Module], Iterator[Undo]]
 TAPS: dict[str, Tap] = {  # by class name

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from locater.probing.call import Call
-from locater.probing.outside.parts import Passage, Undo, along, cached
+from locater.attention.call import Call
+from locater.attention.stand_ins import Passage, Undo, along, cached
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from locater.probing.call import Call
-from locater.probing.outside.parts import Undo, argument, instead, tell
+from locater.attention.call import Call
+from locater.attention.stand_ins import Undo, argument, instead, tell
 from locater.probing.site import listening
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from locater.probing.call import Call
-from locater.probing.outside.parts import Undo, argument, instead, tell
+from locater.attention.call import Call
+from locater.attention.stand_ins import Undo, argument, instead, tell
 from locater.probing.site import listening
 
 FAST = "_transformer_encoder_layer_fwd"

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from locater.attention.call import Call
+from locater.attention.stand_ins import Passage, Undo, along, name_of
 from locater.errors import LocaterError
-from locater.probing.call import Call
-from locater.probing.outside.parts import Passage, Undo, along, name_of
 
 KNOWN = ("attn_mask", "is_causal")
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.probing.call import Call
-from locater.probing.outside.parts import Undo, argument, instead, tell
+from locater.attention.call import Call
+from locater.attention.stand_ins import Undo, argument, instead, tell
 from locater.probing.site import listening
 
 

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from locater.probing.call import from_interface
-from locater.probing.change import CHANGES, Asked, changed
+from locater.attention.call import from_interface
+from locater.attention.changes import CHANGES, Asked, changed
 from locater.probing.site import KEY, described, listening
 
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []  # table, name, what was there, ours

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from locater.probing.call import Call, from_interface
+from locater.attention.call import Call, from_interface
 
 CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
 

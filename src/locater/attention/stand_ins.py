@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.attention.call import Call
 from locater.errors import LocaterError
-from locater.probing.call import Call
 from locater.probing.site import Site, described, listening
 
 Undo = Callable[[], None]
