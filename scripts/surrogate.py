@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from locater.data.corpus import embedded_text
 from locater.data.text import Batch, batches, read_text
 from locater.families import AttentionLayer, Norm, attention_layers
+from locater.observing.circuits import circuit_scores
+from locater.observing.inputs import Read, on_input, run
+from locater.observing.observation import observe
+from locater.predict.input_statistics import Input, Statistics, collected
+from locater.predict.prediction import on_tokens, predict
 from locater.probe import spearman
-from locater.probing.circuits import circuit_scores
 from locater.probing.load import load_model
-from locater.probing.observe import observe
-from locater.probing.predict import on_tokens, predict
-from locater.probing.running import Read, on_input, run
-from locater.probing.statistics import Input, Statistics, collected
 from locater_papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]

@@ -148,7 +148,7 @@ for order in {ORDERS!r}:
         import locater
         for twice in range(2):
             kinds = [inspect.isfunction(x) for x in (locater.scan, locater.probe, locater.compare, locater.observe, locater.statistics)]
-            import locater.scan, locater.compare, locater.probe, locater.probing.observe
+            import locater.scan, locater.compare, locater.probe, locater.observing.observation
         print(order, *kinds, locater.Scan.__name__, set(locater.__all__) <= set(dir(locater)), hasattr(locater, "nothing"), flush=True)
         os._exit(0)
     os.wait()

@@ -17,8 +17,8 @@ from locater import moments, scan
 from locater.control import SigmaReparam
 from locater.families import attention_layers
 from locater.measures import ranks, token_residual, top_directions
-from locater.probing.predict import predict
-from locater.probing.statistics import Input
+from locater.predict.input_statistics import Input
+from locater.predict.prediction import predict
 from locater.spectrum import Moments
 from locater.theory import mixture_localization, mixture_propagation, simulate
 from locater.theory.surrogate import gaussian_tokens, root

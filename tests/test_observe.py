@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from locater.families import attention_layers
-from locater.probing import SeenHead, observe
+from locater.observing import observation as observe
+from locater.probing import SeenHead
 from tests.families import CASES
 from tests.parity import Case, Record, model_of, record
 

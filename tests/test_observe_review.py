@@ -18,7 +18,7 @@ import locater
 from locater.attention.call import Call, from_interface
 from locater.attention.interface import eager_function
 from locater.errors import LocaterError
-from locater.probing import tally as tallying
+from locater.observing import tally as tallying
 from locater.tracking.loggers import JsonlSink, read_run
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.families import attention_layers
-from locater.probing import SeenHead, observe
+from locater.observing import observation as observe
+from locater.probing import SeenHead
 from tests.families import CASES
 from tests.families.torch_modules import WIDTH, encode, padded
 from tests.parity import Case, model_of, record

@@ -18,11 +18,11 @@ from locater import LocaterError, Probe, observe, probe, scan
 from locater.data.images import image_batches
 from locater.families import AttentionLayer, Norm, attention_layers
 from locater.families.normed import NormedProjection
+from locater.observing.circuits import circuit_scores
+from locater.observing.inputs import run
+from locater.predict.input_statistics import collected
+from locater.predict.prediction import logit_bound
 from locater.probe import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement, spearman
-from locater.probing.circuits import circuit_scores
-from locater.probing.predict import logit_bound
-from locater.probing.running import run
-from locater.probing.statistics import collected
 from tests.families import CASES
 from tests.parity import Case, model_of
 

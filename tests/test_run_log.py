@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from locater import LocaterError, Monitor
 from locater.findings import QUANTITIES, explain, parse_conditions
-from locater.probing.monitor import COLUMNS, SPECTRUM
+from locater.monitor.run_monitor import COLUMNS, SPECTRUM
 from locater.tracking.loggers import JsonlSink, read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw

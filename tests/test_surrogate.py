@@ -19,12 +19,12 @@ from torch import Tensor
 import locater
 from locater.data.text import batches
 from locater.families import AttentionLayer, Norm, Tokens, attention_layers, effective
+from locater.observing.inputs import run
+from locater.observing.observation import observe
+from locater.predict.input_statistics import Input, collected
+from locater.predict.prediction import predict
 from locater.probe import spearman
 from locater.probing.load import load_model
-from locater.probing.observe import observe
-from locater.probing.predict import predict
-from locater.probing.running import run
-from locater.probing.statistics import Input, collected
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
 from tests.families import CASES

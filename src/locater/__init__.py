@@ -18,8 +18,10 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.compare import Comparison, compare
     from locater.control import LocAteR
     from locater.families import AttentionLayer, attention_layers, register
+    from locater.observing import observation as observe
+    from locater.predict import input_statistics as statistics
     from locater.probe import Probe, probe
-    from locater.probing import Monitor, Observation, Statistics, observe, statistics
+    from locater.probing import Monitor, Observation, Statistics
     from locater.result import HeadRow, Scan
     from locater.scan import scan
     from locater.spectrum import Moments, moments

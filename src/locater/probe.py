@@ -19,14 +19,14 @@ from locater.data.text import Batch, Text, batches, files_named
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.findings import FLAGS, Verdict, flags_of, judge
-from locater.probing.circuits import PERIOD, Circuit, circuit_scores
-from locater.probing.hidden import SeenLayer, time_first
+from locater.observing.circuits import PERIOD, Circuit, circuit_scores
+from locater.observing.inputs import run
+from locater.observing.observation import observe
+from locater.observing.rows import SeenHead
+from locater.observing.stream import SeenLayer, time_first
+from locater.predict.input_statistics import Input, Progress, Statistics, collected
+from locater.predict.prediction import logit_bound, predict
 from locater.probing.load import load_model
-from locater.probing.observe import observe
-from locater.probing.predict import logit_bound, predict
-from locater.probing.running import run
-from locater.probing.seen import SeenHead
-from locater.probing.statistics import Input, Progress, Statistics, collected
 from locater.result import LENGTH, SCHEMA, TOKENS, HeadRow, write_whole
 from locater.scan import kept_in, root_mean_square, row_keys, scan
 from locater.theory import kept_at_entropy

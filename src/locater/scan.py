@@ -17,8 +17,8 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, Rotary, effective, layers_of, open_source
 from locater.families.normed import NormedProjection
 from locater.findings import flags_of, key_variance
-from locater.probing.predict import predict
-from locater.probing.statistics import Input, Statistics
+from locater.predict.input_statistics import Input, Statistics
+from locater.predict.prediction import predict
 from locater.result import LENGTH, HeadRow, Scan
 from locater.spectrum import Moments, lost_in_float32, one_thread
 from locater.theory import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from locater.attention.call import Call
 from locater.errors import LocaterError
-from locater.probing.site import Site, described, listening
+from locater.observing.site import Site, described, listening
 
 Undo = Callable[[], None]
 Described = Callable[[nn.Module, "Passage"], Call]

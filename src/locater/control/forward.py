@@ -32,7 +32,7 @@ from locater.control.base import Control, Layers, device_of
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.families.layer import Kind
-from locater.probing import outside
+from locater.observing import taps as outside
 
 logger = logging.getLogger("locater")
 NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module

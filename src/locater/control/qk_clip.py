@@ -18,8 +18,8 @@ from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, Projection, attention_layers
 from locater.families.normed import NormedProjection
-from locater.probing.observe import Observation
-from locater.probing.site import Wanted
+from locater.observing.observation import Observation
+from locater.observing.site import Wanted
 
 Part = Callable[[AttentionLayer], Projection]
 

@@ -21,7 +21,7 @@ from locater.control.base import Control, Layers
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, layers_of
 from locater.families.folded import Recorder
-from locater.probing.hidden import streams
+from locater.observing.stream import streams
 from locater.spectrum import upcast
 
 Only = Literal["linear", "query-key"]

@@ -29,8 +29,8 @@ from locater.families import AttentionLayer, attention_layers
 from locater.families.build import norm, optional
 from locater.families.norm import Norm
 from locater.kernels.terms import Terms, full_terms
-from locater.probing.running import run
-from locater.probing.site import Site, Switch, Wanted, enter, leave
+from locater.observing.inputs import run
+from locater.observing.site import Site, Switch, Wanted, enter, leave
 from locater.spectrum import upcast
 
 Mlp = Literal["source", "linear"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from locater.probing.observe import Observation
+    from locater.observing.observation import Observation
 
 LOGGED = ("grad_norm", "penalty")  # taken from the logs of transformers.Trainer, at the steps that it logs
 

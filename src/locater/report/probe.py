@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from locater.findings import EXPLODING, FLAGS
+from locater.observing.stream import SeenLayer
 from locater.probe import KEPT, Probe, block_of
-from locater.probing.hidden import SeenLayer
 from locater.report.html import assemble, explained, layer_note, short_name, significant
 from locater.report.tables import PROBE, counted, notebook, noted, roles, summary
 from locater.version import __version__

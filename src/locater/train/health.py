@@ -14,8 +14,8 @@ from torch import Tensor
 from locater.attention.call import unread
 from locater.control.mechanism import acting
 from locater.errors import LocaterError
-from locater.probing import observe
-from locater.probing.monitor import COLUMNS, header
+from locater.monitor.run_monitor import COLUMNS, header
+from locater.observing import observation as observe
 from locater.tracking.loggers import JsonlSink
 from locater.train.data import Batch
 from locater.train.model import Attention, Transformer

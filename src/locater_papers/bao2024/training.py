@@ -15,8 +15,8 @@ from locater.control.base import Control
 from locater.control.eigenspectrum import LocAteR
 from locater.errors import LocaterError
 from locater.families import attention_layers, effective
-from locater.probing.observe import observe
-from locater.probing.running import quiet
+from locater.observing.inputs import quiet
+from locater.observing.observation import observe
 from locater.scan import scan
 from locater.spectrum import one_thread
 from locater.train.controls import offer

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.probing.observe import observe
-from locater.probing.running import run
+from locater.observing.inputs import run
+from locater.observing.observation import observe
 
 PERIOD, SEQUENCES = 50, 4
 

@@ -11,7 +11,7 @@ from locater.families import AttentionLayer, Norm, Projection
 from locater.families.effective import folded
 from locater.families.normed import NormedProjection
 from locater.kernels import attention_statistics
-from locater.probing.statistics import Input
+from locater.predict.input_statistics import Input
 from locater.spectrum import one_thread
 from locater.theory.surrogate import gaussian_tokens
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from locater.attention.call import Call
 from locater.attention.stand_ins import Passage, Undo, along, instead
-from locater.probing.site import listening
+from locater.observing.site import listening
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:

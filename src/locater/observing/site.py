@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call
-from locater.probing.tally import COLUMNS, MAXIMA, missed, tally, wide
+from locater.observing.tally import COLUMNS, MAXIMA, missed, tally, wide
 
 if TYPE_CHECKING:
     from locater.families import AttentionLayer

@@ -17,10 +17,10 @@ from locater.attention.stand_ins import instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
-from locater.probing import outside
-from locater.probing.hidden import Padding, SeenLayer, listen, streams
-from locater.probing.seen import SeenHead, fetched, held_by, rows_of, totals
-from locater.probing.site import Site, Switch, Wanted, clear, enter, leave
+from locater.observing import taps as outside
+from locater.observing.rows import SeenHead, fetched, held_by, rows_of, totals
+from locater.observing.site import Site, Switch, Wanted, clear, enter, leave
+from locater.observing.stream import Padding, SeenLayer, listen, streams
 
 if TYPE_CHECKING:
     import pandas

@@ -21,8 +21,8 @@ from locater.data.text import Batch, Text, batches
 from locater.errors import LocaterError, first_line
 from locater.families import Tokens, attention_layers
 from locater.measures import ChannelMoments, normality_distance, top_directions
-from locater.probing.hidden import Padding
-from locater.probing.running import Read, on_input, run
+from locater.observing.inputs import Read, on_input, run
+from locater.observing.stream import Padding
 from locater.result import write_whole
 
 PRECISE = 1024  # up to this width covariances are summed in float64

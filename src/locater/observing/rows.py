@@ -13,8 +13,8 @@ from torch._utils import _flatten_dense_tensors
 
 from locater.findings import FLAGS
 from locater.measures import Ranks, ranks_of_gram
-from locater.probing.site import Site
-from locater.probing.tally import AT, wide
+from locater.observing.site import Site
+from locater.observing.tally import AT, wide
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from locater.families import attention_layers, effective
 from locater.families.folded import FoldedStacks, Spectra, spectra_of
 from locater.findings import FLAGS, Condition, explain, key_variance, parse_conditions
 from locater.integrations.events import TrainerEvents
-from locater.probing.observe import Choice, Observation
-from locater.probing.pending import Pending
-from locater.probing.seen import fetched, held_by, numbers_of, totals
-from locater.probing.site import Site, Wanted
-from locater.probing.tally import missed
+from locater.monitor.pending import Pending
+from locater.observing.observation import Choice, Observation
+from locater.observing.rows import fetched, held_by, numbers_of, totals
+from locater.observing.site import Site, Wanted
+from locater.observing.tally import missed
 from locater.version import __version__
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torch import nn
 
 from locater.attention.call import Call
 from locater.attention.stand_ins import Undo, argument, instead, tell
-from locater.probing.site import listening
+from locater.observing.site import listening
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from locater.attention.call import Call
 from locater.attention.stand_ins import Undo, argument, instead, tell
-from locater.probing.site import listening
+from locater.observing.site import listening
 
 FAST = "_transformer_encoder_layer_fwd"
 _tapped: list[nn.MultiheadAttention] = []

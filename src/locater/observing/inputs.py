@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.data.text import Batch
-from locater.probing.hidden import time_first
+from locater.observing.stream import time_first
 
 MEMORY = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 TOWERS = {"input_ids": "get_text_features", "pixel_values": "get_image_features"}

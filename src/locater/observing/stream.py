@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from locater.attention.stand_ins import instead
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
-from locater.probing.site import Switch
-from locater.probing.tally import wide
+from locater.observing.site import Switch
+from locater.observing.tally import wide
 
 MEASURES = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top", "median", "top_ratio")
 

@@ -16,7 +16,7 @@ from locater.attention.interface import reaches
 from locater.attention.stand_ins import Undo
 from locater.errors import LocaterError
 from locater.families.timm import _offers as offers_timm
-from locater.probing.outside import bloom, deberta, falcon, gptj, mpnet, multihead, timm, xlnet
+from locater.observing.taps import bloom, deberta, falcon, gptj, mpnet, multihead, timm, xlnet
 
 Tap = Callable[[nn.Module], Iterator[Undo]]
 TAPS: dict[str, Tap] = {  # by class name

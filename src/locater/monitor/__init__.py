@@ -1,0 +1,1 @@
+"""A training run, logged and warned of."""

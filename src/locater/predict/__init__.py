@@ -1,0 +1,1 @@
+"""What layers read (mean and covariance), and what follows for their heads."""
