@@ -101,7 +101,7 @@ def _processor() -> str:
 
 def gpu(out: Path, steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("eager", "compiled")) -> dict[str, Any]:
     """Training steps of GPT-2 small in bfloat16, watched and not, in turns; then the same compiled."""
-    from locater.probing import Monitor
+    from locater.monitor import Monitor
 
     found: dict[str, Any] = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, "every": every, "steps": steps}
     found["shape"] = "GPT-2 small, batch 8, 1,024 tokens, bfloat16 autocast, AdamW"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from locater.data.corpus import embedded_text
 from locater.data.text import read_text
-from locater.probing import Monitor
+from locater.monitor import Monitor
 
 OUT = Path("docs/results/early-warning.json")
 STEPS, LENGTH, BATCH, WIDTH, LAYERS, HEADS = 500, 256, 32, 256, 6, 8

@@ -22,7 +22,7 @@ from locater.families import attention_layers
 from locater.families.norm import Norm
 from locater.kernels import attention_entropy
 from locater.observing import observation as observe
-from locater.probing import Monitor
+from locater.monitor import Monitor
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make
 from tests.parity import model_of, redraw, tokens

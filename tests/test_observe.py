@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from locater.families import attention_layers
 from locater.observing import observation as observe
-from locater.probing import SeenHead
+from locater.observing import SeenHead
 from tests.families import CASES
 from tests.parity import Case, Record, model_of, record
 

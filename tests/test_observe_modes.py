@@ -100,7 +100,7 @@ def test_a_monitor_follows_a_compiled_model(given: str, tmp_path: Path) -> None:
     """Trainers give the callback the model and run its compiled form; a loop by hand may give the compiled form itself."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from locater.probing import Monitor
+    from locater.monitor import Monitor
     from locater.tracking.loggers import read_run
 
     model = llama().train()

@@ -21,7 +21,9 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.observing import observation as observe
     from locater.predict import input_statistics as statistics
     from locater.probe import Probe, probe
-    from locater.probing import Monitor, Observation, Statistics
+    from locater.monitor import Monitor
+    from locater.observing import Observation
+    from locater.predict import Statistics
     from locater.result import HeadRow, Scan
     from locater.scan import scan
     from locater.spectrum import Moments, moments

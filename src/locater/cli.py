@@ -80,7 +80,7 @@ def scan_command(
     ] = None,
 ) -> None:
     """Read the query-key spectrum of every head from weights alone, and say what the theory makes of it."""
-    from locater.probing import Statistics
+    from locater.predict import Statistics
     from locater.scan import scan
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []

@@ -18,7 +18,7 @@ from locater.attention.text import parse_attention
 from locater.control.base import Controls
 from locater.errors import LocaterError
 from locater.observing import observation as observe
-from locater.probing import Monitor
+from locater.monitor import Monitor
 from locater.train import checkpoint
 from locater.train.controls import attach, check_controls, parameters, restore, state_of
 from locater.train.data import Batch, Data, TextData, open_data
