@@ -41,7 +41,7 @@ def model_of(implementation: str = "sdpa", **kw: Any) -> Any:
 
 def forward(contender: str) -> dict[str, float]:
     """One contender: peak memory over what holds the model, and the time of a forward pass; entropy of every head where it gives it."""
-    from locater.observing import observation as observe
+    from locater.observing import observe
 
     model = model_of("eager" if contender == "eager maps" else "sdpa").eval()
     ids = torch.randint(0, 50257, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -25,12 +25,13 @@ from locater.data.corpus import embedded_text
 from locater.data.text import Batch, batches, read_text
 from locater.families import AttentionLayer, Norm, attention_layers
 from locater.observing.circuits import circuit_scores
+from locater.observing.collecting import collected
 from locater.observing.inputs import Read, on_input, run
 from locater.observing.observation import observe
-from locater.predict.input_statistics import Input, Statistics, collected
+from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import on_tokens, predict
 from locater.probe import spearman
-from locater.probing.load import load_model
+from locater.verbs.load import load_model
 from locater_papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]

@@ -21,8 +21,8 @@ from locater.control.rows import row_entropy
 from locater.families import attention_layers
 from locater.families.norm import Norm
 from locater.kernels import attention_entropy
-from locater.observing import observation as observe
 from locater.monitor import Monitor
+from locater.observing import observe
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make
 from tests.parity import model_of, redraw, tokens

@@ -15,8 +15,8 @@ from locater.attention import mechanism, mechanisms
 from locater.attention.changes import Asked, Change, put, take
 from locater.control import Controls, EntropyPenalty, LogitSoftcap, Mechanism, QKNorm, Temperature
 from locater.families import attention_layers
-from locater.observing import observation as observe
 from locater.monitor import Monitor
+from locater.observing import observe
 from locater.train import Shape, Transformer
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make

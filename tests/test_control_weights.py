@@ -15,7 +15,7 @@ from locater.control.writing import rewrite
 from locater.errors import LocaterError
 from locater.families import attention_layers, effective
 from locater.families.normed import NormedProjection
-from locater.observing import observation as observe
+from locater.observing import observe
 from tests.families import CASES
 from tests.parity import Case, model_of
 

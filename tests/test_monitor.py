@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import LocaterError
 from locater.families import attention_layers, effective, folded
-from locater.monitor import run_monitor as monitor
-from locater.observing import observation as observe
-from locater.observing import tally
 from locater.monitor import Monitor
+from locater.monitor import run_monitor as monitor
+from locater.observing import observe, tally
 from locater.tracking.loggers import read_run
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.families import attention_layers
-from locater.observing import observation as observe
-from locater.observing import SeenHead
+from locater.observing import SeenHead, observe
 from tests.families import CASES
 from tests.parity import Case, Record, model_of, record
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError
-from locater.observing import observation as observe
+from locater.observing import observe
 from tests.families.decoders import GROUPED, SHAPE, make
 from tests.parity import redraw, tokens
 
@@ -218,7 +218,7 @@ RANK = """
 import json, os, sys, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from locater.observing import observation as observe
+from locater.observing import observe
 from tests.test_observe_modes import llama, BATCH
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.families import attention_layers
-from locater.observing import observation as observe
-from locater.observing import SeenHead
+from locater.observing import SeenHead, observe
 from tests.families import CASES
 from tests.families.torch_modules import WIDTH, encode, padded
 from tests.parity import Case, model_of, record

@@ -19,8 +19,8 @@ from locater.data.images import image_batches
 from locater.families import AttentionLayer, Norm, attention_layers
 from locater.families.normed import NormedProjection
 from locater.observing.circuits import circuit_scores
+from locater.observing.collecting import collected
 from locater.observing.inputs import run
-from locater.predict.input_statistics import collected
 from locater.predict.prediction import logit_bound
 from locater.probe import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement, spearman
 from tests.families import CASES

@@ -18,8 +18,9 @@ import locater
 from locater import LocaterError, Statistics, statistics
 from locater.data.text import batches
 from locater.families import attention_layers
+from locater.observing.collecting import KEPT, collected
 from locater.observing.inputs import run
-from locater.predict.input_statistics import KEPT, Input, collected
+from locater.predict.input_statistics import Input
 from tests.families import CASES
 from tests.parity import Case, model_of, record
 

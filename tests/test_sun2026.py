@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.probing.load import load_model
+from locater.verbs.load import load_model
 from locater_papers import PAPERS, Setting, judge, reproduce
 from locater_papers.qiu2025.judged import ELEMENT, HEAD
 from locater_papers.runs import Runs

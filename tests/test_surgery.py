@@ -17,8 +17,8 @@ from locater import LocaterError
 from locater.control import Controls, Surgery, Temperature, carried, surgery
 from locater.families import attention_layers
 from locater.measures import rank_residual
-from locater.observing import observation as observe
 from locater.monitor import Monitor
+from locater.observing import observe
 from locater.train import Plan, Shape, Transformer, run
 from locater.train.controls import parse_control
 from tests.families import CASES

@@ -19,14 +19,15 @@ from torch import Tensor
 import locater
 from locater.data.text import batches
 from locater.families import AttentionLayer, Norm, Tokens, attention_layers, effective
+from locater.observing.collecting import collected
 from locater.observing.inputs import run
 from locater.observing.observation import observe
-from locater.predict.input_statistics import Input, collected
+from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
 from locater.probe import spearman
-from locater.probing.load import load_model
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
+from locater.verbs.load import load_model
 from tests.families import CASES
 from tests.parity import model_of
 

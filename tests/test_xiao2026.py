@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 from locater.data.text import batches
-from locater.probing.load import load_model
+from locater.verbs.load import load_model
 from locater_papers import Setting, reproduce
 from locater_papers.claim import verdict_of
 from locater_papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE

@@ -18,12 +18,11 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.compare import Comparison, compare
     from locater.control import LocAteR
     from locater.families import AttentionLayer, attention_layers, register
-    from locater.observing import observation as observe
+    from locater.monitor import Monitor
+    from locater.observing import Observation, observe
+    from locater.predict import Statistics
     from locater.predict import input_statistics as statistics
     from locater.probe import Probe, probe
-    from locater.monitor import Monitor
-    from locater.observing import Observation
-    from locater.predict import Statistics
     from locater.result import HeadRow, Scan
     from locater.scan import scan
     from locater.spectrum import Moments, moments
@@ -66,7 +65,9 @@ _NAMES = {  # module: what it gives to the package
     "control": ("LocAteR",),
     "families": ("AttentionLayer", "attention_layers", "register"),
     "probe": ("Probe", "probe"),
-    "probing": ("Monitor", "Observation", "Statistics", "observe", "statistics"),
+    "monitor": ("Monitor",),
+    "observing": ("Observation", "observe", "statistics"),
+    "predict": ("Statistics",),
     "result": ("HeadRow", "Scan"),
     "scan": ("scan",),
     "spectrum": ("Moments", "moments"),

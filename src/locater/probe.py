@@ -20,16 +20,17 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.findings import FLAGS, Verdict, flags_of, judge
 from locater.observing.circuits import PERIOD, Circuit, circuit_scores
+from locater.observing.collecting import Progress, collected
 from locater.observing.inputs import run
 from locater.observing.observation import observe
 from locater.observing.rows import SeenHead
 from locater.observing.stream import SeenLayer, time_first
-from locater.predict.input_statistics import Input, Progress, Statistics, collected
+from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import logit_bound, predict
-from locater.probing.load import load_model
 from locater.result import LENGTH, SCHEMA, TOKENS, HeadRow, write_whole
 from locater.scan import kept_in, root_mean_square, row_keys, scan
 from locater.theory import kept_at_entropy
+from locater.verbs.load import load_model
 from locater.version import __version__
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from locater.data.text import batches
 from locater.errors import LocaterError, first_line
 from locater.families import AttentionLayer, Norm, attention_layers
 from locater.observing.inputs import Read, on_input, run
-from locater.probing.load import load_model
+from locater.verbs.load import load_model
 from locater_papers.paper import Setting
 
 Found = TypeVar("Found")

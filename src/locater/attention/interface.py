@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from locater.attention.call import from_interface
 from locater.attention.changes import CHANGES, Asked, changed
-from locater.observing.site import KEY, described, listening
+from locater.attention.listeners import KEY, described, listening
 
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []  # table, name, what was there, ours
 _users = 0

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call
+from locater.attention.listeners import Listener, described, listening
 from locater.errors import LocaterError
-from locater.observing.site import Site, described, listening
 
 Undo = Callable[[], None]
 Described = Callable[[nn.Module, "Passage"], Call]
@@ -128,7 +128,7 @@ def _keep_input(passage: Passage, name: str, part: nn.Module, forward: Callable[
     return forward(x, *args, **kwargs)
 
 
-def tell(sites: Sequence[Site], call: Call) -> None:
+def tell(sites: Sequence[Listener], call: Call) -> None:
     for site in sites:
         site.see(call)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from locater.attention import interface
 from locater.attention.call import Call
+from locater.attention.listeners import Switch, enter, leave
 from locater.attention.stand_ins import instead
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
@@ -30,7 +31,7 @@ from locater.families.build import norm, optional
 from locater.families.norm import Norm
 from locater.kernels.terms import Terms, full_terms
 from locater.observing.inputs import run
-from locater.observing.site import Site, Switch, Wanted, enter, leave
+from locater.observing.site import Site, Wanted
 from locater.spectrum import upcast
 
 Mlp = Literal["source", "linear"]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from locater.attention.listeners import missed
 from locater.errors import LocaterError
 from locater.families import attention_layers, effective
 from locater.families.folded import FoldedStacks, Spectra, spectra_of
@@ -31,7 +32,6 @@ from locater.monitor.pending import Pending
 from locater.observing.observation import Choice, Observation
 from locater.observing.rows import fetched, held_by, numbers_of, totals
 from locater.observing.site import Site, Wanted
-from locater.observing.tally import missed
 from locater.version import __version__
 
 if TYPE_CHECKING:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from locater.attention import interface
+from locater.attention.listeners import Switch, enter, leave
 from locater.attention.stand_ins import instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
 from locater.observing import taps as outside
 from locater.observing.rows import SeenHead, fetched, held_by, rows_of, totals
-from locater.observing.site import Site, Switch, Wanted, clear, enter, leave
+from locater.observing.site import Site, Wanted, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
 
 if TYPE_CHECKING:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call
-from locater.observing.tally import COLUMNS, MAXIMA, missed, tally, wide
+from locater.attention.listeners import Switch
+from locater.observing.tally import COLUMNS, MAXIMA, tally, wide
 
 if TYPE_CHECKING:
     from locater.families import AttentionLayer
-
-KEY = "_locater_sites"  # where a module keeps its sites; in its __dict__, so no buffer that DDP would broadcast or state_dict save
-
-
-@dataclass
-class Switch:
-    """On or off, for all sites of one observation. Compiled graphs are guarded by it: two of them, and no operator in the second."""
-
-    on: bool = True
-    trained: nn.Module | None = None  # listen only while this module is in training mode
-    lenient: bool = False  # a call that cannot be counted is left out, and the model runs on
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
-        return Switch(False)  # a copy of a model, such as a running average of it, is not observed
 
 
 @dataclass(frozen=True)
@@ -99,35 +86,3 @@ def clear(sites: Sequence[Site]) -> None:
     added = [held for site in sites for held in (site.sums, site.pairs, site.gram) if held is not None and held.numel()]
     torch._foreach_zero_([*added, *maxima])
     torch._foreach_sub_(maxima, torch.inf)
-
-
-def listening(module: nn.Module) -> tuple[Site, ...]:
-    """Sites of a module that are switched on."""
-    return tuple(site for site in module.__dict__.get(KEY, ()) if site is not None and is_on(site.switch))
-
-
-def is_on(switch: Switch) -> bool:
-    return switch.on and (switch.trained is None or switch.trained.training)
-
-
-def described(sites: Sequence[Site], how: Callable[..., Call], *args: Any) -> Call | None:
-    """The call that `how` makes of what was intercepted; None where it cannot, and all who listen would rather miss it."""
-    try:
-        return how(*args)
-    except Exception as error:
-        if not all(site.switch.lenient for site in sites):
-            raise
-        missed.append(error)
-        return None
-
-
-def enter(site: Site) -> None:
-    site.module.__dict__[KEY] = (*site.module.__dict__.get(KEY, ()), site)
-
-
-def leave(site: Site) -> None:
-    left = tuple(s for s in site.module.__dict__.get(KEY, ()) if s is not site and s is not None)
-    if left:
-        site.module.__dict__[KEY] = left
-    else:
-        site.module.__dict__.pop(KEY, None)

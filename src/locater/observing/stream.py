@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.attention.listeners import Switch
 from locater.attention.stand_ins import instead
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
-from locater.observing.site import Switch
 from locater.observing.tally import wide
 
 MEASURES = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top", "median", "top_ratio")

@@ -6,7 +6,6 @@ Sums are float64 where the device has it. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from locater.attention.listeners import missed
 from locater.kernels import attention_statistics
 from locater.kernels.reference import weight_at
 from locater.kernels.terms import AttentionStatistics, Terms, full_terms
@@ -29,7 +29,6 @@ COLUMNS = (
 AT = {name: column for column, name in enumerate(COLUMNS)}
 MAXIMA = ("max_logit",)
 STACKED = 1 << 25  # numbers that are brought together to be summed at once
-missed: deque[Exception] = deque(maxlen=1)  # why a call was left out, the last time
 _rows = torch.Generator()  # which rows are sampled
 
 

@@ -1,4 +1,4 @@
-"""`statistics()`: mean and covariance of what every attention layer reads, from a model and a few thousand tokens of text."""
+"""What every attention layer reads: mean and covariance of its input, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,20 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from locater.checkpoints.pickle_file import archive_records
-from locater.checkpoints.weights import ModuleWeights, plain
-from locater.data.text import Batch, Text, batches
+from locater.checkpoints.weights import plain
 from locater.errors import LocaterError, first_line
-from locater.families import Tokens, attention_layers
-from locater.measures import ChannelMoments, normality_distance, top_directions
-from locater.observing.inputs import Read, on_input, run
-from locater.observing.stream import Padding
+from locater.families import Tokens
 from locater.result import write_whole
 
-PRECISE = 1024  # up to this width covariances are summed in float64
-KEPT = 4096  # tokens kept for the test of normality
-TOP = 4  # principal directions reported
 SCHEMA = 1
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -135,127 +125,3 @@ def _check_input(given: Input) -> None:
 
 def _dense(x: Any, axes: int) -> bool:
     return isinstance(x, Tensor) and plain(x) and x.is_floating_point() and x.ndim == axes and x.numel() > 0
-
-
-def statistics(
-    model: nn.Module,
-    text: Text,
-    *,
-    tokenizer: Any = None,
-    length: int = 256,
-    tokens: int = 4096,
-    batch: int = 8,
-    progress: Progress | None = None,
-) -> Statistics:
-    """Run `model` over about `tokens` tokens of `text` and keep the mean and covariance of every attention input.
-
-    `text` is a string, a path, token ids, or batches as the model takes them. Used by `locater.scan(source, statistics=...)`.
-
-    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2, enable_nested_tensor=False)
-    >>> found = statistics(encoder, [{"src": torch.randn(4, 32, 16)}])
-    >>> found.inputs[0].covariance.shape, found.inputs[0].tokens      # the first token of each sequence is kept apart
-    (torch.Size([16, 16]), 124)
-    """
-    held = batches(model, text, tokenizer=tokenizer, length=length, tokens=tokens, batch=batch)
-    return collected(model, held, progress)
-
-
-def collected(model: nn.Module, held: list[Batch], progress: Progress | None = None) -> Statistics:
-    """The same, from batches."""
-    weights = ModuleWeights(model)
-    padding = Padding()
-    sums = []
-    with ExitStack() as stack:
-        for number, layer in enumerate(attention_layers(model)):
-            here = _Sums(number, layer.name, layer.kind, padding)
-            stack.callback(on_input(weights.submodule(layer.name), here.see))
-            sums.append(here)
-        for part in progress(held, len(held)) if progress else held:
-            padding.before(model, (), part)
-            run(model, part)
-    found = [x for x in (here.input() for here in sums) if x is not None]
-    if not found:
-        raise LocaterError(f"{type(model).__name__}: no attention layer was called with tokens of a known shape")
-    length = next(here.length for here in sums if here.length)  # as the layer sees it: an image is a sequence of patches
-    silent = {here.number for here in sums} - {x.layer for x in found}
-    return Statistics(type(model).__name__, found[0].tokens, length, found, tuple(sorted(silent)))
-
-
-class _Sums:
-    """What one layer reads, added up."""
-
-    def __init__(self, number: int, name: str, kind: str, padding: Padding) -> None:
-        self.number, self.name, self.kind, self.padding = number, name, kind, padding
-        self.own: _Spread | None = None
-        self.memory: _Spread | None = None
-        self.first: Tensor | None = None
-        self.sequences = self.real = self.length = 0
-        self.kept: list[Tensor] = []
-        self.moments: ChannelMoments | None = None
-
-    def see(self, read: Read) -> None:
-        x, real = read.x, self.padding.of(read.x, self.name) if read.real is None else read.real
-        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real.to(x.device)
-        self.length = max(self.length, x.shape[1])
-        self.sequences += int(real.any(1).sum())
-        self.real += int(real.sum())
-        later = x[real] if self.kind == "cross" else x[self._split(x, real)]  # (tokens, d)
-        if len(later):
-            self.own = self.own or _Spread(x)
-            self.own.add(later)
-            self.moments = (self.moments or ChannelMoments.empty(x.shape[-1], x.device)).add(later.float())
-        if sum(len(part) for part in self.kept) < KEPT:
-            self.kept.append(later.float().cpu())
-        if read.memory is not None and self.kind == "cross":
-            shown = self.padding.of_memory(read.memory)
-            self.memory = self.memory or _Spread(read.memory)
-            self.memory.add(read.memory.flatten(0, 1) if shown is None else read.memory[shown.to(x.device)])
-
-    def _split(self, x: Tensor, real: Tensor) -> Tensor:
-        """Keep the first real token of each sequence apart; returns where the others are."""
-        start = real.to(torch.int8).argmax(1)
-        first = x[torch.arange(len(x), device=x.device), start][real.any(1)].double().sum(0).cpu()
-        self.first = first if self.first is None else self.first + first
-        return real & (torch.arange(x.shape[1], device=x.device) != start[:, None])
-
-    def input(self) -> Input | None:
-        if self.own is None or self.moments is None or (self.own.count < 2 if self.kind == "self" else self.memory is None):
-            return None  # a layer that pools may have one query
-        mean, covariance = self.own.moments()
-        memory = (None, None) if self.memory is None else self.memory.moments()
-        normal = normality_distance(torch.cat(self.kept)[:KEPT])
-        found = top_directions(mean.double(), covariance.double(), min(TOP, len(mean)))
-        first = None if self.first is None or not self.sequences else (self.first / self.sequences).float()
-        return Input(
-            self.number, self.name, self.kind, self.own.count, mean, covariance, first, memory[0], memory[1],
-            mean_share=float(self.moments.mean_share), kurtosis=float(self.moments.median_kurtosis),
-            normality=float(normal.mean), normality_expected=float(normal.expected), directions=tuple(found.principal.tolist()),
-            length=round(self.real / self.sequences), memory_length=0 if self.memory is None else round(self.memory.count / self.sequences),
-        )  # fmt: skip
-
-
-class _Spread:
-    """Sums for a mean and a covariance, of tokens less the mean of the first that came: a large mean takes no digits then."""
-
-    def __init__(self, like: Tensor) -> None:
-        width = like.shape[-1]
-        self.shift: Tensor | None = None
-        precise = width <= PRECISE and like.device.type != "mps"
-        self.dtype = torch.float64 if precise else torch.float32
-        self.count = 0
-        self.total = torch.zeros(width, dtype=self.dtype, device=like.device)
-        self.square = torch.zeros(width, width, dtype=self.dtype, device=like.device)
-
-    def add(self, x: Tensor) -> None:
-        x = x.to(self.dtype)
-        self.shift = x.mean(0).nan_to_num() if self.shift is None else self.shift
-        x = x - self.shift
-        self.count += len(x)
-        self.total += x.sum(0)
-        self.square += x.mT @ x
-
-    def moments(self) -> tuple[Tensor, Tensor]:
-        mean = self.total / self.count
-        covariance = self.square / self.count - torch.outer(mean, mean)
-        mean = mean if self.shift is None else mean + self.shift
-        return mean.float().cpu(), ((covariance + covariance.mT) / 2).float().cpu()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from locater.attention.text import parse_attention
 from locater.control.base import Controls
 from locater.errors import LocaterError
-from locater.observing import observation as observe
 from locater.monitor import Monitor
+from locater.observing import observe
 from locater.train import checkpoint
 from locater.train.controls import attach, check_controls, parameters, restore, state_of
 from locater.train.data import Batch, Data, TextData, open_data

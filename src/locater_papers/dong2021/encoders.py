@@ -23,7 +23,7 @@ from locater.control.surgery import ANATOMIES, Surgery
 from locater.errors import LocaterError
 from locater.families import attention_layers
 from locater.measures import rank_residual
-from locater.probing.load import load_model
+from locater.verbs.load import load_model
 
 LENGTH = 128  # tokens of a sample
 TEXT = 400_000  # characters that samples are taken from

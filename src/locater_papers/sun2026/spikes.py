@@ -24,8 +24,8 @@ from locater.data.text import batches
 from locater.errors import LocaterError
 from locater.families import Norm, attention_layers
 from locater.measures import massive_activations, token_cosine
-from locater.probing.load import load_model
 from locater.train.measured import of_map
+from locater.verbs.load import load_model
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.paper import Setting, Study
 from locater_papers.sun2026.forms import alignment, dominance, form, form_error, quadratic

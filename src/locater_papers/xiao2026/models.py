@@ -21,7 +21,7 @@ from locater.control.base import Layers
 from locater.data.text import batches
 from locater.families import AttentionLayer, Norm
 from locater.observing.inputs import run
-from locater.probing.load import load_model
+from locater.verbs.load import load_model
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.paper import Setting, Study
 from locater_papers.trained_heads import HALVES, inputs, sources

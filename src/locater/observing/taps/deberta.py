@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.attention.call import Call
+from locater.attention.listeners import listening
 from locater.attention.stand_ins import Passage, Undo, along, instead
-from locater.observing.site import listening
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.attention.call import Call
+from locater.attention.listeners import listening
 from locater.attention.stand_ins import Undo, argument, instead, tell
-from locater.observing.site import listening
 
 FAST = "_transformer_encoder_layer_fwd"
 _tapped: list[nn.MultiheadAttention] = []

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call
+from locater.attention.listeners import listening
 from locater.attention.stand_ins import Undo, argument, instead, tell
-from locater.observing.site import listening
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:

@@ -1,0 +1,76 @@
+"""Who listens to an attention module: calls are announced to every listener that the module keeps and that is switched on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from locater.attention.call import Call
+
+KEY = "_locater_sites"  # where a module keeps its sites; in its __dict__, so no buffer that DDP would broadcast or state_dict save
+
+
+missed: deque[Exception] = deque(maxlen=1)  # why a call was left out, the last time
+
+
+@dataclass
+class Switch:
+    """On or off, for all sites of one observation. Compiled graphs are guarded by it: two of them, and no operator in the second."""
+
+    on: bool = True
+    trained: nn.Module | None = None  # listen only while this module is in training mode
+    lenient: bool = False  # a call that cannot be counted is left out, and the model runs on
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        return Switch(False)  # a copy of a model, such as a running average of it, is not observed
+
+
+class Listener(Protocol):
+    """Somebody who wants to see the calls of one module."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def switch(self) -> Switch: ...
+
+    def see(self, call: Call) -> None: ...
+
+
+def listening(module: nn.Module) -> tuple[Listener, ...]:
+    """Who listens to a module and is switched on."""
+    return tuple(site for site in module.__dict__.get(KEY, ()) if site is not None and is_on(site.switch))
+
+
+def is_on(switch: Switch) -> bool:
+    return switch.on and (switch.trained is None or switch.trained.training)
+
+
+def described(sites: Sequence[Listener], how: Callable[..., Call], *args: Any) -> Call | None:
+    """The call that `how` makes of what was intercepted; None where it cannot, and all who listen would rather miss it."""
+    try:
+        return how(*args)
+    except Exception as error:
+        if not all(site.switch.lenient for site in sites):
+            raise
+        missed.append(error)
+        return None
+
+
+def enter(site: Listener) -> None:
+    site.module.__dict__[KEY] = (*site.module.__dict__.get(KEY, ()), site)
+
+
+def leave(site: Listener) -> None:
+    left = tuple(s for s in site.module.__dict__.get(KEY, ()) if s is not site and s is not None)
+    if left:
+        site.module.__dict__[KEY] = left
+    else:
+        site.module.__dict__.pop(KEY, None)
