@@ -30,8 +30,8 @@ from locater.observing.inputs import Read, on_input, run
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import on_tokens, predict
-from locater.probe import spearman
 from locater.verbs.load import load_model
+from locater.verbs.probing import spearman
 from locater_papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]

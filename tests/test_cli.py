@@ -133,12 +133,15 @@ finally:
     assert all(any(name in line.split() for line in lines) for name in ("scan", "probe", "train", "reproduce"))
 
 
-ORDERS = ("import locater", "import locater.scan", "from locater.probe import Probe", "import locater.cli, locater.compare")
+ORDERS = (
+    "import locater", "import locater.verbs.scanning", "from locater.verbs.probing import Probe",
+    "import locater.cli, locater.verbs.comparing",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each order wants a fresh process, and without fork that is seconds each")
 def test_names_mean_the_same_after_any_order_of_imports() -> None:
-    """`locater.scan` is the function, also where the module of that name was imported first. A child process for each order."""
+    """`locater.scan` is the function, whatever was imported first: no module bears its name. A child process for each order."""
     code = f"""
 import inspect, os, sys, torch
 for order in {ORDERS!r}:
@@ -148,7 +151,7 @@ for order in {ORDERS!r}:
         import locater
         for twice in range(2):
             kinds = [inspect.isfunction(x) for x in (locater.scan, locater.probe, locater.compare, locater.observe, locater.statistics)]
-            import locater.scan, locater.compare, locater.probe, locater.observing.observation
+            import locater.verbs.scanning, locater.verbs.comparing, locater.verbs.probing, locater.observing.observation
         print(order, *kinds, locater.Scan.__name__, set(locater.__all__) <= set(dir(locater)), hasattr(locater, "nothing"), flush=True)
         os._exit(0)
     os.wait()

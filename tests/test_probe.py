@@ -22,7 +22,7 @@ from locater.observing.circuits import circuit_scores
 from locater.observing.collecting import collected
 from locater.observing.inputs import run
 from locater.predict.prediction import logit_bound
-from locater.probe import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement, spearman
+from locater.verbs.probing import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement, spearman
 from tests.families import CASES
 from tests.parity import Case, model_of
 

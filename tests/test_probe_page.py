@@ -18,10 +18,10 @@ from rich.console import Console
 from torch import nn
 
 from locater import LocaterError, Probe, Statistics, probe
-from locater.probe import PROBE_COLUMNS, ProbeRow
 from locater.report.probe import COLUMNS, collapse, probe_page
 from locater.report.tables import summary
 from locater.report.terminal import print_probe
+from locater.verbs.probing import PROBE_COLUMNS, ProbeRow
 from tests.conftest import Result
 from tests.test_report import Visit, browser, data_of, needs_browser
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from locater import Scan, scan
 from locater.families import layers_of, open_source
-from locater.result import HeadRow
-from locater.scan import row_keys
 from locater.theory import residual_kept
+from locater.verbs.result import HeadRow
+from locater.verbs.scanning import row_keys
 
 DEMO = Path(str(files("locater") / "demo"))
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"

@@ -24,10 +24,10 @@ from locater.observing.inputs import run
 from locater.observing.observation import observe
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
-from locater.probe import spearman
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
 from locater.verbs.load import load_model
+from locater.verbs.probing import spearman
 from tests.families import CASES
 from tests.parity import model_of
 

@@ -294,7 +294,10 @@ def test_a_saved_model_is_the_same_and_is_scanned(tmp_path: Path, kind: str) -> 
 def test_a_fresh_interpreter_scans_what_was_trained(tmp_path: Path) -> None:
     """Nothing but the scan is imported: the type is known all the same."""
     folder = checkpoints.save(tmp_path, "model", Transformer(SHAPES["masked"]))
-    code = "import sys; from locater.scan import scan; assert 'locater.train.model' not in sys.modules; print(len(scan(sys.argv[1]).rows))"
+    code = (
+        "import sys; from locater.verbs.scanning import scan; assert 'locater.models.transformer' not in sys.modules; "
+        "print(len(scan(sys.argv[1]).rows))"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("8", 0), done.stderr
 

@@ -5,9 +5,7 @@ Names are imported when they are first used, so that `locater --help` does not w
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from locater.errors import LocaterError
@@ -15,17 +13,16 @@ from locater.version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
     from locater import attention, control, explain, families, integrations, kernels, measures, theory, train
-    from locater.compare import Comparison, compare
     from locater.control import LocAteR
     from locater.families import AttentionLayer, attention_layers, register
     from locater.monitor import Monitor
-    from locater.observing import Observation, observe
+    from locater.observing import Observation, observe, statistics
     from locater.predict import Statistics
-    from locater.predict import input_statistics as statistics
-    from locater.probe import Probe, probe
-    from locater.result import HeadRow, Scan
-    from locater.scan import scan
     from locater.spectrum import Moments, moments
+    from locater.verbs.comparing import Comparison, compare
+    from locater.verbs.probing import Probe, probe
+    from locater.verbs.result import HeadRow, Scan
+    from locater.verbs.scanning import scan
 
 __all__ = [
     "AttentionLayer",
@@ -61,16 +58,16 @@ __all__ = [
 
 _MODULES = ("attention", "control", "explain", "families", "integrations", "kernels", "measures", "theory", "train")
 _NAMES = {  # module: what it gives to the package
-    "compare": ("Comparison", "compare"),
     "control": ("LocAteR",),
     "families": ("AttentionLayer", "attention_layers", "register"),
-    "probe": ("Probe", "probe"),
     "monitor": ("Monitor",),
     "observing": ("Observation", "observe", "statistics"),
     "predict": ("Statistics",),
-    "result": ("HeadRow", "Scan"),
-    "scan": ("scan",),
     "spectrum": ("Moments", "moments"),
+    "verbs.comparing": ("Comparison", "compare"),
+    "verbs.probing": ("Probe", "probe"),
+    "verbs.result": ("HeadRow", "Scan"),
+    "verbs.scanning": ("scan",),
 }
 _OLD = ("heads",)  # work for one release, and warn
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
@@ -89,15 +86,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """`locater.scan` is the function, not the module of the same name that an import would put in its place."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if _HOMES.get(name) == name and isinstance(value, ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -20,13 +20,13 @@ from rich.console import Console
 from locater.errors import LocaterError
 from locater.findings import Condition, parse_conditions
 from locater.processor import avoid_broken_amx
-from locater.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan, write_whole
 from locater.shell import Command, Group, check_writable, command_in, examples, show_progress, stdout_console, what_failed, without_debug
+from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan, write_whole
 from locater.version import __version__
 
 if TYPE_CHECKING:
-    from locater.compare import Comparison
-    from locater.probe import Probe
+    from locater.verbs.comparing import Comparison
+    from locater.verbs.probing import Probe
 
 app = typer.Typer(
     help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.", cls=Group,
@@ -81,7 +81,7 @@ def scan_command(
 ) -> None:
     """Read the query-key spectrum of every head from weights alone, and say what the theory makes of it."""
     from locater.predict import Statistics
-    from locater.scan import scan
+    from locater.verbs.scanning import scan
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)
@@ -116,7 +116,7 @@ def probe_command(
     fail_on: FailOn = None,
 ) -> None:
     """Run a model on text or images: measure every head, beside what is predicted of it."""
-    from locater.probe import PROBE_COLUMNS, PROBE_FLAGS, probe
+    from locater.verbs.probing import PROBE_COLUMNS, PROBE_FLAGS, probe
 
     conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS) if fail_on is not None else []
     check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
@@ -138,8 +138,8 @@ def demo(
     twin: Annotated[str | None, typer.Option(metavar="PATH", help="Write a page that sets the model beside its LocAteR twin.")] = None,
 ) -> None:
     """Scan the small trained model that comes with the package, and set it beside its twin that was trained with LocAteR."""
-    from locater.compare import compare
-    from locater.scan import scan
+    from locater.verbs.comparing import compare
+    from locater.verbs.scanning import scan
 
     check_writable(json, report, twin, "--twin {}: give the page of both a file of its own")
     models = [str(files("locater") / "demo"), str(files("locater") / "demo" / "twin")]
@@ -186,7 +186,7 @@ def compare_command(
     raw: Raw = False,
 ) -> None:
     """Set two models, or two checkpoints of one run, side by side."""
-    from locater.compare import compare
+    from locater.verbs.comparing import compare
 
     check_writable(json, report)
     found = compare(a, b, length=length, raw=raw, progress=show_progress)
@@ -313,7 +313,7 @@ def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Pat
         raise LocaterError("--text: the name of the file is empty; - reads standard input")
     if text is not None:
         return Path(text), text
-    from locater.probe import DEFAULT_TEXT
+    from locater.verbs.probing import DEFAULT_TEXT
 
     return None, DEFAULT_TEXT + ("" if corpus else " (the default; --text FILE for yours)")
 

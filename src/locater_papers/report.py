@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from locater.report.prose import prose_page
-from locater.result import write_whole
+from locater.verbs.result import write_whole
 from locater_papers.paper import Paper
 
 BAR = "\\|"  # a bar inside a cell of a table

@@ -142,7 +142,7 @@ def placed(plan: Plan, data: Path, out: Path) -> Plan:
 
 def moments(model: str) -> dict[str, float] | None:
     """Means over heads of the moments in logit units, from the weights as they were saved; None where heads are not read."""
-    from locater.scan import scan
+    from locater.verbs.scanning import scan
 
     try:
         rows = scan(model).rows

@@ -23,11 +23,11 @@ from locater.attention import mechanisms
 from locater.control.base import known_options
 from locater.families.registry import _readers
 from locater.findings import FLAGS
-from locater.probe import ProbeRow
 from locater.tracking.run_log import read_run
 from locater.train.controls import controls
 from locater.train.loop import run as train
 from locater.train.plan import Plan
+from locater.verbs.probing import ProbeRow
 from locater_papers import PAPERS
 from locater_papers.runs import Row, Runs
 

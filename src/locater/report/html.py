@@ -12,7 +12,7 @@ from typing import Any
 
 from locater.findings import FLAGS, Verdict
 from locater.report.tables import SCAN, collapse_risk, moved, notebook, noted, origin, summary
-from locater.result import HeadRow, Scan
+from locater.verbs.result import HeadRow, Scan
 from locater.version import __version__
 
 NUMBERS = (

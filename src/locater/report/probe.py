@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from locater.findings import EXPLODING, FLAGS
 from locater.observing.stream import SeenLayer
-from locater.probe import KEPT, Probe, block_of
 from locater.report.html import assemble, explained, layer_note, short_name, significant
 from locater.report.tables import PROBE, counted, notebook, noted, roles, summary
+from locater.verbs.probing import KEPT, Probe, block_of
 from locater.version import __version__
 
 ALIKE = 0.1  # of the stream differs between tokens: under it they are all but the same

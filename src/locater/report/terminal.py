@@ -13,9 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from locater.compare import Comparison, known_median
 from locater.findings import FLAGS, Verdict
-from locater.probe import Probe
 from locater.report.probe import KINDS, agreed, collapse, ran
 from locater.report.tables import (
     MOST_SHOWN,
@@ -32,7 +30,9 @@ from locater.report.tables import (
     roles,
     summary,
 )
-from locater.result import Scan
+from locater.verbs.comparing import Comparison, known_median
+from locater.verbs.probing import Probe
+from locater.verbs.result import Scan
 
 GAP = 2  # between columns
 ALL_HEADS = 48  # up to this many heads are shown one by one

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from locater.errors import LocaterError
-from locater.result import SCHEMA
+from locater.verbs.result import SCHEMA
 from locater.version import __version__
 
 Record = dict[str, Any]

@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from locater.errors import LocaterError
-from locater.result import write_whole
 from locater.shell import check_writable
 from locater.train.plan import Plan, Result
+from locater.verbs.result import write_whole
 
 OWN = {
     "plan": (str | None, typer.Option("--plan", metavar="FILE", help="Take the plan from JSON; command-line options override it.")),

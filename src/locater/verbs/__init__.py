@@ -1,1 +1,1 @@
-"""Verbs."""
+"""`scan`, `probe`, `compare`: from a source to a result."""

@@ -17,9 +17,9 @@ from torch import Tensor
 from locater.data.text import batches
 from locater.families import AttentionLayer, Norm
 from locater.measures import ChannelMoments, normality_distance
-from locater.probe import probe
 from locater.theory.surrogate import gaussian_tokens
 from locater.verbs.load import load_model
+from locater.verbs.probing import probe
 from locater_papers.claim import Claim, Measured
 from locater_papers.paper import Setting, Study
 from locater_papers.trained_heads import inputs, sources

@@ -17,9 +17,9 @@ from locater.errors import LocaterError
 from locater.families import attention_layers, effective
 from locater.observing.inputs import quiet
 from locater.observing.observation import observe
-from locater.scan import scan
 from locater.spectrum import one_thread
 from locater.train.controls import offer
+from locater.verbs.scanning import scan
 from locater_papers.claim import Claim, Measured, seeds_range
 from locater_papers.paper import Setting, Study
 

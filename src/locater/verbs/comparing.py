@@ -12,8 +12,8 @@ from typing import Any
 
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
-from locater.result import LENGTH, NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
-from locater.scan import Progress, scan
+from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
+from locater.verbs.scanning import Progress, scan
 from locater.version import __version__
 
 SHOWN = ("M", "F", "concentration", "localization", "expected_entropy", "residual_kept", "stable_rank", "key_bias")

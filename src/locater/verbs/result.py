@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locater.documents import check_scan, parsed
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
 from locater.findings import FLAGS, Verdict, judge
+from locater.verbs.documents import check_scan, parsed
 from locater.version import __version__
 
 if TYPE_CHECKING:

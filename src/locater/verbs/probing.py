@@ -27,10 +27,10 @@ from locater.observing.rows import SeenHead
 from locater.observing.stream import SeenLayer, time_first
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import logit_bound, predict
-from locater.result import LENGTH, SCHEMA, TOKENS, HeadRow, write_whole
-from locater.scan import kept_in, root_mean_square, row_keys, scan
 from locater.theory import kept_at_entropy
 from locater.verbs.load import load_model
+from locater.verbs.result import LENGTH, SCHEMA, TOKENS, HeadRow, write_whole
+from locater.verbs.scanning import kept_in, root_mean_square, row_keys, scan
 from locater.version import __version__
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from locater.families.normed import NormedProjection
 from locater.findings import flags_of, key_variance
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import predict
-from locater.result import LENGTH, HeadRow, Scan
 from locater.spectrum import Moments, lost_in_float32, one_thread
 from locater.theory import (
     expected_entropy,
@@ -31,6 +30,7 @@ from locater.theory import (
     unit_moments,
 )
 from locater.theory.localization import SKEW_LIMIT
+from locater.verbs.result import LENGTH, HeadRow, Scan
 
 OF_SOFTMAX = ("expected_entropy", "residual_kept", "localization")  # columns that speak of no other weights
 LONGEST = 8192  # tokens that heads are run on where statistics are given
