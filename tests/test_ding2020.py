@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from locater.families import attention_layers
-from locater.train.model import Shape, Transformer
+from locater.models.transformer import Shape, Transformer
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.ding2020 import PAPER, guarantee, trained
 from locater_papers.draws import normal

@@ -36,7 +36,7 @@ def maps_by_values(model: Transformer, layer: int) -> Tensor:
 
 @torch.no_grad()
 def model_attend(part: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
-    from locater.train.model import attended
+    from locater.models.transformer import attended
 
     return attended(part, q, k, v, x, part.causal)
 

@@ -19,12 +19,12 @@ from locater import LocaterError, attention_layers, observe
 from locater.attention import mechanism, mechanisms
 from locater.attention.text import parse_attention
 from locater.control import EntropyPenalty, LogitSoftcap, Surgery
+from locater.models.transformer import UNREAD, rotate
 from locater.tracking.loggers import read_run
 from locater.train import Plan, Shape, Transformer, load, run, sweep
 from locater.train import checkpoint as checkpoints
 from locater.train.controls import check_controls
 from locater.train.health import culprit, why_unread
-from locater.train.model import UNREAD, rotate
 from tests.conftest import Result as Ran
 from tests.parity import redraw
 from tests.test_train import TINY, corpus

@@ -186,7 +186,7 @@ def _contradiction(weights: Weights, given: str, told: str) -> str:
 def reader_for(weights: Weights, config: Config) -> Reader:
     model_type = config.get("model_type")
     if model_type in OWN and model_type not in _readers:
-        import_module("locater.train.model")  # registers it
+        import_module("locater.models.transformer")  # registers it
     if model_type in _readers:
         return _readers[model_type]
     readers: list[Reader] = []  # a module without a configuration is known by its parts, and may hold several kinds

@@ -80,9 +80,9 @@ def _option(item: Any, hint: Any) -> tuple[Any, Any]:
 
 
 def _one(plan: Plan, json: str | None) -> None:
+    from locater.models.transformer import is_scanned
     from locater.train.display import Live
     from locater.train.loop import run
-    from locater.train.model import is_scanned
 
     live = Live()
     try:

@@ -14,11 +14,11 @@ from torch import Tensor
 from locater.attention.call import unread
 from locater.control.mechanism import acting
 from locater.errors import LocaterError
+from locater.models.transformer import Attention, Transformer
 from locater.monitor.run_monitor import COLUMNS, header
 from locater.observing import observe
 from locater.tracking.loggers import JsonlSink
 from locater.train.data import Batch
-from locater.train.model import Attention, Transformer
 
 
 class LastSeen:

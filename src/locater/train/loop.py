@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from locater.attention.text import parse_attention
 from locater.control.base import Controls
 from locater.errors import LocaterError
+from locater.models.transformer import Transformer
 from locater.monitor import Monitor
 from locater.observing import observe
 from locater.train import checkpoint
@@ -24,7 +25,6 @@ from locater.train.controls import attach, check_controls, parameters, restore, 
 from locater.train.data import Batch, Data, TextData, open_data
 from locater.train.health import LastSeen, Losses, culprit, why_unread
 from locater.train.measured import SEQUENCES, measure
-from locater.train.model import Transformer
 from locater.train.plan import Plan, Result
 from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of
 

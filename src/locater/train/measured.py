@@ -16,7 +16,7 @@ from locater.attention import mechanism
 from locater.attention.modules import Gated, Multiformer
 from locater.attention.multiformer import head_relevance
 from locater.measures import massive_activations, rank_residual, token_cosine
-from locater.train.model import Attention, Transformer, attended
+from locater.models.transformer import Attention, Transformer, attended
 
 SEQUENCES, TOKENS = 4, 256  # that are looked at
 SINK = 0.3  # mean share of what queries give that makes a key a sink

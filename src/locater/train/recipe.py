@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from locater.errors import LocaterError
+from locater.models.transformer import Shape
 from locater.train.data import Data
-from locater.train.model import Shape
 from locater.train.plan import Plan
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from locater.train.model import Shape, Transformer
+from locater.models.transformer import Shape, Transformer
 from locater.train.recipe import hidden_of
 from locater_papers.captured import captured
 from locater_papers.claim import Claim, Measured, half_range

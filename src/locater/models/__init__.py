@@ -1,0 +1,1 @@
+"""The small transformer of our own."""
