@@ -19,7 +19,8 @@ from locater import LocaterError, attention_layers, observe
 from locater.attention import mechanism, mechanisms
 from locater.attention.text import parse_attention
 from locater.control import EntropyPenalty, LogitSoftcap, Surgery
-from locater.models.transformer import UNREAD, rotate
+from locater.families.own import UNREAD
+from locater.models.transformer import rotate
 from locater.tracking.loggers import read_run
 from locater.train import Plan, Shape, Transformer, load, run, sweep
 from locater.train import checkpoint as checkpoints

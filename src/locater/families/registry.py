@@ -10,7 +10,7 @@ from itertools import chain
 from locater.checkpoints.sources import Config, Source, open_source
 from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError, first_line
-from locater.families import timm, torch_mha
+from locater.families import own, timm, torch_mha
 from locater.families.build import check_layer, integer
 from locater.families.by_name import examples, layers_by_name
 from locater.families.coverage import folded_paths, unread
@@ -18,7 +18,6 @@ from locater.families.layer import AttentionLayer
 from locater.families.settings import check_settings
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
-OWN = ("locater", "locater_variant")  # models that `locater train` saves; read by the package that makes them
 
 FAMILIES = tuple(
     import_module(f"locater.families.{name}")
@@ -61,7 +60,7 @@ FAMILIES = tuple(
     )
 )
 BUILT_IN: dict[str, Reader] = {model_type: family.layers for family in FAMILIES for model_type in family.MODEL_TYPES}
-_readers: dict[str, Reader] = dict(BUILT_IN)
+_readers: dict[str, Reader] = {**BUILT_IN, **dict.fromkeys(own.MODEL_TYPES, own.layers)}
 
 
 def register(model_types: str | Iterable[str], layers: Reader) -> None:
@@ -76,7 +75,7 @@ def register(model_types: str | Iterable[str], layers: Reader) -> None:
 
 def families() -> tuple[str, ...]:
     """Every `model_type` that can be read: those of docs/families.md, those of `locater train`, and what was registered."""
-    return tuple(sorted({*_readers, *OWN}))
+    return tuple(sorted(_readers))
 
 
 def attention_layers(
@@ -185,8 +184,6 @@ def _contradiction(weights: Weights, given: str, told: str) -> str:
 
 def reader_for(weights: Weights, config: Config) -> Reader:
     model_type = config.get("model_type")
-    if model_type in OWN and model_type not in _readers:
-        import_module("locater.models.transformer")  # registers it
     if model_type in _readers:
         return _readers[model_type]
     readers: list[Reader] = []  # a module without a configuration is known by its parts, and may hold several kinds

@@ -80,7 +80,7 @@ def _option(item: Any, hint: Any) -> tuple[Any, Any]:
 
 
 def _one(plan: Plan, json: str | None) -> None:
-    from locater.models.transformer import is_scanned
+    from locater.families.own import is_scanned
     from locater.train.display import Live
     from locater.train.loop import run
 
