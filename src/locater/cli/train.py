@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from locater.cli.shell import check_writable
 from locater.errors import LocaterError
-from locater.shell import check_writable
 from locater.train.plan import Plan, Result
 from locater.verbs.result import write_whole
 

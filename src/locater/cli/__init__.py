@@ -17,10 +17,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from locater.cli.shell import (
+    Command,
+    Group,
+    check_writable,
+    command_in,
+    examples,
+    show_progress,
+    stdout_console,
+    what_failed,
+    without_debug,
+)
 from locater.errors import LocaterError
 from locater.findings import Condition, parse_conditions
 from locater.processor import avoid_broken_amx
-from locater.shell import Command, Group, check_writable, command_in, examples, show_progress, stdout_console, what_failed, without_debug
 from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan, write_whole
 from locater.version import __version__
 
@@ -231,7 +241,7 @@ def reproduce() -> None:
 
 
 def _late_train() -> Any:
-    from locater.train.command import add_train
+    from locater.cli.train import add_train
 
     late = typer.Typer(add_completion=False)
     more = "\n\nThe same command again goes on where a run was cut off."
