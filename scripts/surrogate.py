@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from locater.data.corpus import embedded_text
 from locater.data.text import Batch, batches, read_text
 from locater.families import AttentionLayer, Norm, attention_layers
+from locater.numerics import spearman
 from locater.observing.circuits import circuit_scores
 from locater.observing.collecting import collected
 from locater.observing.inputs import Read, on_input, run
@@ -31,7 +32,6 @@ from locater.observing.observation import observe
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import on_tokens, predict
 from locater.verbs.load import load_model
-from locater.verbs.probing import spearman
 from locater_papers.bao2024.gaussian import sources
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,7 @@ from scipy.spatial import ConvexHull
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.spectrum import one_thread
+from locater.numerics import one_thread
 from locater_papers.claim import Claim, Measured, judge
 from locater_papers.dong2021 import depth, encoders, products, slowing, tasks
 from locater_papers.dong2021.classifier import DEPTH, Choice, Classifier, Data, Layer, Recipe, Shape, accuracy, drawn, train

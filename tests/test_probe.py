@@ -18,11 +18,12 @@ from locater import LocaterError, Probe, observe, probe, scan
 from locater.data.images import image_batches
 from locater.families import AttentionLayer, Norm, attention_layers
 from locater.families.normed import NormedProjection
+from locater.numerics import spearman
 from locater.observing.circuits import circuit_scores
 from locater.observing.collecting import collected
 from locater.observing.inputs import run
 from locater.predict.prediction import logit_bound
-from locater.verbs.probing import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement, spearman
+from locater.verbs.probing import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement
 from tests.families import CASES
 from tests.parity import Case, model_of
 

@@ -19,6 +19,7 @@ from torch import Tensor
 import locater
 from locater.data.text import batches
 from locater.families import AttentionLayer, Norm, Tokens, attention_layers, effective
+from locater.numerics import spearman
 from locater.observing.collecting import collected
 from locater.observing.inputs import run
 from locater.observing.observation import observe
@@ -27,7 +28,6 @@ from locater.predict.prediction import predict
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
 from locater.verbs.load import load_model
-from locater.verbs.probing import spearman
 from tests.families import CASES
 from tests.parity import model_of
 

@@ -1,10 +1,11 @@
-"""Reading what others wrote: regular files alone, JSON of a bounded size, and no name that stands twice."""
+"""Files: written whole or not at all; read only where they are regular, JSON of a bounded size, and no name that stands twice."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,30 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
     return made
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that it appears whole or not at all. Links are followed; what is no file (a pipe, a device) is written into."""
+    path = Path(os.path.realpath(path))
+    held = content.encode() if isinstance(content, str) else content
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(held)
+            return
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(held)
+            os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

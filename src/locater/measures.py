@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.spectrum import one_thread, upcast
+from locater.numerics import one_thread, upcast
 
 NOISE = 1e-14  # of a channel: a token closer to the mean than this differs from it by the rounding of the mean alone
 MASSIVE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al. 2024

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +22,7 @@ from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.numerics import one_thread, upcast
 
 Batched = Float[Tensor, "*heads"]
 TIED = 16  # roundings of the largest eigenvalue by which two moduli may differ and still count as equal
@@ -256,17 +256,6 @@ def _singular_values(A: Tensor, B: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(root.mT @ B @ root).flip(-1).clamp_min(0).sqrt()
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Small operations in this block run in the calling thread: a team of threads costs more than they do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _head_by_head(function: Callable[..., Tensor], *matrices: Float[Tensor, "*heads h h"]) -> Tensor:
     """Apply a batched decomposition with one thread per worker.
 
@@ -293,11 +282,6 @@ def _grouped_product(k: Tensor, q: Tensor) -> Tensor:
 def _times(w: Tensor, covariance: Tensor) -> Tensor:
     c = covariance.to(w)
     return w * c if c.ndim == 1 else w @ c
-
-
-def upcast(w: Tensor) -> Tensor:
-    """float32 at least."""
-    return w if w.dtype in (torch.float32, torch.float64) else w.float()
 
 
 def _on_cpu(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from locater.cli.shell import check_writable, show_progress, stdout_console
 from locater.errors import LocaterError
-from locater.verbs.result import write_whole
+from locater.files import write_whole
 from locater_papers.claim import Claim
 from locater_papers.paper import Paper, Setting, chosen, joined, reproduce
 

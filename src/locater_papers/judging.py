@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from locater.verbs.probing import spearman
+from locater.numerics import spearman
 from locater_papers.claim import Claim, Measured, seeds_range
 from locater_papers.paper import Setting, Study
 from locater_papers.runs import Arm, Row, Runs, complete

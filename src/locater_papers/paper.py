@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 from locater.errors import LocaterError
-from locater.spectrum import one_thread
-from locater.verbs.result import SCHEMA, write_whole
+from locater.files import write_whole
+from locater.numerics import one_thread
+from locater.verbs.result import SCHEMA
 from locater.version import __version__
 from locater_papers.claim import Claim, Measured, Verdict, verdict_of
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from locater.files import write_whole
 from locater.report.prose import prose_page
-from locater.verbs.result import write_whole
 from locater_papers.paper import Paper
 
 BAR = "\\|"  # a bar inside a cell of a table

@@ -8,7 +8,9 @@ probe, compare, train, reproduce, names) or by the name of one document; both ap
 from __future__ import annotations
 
 # Old path to new one: {"probe": {"heads[*].M": "heads[*].measured_M"}}. Rows of the old path keep their identity.
-RENAMED: dict[str, dict[str, str]] = {}
+RENAMED: dict[str, dict[str, str]] = {
+    "names": {"public.heads": "public.families"},
+}
 
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
 NEW: dict[str, tuple[str, ...]] = {}

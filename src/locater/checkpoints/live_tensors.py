@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from locater.errors import LocaterError
-from locater.spectrum import upcast
+from locater.numerics import upcast
 
 
 @dataclass(frozen=True)

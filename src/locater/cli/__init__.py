@@ -29,9 +29,10 @@ from locater.cli.shell import (
     without_debug,
 )
 from locater.errors import LocaterError
+from locater.files import write_whole
 from locater.findings import Condition, parse_conditions
 from locater.processor import avoid_broken_amx
-from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan, write_whole
+from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan
 from locater.version import __version__
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import typer
 
 from locater.cli.shell import check_writable
 from locater.errors import LocaterError
+from locater.files import write_whole
 from locater.train.plan import Plan, Result
-from locater.verbs.result import write_whole
 
 OWN = {
     "plan": (str | None, typer.Option("--plan", metavar="FILE", help="Take the plan from JSON; command-line options override it.")),

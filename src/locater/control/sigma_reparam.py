@@ -21,8 +21,8 @@ from locater.control.base import Control, Layers
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, layers_of
 from locater.families.folded import Recorder
+from locater.numerics import upcast
 from locater.observing.stream import streams
-from locater.spectrum import upcast
 
 Only = Literal["linear", "query-key"]
 

@@ -30,9 +30,9 @@ from locater.families import AttentionLayer, attention_layers
 from locater.families.build import norm, optional
 from locater.families.norm import Norm
 from locater.kernels.terms import Terms, full_terms
+from locater.numerics import upcast
 from locater.observing.inputs import run
 from locater.observing.site import Site, Wanted
-from locater.spectrum import upcast
 
 Mlp = Literal["source", "linear"]
 

@@ -13,7 +13,7 @@ from locater.checkpoints.weights import Rows, Weights
 from locater.errors import LocaterError
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm, NormKind
-from locater.spectrum import upcast
+from locater.numerics import upcast
 
 
 def optional(weights: Weights, name: str, rows: Rows | None = None) -> Tensor | None:

@@ -20,7 +20,7 @@ from locater.families.encoder import Names, encoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
 from locater.families.relative import RelativeTerms
-from locater.spectrum import upcast
+from locater.numerics import upcast
 
 MODEL_TYPES = ("deberta-v2",)
 NAMES = Names(

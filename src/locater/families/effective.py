@@ -17,7 +17,8 @@ from torch import Tensor
 
 from locater.families.layer import AttentionLayer, Fold, Projection
 from locater.families.norm import Norm
-from locater.spectrum import Moments, cross_moments, moments, upcast
+from locater.numerics import upcast
+from locater.spectrum import Moments, cross_moments, moments
 from locater.theory.surrogate import root
 
 

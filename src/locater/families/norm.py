@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from locater.spectrum import upcast
+from locater.numerics import upcast
 
 NormKind = Literal["layer", "rms", "none"]
 

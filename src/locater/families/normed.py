@@ -15,7 +15,7 @@ from torch import Tensor
 from locater.families.effective import centred, folded, mean_field_gain
 from locater.families.layer import Fold, Projection
 from locater.families.norm import Norm
-from locater.spectrum import upcast
+from locater.numerics import upcast
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from locater.families.build import expect, expect_layers, integer, norm, shape_o
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
 from locater.families.relative import RelativeTerms
-from locater.spectrum import upcast
+from locater.numerics import upcast
 
 MODEL_TYPES = ("xlnet",)
 PATTERN = r"(?P<prefix>(.*\.)?)layer\.(?P<layer>\d+)\.rel_attn\.q"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from locater.kernels.terms import AttentionStatistics, Terms
-from locater.spectrum import upcast
+from locater.numerics import upcast
 
 ELEMENTS = 1 << 24  # logits held at a time
 CACHED = 1 << 20  # the same on a CPU, whose caches are much faster than its memory

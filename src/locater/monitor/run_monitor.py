@@ -29,6 +29,7 @@ from locater.families.folded import FoldedStacks, Spectra, spectra_of
 from locater.findings import FLAGS, Condition, explain, key_variance, parse_conditions
 from locater.integrations.events import TrainerEvents
 from locater.monitor.pending import Pending
+from locater.numerics import finite_or_none
 from locater.observing.observation import Choice, Observation
 from locater.observing.rows import fetched, held_by, numbers_of, totals
 from locater.observing.site import Site, Wanted
@@ -310,12 +311,8 @@ def _add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[lis
                 row = table.get((layer, head))
                 if row is not None:
                     i = at * count + head
-                    row["spread"] = _finite(math.sqrt(max(0.0, key_variance(scale**2 * F[i], scale * term[i]))))
-                    row["M"] = None if trace is None else _finite(scale * trace[i])
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
+                    row["spread"] = finite_or_none(math.sqrt(max(0.0, key_variance(scale**2 * F[i], scale * term[i]))))
+                    row["M"] = None if trace is None else finite_or_none(scale * trace[i])
 
 
 def is_first_rank() -> bool:

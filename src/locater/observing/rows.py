@@ -13,6 +13,7 @@ from torch._utils import _flatten_dense_tensors
 
 from locater.findings import FLAGS
 from locater.measures import Ranks, ranks_of_gram
+from locater.numerics import finite_or_none
 from locater.observing.site import Site
 from locater.observing.tally import AT, wide
 
@@ -135,7 +136,9 @@ def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
     sums = total.sums[at]
     found = numbers_of(site.kind, sums, total.tops[at])
     if ranks is not None and sums[AT["outputs"]]:
-        found["output_stable_rank"], found["output_effective_rank"] = (_finite(float(x[at])) for x in (ranks.stable, ranks.effective))
+        found["output_stable_rank"], found["output_effective_rank"] = (
+            finite_or_none(float(x[at])) for x in (ranks.stable, ranks.effective)
+        )
         values = tuple(ranks.singular_values[at].tolist())
         found["output_singular_values"] = values if any(values) and all(map(math.isfinite, values)) else None
     head = site.heads[at]
@@ -147,7 +150,7 @@ def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
 
 def numbers_of(kind: str, sums: list[float], top: float, names: Iterable[str] = tuple(MEANS)) -> dict[str, Any]:
     """Means of these names, the largest logit and the flags of one head of a layer of this kind."""
-    found: dict[str, Any] = {"finite": all(map(math.isfinite, sums)) and top < math.inf, "max_logit": _finite(top)}
+    found: dict[str, Any] = {"finite": all(map(math.isfinite, sums)) and top < math.inf, "max_logit": finite_or_none(top)}
     for name in names:
         total, count = PLACES[name]
         found[name] = _over(sums[total], sums[count])
@@ -160,8 +163,4 @@ def numbers_of(kind: str, sums: list[float], top: float, names: Iterable[str] = 
 
 
 def _over(total: float, count: float) -> float | None:
-    return _finite(total / count) if count else None
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
+    return finite_or_none(total / count) if count else None

@@ -18,7 +18,7 @@ from locater.attention.listeners import missed
 from locater.kernels import attention_statistics
 from locater.kernels.reference import weight_at
 from locater.kernels.terms import AttentionStatistics, Terms, full_terms
-from locater.spectrum import upcast
+from locater.numerics import upcast
 
 # One column per sum over the rows that count, counts before what they count. A mean is a column over its count.
 COLUMNS = (

@@ -17,7 +17,7 @@ from locater.checkpoints.pickle_file import archive_records
 from locater.checkpoints.weights import plain
 from locater.errors import LocaterError, first_line
 from locater.families import Tokens
-from locater.verbs.result import write_whole
+from locater.files import write_whole
 
 SCHEMA = 1
 

@@ -11,8 +11,8 @@ from locater.families import AttentionLayer, Norm, Projection
 from locater.families.effective import folded
 from locater.families.normed import NormedProjection
 from locater.kernels import attention_statistics
+from locater.numerics import one_thread
 from locater.predict.input_statistics import Input
-from locater.spectrum import one_thread
 from locater.theory.surrogate import gaussian_tokens
 
 SEQUENCES = 8

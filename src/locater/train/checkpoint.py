@@ -26,10 +26,10 @@ from locater.checkpoints.sources import DTYPES
 from locater.data.tokenizer import CONFIG, FILE
 from locater.errors import LocaterError, first_line
 from locater.families import open_source
+from locater.files import write_whole
 from locater.models.transformer import Shape, Transformer
 from locater.tracking.loggers import read_run
 from locater.train.plan import Plan
-from locater.verbs.result import write_whole
 
 try:
     import fcntl

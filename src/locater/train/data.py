@@ -18,8 +18,8 @@ from locater.data.copying import Source, copy_source
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
 from locater.data.tokenizer import FILE, Tokenizer, kept_tokenizer, make_tokenizer
 from locater.errors import LocaterError, first_line
+from locater.files import write_whole
 from locater.train.plan import Plan
-from locater.verbs.result import write_whole
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets; -100 marks a target that does not count
 IGNORED = -100

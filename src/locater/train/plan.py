@@ -14,7 +14,8 @@ from locater.attention.text import Named, parse_attention
 from locater.control.mechanism import fits
 from locater.data.tokenizer import BYTES
 from locater.errors import LocaterError
-from locater.verbs.result import SCHEMA, write_whole
+from locater.files import write_whole
+from locater.verbs.result import SCHEMA
 from locater.version import __version__
 
 ATTENTION = ", ".join(m.name for m in mechanisms())

@@ -12,7 +12,8 @@ from typing import Any
 
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
-from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan, write_whole
+from locater.files import write_whole
+from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan
 from locater.verbs.scanning import Progress, scan
 from locater.version import __version__
 

@@ -18,7 +18,9 @@ from locater.data.images import image_batches
 from locater.data.text import Batch, Text, batches, files_named
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
+from locater.files import write_whole
 from locater.findings import FLAGS, Verdict, flags_of, judge
+from locater.numerics import finite_or_none, spearman
 from locater.observing.circuits import PERIOD, Circuit, circuit_scores
 from locater.observing.collecting import Progress, collected
 from locater.observing.inputs import run
@@ -29,7 +31,7 @@ from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import logit_bound, predict
 from locater.theory import kept_at_entropy
 from locater.verbs.load import load_model
-from locater.verbs.result import LENGTH, SCHEMA, TOKENS, HeadRow, write_whole
+from locater.verbs.result import LENGTH, SCHEMA, TOKENS, HeadRow
 from locater.verbs.scanning import kept_in, root_mean_square, row_keys, scan
 from locater.version import __version__
 
@@ -297,11 +299,7 @@ def _columns(layer: AttentionLayer, given: Input | None, length: int) -> dict[st
     for kind in ("predicted", "prior"):
         entropy = made[f"{kind}_entropy"]
         made[f"{kind}_typical_kept"] = None if entropy is None else kept_at_entropy(entropy, row_keys(layer, at, keys), typical=True)
-    return {name: [None] * layer.heads if held is None else [_finite(float(x)) for x in held] for name, held in made.items()}
-
-
-def _finite(x: float | None) -> float | None:
-    return x if x is not None and math.isfinite(x) else None
+    return {name: [None] * layer.heads if held is None else [finite_or_none(float(x)) for x in held] for name, held in made.items()}
 
 
 def _row(
@@ -335,7 +333,7 @@ def _around(name: str, streams: Sequence[SeenLayer]) -> dict[str, float | None]:
     if block is None:
         return {"residual_before": None, "residual_after": None}
     before = next((x.residual for x in streams if (x.stack, x.block) == (block.stack, block.block - 1)), None)
-    return {"residual_before": _finite(before), "residual_after": _finite(block.residual)}
+    return {"residual_before": finite_or_none(before), "residual_after": finite_or_none(block.residual)}
 
 
 def block_of(name: str, streams: Sequence[SeenLayer]) -> SeenLayer | None:
@@ -349,7 +347,7 @@ def _input(given: Input | None) -> dict[str, Any]:
     names = ("tokens", "mean_share", "kurtosis", "normality", "normality_expected")
     held = {name: getattr(given, name) for name in names}
     sound = [x for x in given.directions if math.isfinite(x)]
-    return {"input": {name: x if isinstance(x, int) else _finite(x) for name, x in held.items()} | {"directions": sound}}
+    return {"input": {name: x if isinstance(x, int) else finite_or_none(x) for name, x in held.items()} | {"directions": sound}}
 
 
 def _circuits(module: nn.Module, held: list[Batch]) -> dict[tuple[int, int], Circuit]:
@@ -402,21 +400,3 @@ def agreement(rows: Sequence[ProbeRow]) -> dict[str, dict[str, float | None]]:
             a, b = torch.tensor(both, dtype=torch.float64).unbind(1)
             found[predicted] = {"spearman": spearman(a, b), "error": float((a - b).abs().mean()), "heads": float(len(both))}
     return found
-
-
-def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Rank correlation, ties sharing their mean rank; None where one side is constant.
-
-    >>> round(spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 15.0])), 6)
-    0.5
-    """
-    x, y = (_ranked(t) for t in (a, b))
-    x, y = x - x.mean(), y - y.mean()
-    size = float(x.norm() * y.norm())
-    return float(x @ y) / size if size else None
-
-
-def _ranked(x: Tensor) -> Tensor:
-    _, inverse, counts = x.double().unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[inverse]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.errors import LocaterError, first_line
-from locater.files import regular_file
+from locater.files import regular_file, write_whole
 from locater.findings import FLAGS, Verdict, judge
 from locater.verbs.documents import check_scan, parsed
 from locater.version import __version__
@@ -197,30 +196,3 @@ def _row(head: dict[str, Any]) -> HeadRow:
     head = {**dict.fromkeys(ADDED), **head}
     head.pop("faults", None)  # follows from the rest
     return HeadRow(**{**head, "flags": tuple(head["flags"])})
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that it appears whole or not at all. Links are followed; what is no file (a pipe, a device) is written into."""
-    path = Path(os.path.realpath(path))
-    held = content.encode() if isinstance(content, str) else content
-    try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(held)
-            return
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(held)
-            os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        raise LocaterError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -17,9 +17,10 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, Rotary, effective, layers_of, open_source
 from locater.families.normed import NormedProjection
 from locater.findings import flags_of, key_variance
+from locater.numerics import finite_or_none, one_thread
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import predict
-from locater.spectrum import Moments, lost_in_float32, one_thread
+from locater.spectrum import Moments, lost_in_float32
 from locater.theory import (
     expected_entropy,
     kept_at_entropy,
@@ -263,8 +264,8 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
         columns |= {name: [None] * int(finite.sum()) for name in OF_SOFTMAX if name in columns}
     elif given is not None:
         expected = predict(layer, given, wanted.length)["entropy"].cpu()[finite]
-        columns["residual_kept"] = [_finite(x) for x in kept_at_entropy(expected, row_keys(layer, wanted.length)).tolist()]
-        columns["expected_entropy"] = [_finite(x) for x in expected.tolist()]
+        columns["residual_kept"] = [finite_or_none(x) for x in kept_at_entropy(expected, row_keys(layer, wanted.length)).tolist()]
+        columns["expected_entropy"] = [finite_or_none(x) for x in expected.tolist()]
     ready = iter(range(len(held.query_gram)))
     for head in range(layer.heads):
         row: dict[str, Any] = {}
@@ -298,14 +299,14 @@ def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[st
     table["expected_entropy"] = expected_entropy(variance, length)
     table["residual_kept"] = residual_kept(variance, length)
     if m.cross is None:
-        return {name: [_finite(x) for x in column.tolist()] for name, column in table.items()}
+        return {name: [finite_or_none(x) for x in column.tolist()] for name, column in table.items()}
     for name in ("trace", "trace_of_square", "symmetric_sq", "mean", "variance", "concentration", "skew"):
         table[name] = getattr(m, name)
     table["M"], table["S"], _ = unit_moments(m, scale)
     few = table["skew"].abs() > SKEW_LIMIT
     table["localization"] = localization(table["M"], table["S"], table["F"])
     table["localization"][few] = mixture_localization(m.select(few), scale)
-    columns: dict[str, list[Any]] = {name: [_finite(x) for x in column.tolist()] for name, column in table.items()}
+    columns: dict[str, list[Any]] = {name: [finite_or_none(x) for x in column.tolist()] for name, column in table.items()}
     columns["approximation"] = ["mixture" if x else "gaussian" for x in few.tolist()]
     return columns
 
@@ -326,7 +327,3 @@ def _spectra(m: Moments, scale: float, approximation: list[str], wanted: Wanted,
         tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None for head, how in enumerate(approximation)
     ]
     return columns
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None

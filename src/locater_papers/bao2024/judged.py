@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.verbs.probing import spearman
+from locater.numerics import spearman
 from locater_papers.bao2024.arms import (
     BOTH,
     ELSEWHERE,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from locater.measures import rank_residual
+from locater.numerics import spearman
 from locater.spectrum import moments
 from locater.theory import localization
-from locater.verbs.probing import spearman
 from locater_papers.claim import Claim, Measured, over_seeds
 from locater_papers.paper import Setting, Study
 

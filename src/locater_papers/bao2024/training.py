@@ -15,9 +15,9 @@ from locater.control.base import Control
 from locater.control.eigenspectrum import LocAteR
 from locater.errors import LocaterError
 from locater.families import attention_layers, effective
+from locater.numerics import one_thread
 from locater.observing.inputs import quiet
 from locater.observing.observation import observe
-from locater.spectrum import one_thread
 from locater.train.controls import offer
 from locater.verbs.scanning import scan
 from locater_papers.claim import Claim, Measured, seeds_range

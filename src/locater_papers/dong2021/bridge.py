@@ -25,8 +25,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.numerics import spearman
 from locater.theory import localization
-from locater.verbs.probing import spearman
 from locater_papers.claim import Claim, Measured
 from locater_papers.dong2021.contraction import over_draws
 from locater_papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens

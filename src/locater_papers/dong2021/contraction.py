@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import composite_norm
+from locater.numerics import spearman
 from locater.theory import Block, contraction_order, contraction_rate, depth_residuals
-from locater.verbs.probing import spearman
 from locater_papers.claim import Claim, Measured, over_seeds
 from locater_papers.draws import normal
 from locater_papers.paper import Setting, Study

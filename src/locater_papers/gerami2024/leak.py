@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater.verbs.probing import spearman
+from locater.numerics import spearman
 from locater_papers.claim import Claim, Measured, over_seeds
 from locater_papers.draws import normal
 from locater_papers.gerami2024.forms import polynomial

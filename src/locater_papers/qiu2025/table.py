@@ -8,7 +8,7 @@ from itertools import permutations
 
 import torch
 
-from locater.verbs.probing import spearman
+from locater.numerics import spearman
 from locater_papers.claim import Claim, Measured
 from locater_papers.paper import Setting, Study
 

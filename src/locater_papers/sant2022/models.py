@@ -16,8 +16,8 @@ from locater.attention.multiformer import head_relevance
 from locater.data.text import batches
 from locater.errors import LocaterError
 from locater.families import attention_layers
+from locater.numerics import spearman
 from locater.verbs.load import load_model
-from locater.verbs.probing import spearman
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.paper import Setting, Study
 from locater_papers.trained_heads import read_each, sources

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from locater.verbs.probing import spearman
+from locater.numerics import spearman
 from locater_papers.arms_page import carried
 from locater_papers.claim import Claim, Measured
 from locater_papers.judging import Line, change, ends_table, level, trained

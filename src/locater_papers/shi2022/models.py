@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from locater.data.text import batches
 from locater.measures import ranks, token_cosine
+from locater.numerics import spearman
 from locater.verbs.load import load_model
-from locater.verbs.probing import spearman
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.dong2021.encoders import LENGTH, TEXT, is_causal
 from locater_papers.paper import Setting, Study

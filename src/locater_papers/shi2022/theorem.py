@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import token_cosine
-from locater.verbs.probing import spearman
+from locater.numerics import spearman
 from locater_papers.claim import Claim, Measured
 from locater_papers.draws import normal
 from locater_papers.paper import Setting, Study

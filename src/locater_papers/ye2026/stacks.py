@@ -22,7 +22,7 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.attention.hybrid import hybrid
-from locater.verbs.probing import spearman
+from locater.numerics import spearman
 from locater_papers.claim import Claim, Measured, seeds_range
 from locater_papers.judging import known, left_open
 from locater_papers.paper import Setting, Study

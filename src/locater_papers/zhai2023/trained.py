@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.numerics import spearman
 from locater.theory import entropy_floor, entropy_floor_of_range
-from locater.verbs.probing import spearman
 from locater_papers.arms_page import carried
 from locater_papers.bao2024.arms import PLAIN, RIVALS, SHORT, stability_rows
 from locater_papers.bao2024.judged import hot_losses, rates_survived

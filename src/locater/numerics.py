@@ -1,0 +1,49 @@
+"""Threads, precision and rank correlation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small operations in this block run in the calling thread: a team of threads costs more than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def upcast(w: Tensor) -> Tensor:
+    """float32 at least."""
+    return w if w.dtype in (torch.float32, torch.float64) else w.float()
+
+
+def finite_or_none(x: float | None) -> float | None:
+    """The number, or None where it is none: JSON has no NaN."""
+    return x if x is not None and math.isfinite(x) else None
+
+
+def spearman(a: Tensor, b: Tensor) -> float | None:
+    """Rank correlation, ties sharing their mean rank; None where one side is constant.
+
+    >>> round(spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 15.0])), 6)
+    0.5
+    """
+    x, y = (_ranked(t) for t in (a, b))
+    x, y = x - x.mean(), y - y.mean()
+    size = float(x.norm() * y.norm())
+    return float(x @ y) / size if size else None
+
+
+def _ranked(x: Tensor) -> Tensor:
+    _, inverse, counts = x.double().unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[inverse]
