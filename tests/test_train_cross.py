@@ -25,7 +25,7 @@ ATTENTION = [m.name for m in mechanisms()] + [
     "hybrid(layout=L)", "hybrid(layout=L, linear=delta)",
 ]  # fmt: skip
 SETTINGS = {"entropypenalty": "(ceiling=0.5)", "mechanism": "(name=sigmoid)", "surgery": "(no_skip=True, no_norm=True)"}
-CONTROLS = [name + SETTINGS.get(name, "") for name in controls()]
+CONTROLS = [name + SETTINGS.get(name, "") for name, kind in controls().items() if kind.__module__.startswith("locater.control.")]
 # what reads or replaces the logits of a softmax; the others are for every mechanism whose heads can be read
 OF_SOFTMAX = ("entropypenalty", "logitsoftcap", "mechanism", "qkclip", "qknorm")
 PLAIN = ("softmax", "softcap", "softmax_plus_one", "learned_sink")
