@@ -516,7 +516,7 @@ def test_wrong_things_in_the_place_of_right_ones(run: Run, saved_llama: Path, tm
     before = sorted(path.name for path in tmp_path.iterdir())
     cases = [
         ("scan noise.bin", "noise.bin: not a weights file: torch.save writes no such bytes"),
-        (f"scan {saved_llama} --heads 3", "--heads 3, but its configuration says 4: leave --heads out"),
+        (f"scan {saved_llama} --heads 3", "--heads 3 was given, but the model says 4"),
         (f"scan {saved_llama} --statistics words.txt", "not statistics that this version reads (no file of torch.save)"),
         ("probe '' --text words.txt", "the name of the model is empty"),
         ("probe empty --text words.txt", "empty: no config.json in it"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,23 +42,42 @@ def test_every_flag_is_explained() -> None:
     assert all(f"`{flag.name}`" in text for flag in FLAGS)
 
 
-@pytest.mark.parametrize("page", sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]))
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+    for target in re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r'src="([^":]+)"', text):
         assert ((ROOT / page).parent / target).exists(), target
 
 
-def test_the_tree_in_the_readme_names_every_module() -> None:
-    tree = (ROOT / "README.md").read_text().partition("## The tree")[2]
-    package = ROOT / "src" / "locater"
-    families = {*(package / "heads").glob("*.py"), *(package / "probing" / "outside").glob("*.py")}  # the tree sums them up
-    missing = [
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "src" / "locater").rglob("*.py")
-        if path.name not in tree and path.name != "__init__.py" and path not in families
-    ]
-    assert not missing
+def test_the_architecture_names_every_folder_and_no_other() -> None:
+    """Names in backticks: `heads/` is a folder of the package, `scan.py` a module beside these folders."""
+    text, package = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "locater"
+    folders = {path.relative_to(package).as_posix() for path in package.rglob("*/") if path.name != "__pycache__"}
+    assert set(re.findall(r"`([\w/]+)/`", text)) == folders
+    assert set(re.findall(r"`(\w+\.py)`", text)) <= {path.name for path in package.glob("*.py")}
+    steps = re.findall(r"│  (\S+) ", text)  # of the picture
+    assert steps
+    assert all((package / step).exists() for step in steps)
+
+
+def test_the_readme_is_short_and_its_commands_exist() -> None:
+    """Each `locater VERB ...` is parsed, with its options; nothing is run."""
+    import typer.main
+
+    from locater.cli import app
+
+    text, group = (ROOT / "README.md").read_text(), typer.main.get_command(app)
+    assert len(text.splitlines()) <= 150
+    lines = re.findall(r"(?m)^locater .+$", text) + re.findall(r"`(locater \w+ [^`\n]+)`", text)
+    calls = [shlex.split(line, comments=True)[1:] for line in lines]
+    for words in calls:
+        context = group.make_context("locater", words[:1], resilient_parsing=True)
+        name, command, rest = group.resolve_command(context, words)
+        command.make_context(name, rest, parent=context)
+    assert {words[0] for words in calls} == set(group.list_commands(context)), "each verb is shown"
 
 
 def test_the_table_of_kernels_is_that_of_the_results() -> None:
@@ -68,19 +88,25 @@ def test_the_table_of_kernels_is_that_of_the_results() -> None:
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+TRAINERS = [block for block in BLOCKS if "rainer(" in block]  # one of transformers, one of lightning
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_the_readme_runs_as_written(number: int, tmp_path: Path) -> None:
-    """Each example as a script of its own, in an empty folder; the monitor's log is there afterwards and has both observed steps."""
+    """Each example as a script of its own, in an empty folder; a log that it writes has the observed steps, and M nearer to the target."""
     done = subprocess.run([sys.executable, "-c", BLOCKS[number]], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    (log,) = tmp_path.rglob("locater.jsonl")
-    kinds = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = [x for x in kinds if x["kind"] == "step"]
-    assert [x["step"] for x in steps] == [1, 11]
-    first, last = (sum(sum(row) for row in x["heads"]["M"]) / 8 for x in steps)
-    assert last > first + 0.01, "the penalty takes M towards its target"
+    logs = [*tmp_path.rglob("*.jsonl")]
+    assert len(logs) == ("Monitor(" in BLOCKS[number])
+    for log in logs:
+        steps = [x for x in map(json.loads, log.read_text().splitlines()) if x["kind"] == "step"]
+        assert [x["step"] for x in steps] == [1, 11]
+        first, last = (sum(sum(row) for row in x["heads"]["M"]) / 8 for x in steps)
+        assert last > first + 0.01, "the penalty takes M towards its target"
+
+
+def test_the_readme_has_both_trainers() -> None:
+    assert ["lightning" in block for block in TRAINERS] == [False, True]
 
 
 @pytest.mark.slow
@@ -94,14 +120,14 @@ def test_the_readme_runs_from_a_clean_environment(number: int, extras: str, tmp_
     assert done.returncode == 0, done.stderr[-2000:]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     (tmp_path / "run").mkdir()
-    ran = subprocess.run([python, "-c", BLOCKS[number]], cwd=tmp_path / "run", env=env, capture_output=True, text=True)
+    ran = subprocess.run([python, "-c", TRAINERS[number]], cwd=tmp_path / "run", env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
     (log,) = (tmp_path / "run").rglob("locater.jsonl")
     assert sum('"loss":' in line for line in log.read_text().splitlines()) == 20
 
 
-def test_the_readme_quotes_the_benchmark() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_docs_quote_the_benchmark() -> None:
+    text = (ROOT / "docs" / "scan.md").read_text()
     held = json.loads((ROOT / "benchmarks/results/checkpoint.json").read_text())
     ours, default, half = held["locater"], held["transformer_lens"], held["transformer_lens_bfloat16"]
     for figure in (
@@ -111,6 +137,7 @@ def test_the_readme_quotes_the_benchmark() -> None:
         f"{held['moments']['moments_over_floor']:.2f} times one product",
     ):
         assert figure in text, figure
+    assert f"{ours['seconds']:.2f} s and {ours['peak_over_import'] / 1e6:.0f} MB" in (ROOT / "README.md").read_text()
 
 
 def test_the_early_warning_record_is_that_of_the_runs() -> None:
@@ -140,14 +167,27 @@ def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixt
     assert all(row in text for row in rows)
 
 
-def test_the_verdicts_in_the_readme_are_those_kept() -> None:
+def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
     from locater_papers import PAPERS
     from locater_papers.report import tally
 
-    lines = (ROOT / "README.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "results" / "README.md").read_text().splitlines()
     for name in PAPERS:
         claims = json.loads((ROOT / f"docs/results/{name}.json").read_text())["claims"]
         parts = [[entry for entry in claims if entry["by"] == by] for by in ("paper", "notes")]
         cells = " | ".join(" / ".join(map(str, tally(part))) if part else "-" for part in parts)
         row = next(line for line in lines if line.startswith(f"| [{name}]("))
         assert row.endswith(f"| {cells} |"), f"{name}: {cells}"
+
+
+def test_the_hooks_run_what_lint_runs() -> None:
+    recipe = re.search(r"(?m)^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text())
+    assert recipe is not None
+    hooks = re.findall(r"entry: \.venv/bin/(.+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert hooks == re.findall(r"\$\(BIN\)/(.+)", recipe[1])
+
+
+def test_the_citation_has_the_version() -> None:
+    from locater import __version__
+
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
