@@ -46,6 +46,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 census: $(VENV)/.dev
 	$(BIN)/python scripts/census.py

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ def upcast(w: Tensor) -> Tensor:
 def finite_or_none(x: float | None) -> float | None:
     """The number, or None where it is none: JSON has no NaN."""
     return x if x is not None and math.isfinite(x) else None
+
+
+def known_median(values: Iterable[float | None]) -> float | None:
+    """Median of the numbers there are; None where there is none."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:

@@ -19,8 +19,7 @@ import torch
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.numerics import one_thread
-from locater.verbs.result import SCHEMA
-from locater.version import __version__
+from locater.version import SCHEMA, __version__
 from locater_papers.claim import Claim, Measured, Verdict, verdict_of
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]

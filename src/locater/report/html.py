@@ -8,12 +8,14 @@ import math
 import re
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locater.findings import FLAGS, Verdict
 from locater.report.tables import SCAN, collapse_risk, moved, notebook, noted, origin, summary
-from locater.verbs.result import HeadRow, Scan
 from locater.version import __version__
+
+if TYPE_CHECKING:
+    from locater.verbs.result import HeadRow, Scan
 
 NUMBERS = (
     "M", "S", "F", "mean", "concentration", "localization", "expected_entropy", "residual_kept", "key_bias", "stable_rank", "spectral_norm",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locater.findings import EXPLODING, FLAGS
-from locater.observing.stream import SeenLayer
 from locater.report.html import assemble, explained, layer_note, short_name, significant
 from locater.report.tables import PROBE, counted, notebook, noted, roles, summary
-from locater.verbs.probing import KEPT, Probe, block_of
 from locater.version import __version__
+
+if TYPE_CHECKING:
+    from locater.observing.stream import SeenLayer
+    from locater.verbs.probing import Probe
 
 ALIKE = 0.1  # of the stream differs between tokens: under it they are all but the same
 CLOSER = 0.8  # of the difference left: under it tokens have come closer
@@ -155,7 +157,11 @@ def _streams(found: Sequence[SeenLayer], entries: Sequence[dict[str, Any]]) -> l
 
     def point(x: SeenLayer) -> list[float | None]:
         of = kept.get((x.stack, x.block), {})
-        return [x.block, *(significant(x[name]) for name in STREAM), *(significant(of.get(name)) for name in KEPT[:2])]
+        return [
+            x.block,
+            *(significant(x[name]) for name in STREAM),
+            *(significant(of.get(name)) for name in ("typical_kept", "predicted_typical_kept")),
+        ]
 
     return [{"stack": stack, "points": [point(x) for x in found if x.stack == stack]} for stack in dict.fromkeys(x.stack for x in found)]
 
@@ -235,3 +241,8 @@ def notes(probe: Probe) -> list[str]:
     held = sorted(set(probe.assumptions["how"].values()), key=list(KINDS).index)
     return [f"Statistics: {probe.assumptions['tokens']}.", *(f"{kind.capitalize()}: {KINDS[kind]}." for kind in held),
             *(f"{note[0].upper()}{note[1:]}." for note in probe.assumptions["notes"])]  # fmt: skip
+
+
+def block_of(name: str, streams: Sequence[SeenLayer]) -> SeenLayer | None:
+    """The stream after the block that the attention layer of this name is in."""
+    return next((point for point in streams if point.block >= 0 and f"{name}.".startswith(f"{point.name}.")), None)

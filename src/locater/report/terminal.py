@@ -6,7 +6,7 @@ Tables show as many columns as fit; flags and what counts them are never among t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from locater.findings import FLAGS, Verdict
+from locater.numerics import known_median
 from locater.report.probe import KINDS, agreed, collapse, ran
 from locater.report.tables import (
     MOST_SHOWN,
@@ -30,9 +31,11 @@ from locater.report.tables import (
     roles,
     summary,
 )
-from locater.verbs.comparing import Comparison, known_median
-from locater.verbs.probing import Probe
-from locater.verbs.result import Scan
+
+if TYPE_CHECKING:
+    from locater.verbs.comparing import Comparison
+    from locater.verbs.probing import Probe
+    from locater.verbs.result import Scan
 
 GAP = 2  # between columns
 ALL_HEADS = 48  # up to this many heads are shown one by one

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from locater.errors import LocaterError
-from locater.verbs.result import SCHEMA
-from locater.version import __version__
+from locater.version import SCHEMA, __version__
 
 Record = dict[str, Any]
 Points = list[tuple[int, float]]  # (step, number), steps rise

@@ -5,8 +5,8 @@ result.report_loss, result.report_entropy
 model = locater.train.load(result.model)
 """
 
+from locater.models.loading import load
 from locater.models.transformer import Shape, Transformer
-from locater.train.checkpoint import load
 from locater.train.loop import DivergedError, run
 from locater.train.plan import Plan, Result
 from locater.train.sweep import sweep

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from locater.checkpoints.sources import DTYPES
 from locater.data.tokenizer import CONFIG, FILE
 from locater.errors import LocaterError, first_line
-from locater.families import open_source
 from locater.files import write_whole
-from locater.models.transformer import Shape, Transformer
+from locater.models.loading import names_of
+from locater.models.transformer import Transformer
 from locater.tracking.loggers import read_run
 from locater.train.plan import Plan
 
@@ -209,24 +209,6 @@ def _sum_of(path: Path) -> str | None:
 def _way_out(path: Path) -> str:
     before = [other for other in checkpoints(path.parent) if other < path]
     return f"remove {path}, and the run goes on from {before[-1].name if before else 'its first step, since no other is kept'}"
-
-
-def load(folder: str | os.PathLike[str]) -> Transformer:
-    """A model that was trained here, from the folder of its weights, ready to run."""
-    weights, config = open_source(Path(folder))
-    try:
-        model = Transformer(Shape.of(config))
-        model.load_state_dict({name: weights.read(name) for name in names_of(model)}, strict=False)
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise LocaterError(f"{folder}: not a model that locater train saved ({first_line(error)})") from None
-    return model.eval()
-
-
-def names_of(model: Transformer) -> list[str]:
-    """Tensors of the model as it is without controls; the output map of text models is the table of tokens."""
-    with torch.device("meta"):
-        plain = Transformer(model.shape)
-    return [name for name in plain.state_dict() if name != "lm_head.weight" or model.shape.image is not None]
 
 
 def safetensors(model: Transformer) -> Iterator[bytes]:

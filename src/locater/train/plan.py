@@ -15,8 +15,7 @@ from locater.control.mechanism import fits
 from locater.data.tokenizer import BYTES
 from locater.errors import LocaterError
 from locater.files import write_whole
-from locater.verbs.result import SCHEMA
-from locater.version import __version__
+from locater.version import SCHEMA, __version__
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
 MADE = {"sort": "numbers", "copy": "tokens"}  # tasks that read nothing

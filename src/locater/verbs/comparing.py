@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.files import write_whole
-from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCHEMA, HeadRow, Scan
+from locater.numerics import known_median
+from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, HeadRow, Scan
 from locater.verbs.scanning import Progress, scan
-from locater.version import __version__
+from locater.version import SCHEMA, __version__
 
 SHOWN = ("M", "F", "concentration", "localization", "expected_entropy", "residual_kept", "stable_rank", "key_bias")
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
@@ -103,9 +102,3 @@ def _change(a: HeadRow, b: HeadRow) -> Change:
     difference = {name: None if x is None or y is None else y - x for name, (x, y) in pairs.items()}
     gained, lost = (tuple(f for f in x.flags if f not in y.flags) for x, y in ((b, a), (a, b)))
     return Change(a.layer, a.head, difference, gained, lost)
-
-
-def known_median(values: Iterable[float | None]) -> float | None:
-    """Median of the numbers there are; None where there is none."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None

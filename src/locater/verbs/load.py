@@ -30,7 +30,7 @@ def load_model(source: str) -> Any:
     if not path.exists():
         hub_folder(source)  # transformers would try for minutes where there is no network
     if path.is_dir() and _kind(path) in OWN:
-        from locater.train import load
+        from locater.models.loading import load
 
         model: Any = load(path)
         if model.shape.image is not None:

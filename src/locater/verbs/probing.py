@@ -29,11 +29,12 @@ from locater.observing.rows import SeenHead
 from locater.observing.stream import SeenLayer, time_first
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import logit_bound, predict
+from locater.report.probe import block_of
 from locater.theory import kept_at_entropy
 from locater.verbs.load import load_model
-from locater.verbs.result import LENGTH, SCHEMA, TOKENS, HeadRow
+from locater.verbs.result import LENGTH, TOKENS, HeadRow
 from locater.verbs.scanning import kept_in, root_mean_square, row_keys, scan
-from locater.version import __version__
+from locater.version import SCHEMA, __version__
 
 if TYPE_CHECKING:
     import pandas
@@ -334,11 +335,6 @@ def _around(name: str, streams: Sequence[SeenLayer]) -> dict[str, float | None]:
         return {"residual_before": None, "residual_after": None}
     before = next((x.residual for x in streams if (x.stack, x.block) == (block.stack, block.block - 1)), None)
     return {"residual_before": finite_or_none(before), "residual_after": finite_or_none(block.residual)}
-
-
-def block_of(name: str, streams: Sequence[SeenLayer]) -> SeenLayer | None:
-    """The stream after the block that the attention layer of this name is in."""
-    return next((point for point in streams if point.block >= 0 and f"{name}.".startswith(f"{point.name}.")), None)
 
 
 def _input(given: Input | None) -> dict[str, Any]:

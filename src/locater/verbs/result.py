@@ -14,13 +14,12 @@ from locater.errors import LocaterError, first_line
 from locater.files import regular_file, write_whole
 from locater.findings import FLAGS, Verdict, judge
 from locater.verbs.documents import check_scan, parsed
-from locater.version import __version__
+from locater.version import SCHEMA, __version__
 
 if TYPE_CHECKING:
     import pandas
     import polars
 
-SCHEMA = 1
 LENGTH = 256  # tokens in view, unless told otherwise
 TOKENS = 8192  # that a probe measures, unless told otherwise
 
