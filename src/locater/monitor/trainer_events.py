@@ -6,11 +6,14 @@ not numbers are replaced, so the loss of each step is taken from `training_step`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from locater.attention.stand_ins import instead
 
 if TYPE_CHECKING:
     from locater.observing.observation import Observation
@@ -75,8 +78,6 @@ class TrainerEvents:
     # transformers.Trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
-        from locater.integrations.hf import listen, trainer_of
-
         if getattr(args, "n_gpu", 1) > 1:
             self._end()
             self._say("nn.DataParallel runs copies of the model, which are not observed: start one process per device with torchrun")
@@ -151,11 +152,43 @@ def _rate(optimizer: Any) -> float | None:
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
+def still_scaled(trainer: Any, optimizer: Any) -> bool:
+    """Whether Lightning's gradients are still multiplied for half precision before the optimizer step: only where the optimizer
+    itself divides them, as fused Adam does."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def _gradient_norm(trainer: Any, module: nn.Module, optimizer: Any) -> Tensor | None:
     """Before clipping; None where gradients are shards of others, or still scaled for half precision."""
-    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
     alone = trainer.world_size == 1 or "ddp" in type(trainer.strategy).__name__.lower()
     grads = [p.grad for p in module.parameters() if p.grad is not None]
-    if scaled or not alone or not grads or any(type(grad) is not Tensor for grad in grads):
+    if still_scaled(trainer, optimizer) or not alone or not grads or any(type(grad) is not Tensor for grad in grads):
         return None
     return torch.nn.utils.get_total_norm(grads)
+
+
+def trainer_of(callback: Any) -> Any:
+    """The trainer that is calling `callback`; None where there is none.
+
+    Events carry the model, the optimizer and the state, but not the trainer; it is the `self` of one of the calling frames.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        handler = getattr(owner, "callback_handler", None)
+        if callable(getattr(owner, "training_step", None)) and any(held is callback for held in getattr(handler, "callbacks", ())):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def listen(trainer: Any, hear: Callable[[Any], None]) -> Callable[[], None]:
+    """Tell `hear` what each `training_step` returns: the loss of a micro-batch as it is accumulated. Returns what ends it."""
+
+    def heard(owner: Any, training_step: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        loss = training_step(*args, **kw)
+        hear(loss)
+        return loss
+
+    return instead(trainer, "training_step", heard)
