@@ -170,9 +170,11 @@ class Monitor(TrainerEvents):
         """End: take the listeners off, write what is left, close the sinks. May be called twice."""
         if self.observation is None:
             return
-        self._flush(wait=True)
-        self._write({"kind": "end", "step": self.step, "time": time.time()})
-        self._close()
+        try:
+            self._flush(wait=True)
+            self._write({"kind": "end", "step": self.step, "time": time.time()})
+        finally:
+            self._close()
 
     def _arm(self) -> None:
         assert self.observation is not None

@@ -6,6 +6,7 @@ not numbers are replaced, so the loss of each step is taken from `training_step`
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class TrainerEvents:
     after_step: Callable[..., Any]
     detach: Callable[[], None]
     _close: Callable[[], None]
+    _flush: Callable[..., None]
     _write: Callable[[dict[str, Any]], None]
     _say: Callable[..., None]
 
@@ -52,7 +54,8 @@ class TrainerEvents:
     def _hear(self, loss: Any) -> None:
         """The loss of one micro-batch."""
         if self.attached and isinstance(loss, Tensor) and loss.numel() == 1:
-            self._sum = loss.detach() if self._sum is None else self._sum + loss.detach()
+            # a copy: a CUDA graph writes the next loss over this one
+            self._sum = loss.detach().clone() if self._sum is None else self._sum + loss.detach()
             self._parts += 1
 
     def _begin(self, model: nn.Module, folder: str, step: int) -> None:
@@ -66,6 +69,8 @@ class TrainerEvents:
             self._unlisten()
         self._unlisten = self._sum = self._rate = self._norm = None
         self._parts = 0
+        with contextlib.suppress(Exception):  # where the run failed with its device, losses cannot be read from there
+            self._flush(wait=True)
         self._close()
 
     def _step_done(self, step: int, share: float = 1.0) -> None:
@@ -87,7 +92,7 @@ class TrainerEvents:
         self._unlisten = None if trainer is None else listen(trainer, self._hear)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **held: Any) -> None:
-        self._rate = _rate(optimizer)
+        self._rate = _rate(optimizer) if self.due else None  # a rate on a device is waited for
 
     def on_step_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
         if self.attached:
@@ -110,7 +115,7 @@ class TrainerEvents:
         self._begin(module, trainer.log_dir or trainer.default_root_dir, int(trainer.global_step))
 
     def on_before_optimizer_step(self, trainer: Any, module: nn.Module, optimizer: Any) -> None:
-        self._rate = _rate(optimizer)
+        self._rate = _rate(optimizer) if self.due else None
         self._norm = _gradient_norm(trainer, module, optimizer) if self.due else None
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -126,8 +131,10 @@ class TrainerEvents:
     # Both
 
     def on_train_end(self, *args: Any, **held: Any) -> None:
-        self.detach()
-        self._end()
+        try:
+            self.detach()
+        finally:
+            self._end()
 
     state_key = "locater.Monitor"
 
