@@ -145,6 +145,100 @@ def test_lightning(tmp_path: Path, accumulate: int, clip: float | None) -> None:
     assert control.model is None
 
 
+class Still:
+    """Made on first use, since Lightning is imported late: a module whose own loss moves nothing, so that only the penalty does."""
+
+    def __new__(cls, start: Any, fused: bool = False) -> Any:
+        import lightning
+
+        class Lit(lightning.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = copy.deepcopy(start)
+
+            def training_step(self, batch: Any, at: int) -> Tensor:
+                return sum((p * 0).sum() for p in self.parameters())  # type: ignore[return-value]
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=RATE, fused=fused)
+
+        return Lit()
+
+
+def lightning_fit(folder: Path, module: Any, callback: Any, steps: int, ckpt_path: Path | None = None, **more: Any) -> Any:
+    import lightning
+
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=[callback], **more,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(Words(), batch_size=SIZE), ckpt_path=ckpt_path, weights_only=False)
+    return trainer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_lightning_in_half_precision_counts_the_penalty_once(tmp_path: Path, fused: bool) -> None:
+    """Gradients are unscaled before the callback is asked, unless the optimizer does that itself."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from locater.integrations.lightning import ControlCallback
+
+    start = llama()
+    lit, expected = Still(start, fused), copy.deepcopy(start)
+    callback = ControlCallback(LocAteR(shrink=0.05, hold=0.05))
+    lightning_fit(tmp_path, lit, callback, 1, plugins=[MixedPrecision("16-mixed", "cpu")])
+    LocAteR(shrink=0.05, hold=0.05).attach(expected).loss().backward()
+    torch.optim.SGD([p for p in expected.parameters() if p.grad is not None], lr=RATE).step()
+    assert furthest(lit.model, expected) < 1e-6 < furthest(start, expected)
+
+
+class Broken(LocAteR):
+    """Its penalty is not a number."""
+
+    def loss(self) -> Tensor:
+        return super().loss() * float("nan")
+
+
+def test_a_penalty_that_is_no_number_does_not_get_past_the_scaler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from locater.integrations.lightning import ControlCallback
+
+    start = llama()
+    lit = Still(start)
+    lightning_fit(tmp_path, lit, ControlCallback(Broken()), 2, plugins=[MixedPrecision("16-mixed", "cpu")])
+    assert furthest(lit.model, start) == 0
+    assert [r.message for r in caplog.records if "penalty is nan" in r.message] == ["step 0: the penalty is nan: left out of the step"]
+
+
+def test_lightning_refuses_a_penalty_of_the_forward_pass(tmp_path: Path) -> None:
+    from locater.control import EntropyPenalty
+    from locater.integrations.lightning import ControlCallback
+
+    with pytest.raises(LocaterError, match=r"EntropyPenalty\(floor=0.2.*control.loss\(\)"):
+        lightning_fit(tmp_path, Still(llama()), ControlCallback([LocAteR(), EntropyPenalty(floor=0.2)]), 1)
+
+
+def test_lightning_counts_the_steps_of_every_fit(tmp_path: Path) -> None:
+    from locater.integrations.lightning import ControlCallback
+
+    control = Counting()
+    callback = ControlCallback(control)
+    for _ in range(2):
+        lightning_fit(tmp_path, Still(llama()), callback, 3)
+    assert control.steps == 6
+
+
+def test_lightning_resumed_counts_no_step_twice(tmp_path: Path) -> None:
+    """Under accumulation the first micro-batch of the second part ends no optimizer step."""
+    from locater.integrations.lightning import ControlCallback
+
+    lightning_fit(tmp_path, Still(llama()), ControlCallback(LocAteR()), 2).save_checkpoint(tmp_path / "two.ckpt")
+    control = Counting()
+    lightning_fit(tmp_path, Still(llama()), ControlCallback(control), 4, accumulate_grad_batches=2, ckpt_path=tmp_path / "two.ckpt")
+    assert control.steps == 2
+
+
 TWO = """
 import os, sys, torch
 from transformers import Trainer, TrainingArguments

@@ -233,8 +233,11 @@ def test_another_model_in_a_folder_gets_a_log_of_its_own(tmp_path: Path, caplog:
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 3
     assert "locater.jsonl holds a run of another model: this run is written to" in told[0]
-    with pytest.raises(LocaterError, match="holds 3 logs"):
-        read_run(tmp_path)
+    caplog.clear()
+    assert len(read_run(tmp_path).header["layers"]) == 3
+    assert "locater-3.jsonl" in caplog.text
+    os.utime(tmp_path / "locater.jsonl", (2**32, 2**32))
+    assert len(read_run(tmp_path).header["layers"]) == 1, "the newest, whatever its name"
 
 
 def test_a_header_that_a_crash_tore_does_not_close_the_log(tmp_path: Path) -> None:
@@ -246,6 +249,89 @@ def test_a_header_that_a_crash_tore_does_not_close_the_log(tmp_path: Path) -> No
     path.write_text("a note\n")
     with pytest.raises(LocaterError, match="something else than a run log"):
         JsonlSink(path)
+
+
+def test_a_log_of_losses_that_is_refused_stays_as_it_was(tmp_path: Path) -> None:
+    from locater.train import Shape, Transformer
+    from locater.train.health import Losses
+
+    attached(encoder(1), tmp_path, tmp_path / "run.jsonl")
+    before, losses = (tmp_path / "run.jsonl").read_bytes(), Losses(tmp_path / "run.jsonl", 1)
+    with pytest.raises(LocaterError, match="holds a run of TransformerEncoder"):
+        losses.attach(Transformer(Shape(width=16, heads=2, kv_heads=2, layers=1, hidden=24)))
+    losses.detach()  # as every run does at its end
+    assert (tmp_path / "run.jsonl").read_bytes() == before
+
+
+# What trainers tell
+
+
+def under_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Monitor:
+    """A monitor with losses that have not arrived from the device."""
+    monkeypatch.setattr("locater.monitor.pending._arrived", lambda *held: False)
+    monitor = Monitor(folder / "run.jsonl", every=100, spectrum=False).attach(model := encoder().train())
+    for step in range(4):
+        model(torch.randn(1, 3, 16))
+        monitor.after_step(loss=float(step))
+    assert len(read_run(folder / "run.jsonl").losses) == 1
+    return monitor
+
+
+def test_a_run_that_fails_keeps_the_losses_that_were_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way(tmp_path, monkeypatch).on_exception(SimpleNamespace(), nn.Module(), RuntimeError())
+    assert [step for step, _ in read_run(tmp_path / "run.jsonl").losses] == [1, 2, 3, 4]
+
+
+def test_a_device_that_is_lost_does_not_keep_the_monitor_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("device lost")
+
+    monitor = under_way(tmp_path, monkeypatch)
+    monkeypatch.setattr("locater.monitor.pending.Pending.take", lost)
+    with pytest.raises(RuntimeError, match="device lost"):
+        monitor.detach()
+    assert not monitor.attached
+    monkeypatch.undo()
+    (tmp_path / "other").mkdir()
+    monitor = under_way(tmp_path / "other", monkeypatch)
+    monkeypatch.setattr("locater.monitor.pending.Pending.take", lost)
+    monitor.on_exception(SimpleNamespace(), nn.Module(), RuntimeError())  # the exception on its way is not replaced
+    assert not monitor.attached
+
+
+class Rates(dict[str, Any]):
+    """A group of parameters that counts how often its rate was read, which waits for a device that holds it."""
+
+    reads = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.reads += name == "lr"
+        return super().__getitem__(name)
+
+
+def test_the_rate_is_read_where_it_is_written(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path / "run.jsonl", every=4, spectrum=False).attach(model := encoder().train())
+    group = Rates(lr=torch.tensor(0.5))
+    for at in range(1, 7):
+        model(torch.randn(1, 3, 16))
+        monitor.on_optimizer_step(None, None, None, optimizer=SimpleNamespace(param_groups=[group]))
+        monitor.on_step_end(None, SimpleNamespace(global_step=at), None)
+    monitor.detach()
+    assert read_run(tmp_path / "run.jsonl").scalars["rate"] == [(1, 0.5), (5, 0.5)]
+    assert group.reads == 2
+
+
+def test_a_loss_that_is_written_over_is_kept(tmp_path: Path) -> None:
+    """Graphs of CUDA put the loss of every micro-batch into the same memory."""
+    monitor = Monitor(tmp_path / "run.jsonl", every=1, spectrum=False).attach(encoder().train())
+    loss = torch.tensor(1.0)
+    for value in (1.0, 10.0):
+        loss.fill_(value)
+        monitor._hear(loss)
+    loss.fill_(100.0)
+    monitor.on_step_end(None, SimpleNamespace(global_step=1), None)
+    monitor.detach()
+    assert read_run(tmp_path / "run.jsonl").losses == [(1, 11.0)]
 
 
 # Kills, full disks, folders that vanish

@@ -71,6 +71,19 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
     assert [p.name for p in checkpoints.checkpoints(tmp_path / "run")] == ["step-00000056", "step-00000060"]
 
 
+def test_what_was_read_from_the_device_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    real = locater.Monitor.after_step
+
+    def after_step(self: Any, loss: Any = None, step: int | None = None, **scalars: Any) -> Any:
+        told.extend([loss, *scalars.values()])
+        return real(self, loss, step, **scalars)
+
+    monkeypatch.setattr(locater.Monitor, "after_step", after_step)
+    run(plan(tmp_path, steps=2))
+    assert {type(x) for x in told} == {float}
+
+
 def test_the_report_loss_is_that_of_the_final_weights(tmp_path: Path) -> None:
     from locater.train.data import open_data
 

@@ -162,6 +162,28 @@ def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert second["last"] == 20_001
 
 
+def test_a_bad_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "run.jsonl", header(), step(0), {"kind": "unheard of", "step": 1})
+    follower, parsed = Follower(path), []
+    monkeypatch.setattr("locater.tracking.run_log.parse", lambda line: parsed.append(line) or json.loads(line))
+    for _ in range(3):
+        assert "line 3" in follower.answer(0)["error"]
+    assert len(parsed) == 3
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    assert follower.answer(0)["steps"] == [0], "a log that was mended is read anew"
+
+
+def test_a_server_keeps_its_log_when_another_comes(tmp_path: Path) -> None:
+    write(tmp_path / "locater.jsonl", header(), step(0))
+    follower = Follower(tmp_path)
+    first = follower.answer(0)
+    write(tmp_path / "locater-2.jsonl", header(1, 1), step(5, 1, 1))
+    write(tmp_path / "locater.jsonl", step(10))
+    assert follower.answer(first["revision"])["last"] == 10
+    os.utime(tmp_path / "locater-2.jsonl", (2**32, 2**32))
+    assert set(follower.answer(follower._revision)) == {"revision", "age"}
+
+
 def test_curves_that_were_followed_are_those_read_at_once(tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl", header(), step(0))
     follower = Follower(path)

@@ -30,6 +30,7 @@ class Control:
     """
 
     model: nn.Module | None = None
+    penalty_of_forward = False  # whether `loss` needs the graph of the last forward pass, and so must come before backward
 
     def attach(self, model: nn.Module) -> Self:
         """Begin; the model must have attention that Locater can read."""

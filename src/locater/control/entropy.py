@@ -41,6 +41,8 @@ class EntropyPenalty(ForwardControl):
     EntropyPenalty(floor=0.2, ceiling=None, weight=0.1, margin=0.0, layers=None)
     """
 
+    penalty_of_forward = True
+
     def __init__(
         self, floor: float | None = None, ceiling: float | None = None, weight: float = 0.1, margin: float = 0.0, layers: Layers = None
     ) -> None:

@@ -10,13 +10,11 @@ A callback cannot change the loss, and a gradient added before the optimizer ste
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-from locater.attention.stand_ins import instead
 from locater.control.base import Control, Controls
 from locater.errors import LocaterError
 
@@ -102,29 +100,3 @@ def _callback(held: Controls) -> Any:
             held.after_step()
 
     return AfterStep()
-
-
-def trainer_of(callback: Any) -> Any:
-    """The trainer that is calling `callback`; None where there is none.
-
-    Events carry the model, the optimizer and the state, but not the trainer; it is the `self` of one of the calling frames.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        handler = getattr(owner, "callback_handler", None)
-        if callable(getattr(owner, "training_step", None)) and any(held is callback for held in getattr(handler, "callbacks", ())):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def listen(trainer: Any, hear: Callable[[Any], None]) -> Callable[[], None]:
-    """Tell `hear` what each `training_step` returns: the loss of a micro-batch as it is accumulated. Returns what ends it."""
-
-    def heard(owner: Any, training_step: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        loss = training_step(*args, **kw)
-        hear(loss)
-        return loss
-
-    return instead(trainer, "training_step", heard)

@@ -5,6 +5,7 @@ trainer = lightning.Trainer(..., callbacks=[locater.integrations.lightning.Contr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,9 @@ except ImportError:  # the older name of the same package
 
 from locater.control.base import Control, Controls
 from locater.errors import LocaterError
+from locater.monitor.trainer_events import still_scaled
+
+logger = logging.getLogger("locater")
 
 
 class ControlCallback(Callback):  # type: ignore[misc]
@@ -28,13 +32,28 @@ class ControlCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if not pl_module.automatic_optimization:
             raise LocaterError("a module that optimises by hand adds controls by hand: loss + control.loss(), then control.after_step()")
+        for control in self.controls.controls:
+            if control.penalty_of_forward:
+                raise LocaterError(
+                    f"{control!r}: its penalty belongs to the forward pass, which is over when Lightning calls back: "
+                    "control.attach(module), and return loss + control.loss() from training_step"
+                )
         self.controls.attach(pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._step, self._told = int(trainer.global_step), False
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         penalty: Tensor = self.controls.loss()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
         if penalty.requires_grad:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            (penalty if scaler is None else scaler.scale(penalty)).backward()  # gradients are still scaled here
+            if still_scaled(trainer, optimizer):
+                scaler.scale(penalty).backward()
+            elif scaler is None or bool(penalty.isfinite()):
+                penalty.backward()
+            elif not self._told:  # the scaler has looked at the gradients already, and would not skip this step
+                self._told = True
+                logger.warning("step %d: the penalty is %s: left out of the step", trainer.global_step, float(penalty.detach()))
         pl_module.log("locater/penalty", penalty.detach())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -43,6 +62,7 @@ class ControlCallback(Callback):  # type: ignore[misc]
             self.controls.after_step()
 
     _step = 0
+    _told = False  # that a penalty is left out
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self.controls.detach()

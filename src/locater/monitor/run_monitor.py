@@ -27,8 +27,8 @@ from locater.errors import LocaterError
 from locater.families import attention_layers, effective
 from locater.families.folded import FoldedStacks, Spectra, spectra_of
 from locater.findings import FLAGS, Condition, explain, key_variance, parse_conditions
-from locater.integrations.events import TrainerEvents
 from locater.monitor.pending import Pending
+from locater.monitor.trainer_events import TrainerEvents
 from locater.numerics import finite_or_none
 from locater.observing.observation import Choice, Observation
 from locater.observing.rows import fetched, held_by, numbers_of, totals
@@ -170,9 +170,11 @@ class Monitor(TrainerEvents):
         """End: take the listeners off, write what is left, close the sinks. May be called twice."""
         if self.observation is None:
             return
-        self._flush(wait=True)
-        self._write({"kind": "end", "step": self.step, "time": time.time()})
-        self._close()
+        try:
+            self._flush(wait=True)
+            self._write({"kind": "end", "step": self.step, "time": time.time()})
+        finally:
+            self._close()
 
     def _arm(self) -> None:
         assert self.observation is not None

@@ -53,6 +53,7 @@ class Follower:
         self.path = Path(path)
         self._lock = threading.Lock()
         self._revision = time.time_ns() // 1_000_000  # so that a page of an earlier server is not taken for one of ours
+        self._log: Path | None = None  # once found it is kept, whatever else comes into a folder
         self._restart()
 
     def _restart(self) -> None:
@@ -65,7 +66,9 @@ class Follower:
 
     def look(self) -> None:
         """Read what has been written since the last look, up to the last whole line."""
-        log = find_log(self.path)
+        if self._log is None or not self._log.is_file():
+            self._log = find_log(self.path)
+        log = self._log
         if log is None:
             return
         with log.open("rb") as file:
@@ -81,7 +84,7 @@ class Follower:
             try:
                 self._reader.feed(self._whole_lines(file))
             except LocaterError as error:
-                self._error = str(error)
+                self._error, self._prints = str(error), self._print(file)
                 raise
             if self._offset > before:
                 self._revision += 1

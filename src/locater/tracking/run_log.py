@@ -8,6 +8,7 @@ known is left out of its line; NaN and the infinities are words ("NaN"), so that
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from bisect import bisect_left
@@ -26,6 +27,8 @@ Points = list[tuple[int, float]]  # (step, number), steps rise
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as float() reads them
 NUMBER = {int, float, type(None)}  # types of a value in a log; bool is none of them
 FIELDS = {"loss": (), "step": ("heads",), "warning": ("flag", "layer", "head"), "end": ()}
+OWN = "locater*.jsonl"  # as `Monitor` names logs by itself
+logger = logging.getLogger("locater")
 SWEEP = "results.jsonl"  # what `locater train` writes beside the folders of several runs
 
 
@@ -83,7 +86,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def find_log(path: str | os.PathLike[str]) -> Path | None:
-    """The log at a path, or the only one in a folder; None while there is none."""
+    """The log at a path; in a folder the only one, or the newest of those that `Monitor` names, which is said. None while there is none."""
     place = Path(path)
     if not place.is_dir():
         if place.exists() and not place.is_file():
@@ -93,6 +96,11 @@ def find_log(path: str | os.PathLike[str]) -> Path | None:
     if not logs and (place / SWEEP).is_file():
         runs = sorted(folder.name for folder in place.iterdir() if any(folder.glob("*.jsonl")))
         raise LocaterError(f"{place}: a sweep; name one of its runs: {', '.join(f'{place / name}' for name in runs[:4])}")
+    own = [log for log in logs if log.match(OWN)]
+    if len(logs) > 1 and own:
+        newest = max(own, key=lambda log: (log.stat().st_mtime_ns, len(log.name), log.name))
+        logger.warning("%s: holds %d logs: reading %s, the newest; name another to read that", place, len(logs), newest.name)
+        return newest
     if len(logs) > 1:
         raise LocaterError(f"{place}: holds {len(logs)} logs ({', '.join(log.name for log in logs[:4])}): name one of them")
     return logs[0] if logs else None

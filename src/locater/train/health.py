@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from locater.attention.call import unread
 from locater.control.mechanism import acting
@@ -52,13 +51,18 @@ class Losses:
     def attach(self, model: Transformer) -> None:
         held = [(name, m) for name, m in model.named_modules() if isinstance(m, Attention)]
         layers = [{"layer": i, "name": name, "heads": model.shape.heads, "kind": "self"} for i, (name, _) in enumerate(held)]
-        self.sink, begin = JsonlSink(self.path), header(type(model).__name__, self.every, layers, COLUMNS)
-        self.sink.check(begin)  # a log of another model is refused, not gone on without
+        sink, begin = JsonlSink(self.path), header(type(model).__name__, self.every, layers, COLUMNS)
+        try:
+            sink.check(begin)  # a log of another model is refused, and stays as it is
+        except BaseException:
+            sink.close()
+            raise
+        self.sink = sink
         self._write(begin)
 
-    def after_step(self, loss: Tensor, step: int, **scalars: Any) -> None:
+    def after_step(self, loss: float, step: int, **scalars: Any) -> None:
         self.step = step
-        self._write({"kind": "loss", "step": step, "loss": float(loss)})
+        self._write({"kind": "loss", "step": step, "loss": loss})
 
     def detach(self) -> None:
         """May be called twice."""

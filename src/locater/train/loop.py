@@ -130,14 +130,16 @@ class Training:
             self.loss = float(loss)
             if not math.isfinite(self.loss):
                 raise DivergedError(self._failure(self.step + 1, f"the loss is {self.loss}", batches))
-            if not math.isfinite(float(norm)):
-                raise DivergedError(self._failure(self.step + 1, f"the norm of the gradient is {float(norm)}", batches))
+            grad_norm = float(norm)
+            if not math.isfinite(grad_norm):
+                raise DivergedError(self._failure(self.step + 1, f"the norm of the gradient is {grad_norm}", batches))
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.controls.after_step()
             self.step += 1
             if self.monitor is not None:
-                self.monitor.after_step(loss=loss, step=self.step, grad_norm=norm, rate=self.optimizer.param_groups[0]["lr"])
+                rate = self.optimizer.param_groups[0]["lr"]
+                self.monitor.after_step(loss=self.loss, step=self.step, grad_norm=grad_norm, rate=rate)
             batches = following
             self._after_step(start)
 

@@ -6,11 +6,15 @@ not numbers are replaced, so the loss of each step is taken from `training_step`
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from locater.attention.stand_ins import instead
 
 if TYPE_CHECKING:
     from locater.observing.observation import Observation
@@ -34,6 +38,7 @@ class TrainerEvents:
     after_step: Callable[..., Any]
     detach: Callable[[], None]
     _close: Callable[[], None]
+    _flush: Callable[..., None]
     _write: Callable[[dict[str, Any]], None]
     _say: Callable[..., None]
 
@@ -49,7 +54,8 @@ class TrainerEvents:
     def _hear(self, loss: Any) -> None:
         """The loss of one micro-batch."""
         if self.attached and isinstance(loss, Tensor) and loss.numel() == 1:
-            self._sum = loss.detach() if self._sum is None else self._sum + loss.detach()
+            # a copy: a CUDA graph writes the next loss over this one
+            self._sum = loss.detach().clone() if self._sum is None else self._sum + loss.detach()
             self._parts += 1
 
     def _begin(self, model: nn.Module, folder: str, step: int) -> None:
@@ -63,6 +69,8 @@ class TrainerEvents:
             self._unlisten()
         self._unlisten = self._sum = self._rate = self._norm = None
         self._parts = 0
+        with contextlib.suppress(Exception):  # where the run failed with its device, losses cannot be read from there
+            self._flush(wait=True)
         self._close()
 
     def _step_done(self, step: int, share: float = 1.0) -> None:
@@ -75,8 +83,6 @@ class TrainerEvents:
     # transformers.Trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
-        from locater.integrations.hf import listen, trainer_of
-
         if getattr(args, "n_gpu", 1) > 1:
             self._end()
             self._say("nn.DataParallel runs copies of the model, which are not observed: start one process per device with torchrun")
@@ -86,7 +92,7 @@ class TrainerEvents:
         self._unlisten = None if trainer is None else listen(trainer, self._hear)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **held: Any) -> None:
-        self._rate = _rate(optimizer)
+        self._rate = _rate(optimizer) if self.due else None  # a rate on a device is waited for
 
     def on_step_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
         if self.attached:
@@ -109,7 +115,7 @@ class TrainerEvents:
         self._begin(module, trainer.log_dir or trainer.default_root_dir, int(trainer.global_step))
 
     def on_before_optimizer_step(self, trainer: Any, module: nn.Module, optimizer: Any) -> None:
-        self._rate = _rate(optimizer)
+        self._rate = _rate(optimizer) if self.due else None
         self._norm = _gradient_norm(trainer, module, optimizer) if self.due else None
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -125,8 +131,10 @@ class TrainerEvents:
     # Both
 
     def on_train_end(self, *args: Any, **held: Any) -> None:
-        self.detach()
-        self._end()
+        try:
+            self.detach()
+        finally:
+            self._end()
 
     state_key = "locater.Monitor"
 
@@ -151,11 +159,43 @@ def _rate(optimizer: Any) -> float | None:
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
+def still_scaled(trainer: Any, optimizer: Any) -> bool:
+    """Whether Lightning's gradients are still multiplied for half precision before the optimizer step: only where the optimizer
+    itself divides them, as fused Adam does."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def _gradient_norm(trainer: Any, module: nn.Module, optimizer: Any) -> Tensor | None:
     """Before clipping; None where gradients are shards of others, or still scaled for half precision."""
-    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
     alone = trainer.world_size == 1 or "ddp" in type(trainer.strategy).__name__.lower()
     grads = [p.grad for p in module.parameters() if p.grad is not None]
-    if scaled or not alone or not grads or any(type(grad) is not Tensor for grad in grads):
+    if still_scaled(trainer, optimizer) or not alone or not grads or any(type(grad) is not Tensor for grad in grads):
         return None
     return torch.nn.utils.get_total_norm(grads)
+
+
+def trainer_of(callback: Any) -> Any:
+    """The trainer that is calling `callback`; None where there is none.
+
+    Events carry the model, the optimizer and the state, but not the trainer; it is the `self` of one of the calling frames.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        handler = getattr(owner, "callback_handler", None)
+        if callable(getattr(owner, "training_step", None)) and any(held is callback for held in getattr(handler, "callbacks", ())):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def listen(trainer: Any, hear: Callable[[Any], None]) -> Callable[[], None]:
+    """Tell `hear` what each `training_step` returns: the loss of a micro-batch as it is accumulated. Returns what ends it."""
+
+    def heard(owner: Any, training_step: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        loss = training_step(*args, **kw)
+        hear(loss)
+        return loss
+
+    return instead(trainer, "training_step", heard)
