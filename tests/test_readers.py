@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from locater import LocaterError, scan
 from locater.checkpoints.sources import SafetensorsWeights
@@ -115,3 +116,25 @@ def test_cached_hub_model_is_found_offline(saved_llama: Path, tmp_path: Path, mo
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert rows(Path("someone/tiny")) == rows(saved_llama)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_one_shard_is_not_read_as_the_model(tmp_path: Path, suffix: str, indexed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4)
+    places = {name: f"model-0000{1 + (name >= 'layers.2')}-of-00002.{suffix}" for name in model.state_dict()}
+    for place in set(places.values()):
+        part = {name: tensor for name, tensor in model.state_dict().items() if places[name] == place}
+        (save_file if suffix == "safetensors" else torch.save)(part, tmp_path / place)
+    stem = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[suffix]
+    if indexed:
+        (tmp_path / f"{stem}.index.json").write_text(json.dumps({"weight_map": places}))
+        assert len(scan(tmp_path, heads=2).layers) == 4
+    with pytest.raises(LocaterError, match="2 shards.*give the folder"):
+        scan(tmp_path / f"model-00002-of-00002.{suffix}", heads=2)
+    if suffix == "safetensors" and not indexed:
+        assert len(scan(tmp_path, heads=2).layers) == 4
+        (tmp_path / "model-00001-of-00002.safetensors").unlink()
+        with pytest.raises(LocaterError, match="1 of the 2 shards"):
+            scan(tmp_path, heads=2)

@@ -289,6 +289,17 @@ def test_eigenvalues_are_the_non_zero_ones_of_the_dense_matrix(kind: str, head_d
         assert distance[rows, columns].max() <= 1e-8 * head.norm
 
 
+def test_eigenvalues_of_equal_modulus_do_not_depend_on_rounding() -> None:
+    """±a of a symmetric map differ by a rounding or two, and so may fall on either side of any fixed edge."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.rand(300, 4, generator=generator).sort(-1, descending=True).values + torch.tensor([0.4, 0.3, 0.2, 0.1])
+    spectrum = torch.stack([sizes, -sizes], -1).flatten(-2).double()  # a, -a, b, -b, ...
+    turns = torch.linalg.qr(torch.randn(300, 8, 8, generator=generator, dtype=torch.float64)).Q
+    W = ((turns * spectrum[:, None, :]) @ turns.mT).float()
+    values = moments(torch.eye(8).expand(300, 8, 8), W).eigenvalues()
+    torch.testing.assert_close(values.real, spectrum.float(), rtol=0, atol=1e-4)
+
+
 def test_eigenvalues_leave_the_number_of_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the solver does not converge."""
     before, m = torch.get_num_threads(), found(make("random", 4, 8, seed=0))

@@ -25,7 +25,7 @@ from locater.errors import LocaterError
 from locater.numerics import one_thread, upcast
 
 Batched = Float[Tensor, "*heads"]
-TIED = 16  # roundings of the largest eigenvalue by which two moduli may differ and still count as equal
+TIED = 64  # roundings of the largest eigenvalue by which two moduli may differ and still count as equal; the solver makes up to 52
 SINGLE = 60  # powers of two that ||W||^2 may be from 1, so that cubes of W and their digits are within the range of float32
 
 
@@ -152,9 +152,13 @@ class Moments:
         values = _head_by_head(torch.linalg.eigvals, _on_cpu(self.gram))
         size = torch.finfo(self.gram.dtype)
         step = values.abs().amax(-1, keepdim=True).clamp_min(size.tiny) * TIED * size.eps
-        for key in (torch.imag, torch.real, torch.abs):  # the last one counts most: a stable sort keeps the order before it
-            order = (key(values) / step).round().argsort(dim=-1, descending=True, stable=True)
-            values = values.gather(-1, order)
+        group = torch.zeros(values.shape, dtype=torch.long)  # of those that are equal so far
+        for key in (torch.abs, torch.real, torch.imag):
+            order = key(values).argsort(dim=-1, descending=True, stable=True)
+            order = order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
+            values, group = values.gather(-1, order), group.gather(-1, order)
+            apart = (-key(values).diff(dim=-1) > step) | (group.diff(dim=-1) > 0)
+            group = torch.nn.functional.pad(apart.long().cumsum(-1), (1, 0))
         return values
 
     def scaled(self, factor: float) -> Moments:

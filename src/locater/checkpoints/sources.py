@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
@@ -12,7 +13,6 @@ from typing import Any, Protocol
 from torch import nn
 
 from locater.checkpoints.pickle_file import open_pickles
-from locater.checkpoints.safetensors_file import DTYPES as DTYPES
 from locater.checkpoints.safetensors_file import SafetensorsWeights
 from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError, first_line
@@ -77,6 +77,7 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
         raise LocaterError(f"{folder}: cannot be read ({error.strerror})") from None
     loose = [folder / name for name in names if name.endswith(".safetensors")]
     if loose:
+        _refuse_missing_shards(loose, str(folder))
         return SafetensorsWeights(loose, str(folder)), config
     quantised = [folder / name for name in names if name.endswith(".gguf")]
     if quantised:
@@ -116,6 +117,7 @@ def _inside(shard: str) -> bool:
 
 
 def _open_file(path: Path) -> Weights:
+    _refuse_a_shard(path)
     if path.suffix == ".safetensors":
         return SafetensorsWeights([path], str(path))
     if path.suffix in (".bin", ".pt", ".pth"):
@@ -123,6 +125,28 @@ def _open_file(path: Path) -> Weights:
     if path.name.endswith(".index.json"):
         return _open_index(path, SafetensorsWeights if "safetensors" in path.name else open_pickles)
     raise LocaterError(f"{path}: not a kind of weights file that is read (.safetensors, .gguf, .bin, .pt, .pth or an index)")
+
+
+def _refuse_a_shard(path: Path) -> None:
+    """A shard alone would be read as a model with fewer layers, and norms that lie in another shard as none."""
+    for index in path.parent.glob("*.index.json") if path.suffix != ".json" else ():
+        document = read_json(index)
+        places = document.get("weight_map") if isinstance(document, dict) else None
+        shards = {shard for shard in places.values() if isinstance(shard, str)} if isinstance(places, dict) else set()
+        if path.name in shards and len(shards) > 1:
+            raise LocaterError(f"{path}: one of the {len(shards)} shards of {index.name}: give the folder {path.parent}")
+    _refuse_missing_shards([path], str(path))
+
+
+def _refuse_missing_shards(files: Sequence[Path], where: str) -> None:
+    """Files named `model-00002-of-00003` are read only together with the others of their kind."""
+    sets: dict[tuple[str, int], set[int]] = {}
+    for path in files:
+        if match := re.fullmatch(r"(.*)-(\d{1,6})-of-(\d{1,6})", path.stem, re.ASCII):
+            sets.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (stem, count), numbers in sets.items():
+        if len(numbers) < count:
+            raise LocaterError(f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder that holds all")
 
 
 def _read_config(path: Path) -> Config:

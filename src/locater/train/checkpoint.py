@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor, nn
 
-from locater.checkpoints.sources import DTYPES
+from locater.checkpoints.safetensors_file import DTYPES
 from locater.data.tokenizer import CONFIG, FILE
 from locater.errors import LocaterError, first_line
 from locater.files import write_whole
