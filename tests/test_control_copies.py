@@ -204,9 +204,31 @@ def test_the_table_is_restored_when_the_last_copy_is_gone() -> None:
     assert dict(table) != before, "the copy still needs it"
     del twin
     gc.collect()
-    interface.install()
-    interface.remove()
     assert dict(table) == before
+
+
+def test_copies_may_go_while_the_table_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run at any line: what it takes off must not end what is being put on, nor wait for its own thread."""
+    from transformers.modeling_utils import AttentionInterface
+
+    model = model_of("llama")
+    control = Temperature(init=2.0).attach(model)
+    twins, real = [copy.deepcopy(model)], interface._tables
+    control.detach()
+
+    def collected() -> Any:
+        tables = real()
+        twins.clear()
+        gc.collect()
+        return tables
+
+    monkeypatch.setattr(interface, "_tables", collected)
+    interface.install()
+    assert interface._replaced
+    assert all(table.get(name) is ours for table, name, _, ours in interface._replaced)
+    interface.remove()
+    assert not interface._replaced
+    assert AttentionInterface._global_mapping
 
 
 def in_another_process(model: nn.Module, sent: Any) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from rich.console import Console
 from torch import nn
 
 from locater import Probe, Scan, compare, probe, scan
-from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, judge, untrained
+from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, judge, untrained
 from locater.report.tables import summary
-from locater.report.terminal import print_comparison, print_probe, print_scan
+from locater.report.terminal import _print_meanings, print_comparison, print_probe, print_scan
 
 DEMO = str(files("locater") / "demo")
 SHARED = Path(__file__).parents[2] / "shared"
@@ -184,6 +185,15 @@ def test_faults_stand_beside_the_flags_in_the_document(tmp_path: Path) -> None:
 
 
 # ---- the terminal ----
+
+
+def test_heads_whose_note_is_not_shown_are_counted() -> None:
+    """Several heads may share a reason."""
+    reasons = ["a", "b", "c", "d", "d", "e"]
+    rows = [SimpleNamespace(layer=0, head=head) for head in range(len(reasons))]
+    text = io.StringIO()
+    _print_meanings(rows, [Verdict((), {"sharp": reason}, None) for reason in reasons], Console(file=text, width=200))
+    assert "sharp: 3 more such heads." in text.getvalue()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

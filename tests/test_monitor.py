@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -73,6 +74,14 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert all(step["loss"] > 0 for step in run.steps)
     assert sorted(x["step"] for x in records(tmp_path / "run.jsonl") if x["kind"] == "loss") == [2, 3, 4, 6, 7, 8, 10]
     assert not any("locater" in name for module in model.modules() for name in vars(module))
+
+
+def test_measuring_imports_nothing_that_controls() -> None:
+    """Controls stand on what is measured, and not the other way round."""
+    root = Path(monitor.__file__).parents[1]
+    for path in (*(root / "monitor").glob("*.py"), *(root / "observing").rglob("*.py")):
+        found = [line for line in path.read_text().splitlines() if re.match(r"\s*(from|import) locater\.(control|integrations)\b", line)]
+        assert found == [], path
 
 
 def test_training_is_not_changed(tmp_path: Path) -> None:

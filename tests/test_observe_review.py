@@ -336,6 +336,19 @@ def test_heads_of_pytorchs_own_layers_too(factor: float, lost: bool) -> None:
         out, _ = model(x, x, x)
     assert bool(out.isfinite().all()) != lost
     assert all((row.entropy is None) == ("nonfinite" in row.flags) == lost for row in seen.rows)
+    assert all(row.max_logit is not None for row in seen.rows), "it says why"
+
+
+def test_an_mlp_that_overflows_on_the_fast_path_is_no_fault_of_heads() -> None:
+    """The fast path hands over the output of the whole layer, and attention is only a part of it."""
+    block = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        model.layers[0].linear2.weight.fill_(3e38)  # type: ignore[union-attr]
+        with locater.observe(model) as seen:
+            out = model(torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0)))
+    assert not bool(out.isfinite().all())
+    assert all(row.entropy is not None and "nonfinite" not in row.flags for row in seen.rows)
 
 
 def test_ranks_of_outputs_that_nobody_hands_over_are_not_known() -> None:

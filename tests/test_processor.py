@@ -136,10 +136,19 @@ def test_half_precision_is_right_with_the_limit(with_amx: Path) -> None:
 def test_the_command_line_tries_by_itself(run: Callable[..., Any], with_amx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "_default_probe", lambda: signal.SIGILL)
     monkeypatch.setattr(avoid_broken_amx, "__defaults__", (None, with_amx))
-    assert run("--help").status == run("--version").status == 0
-    assert VARIABLES[0] not in os.environ, "help runs no layer"
-    first, second = (run("watch", tmp_path / "nothing", "--json", "-") for _ in range(2))
+    for command in ("scan", "probe", "compare", "train", "reproduce"):
+        assert run(command, "--help").status == 0
+    assert run("--help").status == run("--version").status == run("reproduce", "--list").status == 0
+    run("watch", tmp_path / "nothing", "--json", "-")
+    run("scan", tmp_path / "nothing")
+    assert VARIABLES[0] not in os.environ, "these run no layer"
+    first, second = (run("probe", tmp_path / "nothing", "--json", "-") for _ in range(2))
     assert (first.err.startswith(SAID), "AMX" in second.err, os.environ[VARIABLES[0]]) == (True, False, LIMIT)
+    monkeypatch.setattr("locater_papers.command.reproduce", lambda *given: sys.exit(0))
+    train = ["train", "--corpus", tmp_path / "nothing", "--out", tmp_path / "run"]
+    for command in (train, ["reproduce", "dong2021", "--claim", "a1", "--quick"]):
+        monkeypatch.delenv(VARIABLES[0])
+        assert run(*command).err.startswith(SAID), command
 
 
 def test_skipped_page_tests_are_told_at_the_end(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def avoid_broken_amx(probe: Callable[[], int] | None = None, cpuinfo: str | os.P
 
     Call it before the first half-precision operation: oneDNN reads its limit once. The limit is an environment variable, so child
     processes have it too, and whoever sets it first, or one of their own choice, is not asked again. Costs nothing where the processor
-    has no AMX, and 0.05 s where it has. The command line calls it by itself; in a program of your own:
+    has no AMX, and 0.05 s where it has. Commands that run a model call it; in a program of your own:
 
         from locater.processor import avoid_broken_amx
         avoid_broken_amx()

@@ -15,6 +15,7 @@ from rich.console import Console
 from locater.cli.shell import check_writable, show_progress, stdout_console
 from locater.errors import LocaterError
 from locater.files import write_whole
+from locater.processor import avoid_broken_amx
 from locater_papers.claim import Claim
 from locater_papers.paper import Paper, Setting, chosen, joined, reproduce
 
@@ -72,6 +73,8 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         if runs is not None and not jobs and not earlier:
             _check_lines(Path(runs), wanted, claim)
         tell = partial(print, file=sys.stderr, flush=True)
+        if not earlier:
+            avoid_broken_amx()
         for each in wanted:
             bar = partial(show_progress, what=each.name)
             files = [Path(runs)] if runs is not None else [] if jobs or earlier else _kept(each, claim, tell)

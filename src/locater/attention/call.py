@@ -23,8 +23,8 @@ class Call:
     """Queries (B, H, T, D) and keys (B, K, S, D) after norms and rotation, as they meet.
 
     `mask` is True where a query may look. `bias` is added to scaled logits. `documents` numbers sequences that are packed one
-    after another. `output` (B, T, H, V) is what the layer made of its values, before the output map. `cut` marks sequences
-    whose first key is gone from a cache that holds a window.
+    after another. `output` (B, T, H, V) is what the layer made of its values, before the output map; or (B, T, E) after it, where
+    heads are not handed over one by one. `cut` marks sequences whose first key is gone from a cache that holds a window.
     """
 
     query: Float[Tensor, "B H T D"]
@@ -39,7 +39,7 @@ class Call:
     bias: Float[Tensor, "b h t S"] | None = None
     alibi: Float[Tensor, " H"] | None = None
     sinks: Float[Tensor, " H"] | None = None
-    output: Float[Tensor, "B T H V"] | None = None
+    output: Float[Tensor, "B T H V"] | Float[Tensor, "B T E"] | None = None
     cut: Bool[Tensor, " B"] | None = None
 
     def masked(self, given: Tensor | None) -> Call:

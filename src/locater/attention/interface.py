@@ -24,24 +24,35 @@ from locater.attention.listeners import KEY, described, listening
 
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []  # table, name, what was there, ours
 _users = 0
-_copied: weakref.WeakSet[Any] = weakref.WeakSet()  # changes that came with a copy of a model: nobody takes these off
+_copied: set[int] = set()  # ids of changes that came with a copy of a model: they end with it
 _named: dict[type[nn.Module], Callable[..., Any] | None] = {}
-_lock = threading.Lock()  # models may be observed in several threads
+_lock = threading.RLock()  # models may be observed in several threads; a copy may be collected in the middle of what holds it
 
 
 def install() -> None:
     """Put the listening functions into the tables; they stay until the last user removes them."""
     global _users
     with _lock:
-        _replace()
-        _users += 1
+        _users += 1  # first: a copy that is collected meanwhile must not undo what is done here
+        try:
+            _replace()
+        except BaseException:
+            _users -= 1
+            raise
 
 
 def keep(change: Any) -> None:
     """The same for as long as `change` is there, which acts in a copy of a model and has no control to remove it."""
     with _lock:
+        _copied.add(id(change))
+        weakref.finalize(change, _forget, id(change)).atexit = False
         _replace()
-        _copied.add(change)
+
+
+def _forget(number: int) -> None:
+    with _lock:
+        _copied.discard(number)
+        _restore()
 
 
 def _replace() -> None:
@@ -60,15 +71,23 @@ def remove(changes: Iterable[Any] = ()) -> None:
     with _lock:
         _users = max(0, _users - 1)
         for change in changes:
-            _copied.discard(change)
-        while not _users and not _copied and _replaced:
-            table, name, was, ours = _replaced.pop()
-            if table.get(name) is not ours:
-                continue  # somebody has put another function there meanwhile
-            if was is None:
-                del table[name]
-            else:
-                table[name] = was
+            _copied.discard(id(change))
+        _restore()
+
+
+def _restore() -> None:
+    """The tables as they were, once nobody needs them changed."""
+    if _users or _copied:
+        return
+    entries = _replaced[::-1]
+    _replaced.clear()
+    for table, name, was, ours in entries:
+        if table.get(name) is not ours:
+            continue  # somebody has put another function there meanwhile
+        if was is None:
+            del table[name]
+        else:
+            table[name] = was
 
 
 def _tables() -> list[dict[str, Any]]:

@@ -31,7 +31,6 @@ from locater.cli.shell import (
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.findings import Condition, parse_conditions
-from locater.processor import avoid_broken_amx
 from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan
 from locater.version import __version__
 
@@ -63,7 +62,6 @@ def root(
     if version:
         print(f"locater {__version__}")
         raise typer.Exit
-    avoid_broken_amx()
 
 
 @app.command(
@@ -127,11 +125,13 @@ def probe_command(
     fail_on: FailOn = None,
 ) -> None:
     """Run a model on text or images: measure every head, beside what is predicted of it."""
+    from locater.processor import avoid_broken_amx
     from locater.verbs.probing import PROBE_COLUMNS, PROBE_FLAGS, probe
 
     conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS) if fail_on is not None else []
     check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
     held, label = _text(text, corpus, images)
+    avoid_broken_amx()
     found = probe(
         model, held, images=images, tokenizer=tokenizer, length=length, tokens=tokens, rows=rows, label=label,
         progress=partial(show_progress, what="running the model"),

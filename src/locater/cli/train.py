@@ -15,6 +15,7 @@ import typer
 from locater.cli.shell import check_writable
 from locater.errors import LocaterError
 from locater.files import write_whole
+from locater.processor import avoid_broken_amx
 from locater.train.plan import Plan, Result
 
 OWN = {
@@ -37,6 +38,7 @@ def add_train(app: typer.Typer, **about: Any) -> None:
         plan = plan_of(own["plan"], asked)
         over = parse_sweep(own["sweep"] or [], own["seeds"], plan.seed)
         check_asked(asked, over, [each for _, each in combinations(plan, over)], own["seeds"] is not None)
+        avoid_broken_amx()
         if over:
             _several(plan, over, own["json"])
         else:

@@ -111,16 +111,20 @@ def self_layers(model: nn.Module, chosen: Layers) -> list[AttentionLayer]:
 
 def chosen_layers(layers: Iterable[AttentionLayer], chosen: Layers, where: str) -> list[AttentionLayer]:
     """Those numbered in `chosen`, without cross-attention."""
-    found = list(layers)
-    if chosen is not None:
-        wrong = [i for i in chosen if not 0 <= i < len(found)]
-        if wrong:
-            raise LocaterError(f"layers={list(chosen)}: there are {len(found)}, numbered from 0")
-        found = [found[i] for i in chosen]
-    kept = [layer for layer in found if layer.kind == "self"]
+    kept = [layer for layer in layers_numbered(layers, chosen) if layer.kind == "self"]
     if not kept:
         raise LocaterError(f"{where}: no self-attention among the chosen layers, so there is nothing to control")
     return kept
+
+
+def layers_numbered(layers: Iterable[AttentionLayer], chosen: Layers) -> list[AttentionLayer]:
+    """Those numbered in `chosen`, all where None; a number that is not there, or none at all, is refused."""
+    found = list(layers)
+    if chosen is None:
+        return found
+    if not chosen or any(not 0 <= i < len(found) for i in chosen):
+        raise LocaterError(f"layers={list(chosen)}: there are {len(found)}, numbered from 0")
+    return [found[i] for i in chosen]
 
 
 def device_of(model: nn.Module) -> torch.device:

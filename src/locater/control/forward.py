@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from locater.attention import interface
 from locater.attention.changes import Change, changes, numbered, put, take
-from locater.attention.stand_ins import CONTROL, instead
+from locater.attention.stand_ins import CONTROL, instead, through
 from locater.checkpoints.weights import ModuleWeights
-from locater.control.base import Control, Layers, device_of
+from locater.control.base import Control, Layers, device_of, layers_numbered
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.families.layer import Kind
@@ -150,7 +150,7 @@ class ForwardControl(Control):
             change.control = repr(self)
             put(module, change)
         # a model compiled before looks at the forward of its parts, and not at the table of attention functions
-        self._undo = [instead(module, "forward", _same) for module, _ in made]
+        self._undo = [instead(module, "forward", through) for module, _ in made]
 
     def _detach(self, model: nn.Module) -> None:
         for module, change in self._made:
@@ -198,19 +198,11 @@ class ForwardControl(Control):
             )
 
 
-def _same(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    return forward(*args, **kw)
-
-
 def places(model: nn.Module, chosen: Layers, who: str) -> list[Place]:
     """Every chosen attention module once; raises where one is out of reach."""
     weights = ModuleWeights(model)
-    found = list(attention_layers(model))
-    wrong = [i for i in chosen or () if not 0 <= i < len(found)]
-    if wrong or (chosen is not None and not chosen):
-        raise LocaterError(f"layers={list(chosen or ())}: there are {len(found)}, numbered from 0")
     held: dict[int, Place] = {}
-    for layer in found if chosen is None else [found[i] for i in chosen]:
+    for layer in layers_numbered(attention_layers(model), chosen):
         module = weights.submodule(layer.name)
         outside.refuse(module, layer.name)
         if not _asks(module):

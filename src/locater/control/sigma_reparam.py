@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from locater.attention.stand_ins import CONTROL
 from locater.checkpoints.live_tensors import Place, is_a
 from locater.checkpoints.sources import config_of
-from locater.control.base import Control, Layers
+from locater.control.base import Control, Layers, layers_numbered
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, layers_of
 from locater.families.folded import Recorder
@@ -142,11 +142,7 @@ def _own_class(module: nn.Module) -> None:
 def _places(model: nn.Module, chosen: Layers, only: Only) -> list[Place]:
     """Where the maps are, each once."""
     weights = Recorder(model)
-    found = list(layers_of(weights, config_of(model)))
-    wrong = [i for i in chosen or () if not 0 <= i < len(found)]
-    if wrong or (chosen is not None and not chosen):
-        raise LocaterError(f"layers={list(chosen or ())}: there are {len(found)}, numbered from 0")
-    layers = found if chosen is None else [found[i] for i in chosen]
+    layers = layers_numbered(layers_of(weights, config_of(model)), chosen)
     weights.held.clear()  # what is read from here on are maps
     for layer in layers:
         layer.query.weight(), layer.key.weight()

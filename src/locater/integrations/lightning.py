@@ -45,7 +45,7 @@ class ControlCallback(Callback):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         penalty: Tensor = self.controls.loss()
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         if penalty.requires_grad:
             if still_scaled(trainer, optimizer):
                 scaler.scale(penalty).backward()

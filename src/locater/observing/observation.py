@@ -14,7 +14,7 @@ from torch import nn
 
 from locater.attention import interface
 from locater.attention.listeners import Switch, enter, leave
-from locater.attention.stand_ins import instead
+from locater.attention.stand_ins import instead, through
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
@@ -102,7 +102,7 @@ class Observation:
                 for undo in outside.tap(site.module):
                     stack.callback(undo)
             for part in _compiled(self.model):
-                stack.callback(instead(part, "forward", _through))
+                stack.callback(instead(part, "forward", through))
             padding = Padding()
             for undo in listen(self.streams, padding, self.switch):
                 stack.callback(undo)
@@ -210,10 +210,6 @@ def _compiled(model: nn.Module) -> list[nn.Module]:
     """Parts that may have graphs already. A graph notices a replaced forward, but not a new name in a table that it asked in vain."""
     parts = [getattr(part, "_orig_mod", part if part._compiled_call_impl is not None else None) for part in model.modules()]
     return [part for part in parts if isinstance(part, nn.Module)]
-
-
-def _through(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    return forward(*args, **kw)
 
 
 def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:

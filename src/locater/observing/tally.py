@@ -46,9 +46,9 @@ def _kernel(
 
     `own` says that queries and keys are the same tokens; `window` and `softcap` are 0 for none; `heads` are those wanted; `cut`
     (B,) marks sequences whose first key is gone from the cache; `rows` is how many rows to sample, 0 for all. `output` (B, T, H, V)
-    is what the model made: a head that it made no finite number of gets none here either. `lenient` leaves out
-    what cannot be counted, for want of memory or whatever else, and keeps the reason in `missed`. Called again in the backward
-    pass by activation checkpointing, it does nothing.
+    is what the model made: a head that it made no finite number of gets none here either; (B, T, E) stands for all heads.
+    `lenient` leaves out what cannot be counted, for want of memory or whatever else, and keeps the reason in `missed`. Called again
+    in the backward pass by activation checkpointing, it does nothing.
     """
     if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
@@ -93,11 +93,14 @@ def _tally(
         alibi, sinks, output = (
             None if alibi is None else alibi[heads],
             None if sinks is None else sinks[heads],
-            None if output is None else output[:, :, heads],
+            output if output is None or output.ndim < 4 else output[:, :, heads],
         )
     terms = Terms(scale, causal, window or None, softcap or None, padding, documents, mask, bias, alibi, sinks)
-    more = rest or bool(offsets) or (gram is not None and output is not None)
     B, T, S = q.shape[0], q.shape[2], k.shape[2]
+    if output is None or output.ndim != 4:
+        gram = None
+        output = output if output is not None and output.ndim == 3 and output.shape[:2] == (B, T) else None
+    more = rest or bool(offsets) or gram is not None
     if not more and T <= S and not 0 < rows < T and all(x is None for x in (padding, documents, mask, bias, cut)):
         _add_whole(q, k, terms, sums, maxima)
         _spoil(output, None, sums, pairs)
@@ -259,9 +262,11 @@ def _spoil(output: Tensor | None, shown: Tensor | None, sums: Tensor, pairs: Ten
     Statistics are computed in float32 at least, and float16 overflows where that does not: a softmax of infinite logits is NaN in the
     model and would be a one-hot row here. The largest logit stays, since it says why.
     """
-    if output is None or output.ndim != 4 or output.shape[2] != len(sums):
+    if output is None or (output.ndim == 4 and output.shape[2] != len(sums)):
         return
-    made = output.sum(3, dtype=torch.promote_types(output.dtype, torch.float32))  # (B, T, H)
+    made = output.sum(-1, dtype=torch.promote_types(output.dtype, torch.float32))  # (B, T, H)
+    if made.ndim == 2:  # of all heads together
+        made = made[:, :, None].repeat(1, 1, len(sums))
     if shown is not None:
         made.masked_fill_(~shown.transpose(1, 2), 0)
     nothing = made.sum((0, 1), dtype=sums.dtype).mul_(0)  # (H,): 0, or NaN

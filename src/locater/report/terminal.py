@@ -230,8 +230,8 @@ def _print_meanings(rows: Sequence[Any], verdicts: Sequence[Verdict], console: C
             which = f"{flag.meaning}. {reason}" if reason == flag.way_out else reason
             heads = where[0] if len(where) == 1 else counted(len(where), "head")
             console.print(f"[dim]note: {flag.name} ({heads}): {which}.[/dim]", highlight=False)
-        if len(heads_of) > NOTES_SHOWN:
-            console.print(f"[dim]note: {flag.name}: {len(heads_of) - NOTES_SHOWN} more such heads.[/dim]", highlight=False)
+        if more := sum(len(where) for where in list(heads_of.values())[NOTES_SHOWN:]):
+            console.print(f"[dim]note: {flag.name}: {counted(more, 'more such head')}.[/dim]", highlight=False)
 
 
 def _minus(b: float | None, a: float | None) -> float | None:

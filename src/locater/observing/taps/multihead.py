@@ -48,7 +48,8 @@ def _attend(module: nn.MultiheadAttention, forward: Callable[..., Any], *args: A
         query, key, _, hidden, _, mask = (argument(args, kwargs, at, name) for at, name in enumerate(ARGUMENTS))
         with torch.no_grad():
             q, k, padding = _batched(module, query, key)
-            tell(sites, _spoiled(module, _masked(_met(module, q, k, padding), mask, hidden), out[0]))
+            made, _, _ = _batched(module, out[0].detach(), out[0])
+            tell(sites, replace(_masked(_met(module, q, k, padding), mask, hidden), output=made))
     return out
 
 
@@ -56,14 +57,14 @@ ARGUMENTS = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_
 
 
 def _encode(*args: Any) -> Tensor:
-    """A whole encoder layer in one function: the attention in it is known by its weight."""
+    """A whole encoder layer in one function: the attention in it is known by its weight. What it returns is not attention's alone."""
     out = _plain[0](*args)
     for module in _tapped:
         if module.in_proj_weight is args[3]:
             sites = listening(module)
             if sites:
                 with torch.no_grad():
-                    tell(sites, _spoiled(module, _in_layer(module, *args), out))
+                    tell(sites, _in_layer(module, *args))
     return out
 
 
@@ -77,13 +78,6 @@ def _in_layer(module: nn.MultiheadAttention, src: Tensor, *args: Any) -> Call:
     if mask is None:
         return call
     return replace(call, padding=mask == 0) if mask_type == 1 else replace(call, mask=mask == 0)
-
-
-def _spoiled(module: nn.MultiheadAttention, call: Call, out: Tensor) -> Call:
-    """Without numbers in rows (B, T) of which the module made none: it hands over no output of a head that would tell which."""
-    made, _, _ = _batched(module, out.detach(), out)
-    nothing = made.sum(-1, dtype=torch.promote_types(made.dtype, torch.float32)).mul(0)  # 0, or NaN
-    return replace(call, query=call.query + nothing[:, None, :, None].to(call.query.dtype))
 
 
 def _batched(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
