@@ -110,6 +110,14 @@ def test_every_dtype_of_the_format_is_known(tmp_path: Path) -> None:
         assert open_source(tmp_path / "x.safetensors")[0].shape("a") == (4,)
 
 
+def test_a_field_more_in_an_entry_is_read_over(tmp_path: Path) -> None:
+    """As the library does."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(changed("a", note=1))
+    with safe_open(path, "pt") as file:
+        assert torch.equal(open_source(path)[0].read("a"), file.get_tensor("a"))
+
+
 def test_safetensors_without_positioned_reads(saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows has neither preadv nor pread."""
     expected = rows(saved_llama)
