@@ -67,7 +67,8 @@ def register(model_types: str | Iterable[str], layers: Reader) -> None:
     """Teach Locater an architecture: `layers(weights, config)` yields one `AttentionLayer` per attention layer.
 
     `model_types` are values of `model_type` in config.json; a name that is taken is replaced. What such a reader leaves out, and what it
-    makes of the configuration, is its own affair: neither is checked. docs/add-a-family.md.
+    makes of the configuration, is its own affair: neither is checked. Of the layers that it makes of a checkpoint, gains, biases and
+    numbers are: they have to fit the maps. docs/add-a-family.md.
     """
     for model_type in [model_types] if isinstance(model_types, str) else model_types:
         _readers[model_type] = layers
@@ -156,7 +157,8 @@ def _named(
             raise LocaterError(_contradiction(weights, f"--heads {heads}", f"{told} = {count}"))
         heads = count
     assert heads is not None
-    return list(layers_by_name(weights, query, key, heads, kv_heads))
+    count = heads
+    return _read(lambda weights, config: layers_by_name(weights, query, key, count, kv_heads), weights, config)
 
 
 def _with_heads(weights: Weights, config: Config, heads: int | None) -> Config:
