@@ -542,3 +542,17 @@ def test_wrong_things_in_the_place_of_right_ones(run: Run, saved_llama: Path, tm
         assert (result.status, result.out, result.err.count("\n")) == (2, "", 1), (line, result)
         assert said in result.err, line
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_arguments_of_a_timm_model(tmp_path: Path) -> None:
+    """`model_args` may be anything; where the number of heads is null beside them, it is in them."""
+    torch.manual_seed(0)
+    save_file({"blocks.0.attn.qkv.weight": torch.randn(24, 8), "blocks.0.attn.proj.weight": torch.randn(8, 8),
+               "blocks.0.norm1.weight": torch.ones(8), "blocks.0.norm1.bias": torch.zeros(8)}, tmp_path / "model.safetensors")  # fmt: skip
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_heads": None, "architecture": "vit_tiny", "model_args": {"num_heads": 2}}))
+    assert len(scan(tmp_path).rows) == 2
+    config.write_text(json.dumps({"architecture": "vit_tiny", "model_args": [1]}))
+    assert len(scan(tmp_path, heads=2).rows) == 2
+    with pytest.raises(LocaterError, match="add --heads N"):
+        scan(tmp_path)

@@ -157,7 +157,9 @@ def test_cross_attention_of_gpt2_is_not_left_out_in_silence() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=32, add_cross_attention=True)
-    assert "Not read: transformer.h.*.crossattention (2)" in refusal(GPT2LMHeadModel(config))
+    line = refusal(GPT2LMHeadModel(config))
+    assert "Not read: transformer.h.*.crossattention (2)" in line
+    assert "on its own" not in line, "every part of it is refused too"
 
 
 class Pooled(nn.Module):
@@ -195,3 +197,9 @@ def test_one_module_under_two_names_is_one() -> None:
     model = nn.ModuleDict({"a": odd, "b": nn.ModuleDict({"same": attention})})
     assert set(attention_like(open_source(model)[0])) == {"a.inner", "b.same"}
     assert [layer.name for layer in attention_layers(model)] == ["a.inner", "b.same"]
+
+
+def test_a_compiled_model_is_no_part_of_itself() -> None:
+    model = nn.Sequential(block())
+    expected = [row.trace for row in locater.scan(model).rows]
+    assert [row.trace for row in locater.scan(torch.compile(model)).rows] == expected

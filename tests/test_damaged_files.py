@@ -110,6 +110,14 @@ def test_every_dtype_of_the_format_is_known(tmp_path: Path) -> None:
         assert open_source(tmp_path / "x.safetensors")[0].shape("a") == (4,)
 
 
+def test_a_field_more_in_an_entry_is_read_over(tmp_path: Path) -> None:
+    """As the library does."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(changed("a", note=1))
+    with safe_open(path, "pt") as file:
+        assert torch.equal(open_source(path)[0].read("a"), file.get_tensor("a"))
+
+
 def test_safetensors_without_positioned_reads(saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows has neither preadv nor pread."""
     expected = rows(saved_llama)
@@ -232,10 +240,27 @@ def test_a_pickle_with_a_record_marked_as_a_folder_is_refused(pickled: Path) -> 
 
 
 def test_tensors_that_claim_more_numbers_than_the_file_holds(pickled: Path) -> None:
-    """A stride of 0 makes terabytes of four bytes."""
-    torch.save({"a": torch.zeros(1).expand(2**20, 2**20)}, pickled)
+    """A stride of 0 makes terabytes of four bytes. One that nobody reads refuses nothing."""
+    torch.save({"a": torch.zeros(1).expand(2**20, 2**20), "b": torch.ones(2)}, pickled)
+    weights, _ = open_source(pickled)
+    assert weights.read("b").tolist() == [1, 1]
     with pytest.raises(LocaterError, match=r"pytorch_model\.bin: a claims 4,398,046,511,104 bytes"):
-        open_source(pickled)
+        weights.read("a")
+
+
+def test_a_record_longer_by_less_than_an_element_is_read(pickled: Path) -> None:
+    torch.save({"a": torch.ones(3), "b": torch.arange(4.0)}, pickled)
+    with zipfile.ZipFile(pickled) as old:
+        records = {info.filename: old.read(info) for info in old.infolist()}
+    for more, fine in ((b"123", True), (b"1234", False)):
+        with zipfile.ZipFile(pickled, "w") as new:
+            for name, data in records.items():
+                new.writestr(name, data + more if name.endswith("data/0") else data)
+        if fine:
+            assert open_source(pickled)[0].read("a").tolist() == [1, 1, 1]
+        else:
+            with pytest.raises(LocaterError, match="its record has another size"):
+                open_source(pickled)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -326,6 +351,13 @@ def test_a_gain_of_another_size_is_refused(saved_llama: Path, tmp_path: Path) ->
         save_file({**tensors, "model.layers.1.input_layernorm.weight": gain}, tmp_path / "model.safetensors")
         with pytest.raises(LocaterError, match=r"layers\.1\.self_attn has a gain or a bias of shape .* where 32 numbers belong"):
             scan(tmp_path)
+
+
+def test_a_bias_beside_named_maps_of_another_size_is_refused(tmp_path: Path) -> None:
+    maps = {"wq.weight": torch.eye(8), "wk.weight": torch.eye(8), "wq.bias": torch.ones(1)}
+    save_file(maps, tmp_path / "x.safetensors")
+    with pytest.raises(LocaterError, match=r"wq has a gain or a bias of shape \[1\] .* where 8 numbers belong"):
+        scan(tmp_path / "x.safetensors", query="wq.weight", key="wk.weight", heads=2)
 
 
 def test_a_pickle_whose_records_have_another_size_is_refused(pickled: Path) -> None:

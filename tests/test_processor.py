@@ -68,6 +68,14 @@ def test_a_child_that_hangs_is_no_sign_of_amx(monkeypatch: pytest.MonkeyPatch) -
     assert signal_of(threading.Event().wait) == 0  # type: ignore[arg-type]
 
 
+def test_a_child_that_is_killed_is_no_sign_of_amx(with_amx: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As for want of memory."""
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT):
+        assert avoid_broken_amx(lambda number=number: number, with_amx) is None
+    assert not os.environ.get(VARIABLES[0])
+    assert capsys.readouterr().err == ""
+
+
 def test_a_dying_layer_sets_the_limit_and_says_so_once(with_amx: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert avoid_broken_amx(lambda: signal_of(dying), with_amx) is not None
     assert os.environ[VARIABLES[0]] == LIMIT

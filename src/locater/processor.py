@@ -21,6 +21,7 @@ from pathlib import Path
 LIMIT = "AVX512_CORE_FP16"  # the most that oneDNN can be allowed without AMX
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # new name and old
 PATIENCE = 60.0  # seconds that a trial may take
+FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)  # of instructions that do not work
 TRIAL = "from locater.processor import half_precision_layer; half_precision_layer()"
 
 
@@ -41,7 +42,7 @@ def avoid_broken_amx(probe: Callable[[], int] | None = None, cpuinfo: str | os.P
     if any(name in os.environ for name in VARIABLES) or not _lists_amx(Path(cpuinfo)):
         return None
     ended = (_default_probe if probe is None else probe)()
-    if not ended:
+    if ended not in FAULTS:  # a child that was killed, as for want of memory, says nothing about AMX
         return None
     os.environ[VARIABLES[0]] = LIMIT
     said = (
@@ -114,6 +115,6 @@ def _die_quietly() -> None:
 
     faulthandler.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for number in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS):
+    for number in FAULTS:
         signal.signal(number, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -63,30 +63,25 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
     tensors = dict(named)
     if len(tensors) < len(named):
         raise LocaterError(f"{path}: two of its tensors have one name, once as a text and once as a number: rename one")
-    for name, tensor in tensors.items():
-        if not plain(tensor):
-            continue
-        claimed, backed = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-        if claimed > backed:
-            raise LocaterError(f"{path}: {name} claims {claimed:,} bytes, of which {backed:,} are stored: save it again, contiguous")
     return tensors
 
 
 def _check_places(path: Path, tensors: Mapping[str, Tensor], records: Mapping[int, int]) -> None:
-    """Each tensor's storage is one whole record: mapped, it would reach into the next where the pickle says another size.
+    """Each tensor's storage is one whole record, but for less than an element at its end: mapped, it would reach into the next where
+    the pickle says another size.
 
     Where the file is mapped is not told; it is the one address from which all storages begin at records of their size.
     """
-    storages = {
-        tensor.untyped_storage().data_ptr(): (tensor.untyped_storage().nbytes(), name) for name, tensor in tensors.items() if plain(tensor)
-    }
+    storages = {tensor.untyped_storage().data_ptr(): (tensor, name) for name, tensor in tensors.items() if plain(tensor)}
     bases: set[int] | None = None
-    for place, (size, name) in storages.items():
+    for place, (tensor, name) in storages.items():
+        size = tensor.untyped_storage().nbytes()
         if not size:
             continue
+        fitting = range(size, size + tensor.element_size())
         if bases is None:
-            bases = {place - start for start, length in records.items() if length == size}
-        bases = {base for base in bases if records.get(place - base) == size}
+            bases = {place - start for start, length in records.items() if length in fitting}
+        bases = {base for base in bases if records.get(place - base) in fitting}
         if not bases:
             raise LocaterError(
                 f"{path}: {name} is stored in {size:,} bytes, its record has another size: the file is damaged, fetch it again"

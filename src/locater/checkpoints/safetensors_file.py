@@ -166,8 +166,8 @@ def _check_entries(path: Path, header: Mapping[str, Any], room: int) -> None:
 
 def _fault(entry: Any) -> str | None:
     """What is wrong with a tensor's entry, None if nothing is."""
-    if not isinstance(entry, dict) or set(entry) != FIELDS:
-        return "has an entry without dtype, shape and data_offsets, or with more"
+    if not isinstance(entry, dict) or not set(entry) >= FIELDS:
+        return "has an entry without dtype, shape and data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         return f"has the dtype {dtype!r:.40}, which the format does not have"

@@ -48,6 +48,9 @@ class DictWeights:
             raise LocaterError(
                 f"{self.where}: {name} holds no plain numbers ({tensor.layout}, {tensor.device}): save it dense, with its data"
             )
+        claimed, backed = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+        if claimed > backed:
+            raise LocaterError(f"{self.where}: {name} claims {claimed:,} bytes, of which {backed:,} are stored: save it again, contiguous")
         return take_rows(tensor, rows)
 
 

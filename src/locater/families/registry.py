@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import chain
 
-from locater.checkpoints.sources import Config, Source, open_source
+from locater.checkpoints.sources import Config, Source, config_of, open_source
 from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError, first_line
 from locater.families import own, timm, torch_mha
@@ -67,7 +67,8 @@ def register(model_types: str | Iterable[str], layers: Reader) -> None:
     """Teach Locater an architecture: `layers(weights, config)` yields one `AttentionLayer` per attention layer.
 
     `model_types` are values of `model_type` in config.json; a name that is taken is replaced. What such a reader leaves out, and what it
-    makes of the configuration, is its own affair: neither is checked. docs/add-a-family.md.
+    makes of the configuration, is its own affair: neither is checked. Of the layers that it makes of a checkpoint, gains, biases and
+    numbers are: they have to fit the maps. docs/add-a-family.md.
     """
     for model_type in [model_types] if isinstance(model_types, str) else model_types:
         _readers[model_type] = layers
@@ -156,14 +157,16 @@ def _named(
             raise LocaterError(_contradiction(weights, f"--heads {heads}", f"{told} = {count}"))
         heads = count
     assert heads is not None
-    return list(layers_by_name(weights, query, key, heads, kv_heads))
+    count = heads
+    return _read(lambda weights, config: layers_by_name(weights, query, key, count, kv_heads), weights, config)
 
 
 def _with_heads(weights: Weights, config: Config, heads: int | None) -> Config:
     """The number of heads for PyTorch's own and timm's attention, whose tensors do not tell it."""
     if heads is None or config.get("model_type") in BUILT_IN.keys() - {*torch_mha.MODEL_TYPES, *timm.MODEL_TYPES}:
         return config
-    for held in (config, config.get("model_args") or {}):
+    args = config.get("model_args")
+    for held in (config, args if isinstance(args, Mapping) else {}):
         for name in ("num_heads", "nhead", "num_attention_heads"):
             if held.get(name) not in (None, heads):
                 raise LocaterError(_contradiction(weights, f"--heads {heads}", f"{name} = {held[name]}"))
@@ -238,17 +241,25 @@ def _ways_out(weights: Weights, read: list[str], left: list[str]) -> str:
 
 
 def _readable_parts(weights: ModuleWeights, read: list[str], left: list[str]) -> list[str]:
-    """Paths of the outermost modules that carry a configuration of a known architecture, or else one that holds only what was read."""
-    found: list[str] = []
+    """Paths of the outermost modules that carry a configuration of a known architecture and would not be refused again, or, where the
+    model is of none, a path that holds only what was read."""
+    parts: list[str] = []
+    tried = config_of(weights.module).get("model_type")  # a part of this type is read as the whole was
     for path, module in weights.modules().items():
-        known = getattr(getattr(module, "config", None), "model_type", None) in _readers
-        if path and known and not any(path.startswith(f"{outer}.") for outer in found):
-            found.append(path)
-    if found or not read:
-        return found
+        kind = getattr(getattr(module, "config", None), "model_type", None)
+        whole = path not in read and all(_within(name, path) for name in read) and not any(_within(name, path) for name in left)
+        if path and kind in _readers and (kind != tried or whole) and not any(_within(path, outer) for outer in parts):
+            parts.append(path)
+    if parts or tried in _readers or not read:
+        return parts
     steps = read[0].split(".")
     above = (".".join(steps[:count]) for count in range(1, len(steps) + 1))
-    return [next(path for path in above if path == read[0] or not any(f"{other}.".startswith(f"{path}.") for other in left))]
+    return [next(path for path in above if path == read[0] or not any(_within(other, path) for other in left))]
+
+
+def _within(path: str, outer: str) -> bool:
+    """Whether a module is another one or a part of it."""
+    return not outer or f"{path}.".startswith(f"{outer}.")
 
 
 def _may_hold_attention(weights: Weights) -> bool:

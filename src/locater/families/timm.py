@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 def stems(weights: Weights) -> list[str]:
     """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
     if isinstance(weights, ModuleWeights):
-        return [f"{path}." if path else "" for path, module in weights.module.named_modules() if _offers(module)]
+        return [f"{path}." if path else "" for path, module in weights.modules().items() if _offers(module)]
     return [name.removesuffix("qkv.weight") for _, name in numbered(weights, PATTERN)]
 
 
@@ -73,7 +73,8 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
             f"{weights.where}: timm's {architecture} is not known to be a plain ViT; if it is, "
             'set "model_type": "timm" and "num_heads" in config.json'
         )
-    told = {**(config.get("model_args") or {}), **config}
+    args = config.get("model_args")
+    told = {**(args if isinstance(args, Mapping) else {}), **{key: value for key, value in config.items() if value is not None}}
     if told.get("num_heads") is None:
         raise LocaterError(f"{weights.where}: the number of heads is not in the tensors: add --heads N")
     return _Facts(integer(told, weights, "num_heads"))
