@@ -55,7 +55,8 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_the_architecture_names_every_folder_and_no_other() -> None:
     """Names in backticks: `heads/` is a folder of the package, `scan.py` a module beside these folders."""
     text, package = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "locater"
-    folders = {path.relative_to(package).as_posix() for path in package.rglob("*/") if path.name != "__pycache__"}
+    held = (path.parent for path in package.rglob("*.*") if path.is_file() and path.suffix != ".pyc")
+    folders = {folder.relative_to(package).as_posix() for folder in held} - {"."}
     assert set(re.findall(r"`([\w/]+)/`", text)) == folders
     assert set(re.findall(r"`(\w+\.py)`", text)) <= {path.name for path in package.glob("*.py")}
     steps = re.findall(r"│  (\S+) ", text)  # of the picture

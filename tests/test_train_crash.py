@@ -84,7 +84,7 @@ def test_killed_at_many_points_of_a_checkpoint(every: int, least: int, tmp_path:
 
 def test_the_command_killed_from_outside(tmp_path: Path) -> None:
     text = str(corpus(tmp_path))
-    command = [sys.executable, "-m", "locater.cli", "train", "--corpus", text, "--out", str(tmp_path / "killed"), *OPTIONS.split()]
+    command = [sys.executable, "-m", "locater", "train", "--corpus", text, "--out", str(tmp_path / "killed"), *OPTIONS.split()]
     killed = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
     wait_for(tmp_path / "killed" / "step-00000020", killed)
     killed.send_signal(signal.SIGKILL)

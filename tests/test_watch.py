@@ -590,7 +590,7 @@ def test_the_live_page_follows_the_run(browser: Any, server: Server) -> None:
 
 def test_the_command_serves_and_stops(tmp_path: Path) -> None:
     write(tmp_path / "run.jsonl", header(), step(0))
-    command = [sys.executable, "-m", "locater.cli", "watch", str(tmp_path)]
+    command = [sys.executable, "-m", "locater", "watch", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -363,7 +363,3 @@ def main() -> None:
             traceback.print_exc()
         print("locater: " + " ".join(what_failed(error, command_in(args)).split()), file=sys.stderr)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
