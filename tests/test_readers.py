@@ -131,7 +131,7 @@ def test_one_shard_is_not_read_as_the_model(tmp_path: Path, suffix: str, indexed
     if indexed:
         (tmp_path / f"{stem}.index.json").write_text(json.dumps({"weight_map": places}))
         assert len(scan(tmp_path, heads=2).layers) == 4
-    with pytest.raises(LocaterError, match="2 shards.*give the folder"):
+    with pytest.raises(LocaterError, match=r"2 shards.*give the folder"):
         scan(tmp_path / f"model-00002-of-00002.{suffix}", heads=2)
     if suffix == "safetensors" and not indexed:
         assert len(scan(tmp_path, heads=2).layers) == 4
