@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from locater import LocaterError, Scan, Statistics, scan
 from locater.families import open_source
+from locater.verbs.load import load_model
 from tests.test_readers import rows, shard
 
 TWO = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [3], "data_offsets": [8, 20]}}
@@ -331,6 +332,12 @@ def test_a_configuration_nested_too_deep(saved_llama: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(LocaterError, match=r"config\.json: not readable as JSON"):
         open_source(tmp_path)
+
+
+def test_a_configuration_nested_too_deep_is_not_run_either(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' + "[" * 200_000)
+    with pytest.raises(LocaterError, match=r"config\.json: not readable as JSON \(nested too deep\)"):
+        load_model(str(tmp_path))
 
 
 def test_layers_numbered_with_zeros_in_front_are_refused(saved_llama: Path, tmp_path: Path) -> None:
