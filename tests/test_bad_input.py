@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import LocaterError, scan
+from locater.families import attention_layers
 from tests.conftest import Result
 from tests.families import CASES
 from tests.families.decoders import LLAMA3
@@ -257,12 +258,10 @@ NOT_COUNTS = (0, -4, 2.5, "4", True, 10**30, [4], math.nan)
 NOT_SIZES = (0, -1.0, math.nan, math.inf, -math.inf, 10**400, "1e4", True, [1.0])
 BAD_SETTINGS: list[tuple[str, tuple[Any, ...]]] = [
     *((key, NOT_COUNTS) for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")),
-    ("sliding_window", (0, -4, 2.5, "4", True, [4], math.nan)),
     ("num_hidden_layers", (-1, 10**12, 2.5, "3", True, math.nan)),
     ("rope_theta", NOT_SIZES),
     ("rms_norm_eps", (-1e-6, math.nan, math.inf, "1e-6", None)),
     ("partial_rotary_factor", (0, -0.5, 1.5, math.nan, "half")),
-    ("layer_types", ("full", [1, 2, 3], ["full_attention"])),
 ]
 BAD_ROPE: list[tuple[dict[str, Any], str]] = [
     *(({"rope_type": "linear", "factor": bad}, "factor") for bad in NOT_SIZES),
@@ -308,7 +307,9 @@ def test_settings_that_no_model_can_have(broken: Path) -> None:
         ("granite", {"attention_multiplier": math.nan}),
         ("bert", {"layer_norm_eps": -1.0}),
         ("gpt_neox", {"rotary_pct": 0.0, "rope_parameters": None}),
-        ("gptj", {"rotary_dim": None}),
+        ("gptj", {"rotary_dim": "all"}),
+        *(("mistral-window", {"sliding_window": bad}) for bad in (0, -4, 2.5, "4", True, [4])),
+        *(("qwen2-window", {"layer_types": bad}) for bad in ("full", [1, 2, 3])),
         ("deepseek_v3", {"kv_lora_rank": 0}),
         ("qwen2-window", {"use_sliding_window": "false"}),
         ("t5", {"num_heads": 4.0}),
@@ -321,7 +322,8 @@ def test_settings_of_other_families(label: str, change: dict[str, Any], tmp_path
     case = next(c for c in CASES if c.label == label)
     model = model_of(case)
     case.save(model, tmp_path) if case.save else model.save_pretrained(tmp_path)
-    edit_config(tmp_path, **change)
+    config = json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, **{k: {**config[k], **v} if isinstance(v, dict) else v for k, v in change.items()})
     with pytest.raises(LocaterError) as error:
         scan(tmp_path)
     key, value = next(iter(change.items()))
@@ -329,6 +331,46 @@ def test_settings_of_other_families(label: str, change: dict[str, Any], tmp_path
         key, value = next(iter(value.items()))
     assert f"{key} = {value!r}" in str(error.value)
     assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("label", "change"),
+    [
+        ("llama", {"rotary_dim": None, "partial_rotary_factor": None, "rope_theta": None, "max_window_layers": None, "head_dim": None}),
+        ("llama", {"num_heads": [1, 2], "alibi": "none", "sliding_window": 0, "rotary_pct": 7, "layer_types": ["full_attention"]}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 0, "max_window_layers": None}),
+        ("bloom", {"pretraining_tp": 0, "slow_but_exact": True}),
+        ("bloom", {"pretraining_tp": None, "slow_but_exact": True}),
+    ],
+)
+def test_null_and_settings_that_a_family_never_reads_refuse_nothing(label: str, change: dict[str, Any], tmp_path: Path) -> None:
+    model_of(next(c for c in CASES if c.label == label)).save_pretrained(tmp_path)
+    expected = [row.trace for row in scan(tmp_path).rows]
+    edit_config(tmp_path, **change)
+    assert [row.trace for row in scan(tmp_path).rows] == expected
+
+
+def test_null_channels_of_gptj_are_all(tmp_path: Path) -> None:
+    """So says its model: the table of angles is as wide as a head (of one; it does not run with more)."""
+    from transformers import GPTJConfig, GPTJModel
+
+    config = GPTJConfig(n_layer=1, n_head=1, n_embd=16, rotary_dim=16, vocab_size=16, n_positions=8)
+    vars(config)["rotary_dim"] = None  # which newer versions of the package no longer take
+    model = GPTJModel(config)
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, rotary_dim=None)
+    model(torch.tensor([[1, 2, 3]]))
+    turned = attention_layers(tmp_path)[0].rotary
+    table = model.h[0].attn.embed_positions[1]  # sines and cosines at position 1
+    assert turned is not None
+    torch.testing.assert_close(turned.frequencies, torch.atan2(*table.chunk(2)))
+
+
+def test_a_live_model_has_no_file_to_mend() -> None:
+    model = model_of(next(c for c in CASES if c.label == "mistral-window"))
+    model.config.sliding_window = -1
+    with pytest.raises(LocaterError, match=r"sliding_window = -1, .*: mend model\.config$"):
+        scan(model)
 
 
 def test_heads_that_the_model_contradicts(run: Run, saved_llama: Path, tmp_path: Path) -> None:

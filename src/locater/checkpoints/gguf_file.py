@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from locater.checkpoints.gguf_header import Array, Header, read_header
+from locater.checkpoints.settings import ROPE, RULES, Rule, fault
 from locater.checkpoints.weights import Rows, take_rows
 from locater.errors import LocaterError
 
@@ -34,12 +35,12 @@ KEYS = {
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
     "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
 }  # fmt: skip
-COUNTS = {
-    "block_count", "embedding_length", "context_length", "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.sliding_window", "rope.scaling.original_context_length",
-}  # fmt: skip
-TEXTS = {"rope.scaling.type"}
-LARGEST = 2.0**53  # of a setting: no model has one near it
+RANGES: dict[str, Rule] = {key: RULES[name] for key, name in KEYS.items()} | {
+    "rope.scaling.type": ("a text", lambda x: isinstance(x, str)),
+    "rope.scaling.factor": ROPE["factor"],
+    "rope.scaling.original_context_length": RULES["max_position_embeddings"],
+    "rope.freq_base_swa": RULES["rope_local_base_freq"],
+}
 
 
 def open_gguf(path: Path) -> tuple[GGUFWeights, dict[str, Any]]:
@@ -118,19 +119,15 @@ class Settings:
     fields: dict[str, Any]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting that has to be positive and finite if it is a number; `default` where the file does not have it."""
+        """A setting, in the range that `settings.py` gives it; `default` where the file does not have it."""
         name = f"{self.architecture}.{key}"
         value = self.fields.get(name, default)
         if value is None:
             return None
-        if key in TEXTS:
-            if isinstance(value, str):
-                return value
-            raise LocaterError(f"{self.path}: its key {name} is {value!r:.40}, not a text")
-        whole = key in COUNTS
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < LARGEST:
+        what = fault(RANGES, key, value)
+        if what is not None:
             shown = f"an array of {value.length}" if isinstance(value, Array) else f"{value!r:.40}"
-            raise LocaterError(f"{self.path}: its key {name} is {shown}, not a positive {'whole ' * whole}number")
+            raise LocaterError(f"{self.path}: its key {name} is {shown}, not {what}: convert the model again")
         return value
 
 
@@ -160,19 +157,12 @@ def _rope(settings: Settings, config: dict[str, Any], factors: list[float] | Non
     if "rope_theta" in config:
         rope["rope_theta"] = config["rope_theta"]
     if factors is not None:  # a divisor per frequency, where the length was extended
-        length = config.get("max_position_embeddings", 1)
-        return {
-            **rope,
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": length,
-        }
+        return {**rope, "rope_type": "longrope", "short_factor": factors, "attention_factor": 1.0}
     kind = settings.get("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": settings.get("rope.scaling.factor", 1.0)}
         length = settings.get("rope.scaling.original_context_length")
-        if length is not None:
+        if length is not None and kind == "yarn":
             rope["original_max_position_embeddings"] = length
     elif kind != "none":
         rope["rope_type"] = kind  # refused by name, where positions are read

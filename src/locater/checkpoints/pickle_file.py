@@ -67,21 +67,20 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
 
 
 def _check_places(path: Path, tensors: Mapping[str, Tensor], records: Mapping[int, int]) -> None:
-    """Each tensor's storage is one whole record, but for less than an element at its end: mapped, it would reach into the next where
-    the pickle says another size.
+    """Each tensor's storage is one whole record: mapped, it would reach into the next where the pickle says another size.
 
     Where the file is mapped is not told; it is the one address from which all storages begin at records of their size.
     """
-    storages = {tensor.untyped_storage().data_ptr(): (tensor, name) for name, tensor in tensors.items() if plain(tensor)}
+    storages = {
+        tensor.untyped_storage().data_ptr(): (tensor.untyped_storage().nbytes(), name) for name, tensor in tensors.items() if plain(tensor)
+    }
     bases: set[int] | None = None
-    for place, (tensor, name) in storages.items():
-        size = tensor.untyped_storage().nbytes()
+    for place, (size, name) in storages.items():
         if not size:
             continue
-        fitting = range(size, size + tensor.element_size())
         if bases is None:
-            bases = {place - start for start, length in records.items() if length in fitting}
-        bases = {base for base in bases if records.get(place - base) in fitting}
+            bases = {place - start for start, length in records.items() if length == size}
+        bases = {base for base in bases if records.get(place - base) == size}
         if not bases:
             raise LocaterError(
                 f"{path}: {name} is stored in {size:,} bytes, its record has another size: the file is damaged, fetch it again"

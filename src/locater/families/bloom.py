@@ -31,7 +31,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         expect(weights, name, shape_of(weights, name), (3 * heads * head_dim, width), "3 x n_head x head size, hidden_size")
         q, k, v = (projection(weights, f"{stem}.query_key_value", per_head(heads, head_dim, 3, i)) for i in range(3))
         out = projection(weights, f"{stem}.dense")
-        if config.get("slow_but_exact") and config.get("pretraining_tp", 1) > 1:
+        if config.get("slow_but_exact") and (config.get("pretraining_tp") or 1) > 1:
             out = replace(out, bias=None)  # this path multiplies slice by slice and leaves the bias out
         yield AttentionLayer(
             name=stem,

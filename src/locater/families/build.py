@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.checkpoints.settings import remedy
 from locater.checkpoints.weights import Rows, Weights
 from locater.errors import LocaterError
 from locater.families.layer import AttentionLayer, Projection
@@ -100,7 +101,7 @@ def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         if value is not None:
-            raise LocaterError(f"{weights.where}: its configuration says {key} = {value!r}, not a positive whole number: mend config.json")
+            raise LocaterError(f"{weights.where}: its configuration says {key} = {value!r}, not a positive whole number: {remedy(weights)}")
     kind = config.get("model_type")
     raise LocaterError(f"{weights.where}: its configuration (model_type {kind!r}) has no {keys[0]}: add it to config.json")
 
@@ -131,9 +132,9 @@ def check_layer(weights: Weights, layer: AttentionLayer) -> None:
         settings += [("rotary amplitude", layer.rotary.amplitude), ("rotary frequency", float(layer.rotary.frequencies.sum()))]
     for name, value in settings:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise LocaterError(f"{weights.where}: {layer.name} has the {name} {value!r:.40}: mend config.json")
+            raise LocaterError(f"{weights.where}: {layer.name} has the {name} {value!r:.40}: {remedy(weights)}")
     if layer.heads % layer.kv_heads:
-        raise LocaterError(f"{weights.where}: {layer.name} has {layer.heads} heads for {layer.kv_heads} key heads: mend config.json")
+        raise LocaterError(f"{weights.where}: {layer.name} has {layer.heads} heads for {layer.kv_heads} key heads: {remedy(weights)}")
 
 
 def expect_layers(weights: Weights, found: int, config: Mapping[str, Any], *keys: str) -> None:

@@ -60,5 +60,5 @@ def _rotary(config: Config, head_dim: int, kind: str) -> Rotary:
     if config.get("rope_parameters"):
         return rotary_from_config(config, head_dim, kind)
     if kind == "sliding_attention":  # configurations written before the two bases shared one entry
-        return rotary_from_config({"rope_theta": config.get("rope_local_base_freq", 10_000.0)}, head_dim)
+        return rotary_from_config({"rope_theta": config.get("rope_local_base_freq")}, head_dim)
     return rotary_from_config({"rope_theta": 1_000_000.0, **config}, head_dim)

@@ -17,7 +17,7 @@ PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.attention\.query_key_valu
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim = width // heads
-    config = {"rope_theta": config.get("rotary_emb_base", 10_000), **config}
+    config = {"rope_theta": config.get("rotary_emb_base") or 10_000, **config}
     found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
     expect_layers(weights, len(found), config, "num_hidden_layers")
     for prefix, index, name in found:

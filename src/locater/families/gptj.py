@@ -19,6 +19,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     heads, width = integer(config, weights, "n_head", "num_attention_heads"), integer(config, weights, "n_embd", "hidden_size")
     head_dim = width // heads
     turning = config.get("rotary_dim", 64)
+    turning = head_dim if turning is None else turning  # null: all channels turn
     if turning > head_dim:
         raise LocaterError(f"{weights.where}: the configuration turns {turning} channels (rotary_dim) of heads that have {head_dim}")
     order = [*halves(turning), *range(turning, head_dim)]

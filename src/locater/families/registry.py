@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import chain
 
+from locater.checkpoints.settings import CheckedConfig, remedy
 from locater.checkpoints.sources import Config, Source, config_of, open_source
 from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError, first_line
@@ -15,7 +16,6 @@ from locater.families.build import check_layer, integer
 from locater.families.by_name import examples, layers_by_name
 from locater.families.coverage import folded_paths, unread
 from locater.families.layer import AttentionLayer
-from locater.families.settings import check_settings
 
 Reader = Callable[[Weights, Config], Iterator[AttentionLayer]]
 
@@ -112,8 +112,10 @@ def layers_of(
     model_type = config.get("model_type")
     trusted = model_type in _readers and _readers[model_type] is not BUILT_IN.get(model_type)
     if not trusted and (model_type in BUILT_IN or (model_type is None and not isinstance(weights, ModuleWeights))):
-        check_settings(config, weights.where)
-    layers = _read(reader, weights, _with_heads(weights, config, heads))
+        config = CheckedConfig(_with_heads(weights, config, heads), weights.where, remedy(weights))
+    else:
+        config = _with_heads(weights, config, heads)
+    layers = _read(reader, weights, config)
     _expect_heads(weights, layers, heads, kv_heads)
     names = [layer.name for layer in layers]
     left = [] if trusted else unread(weights, names, config.get("num_hidden_layers"))
@@ -137,7 +139,7 @@ def _read(reader: Reader, weights: Weights, config: Config) -> list[AttentionLay
             raise
         raise LocaterError(
             f"{weights.where}: its configuration (model_type {config.get('model_type')!r}) cannot be read as expected "
-            f"({type(error).__name__}: {first_line(error)}): mend config.json"
+            f"({type(error).__name__}: {first_line(error)}): {remedy(weights)}"
         ) from error
     return layers
 

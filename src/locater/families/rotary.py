@@ -68,8 +68,8 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
     if kind is not None and kind in rope:
         rope = rope[kind]
     rope = {**(config.get("rope_scaling") or {}), **rope}
-    base = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
-    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share)))
+    base = float(_first(rope.get("rope_theta"), config.get("rope_theta"), 10_000.0))
+    share = float(_first(rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"), share))
     channels = int(head_dim * share)
     frequencies = 1.0 / base ** (torch.arange(0, channels, 2).float() / channels)
     if 2 * len(frequencies) > head_dim:
@@ -87,7 +87,7 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
         if how == "longrope":
             return _longrope(base, channels, rope, config)
     except KeyError as missing:
-        raise LocaterError(f"the configuration has rotary positions of type {how!r} without {missing}: add it to config.json") from None
+        raise LocaterError(f"the configuration has rotary positions of type {how!r} without {missing}: add it") from None
     raise LocaterError(
         f"rotary positions of type {how!r} are not supported (default, linear, llama3, longrope and yarn are); "
         "moments do not need them: name the tensors with --query and --key"
@@ -99,7 +99,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     length = _needed("original_max_position_embeddings", rope)
     low, high = _needed("low_freq_factor", rope), _needed("high_freq_factor", rope)
     if high <= low:
-        raise LocaterError(f"the configuration says high_freq_factor = {high:g}, not above low_freq_factor = {low:g}: mend config.json")
+        raise LocaterError(f"the configuration says high_freq_factor = {high:g}, not above low_freq_factor = {low:g}: mend it")
     turns = length * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / _needed("factor", rope))
@@ -109,7 +109,7 @@ def _yarn(frequencies: Tensor, base: float, channels: int, rope: Mapping[str, An
     factor = _needed("factor", rope)
     length = float(rope.get("original_max_position_embeddings") or _needed("max_position_embeddings", config))
     if base <= 1:
-        raise LocaterError(f"the configuration says rope_theta = {base:g} with yarn, which needs one above 1: mend config.json")
+        raise LocaterError(f"the configuration says rope_theta = {base:g} with yarn, which needs one above 1: mend it")
 
     def channel(turns: float) -> float:  # the channel that makes this many turns over the trained length
         return channels * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -128,15 +128,20 @@ def _yarn(frequencies: Tensor, base: float, channels: int, rope: Mapping[str, An
 
 def _longrope(base: float, channels: int, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
     """A factor per channel. Of its two sets, the one for sequences up to the trained length: longer ones use `long_factor`."""
-    length = _needed("original_max_position_embeddings", rope, config)
-    factor = float(rope.get("factor") or _needed("max_position_embeddings", config) / length)
     amplitude = rope.get("attention_factor")
     if amplitude is None:
+        length = _needed("original_max_position_embeddings", rope, config)
+        factor = float(rope.get("factor") or _needed("max_position_embeddings", config) / length)
         amplitude = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
     slowed = torch.tensor(rope["short_factor"], dtype=torch.float32)
     if len(slowed) != channels // 2:
         raise LocaterError(f"the configuration slows {len(slowed)} pairs of channels (short_factor) of heads that turn {channels // 2}")
     return Rotary(1.0 / (slowed * base ** (torch.arange(0, channels, 2).float() / channels)), float(amplitude))
+
+
+def _first(*values: Any) -> Any:
+    """The first that is told: null tells nothing."""
+    return next(value for value in values if value is not None)
 
 
 def _needed(key: str, *settings: Mapping[str, Any]) -> float:

@@ -16,24 +16,28 @@ def parsed(text: str) -> Any:
     return json.loads(text, parse_constant=_finite, parse_float=_finite)
 
 
-def check_scan(document: Mapping[str, Any], numeric: Collection[str]) -> None:
-    """Raise ValueError with the place of the first value that is not what a scan writes; `numeric` are the columns with numbers."""
+def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: Collection[str]) -> None:
+    """Raise ValueError with the place of the first value that is not what a scan writes.
+
+    `numeric` are the columns with numbers, `optional` those that a row may lack.
+    """
     for part in ("heads", "layers", "assumptions", "source"):
         document[part]  # KeyError names it
     if not _text(document["source"]):
         raise ValueError("source is no text")
     _check(document["assumptions"], ASSUMPTIONS, "assumptions", {"layers"})
-    for part, checks, optional in (("layers", LAYER, LAYER_OPTIONAL), ("heads", _head(numeric), HEAD_OPTIONAL)):
+    for part, checks, may_lack in (("layers", LAYER, LAYER_OPTIONAL), ("heads", _head(numeric), optional)):
         if not isinstance(document[part], list):
             raise ValueError(f"{part} is no list")
         for number, entry in enumerate(document[part]):
-            _check(entry, checks, f"{part}[{number}]", optional)
+            _check(entry, checks, f"{part}[{number}]", may_lack)
     places = [(entry["layer"], None) for entry in document["layers"]]
     rows = [(entry["layer"], entry["head"]) for entry in document["heads"]]
     for keys, what in ((places, "layer"), (rows, "head")):
         if len(set(keys)) < len(keys):
             raise ValueError(f"a {what} stands twice")
-    unknown = next((layer for layer, _ in rows if (layer, None) not in set(places)), None)
+    known = {layer for layer, _ in places}
+    unknown = next((layer for layer, _ in rows if layer not in known), None)
     if unknown is not None:
         raise ValueError(f"layer {unknown} has heads and no entry in layers")
 
@@ -111,7 +115,6 @@ HEAD: dict[str, Check] = {
     "approximation": _maybe(_text), "flags": _list(_text), "eigenvalues": _maybe(_list(_pair)), "drive": _maybe(_drive),
     "profile": _maybe(_list(_number)),
 }  # fmt: skip
-HEAD_OPTIONAL = {"residual_kept", "eigenvalues", "drive", "profile"}
 
 
 def _head(numeric: Collection[str]) -> dict[str, Check]:

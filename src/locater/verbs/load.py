@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from locater.checkpoints.sources import hub_folder
 from locater.data.text import OWN
 from locater.errors import LocaterError, first_line
+from locater.files import read_json
 
 
 def load_model(source: str) -> Any:
@@ -48,8 +48,5 @@ def load_model(source: str) -> Any:
 
 
 def _kind(folder: Path) -> str | None:
-    try:
-        held = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # said by whoever reads it next
-    return held.get("model_type") if isinstance(held, dict) else None
+    config = read_json(folder / "config.json")
+    return config.get("model_type") if isinstance(config, dict) else None

@@ -66,7 +66,7 @@ class HeadRow:
         return getattr(self, column)
 
 
-OPTIONAL = ("eigenvalues", "drive", "profile")
+OPTIONAL = ("eigenvalues", "drive", "profile")  # columns on request
 ADDED = ("residual_kept",)  # columns that documents of earlier versions do not have
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
@@ -125,7 +125,7 @@ class Scan:
             document = parsed(file.read_text(encoding="utf-8"))
             if document["schema"] != SCHEMA:
                 raise ValueError(f"schema {document['schema']!r:.40}, not {SCHEMA}")
-            check_scan(document, NUMERIC_COLUMNS)
+            check_scan(document, NUMERIC_COLUMNS, OPTIONAL + ADDED)
             rows = [_row(head) for head in document["heads"]]
             return cls(document["source"], document["assumptions"], document["layers"], rows)
         except (KeyError, TypeError, AttributeError) as error:
