@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz.formats import FORMATS
-from tests.fuzz.harness import attempt, summary, supervised
+from tests.fuzz.harness import GOOD, attempt, summary, supervised
 from tests.fuzz.planted import PLANTED
 
 FILES = {
@@ -31,7 +31,7 @@ def test_mutated_files_are_refused_or_read_right(name: str, tmp_path: Path) -> N
     before = signal.signal(signal.SIGALRM, hangs)
     outcomes = []
     try:
-        for seed in range(FILES[name]):
+        for seed in range(GOOD, FILES[name]):
             signal.alarm(60)
             outcomes.append(attempt(FORMATS[name], originals, tmp_path / "work", seed))
     finally:
@@ -48,6 +48,13 @@ def test_the_harness_sees_every_kind_of_fault(tmp_path: Path) -> None:
     assert [outcome.kind for outcome in outcomes] == ["fault", "fault", "fault", "fault", "refused", "fault", "read"]
     said = ("another kind", "memory: ", "other than the reference: a", "not one line", "", "reference library refuses", "")
     assert all(words in outcome.detail for outcome, words in zip(outcomes, said, strict=True))
+
+
+def test_the_harness_sees_a_good_file_refused_or_read_in_part(tmp_path: Path) -> None:
+    (tmp_path / "originals").mkdir()
+    for x, said in (("6", "a good file is refused: refused"), ("9", "names of the reference are missing: a"), ("8", "")):
+        (tmp_path / "originals" / "x").write_text(x)
+        assert attempt(PLANTED, tmp_path / "originals", tmp_path / "work", GOOD).detail == said
 
 
 @pytest.mark.slow

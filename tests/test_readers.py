@@ -138,3 +138,11 @@ def test_one_shard_is_not_read_as_the_model(tmp_path: Path, suffix: str, indexed
         (tmp_path / "model-00001-of-00002.safetensors").unlink()
         with pytest.raises(LocaterError, match="1 of the 2 shards"):
             scan(tmp_path, heads=2)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_queries_and_keys_in_different_precisions(saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, raw: bool) -> None:
+    shutil.copy(saved_llama / "config.json", tmp_path)
+    save_file({n: t.double() if ".k_proj." in n else t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    traces, expected = ([row.trace for row in scan(source, raw=raw).rows] for source in (tmp_path, saved_llama))
+    assert traces == pytest.approx(expected, rel=1e-4, abs=1e-6)

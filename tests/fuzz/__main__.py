@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.fuzz.formats import FORMATS
-from tests.fuzz.harness import Outcome, attempt, summary, supervised
+from tests.fuzz.harness import GOOD, Outcome, attempt, summary, supervised
 
 FAULTS = Path("fuzz-faults")
 
@@ -25,7 +25,7 @@ def run(name: str, seeds: range, folder: Path, deadline: float) -> list[Outcome]
     """All seeds of one format until the deadline; faults are kept."""
     kept = FAULTS / name.replace(" ", "-")
     outcomes = []
-    for outcome in supervised(name, folder / name / "originals", folder / name / "work", seeds, kept):
+    for outcome in supervised(name, folder / name / "originals", folder / name / "work", [GOOD, *seeds], kept):
         outcomes.append(outcome)
         if outcome.kind == "fault":
             print(f"{name}: seed {outcome.seed}: {outcome.detail.strip().splitlines()[-1]:.200} (kept in {kept})", flush=True)

@@ -104,40 +104,36 @@ def pickle_reference(path: Path) -> Tensors:
     return {str(name): raw(value) for name, value in held.items() if isinstance(value, Tensor) and value.layout == torch.strided}
 
 
-def gguf_file(folder: Path) -> Path:
-    return next(folder.glob("*.gguf"))
-
-
 def read_gguf(folder: Path) -> tuple[Any, Tensors]:
+    """Settings and tensors of every file (after a mutation there is one)."""
     from locater.checkpoints.gguf_file import _floats
     from locater.checkpoints.gguf_header import Array, read_header
 
-    path = gguf_file(folder)
-    header = read_header(path)
-    found = {}
-    for name in header.tensors:
-        try:
-            found[name] = raw(_floats(path, header, name))
-        except LocaterError:
-            continue
-    with suppress(LocaterError):
-        scan(path)
-    return {name: repr(value) for name, value in header.fields.items() if not isinstance(value, Array)}, found
+    kept, found = {}, {}
+    for path in sorted(folder.glob("*.gguf")):
+        header = read_header(path)
+        for name in header.tensors:
+            with suppress(LocaterError):
+                found[f"{path.name} {name}"] = raw(_floats(path, header, name))
+        with suppress(LocaterError):
+            scan(path)
+        kept |= {f"{path.name} {name}": repr(value) for name, value in header.fields.items() if not isinstance(value, Array)}
+    return kept, found
 
 
 def gguf_reference(folder: Path) -> tuple[Any, Tensors]:
     import gguf
 
-    reader = gguf.GGUFReader(gguf_file(folder))
-    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    found = {}
-    for tensor in reader.tensors:
-        try:
-            numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        except NotImplementedError:
-            continue
-        found[tensor.name] = raw(numbers.view(tuple(reversed(tensor.shape.tolist()))))
-    kept = {name: repr(field.contents()) for name, field in fields.items() if field.types[0] != gguf.GGUFValueType.ARRAY}
+    kept, found = {}, {}
+    for path in sorted(folder.glob("*.gguf")):
+        reader = gguf.GGUFReader(path)
+        for tensor in reader.tensors:
+            with suppress(NotImplementedError):
+                numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+                found[f"{path.name} {tensor.name}"] = raw(numbers.view(tuple(reversed(tensor.shape.tolist()))))
+        for name, field in reader.fields.items():
+            if not name.startswith("GGUF.") and field.types[0] != gguf.GGUFValueType.ARRAY:
+                kept[f"{path.name} {name}"] = repr(field.contents())
     return kept, found
 
 
@@ -178,11 +174,6 @@ def read_compare(folder: Path) -> None:
     json.loads(found.to_json())
     print_comparison(found, Console(file=StringIO(), width=140))
     compare_page(found.a, found.b, found.aligned)
-
-
-def edit_scan(rng: Random, folder: Path) -> None:
-    (folder / "good.json").write_bytes((folder / "scan.json").read_bytes())
-    edit("scan.json", edit_json())(rng, folder)
 
 
 def read_statistics(folder: Path) -> None:
@@ -229,8 +220,8 @@ def edit_log(rng: Random, data: bytes) -> bytes:
 
 
 def read_config(folder: Path) -> None:
-    family = next(path for path in folder.iterdir() if path.is_dir())
-    json.loads(scan(family).to_json())
+    for family in folder.iterdir():
+        json.loads(scan(family).to_json())
 
 
 def edit_config(rng: Random, folder: Path) -> None:
@@ -268,7 +259,7 @@ FORMATS = {
         in_folder("pytorch_model.bin", pickle_reference),
     ),
     "config": Format(seeds.make_config, edit_config, read_config, share=2),
-    "scan": Format(seeds.make_scan, edit_scan, read_compare),
+    "scan": Format(seeds.make_scan, edit("scan.json", edit_json()), read_compare),
     "statistics": Format(seeds.make_statistics, edit_statistics, read_statistics),
     "log": Format(seeds.make_log, edit("run.jsonl", edit_log), read_log),
 }  # fmt: skip

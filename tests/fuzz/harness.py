@@ -1,5 +1,7 @@
 """Tries mutated files one by one and says what came of each: refused, read (and equal to the reference), or a fault.
 
+A good file, one that is not mutated, has to be read with every name of the reference.
+
 A fault is an exception other than LocaterError, a number that the reference library refuses or reads differently, more than LIMIT_S
 seconds, or more than a gigabyte. `attempt` works in this process; `supervised` in a worker that may hang or die.
 """
@@ -11,7 +13,7 @@ import resource
 import shutil
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,6 +23,7 @@ from locater import LocaterError
 from tests.fuzz.formats import FORMATS, Format
 from tests.fuzz.planted import PLANTED
 
+GOOD = -1  # the seed of no mutation
 LIMIT_S = 20.0
 LIMIT_KB = 1_000_000  # on top of what the process had before
 
@@ -33,30 +36,34 @@ class Outcome:
 
 
 def attempt(form: Format, originals: Path, work: Path, seed: int) -> Outcome:
-    """One mutated file. It is left in `work` for a fault to be kept."""
+    """One mutated file, or the good one for the seed GOOD. It is left in `work` for a fault to be kept."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(originals, work)
-    form.mutate(Random(seed), work)
+    if seed != GOOD:
+        form.mutate(Random(seed), work)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         read = form.read(work)
     except LocaterError as error:
         outcome = Outcome(seed, "refused") if len(str(error).splitlines()) == 1 else Outcome(seed, "fault", f"not one line: {error!r}")
+        outcome = Outcome(seed, "fault", f"a good file is refused: {error}") if seed == GOOD else outcome
     except BaseException:
         outcome = Outcome(seed, "fault", traceback.format_exc())
     else:
-        outcome = Outcome(seed, *_judge(form, work, read))
+        outcome = Outcome(seed, *_judge(form, work, read, seed == GOOD))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return Outcome(seed, "fault", f"memory: {grown:,} kB") if grown > LIMIT_KB and outcome.kind != "fault" else outcome
 
 
-def _judge(form: Format, work: Path, read: Any) -> tuple[str, str]:
+def _judge(form: Format, work: Path, read: Any, whole: bool) -> tuple[str, str]:
     if form.reference is None:
         return "read", ""
     try:
         expected = form.reference(work)
     except BaseException as error:
         return "fault", f"read where the reference library refuses: {error!r}"
+    if whole and read != expected and _agree(read, expected):
+        return "fault", f"names of the reference are missing: {_difference(expected, read)}"
     return ("read", "") if _agree(read, expected) else ("fault", f"other than the reference: {_difference(read, expected)}")
 
 
@@ -92,7 +99,7 @@ def _work(conn: Any, name: str, originals: Path, work: Path, seeds: Iterable[int
 
 
 def supervised(
-    name: str, originals: Path, work: Path, seeds: range, kept: Path | None = None, limit_s: float = LIMIT_S
+    name: str, originals: Path, work: Path, seeds: Sequence[int], kept: Path | None = None, limit_s: float = LIMIT_S
 ) -> Iterator[Outcome]:
     """The outcome of each seed from a worker process, which is replaced where it hangs or dies. Faults are kept in a folder."""
     context = multiprocessing.get_context("spawn")

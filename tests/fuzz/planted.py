@@ -29,6 +29,8 @@ def broken(folder: Path) -> Any:
             raise LocaterError("two\nlines")
         case "6":
             raise LocaterError("refused")
+        case "9":
+            return {}
     return {"a": 1}
 
 

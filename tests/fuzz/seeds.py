@@ -24,20 +24,29 @@ def llama(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def mixed(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a Llama in several precisions, and some without a number in them."""
+    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    tensors = {name: tensor.to(kinds[i % len(kinds)]) for i, (name, tensor) in enumerate(sorted(llama(folder).items()))}
+    return tensors | {f"empty.{i}": torch.zeros(shape) for i, shape in enumerate(((0,), (0, 4), (4, 0)))}
+
+
 def make_safetensors(folder: Path) -> None:
-    llama(folder)
+    from safetensors.torch import save_file
+
+    save_file(mixed(folder), folder / "model.safetensors")
 
 
 def make_shards(folder: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = llama(folder)
+    tensors = mixed(folder)
     (folder / "model.safetensors").unlink()
     _shard(folder, tensors, "model.safetensors", save_file)
 
 
 def make_pickled_shards(folder: Path) -> None:
-    tensors = llama(folder)
+    tensors = mixed(folder)
     (folder / "model.safetensors").unlink()
     _shard(folder, tensors, "pytorch_model.bin", torch.save)
 
@@ -51,7 +60,7 @@ def _shard(folder: Path, tensors: dict[str, Any], stem: str, save: Callable[...,
 
 
 def make_pickle(folder: Path, zipped: bool = True) -> None:
-    tensors = llama(folder)
+    tensors = mixed(folder)
     (folder / "model.safetensors").unlink()
     tensors["model.extra"] = tensors["model.norm.weight"]  # two names for one storage
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
@@ -91,6 +100,8 @@ def make_gguf(folder: Path) -> None:
                 data = rng.standard_normal((rows, 32)).astype(np.float16 if name == "attn_v" and kind is None else np.float32)
                 quantised = data if kind is None else gguf.quantize(data, kind)
                 writer.add_tensor(f"blk.{layer}.{name}.weight", quantised, raw_dtype=kind)
+        half = gguf.quantize(rng.standard_normal((4, 32)).astype(np.float32), gguf.GGMLQuantizationType.BF16)
+        writer.add_tensor("extra.weight", half, raw_dtype=gguf.GGMLQuantizationType.BF16)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -128,7 +139,8 @@ def make_scan(folder: Path) -> None:
     from locater import scan
 
     llama(folder)
-    scan(folder, details=True).save(folder / "scan.json")
+    for name in ("scan.json", "good.json"):
+        scan(folder, details=True).save(folder / name)
 
 
 def make_statistics(folder: Path) -> None:

@@ -74,6 +74,12 @@ def _check_places(path: Path, tensors: Mapping[str, Tensor], records: Mapping[in
     storages = {
         tensor.untyped_storage().data_ptr(): (tensor.untyped_storage().nbytes(), name) for name, tensor in tensors.items() if plain(tensor)
     }
+    empty = {
+        tensor.untyped_storage()._cdata: name for name, tensor in tensors.items() if plain(tensor) and not tensor.untyped_storage().nbytes()
+    }
+    if len(empty) > sum(not length for length in records.values()):  # they have no address, so they are counted
+        name = next(iter(empty.values()))
+        raise LocaterError(f"{path}: {name} or another empty tensor has a record that is not: the file is damaged, fetch it again")
     bases: set[int] | None = None
     for place, (size, name) in storages.items():
         if not size:

@@ -63,6 +63,8 @@ def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = 
     cross = layer.kind == "cross"
     if raw:
         query, key = upcast(_heads(layer.query, layer.heads)), upcast(_heads(layer.key, layer.kv_heads))
+        precise = torch.promote_types(query.dtype, key.dtype)
+        query, key = query.to(precise), key.to(precise)
         return Effective(query, key, query.new_zeros(layer.heads, key.shape[-1]), layer.scale, cross)
     if tokens is None:
         query, query_shift = folded(_heads(layer.query, layer.heads), layer.query, layer.norm)
@@ -79,6 +81,8 @@ def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = 
         turning = torch.ones(layer.head_dim, dtype=query.dtype, device=query.device)
         turning[: layer.rotary.channels] = layer.rotary.amplitude
         query, key, query_shift = query * turning[:, None], key * turning[:, None], query_shift * turning
+    precise = torch.promote_types(query.dtype, key.dtype)  # the two may be stored in different ones
+    query, key, query_shift = query.to(precise), key.to(precise), query_shift.to(precise)
     term = torch.einsum("ghd,gnh->gnd", key, query_shift.unflatten(0, (layer.kv_heads, -1))).flatten(0, 1)
     return Effective(query, key, term, layer.scale, cross)
 
