@@ -111,7 +111,7 @@ class CheckedConfig(dict[str, Any]):
             shown = repr(value)
             shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
             self._refuse(f"its configuration says {self._path}{key} = {shown}, not {what}: {self._remedy}")
-        deep = super().get("num_hidden_layers")
+        deep: Any = super().get("num_hidden_layers")
         if key == "layer_types" and value and _whole(deep) and len(value) < deep:
             self._refuse(f"{self._path}layer_types has {len(value)} entries but the configuration says {deep} (num_hidden_layers)")
         if not isinstance(value, Mapping) or (key not in TABLES and self._rules is not ROPE):
