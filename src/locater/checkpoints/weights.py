@@ -81,7 +81,7 @@ class ModuleWeights:
     """The tensors that a live model computes with, not copied and not detached: gradients flow through `read`.
 
     Wrappers that compile, checkpoint or shard a part put their own name into its path; it is taken out again here. Adapters,
-    parametrizations and shards are looked through (`heads/places.py`), at each `read` anew.
+    parametrizations and shards are looked through (`checkpoints/live_tensors.py`), at each `read` anew.
     """
 
     def __init__(self, module: nn.Module) -> None:

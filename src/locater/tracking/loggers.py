@@ -1,4 +1,4 @@
-"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio. `read_run` reads a log back (log.py)."""
+"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio. `read_run` reads a log back (run_log.py)."""
 
 from __future__ import annotations
 
