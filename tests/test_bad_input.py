@@ -333,6 +333,13 @@ def test_settings_of_other_families(label: str, change: dict[str, Any], tmp_path
     assert str(tmp_path) in str(error.value)
 
 
+def test_a_list_of_layer_types_that_is_too_short(tmp_path: Path) -> None:
+    model_of(next(c for c in CASES if c.label == "qwen2-window")).save_pretrained(tmp_path)
+    edit_config(tmp_path, layer_types=["full_attention"])
+    with pytest.raises(LocaterError, match="layer_types has 1 entries but the configuration says"):
+        scan(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("label", "change"),
     [
