@@ -295,7 +295,7 @@ def test_compiled_graphs_stay_whole(checkpointing: bool) -> None:
 
 
 @pytest.mark.usefixtures("fresh_graphs")
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_steps_are_those_of_eager(checkpointing: bool) -> None:
     """Attached after the first compiled call; gains from the first batch; the penalty counted once, and cleared."""
     from torch._dynamo.testing import CompileCounterWithBackend

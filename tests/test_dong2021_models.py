@@ -447,6 +447,7 @@ def test_the_study_of_tasks_and_its_page(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tasks.section({}) == ([], {})
 
 
+@pytest.mark.slow
 def test_parts_in_processes_of_their_own_find_what_they_find_here() -> None:
     short = [replace(tasks.TASKS[0], recipe=replace(tasks.TASKS[0].recipe, epochs=epochs)) for epochs in (1, 2)]
     plan: list[tuple[tasks.Task, int | None]] = [(task, None) for task in short]

@@ -147,7 +147,7 @@ def test_the_recurrence_by_hand() -> None:
     assert new.flatten().tolist() == [3.0, 5 - 1.5, 7 - 2 * 8.5]
 
 
-@pytest.mark.parametrize("names", [tuple(SHAPES)[:3], tuple(SHAPES)[3:]], ids=["plain", "odd"])
+@pytest.mark.parametrize("names", [tuple(SHAPES)[:3], pytest.param(tuple(SHAPES)[3:], marks=pytest.mark.slow)], ids=["plain", "odd"])
 def test_weights_in_the_interpreter(names: tuple[str, ...]) -> None:
     interpreted(f"t.check_all('cpu', torch.float32, 1e-5, {names!r})")
 

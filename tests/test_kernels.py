@@ -322,7 +322,9 @@ def interpreted(call: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("names", [NAMES[:5], NAMES[5:10], NAMES[10:]], ids=["masks", "biases", "more"])
+@pytest.mark.parametrize(
+    "names", [NAMES[:5], NAMES[5:10], pytest.param(NAMES[10:], marks=pytest.mark.slow)], ids=["masks", "biases", "more"]
+)
 def test_triton_in_the_interpreter(names: list[str]) -> None:
     interpreted(f"t.check_masks('triton', 'cpu', {names!r}); t.check_gradients('triton', 'cpu', {names!r})")
 

@@ -70,7 +70,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("softcap", 128), ("sigmoid", 64)])
+@pytest.mark.parametrize(("kind", "size"), [pytest.param("softcap", 128, marks=pytest.mark.slow), ("sigmoid", 64)])
 def test_weights(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (drawn(1, 2, 128, size, dtype=torch.bfloat16) for _ in range(3))
     shift = torch.zeros(1, 2, 128) if kind == "sigmoid" else None

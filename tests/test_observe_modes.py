@@ -57,7 +57,7 @@ def test_compiled_graphs_stay_whole(checkpointing: bool) -> None:
     assert found.graph_count == 1
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_training_is_counted_once_and_unchanged(checkpointing: bool) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -95,7 +95,7 @@ def test_compiled_with_inductor_and_observed_again() -> None:
         torch.testing.assert_close(entropies(seen), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("given", ["inner", "compiled"])
+@pytest.mark.parametrize("given", [pytest.param("inner", marks=pytest.mark.slow), "compiled"])
 def test_a_monitor_follows_a_compiled_model(given: str, tmp_path: Path) -> None:
     """Trainers give the callback the model and run its compiled form; a loop by hand may give the compiled form itself."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -367,7 +367,7 @@ def texts() -> tuple[str, str]:
     return held[: len(held) // 2], held[len(held) // 2 :]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x == "MiniLM" else []) for x in MODELS])
 @torch.no_grad()
 def test_held_out_predictions_of_trained_models(name: str) -> None:
     folder = MODELS[name]

@@ -280,7 +280,16 @@ def test_half_precision_and_gradients(name: str, causal: bool) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "linear", "softcap", "softmax_plus_one", "learned_sink", "gated", "hybrid(layout=1:1)"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softcap",
+        "learned_sink",
+        "gated",
+        "hybrid(layout=1:1)",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("sigmoid", "linear", "softmax_plus_one")),
+    ],
+)
 def test_one_graph(name: str) -> None:
     model = model_of(name)
     with torch.no_grad():
