@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from locater.kernels import triton_kernels, triton_scan, triton_weighed  # noqa: E402
+from locater.kernels import triton_kernels, triton_recurrence, triton_weighted  # noqa: E402
 from locater.kernels.terms import Terms  # noqa: E402
 
 HOPPER, MEMORY = GPUTarget("cuda", 90, 32), 227 * 1024  # bytes that a block can have there
@@ -77,8 +77,8 @@ def test_weights(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.ones(1, 1, 128, dtype=torch.bool) if size == 64 else None
 
     def call() -> None:
-        out, row = triton_weighed.forward(q, k, v, shift, keys, 0.125, 50.0, True)
-        triton_weighed.backward(q, k, v, out, row, out, keys, 0.125, 50.0, True, kind == "sigmoid")
+        out, row = triton_weighted.forward(q, k, v, shift, keys, 0.125, 50.0, True)
+        triton_weighted.backward(q, k, v, out, row, out, keys, 0.125, 50.0, True, kind == "sigmoid")
 
     check(call, monkeypatch, 3)
 
@@ -88,8 +88,8 @@ def test_weights_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (drawn(1, h, 100, 80, dtype=torch.float32) for h in (4, 2, 2))
 
     def call() -> None:
-        out, row = triton_weighed.forward(q, k, v, None, None, 0.125, 50.0, False)
-        triton_weighed.backward(q, k, v, out, row, out, None, 0.125, 50.0, False, False)
+        out, row = triton_weighted.forward(q, k, v, None, None, 0.125, 50.0, False)
+        triton_weighted.backward(q, k, v, out, row, out, None, 0.125, 50.0, False, False)
 
     check(call, monkeypatch, 3)
 
@@ -99,8 +99,8 @@ def test_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = torch.ones(2, 3)
 
     def call() -> None:
-        states, new = triton_scan.forward(own, carried, keys, kept)
-        triton_scan.backward(carried, keys, kept, states, new)
+        states, new = triton_recurrence.forward(own, carried, keys, kept)
+        triton_recurrence.backward(carried, keys, kept, states, new)
 
     check(call, monkeypatch, 2)
 
