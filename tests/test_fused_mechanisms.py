@@ -48,7 +48,7 @@ def written_out(kind: str, q: Tensor, k: Tensor, v: Tensor, row: Tensor, seen: T
 
 def check_weights(name: str, kind: str, padded: bool, device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Output and every gradient; with padding a row may see nothing."""
-    from locater.kernels import triton_weighted as triton_weighed
+    from locater.kernels import triton_weighted
 
     causal, B, H, K, T, S, D, E = SHAPES[name]
     scale, cap = 0.7, 2.5
@@ -58,8 +58,8 @@ def check_weights(name: str, kind: str, padded: bool, device: str, dtype: torch.
     keys = (torch.arange(S) >= torch.arange(B)[:, None] * 2 + 3)[:, None].to(device) if padded else None  # (B, 1, S)
     shift = row.detach() if kind == "sigmoid" else None
     with torch.no_grad():
-        out, kept = triton_weighed.forward(q, k, v, shift, keys, scale, cap, causal)
-        found = triton_weighed.backward(q, k, v, out, kept, grad, keys, scale, cap, causal, kind == "sigmoid")
+        out, kept = triton_weighted.forward(q, k, v, shift, keys, scale, cap, causal)
+        found = triton_weighted.backward(q, k, v, out, kept, grad, keys, scale, cap, causal, kind == "sigmoid")
     exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v, row)]
     seen = torch.ones(B, H, T, S, dtype=torch.bool)
     if causal:
@@ -83,12 +83,12 @@ def check_all(device: str, dtype: torch.dtype, tolerance: float, names: tuple[st
 
 def check_extremes(device: str) -> None:
     """A key that is not a number is not hidden from those that see it, on the edge of a mask either; others do not see it."""
-    from locater.kernels import triton_weighted as triton_weighed
+    from locater.kernels import triton_weighted
 
     q, k, v = (drawn(1, 1, 40, 16, seed=n, device=device, dtype=torch.float32).detach() for n in range(3))
     k[0, 0, 5] = float("nan")
     for shift in (None, torch.zeros(1, 1, 40, device=device)):
-        out = triton_weighed.forward(q, k, v, shift, None, 0.25, 30.0, True)[0]
+        out = triton_weighted.forward(q, k, v, shift, None, 0.25, 30.0, True)[0]
         assert out[0, 0, 5:].isnan().all()
         assert out[0, 0, :5].isfinite().all()
 
@@ -113,14 +113,14 @@ def check_operations(device: str) -> None:
 
 def check_scan(device: str) -> None:
     """States, corrections and gradients, over sizes that are no powers of two."""
-    from locater.kernels import triton_recurrence as triton_scan
+    from locater.kernels import triton_recurrence
 
     for heads, N, C, D, E in ((3, 4, 16, 16, 16), (2, 3, 11, 24, 40)):
         shapes = [(heads, N, C, E), (heads, N, C, D), (heads, N, C, D), (heads, N)]
         leaves = [0.3 * drawn(*shape, seed=n, device=device, dtype=torch.float32).detach() for n, shape in enumerate(shapes)]
         given = [drawn(heads, N, a, E, seed=5 + a, device=device, dtype=torch.float32).detach() for a in (D, C)]
-        states, new = triton_scan.forward(*leaves)
-        down = triton_scan.backward(*leaves[1:], *given)[1]
+        states, new = triton_recurrence.forward(*leaves)
+        down = triton_recurrence.backward(*leaves[1:], *given)[1]
         exact = [x.double().cpu().requires_grad_() for x in leaves]
         want = chunk_scan(*exact)  # in float64 on a CPU, the loop as it is written
         for a, b in zip((states, new), want, strict=True):

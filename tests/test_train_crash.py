@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.mark.parametrize(("every", "least"), [(40, 3), pytest.param(6, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("every", "least"), [(27, 3), pytest.param(6, 10, marks=pytest.mark.slow)])
 def test_killed_at_many_points_of_a_checkpoint(every: int, least: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(corpus(tmp_path)), str(tmp_path), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)

@@ -32,7 +32,7 @@ from locater.control.base import Control, Layers, device_of, layers_numbered
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.families.layer import Kind
-from locater.observing import taps as outside
+from locater.observing import taps
 
 logger = logging.getLogger("locater")
 NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module
@@ -204,7 +204,7 @@ def places(model: nn.Module, chosen: Layers, who: str) -> list[Place]:
     held: dict[int, Place] = {}
     for layer in layers_numbered(attention_layers(model), chosen):
         module = weights.submodule(layer.name)
-        outside.refuse(module, layer.name)
+        taps.refuse(module, layer.name)
         if not _asks(module):
             kind = type(module).__name__
             raise LocaterError(

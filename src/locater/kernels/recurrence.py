@@ -41,9 +41,9 @@ def chunk_scan(
 
 @torch.library.custom_op("locater::chunk_scan", mutates_args=())
 def _scan(own: Tensor, carried: Tensor, keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    from locater.kernels import triton_recurrence as triton_scan
+    from locater.kernels import triton_recurrence
 
-    return triton_scan.forward(own, carried, keys, kept)
+    return triton_recurrence.forward(own, carried, keys, kept)
 
 
 @_scan.register_fake
@@ -53,9 +53,9 @@ def _(own: Tensor, carried: Tensor, keys: Tensor, kept: Tensor) -> tuple[Tensor,
 
 @torch.library.custom_op("locater::chunk_scan_gradient", mutates_args=())
 def _scan_back(carried: Tensor, keys: Tensor, kept: Tensor, given: Tensor, dnew: Tensor) -> tuple[Tensor, Tensor]:
-    from locater.kernels import triton_recurrence as triton_scan
+    from locater.kernels import triton_recurrence
 
-    return triton_scan.backward(carried, keys, kept, given.contiguous(), dnew.contiguous())
+    return triton_recurrence.backward(carried, keys, kept, given.contiguous(), dnew.contiguous())
 
 
 @_scan_back.register_fake

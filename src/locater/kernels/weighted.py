@@ -42,9 +42,9 @@ def weighed_attention(
 def _weighed(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, keys: Tensor | None, scale: float, cap: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    from locater.kernels import triton_weighted as triton_weighed
+    from locater.kernels import triton_weighted
 
-    out, row = triton_weighed.forward(q, k, v, shift, keys, scale, cap, causal)
+    out, row = triton_weighted.forward(q, k, v, shift, keys, scale, cap, causal)
     return out, row if shift is None else row.new_empty(0)  # an output may not be an input
 
 
@@ -59,9 +59,9 @@ def _gradient(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, row: Tensor, grad: Tensor, keys: Tensor | None, scale: float, cap: float, causal: bool,
     sigmoid: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from locater.kernels import triton_weighted as triton_weighed
+    from locater.kernels import triton_weighted
 
-    return triton_weighed.backward(q, k, v, out, row, grad, keys, scale, cap, causal, sigmoid)
+    return triton_weighted.backward(q, k, v, out, row, grad, keys, scale, cap, causal, sigmoid)
 
 
 @_gradient.register_fake

@@ -18,7 +18,7 @@ from locater.attention.stand_ins import instead, through
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
-from locater.observing import taps as outside
+from locater.observing import taps
 from locater.observing.rows import SeenHead, fetched, held_by, rows_of, totals
 from locater.observing.site import Site, Wanted, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
@@ -99,7 +99,7 @@ class Observation:
             for site in self.sites:
                 enter(site)
                 stack.callback(leave, site)
-                for undo in outside.tap(site.module):
+                for undo in taps.tap(site.module):
                     stack.callback(undo)
             for part in _compiled(self.model):
                 stack.callback(instead(part, "forward", through))
@@ -218,7 +218,7 @@ def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, swit
     found = []
     for number, layer in _chosen(held, layers, "layers"):
         module = weights.submodule(layer.name)
-        outside.refuse(module, layer.name)
+        taps.refuse(module, layer.name)
         picked = [head for head, _ in _chosen(list(enumerate(range(layer.heads))), heads, "heads")]
         found.append(Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, wanted, layer))
     return found
