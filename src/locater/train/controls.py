@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater import control as package
 from locater.attention.call import unread
 from locater.calls import parse_call
 from locater.control import EntropyPenalty, LogitSoftcap, Mechanism, QKClip, QKNorm
@@ -29,14 +28,8 @@ def offer(kind: type[Control]) -> type[Control]:
 
 def controls() -> dict[str, type[Control]]:
     """Every control in `locater.control`, and those that were offered, by name in lower case."""
-    import locater.control
-
-    kinds: list[type[Control]] = []
-    for module in pkgutil.iter_modules(locater.control.__path__):
-        held = vars(importlib.import_module(f"locater.control.{module.name}"))
-        kinds += [x for x in held.values() if isinstance(x, type) and issubclass(x, Control) and x.__module__ == held["__name__"]]
-    whole = [kind for kind in kinds if kind is not Controls and not any(kind in other.__mro__[1:] for other in kinds)]
-    return {_folded(kind.__name__): kind for kind in sorted([*whole, *OFFERED], key=lambda kind: kind.__name__.lower())}
+    own = [x for x in vars(package).values() if isinstance(x, type) and issubclass(x, Control) and x not in (Control, Controls)]
+    return {_folded(kind.__name__): kind for kind in sorted([*own, *OFFERED], key=lambda kind: kind.__name__.lower())}
 
 
 def parse_control(text: str) -> Control:
