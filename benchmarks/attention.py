@@ -1,11 +1,13 @@
-"""Attention statistics on a GPU: correct against float64 first, then timed against the attention that they watch, in one run.
+"""Attention statistics on a GPU: correct against float64 first, then timed against the attention that they watch, in
+one run.
 
     python benchmarks/attention.py --out benchmarks/results/attention.json          # needs CUDA and Triton
     python benchmarks/attention.py --tune --out benchmarks/results/attention-tuning.json      # tile sizes, fastest first
 
-Rivals, same q, k, v in the same process, turns taken, medians: SDPA flash forward and backward, SDPA cuDNN, FlexAttention with
-log-sum-exp and maximum (where torch offers them), and eager softmax with entropy where its matrix fits. Statistics need no v and no
-output: half of the products of attention, so 0.5 of an ideal forward is what a kernel bound by products would take.
+Rivals, same q, k, v in the same process, turns taken, medians: SDPA flash forward and backward, SDPA cuDNN,
+FlexAttention with log-sum-exp and maximum (where torch offers them), and eager softmax with entropy where its matrix
+fits. Statistics need no v and no output: half of the products of attention, so 0.5 of an ideal forward is what a kernel
+bound by products would take.
 """
 
 from __future__ import annotations
@@ -63,7 +65,16 @@ def check() -> dict[str, float]:
         q, k = (torch.randn(1, n, 1000, 128, device="cuda", dtype=dtype) for n in (4, 2))
         found = attention_statistics(q, k, causal=True, per_key=True, backend="triton")
         want = attention_statistics(q.double(), k.double(), causal=True, per_key=True, backend="torch")
-        for name in ("log_sum_exp", "entropy", "max_logit", "sum_of_squares", "distance", "first_mass", "self_mass", "received"):
+        for name in (
+            "log_sum_exp",
+            "entropy",
+            "max_logit",
+            "sum_of_squares",
+            "distance",
+            "first_mass",
+            "self_mass",
+            "received",
+        ):
             a, b = getattr(found, name).double(), getattr(want, name)
             worst[f"{name} {dtype}"] = float(((a - b).abs() / b.abs().clamp_min(1)).max())
     return worst
@@ -141,14 +152,23 @@ def flex_statistics(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
 
 def case(T: int, D: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
     q, k, v = (torch.randn(1, HEADS, T, D, device="cuda", dtype=dtype) for _ in range(3))
-    entry: dict[str, Any] = {"T": T, "D": D, "dtype": str(dtype).split(".")[1], "causal": causal, "ms": {}, "peak_MB": {}, "failed": {}}
+    entry: dict[str, Any] = {
+        "T": T,
+        "D": D,
+        "dtype": str(dtype).split(".")[1],
+        "causal": causal,
+        "ms": {},
+        "peak_MB": {},
+        "failed": {},
+    }
     for name, run in contenders(q, k, v, causal).items():
         try:
             entry["ms"][name] = round(median_ms(run, 5 if T > 20_000 else 20), 4)
             entry["peak_MB"][name] = round(peak_mb(run), 1)
         except Exception as error:  # a rival that refuses this shape is part of the record
             entry["failed"][name] = str(error).splitlines()[0][:200]
-    floor = 2 * HEADS * T * T * D / (2 if causal else 1) / 790e12 * 1e3  # products of q and k alone, at the card's measured bf16 rate
+    # products of q and k alone, at the card's measured bf16 rate
+    floor = 2 * HEADS * T * T * D / (2 if causal else 1) / 790e12 * 1e3
     entry["floor_ms"] = round(floor, 4)
     flash = entry["ms"].get("flash forward")
     if flash:
@@ -179,7 +199,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def tune(lengths: list[int], rounds: int = 3) -> list[dict[str, Any]]:
-    """Milliseconds of every tile and order of heads, in turns, so that the clock of a warm card is the same for all of them."""
+    """Milliseconds of every tile and order of heads, in turns, so that the clock of a warm card is the same for all of
+    them.
+    """
     from locater.kernels import triton_kernels as kernels
 
     rows = []
@@ -195,7 +217,16 @@ def tune(lengths: list[int], rounds: int = 3) -> list[dict[str, Any]]:
                 run = lambda: kernels.statistics(q, k, terms, what == "extended", False)  # noqa: B023, E731
                 found.setdefault((tile, cache), []).append(median_ms(run, 3 if T < 20_000 else 1, 1))
         for (tile, cache), times in sorted(found.items(), key=lambda item: sorted(item[1])[rounds // 2]):
-            rows.append({"T": T, "D": D, "what": what, "tile": tile, "cache_MB": cache, "ms": round(sorted(times)[rounds // 2], 4)})
+            rows.append(
+                {
+                    "T": T,
+                    "D": D,
+                    "what": what,
+                    "tile": tile,
+                    "cache_MB": cache,
+                    "ms": round(sorted(times)[rounds // 2], 4),
+                }
+            )
     return rows
 
 
@@ -224,9 +255,17 @@ def main() -> None:
     cases = [(T, D, torch.bfloat16, True) for T, D in itertools.product(args.lengths, (64, 128))]
     for one in [*cases, (8192, 128, torch.bfloat16, False), (4096, 128, torch.float32, True)]:
         result["cases"].append(case(*one))
-        args.out.write_text(json.dumps(result, indent=1) + "\n")  # after every case: a run that is cut off keeps what it has
+        # after every case: a run that is cut off keeps what it has
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     for entry in result["cases"]:
-        print(entry["T"], entry["D"], entry["dtype"], "causal" if entry["causal"] else "full", entry["ms"], entry.get("failed"))
+        print(
+            entry["T"],
+            entry["D"],
+            entry["dtype"],
+            "causal" if entry["causal"] else "full",
+            entry["ms"],
+            entry.get("failed"),
+        )
     print("errors", result["errors"])
 
 

@@ -2,16 +2,17 @@
 
     make bench                      # writes benchmarks/results/checkpoint.json
 
-A random checkpoint of 1B shape (16 layers, width 2048, 32 query and 8 key heads of 64, bfloat16, 4 shards, gains away from 1) is
-written to a temporary folder. Each contender then runs in a process of its own, so that peak memory is its own:
+A random checkpoint of 1B shape (16 layers, width 2048, 32 query and 8 key heads of 64, bfloat16, 4 shards, gains away
+from 1) is written to a temporary folder. Each contender then runs in a process of its own, so that peak memory is its
+own:
 
     locater            scan from disk, moments and eigenvalues; bytes read and peak memory over the import; split by stage
     moments            our moments of tensors already in memory, against one product of the same rows with themselves (the floor)
     transformer_lens   load the model, then bridge.QK.eigenvalues: the whole-model route, once as its defaults load it (float32) and
                        once in the checkpoint's own bfloat16; and its error on the effective map
 
-Contenders take turns, ROUNDS times, and each one's median is kept: on a shared machine a single run says little. The file's pages
-are in memory for all of them; --cold drops them before each run.
+Contenders take turns, ROUNDS times, and each one's median is kept: on a shared machine a single run says little. The
+file's pages are in memory for all of them; --cold drops them before each run.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def peak() -> int:
 
 
 def bytes_read() -> int:
-    return int(next(line.split()[1] for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar")))
+    return int(
+        next(line.split()[1] for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
+    )
 
 
 def run_locater(folder: Path) -> dict[str, Any]:
@@ -170,7 +173,9 @@ def run_transformer_lens(folder: Path, half: bool = False) -> dict[str, Any]:
     began = time.perf_counter()
     dtype = torch.bfloat16 if half else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    bridge = TransformerBridge.boot_transformers(str(folder), hf_model=model, dtype=dtype, device="cpu", tokenizer=tokenizer)
+    bridge = TransformerBridge.boot_transformers(
+        str(folder), hf_model=model, dtype=dtype, device="cpu", tokenizer=tokenizer
+    )
     loaded = time.perf_counter() - began
     values = bridge.QK.eigenvalues
     whole = time.perf_counter() - began
@@ -212,7 +217,14 @@ def effective_error(spectra: dict[tuple[int, int], Any], folder: Path) -> dict[s
         key = (tensor(f"model.layers.{layer}.self_attn.k_proj.weight") * gain).view(KEY_HEADS, SIZE, WIDTH)
         for head in range(HEADS):
             G = key[head // (HEADS // KEY_HEADS)] @ query[head].T
-            norm = ((query[head] @ query[head].T) * (key[head // (HEADS // KEY_HEADS)] @ key[head // (HEADS // KEY_HEADS)].T)).sum().sqrt()
+            norm = (
+                (
+                    (query[head] @ query[head].T)
+                    * (key[head // (HEADS // KEY_HEADS)] @ key[head // (HEADS // KEY_HEADS)].T)
+                )
+                .sum()
+                .sqrt()
+            )
             got = sum(re for re, _ in spectra[layer, head])
             errors.append(abs(got - float(G.trace())) / float(norm))
     held = torch.tensor(errors)
@@ -231,7 +243,11 @@ ROUNDS = 5
 def machine() -> dict[str, Any]:
     import torch
 
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return {
         "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "python": platform.python_version(),
         "torch": torch.__version__, "memory_GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
@@ -239,7 +255,9 @@ def machine() -> dict[str, Any]:
 
 
 def in_process(name: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, "--run", name, str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, "--run", name, str(folder)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{name} did not run: {done.stderr.strip().splitlines()[-1]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -1,4 +1,5 @@
-"""What each attention mechanism costs beside PyTorch's fused attention, forward and backward, and how that grows with T.
+"""What each attention mechanism costs beside PyTorch's fused attention, forward and backward, and how that grows with
+T.
 
 python benchmarks/mechanisms.py            the CPU part, one thread, contenders in turns
 python benchmarks/mechanisms.py --gpu      the same on a GPU, in bfloat16
@@ -59,8 +60,13 @@ def options(name: str, heads: int, length: int, like: Tensor) -> dict[str, Any]:
         "differential": {"lam": lambda: torch.full((heads,), 0.5)},
         "delta": {"beta": lambda: torch.full((1, heads, length), 0.5)},
         "gated": {"gate": lambda: torch.full((1, heads, length), 0.5)},
-        "multiformer": {name: lambda: torch.full((1, 1, 5, like.shape[3]), 0.2) for name in ("key_kernel", "value_kernel")},
-        "gated_delta": {"beta": lambda: torch.full((1, heads, length), 0.5), "log_decay": lambda: torch.full((1, heads, length), -0.1)},
+        "multiformer": {
+            name: lambda: torch.full((1, 1, 5, like.shape[3]), 0.2) for name in ("key_kernel", "value_kernel")
+        },
+        "gated_delta": {
+            "beta": lambda: torch.full((1, heads, length), 0.5),
+            "log_decay": lambda: torch.full((1, heads, length), -0.1),
+        },
     }
     return {key: make().to(like.device).requires_grad_() for key, make in made.get(name, {}).items()}
 
@@ -74,7 +80,8 @@ def once(label: str, setting: Setting, length: int, backward: bool) -> float:
     call: Callable[..., Tensor] = scaled_dot_product_attention
     if name:
         call, kw["causal"] = mechanism(name), mechanism(name).is_causal_safe
-    clock = time.perf_counter if setting.device == "cuda" else time.process_time  # one thread: what others run on the machine stays out
+    # one thread: what others run on the machine stays out
+    clock = time.perf_counter if setting.device == "cuda" else time.process_time
     _wait(setting)
     began = clock()
     with torch.set_grad_enabled(backward):
@@ -105,7 +112,11 @@ def measure(setting: Setting) -> dict[str, Any]:
                         runs[label].append(taken)
             for label, found in runs.items():
                 seconds[label].setdefault(str(length), {})["both" if backward else "forward"] = statistics.median(found)
-    machine = torch.cuda.get_device_name() if setting.device == "cuda" else f"{_processor()}, {torch.get_num_threads()} thread"
+    machine = (
+        torch.cuda.get_device_name()
+        if setting.device == "cuda"
+        else f"{_processor()}, {torch.get_num_threads()} thread"
+    )
     kind = str(setting.dtype).removeprefix("torch.")
     shape = f"batch 1, {setting.heads} heads of {setting.size}, {kind}, causal where that is possible"
     return {
@@ -116,7 +127,11 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor()
 
 
@@ -137,7 +152,9 @@ def table(held: dict[str, Any]) -> str:
     ]
     for label, found in held["seconds"].items():
         plain = held["seconds"]["SDPA, all keys" if label in held["all_keys"] else "SDPA"][long]
-        cells = [f"{_shown(1e3 * found[long][key])} ms ({found[long][key] / plain[key]:.2f})" for key in ("forward", "both")]
+        cells = [
+            f"{_shown(1e3 * found[long][key])} ms ({found[long][key] / plain[key]:.2f})" for key in ("forward", "both")
+        ]
         lines.append(f"| {label} | {' | '.join(cells)} | {found[long]['both'] / found[short]['both']:.1f} |")
     return "\n".join(lines)
 

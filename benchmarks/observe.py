@@ -40,7 +40,9 @@ def model_of(implementation: str = "sdpa", **kw: Any) -> Any:
 
 
 def forward(contender: str) -> dict[str, float]:
-    """One contender: peak memory over what holds the model, and the time of a forward pass; entropy of every head where it gives it."""
+    """One contender: peak memory over what holds the model, and the time of a forward pass; entropy of every head where
+    it gives it.
+    """
     from locater.observing import observe
 
     model = model_of("eager" if contender == "eager maps" else "sdpa").eval()
@@ -75,16 +77,22 @@ def forward(contender: str) -> dict[str, float]:
 
 
 def _status(name: str) -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return next(
+        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
 
 
 def cpu(rounds: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name in CONTENDERS:
-            done = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True, check=True, env=os.environ)
+            done = subprocess.run(
+                [sys.executable, __file__, "--one", name], capture_output=True, text=True, check=True, env=os.environ
+            )
             found[name].append(json.loads(done.stdout.splitlines()[-1]))
-    table = {name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()}
+    table = {
+        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
+    }
     return {
         "machine": f"{_processor()}, {os.cpu_count()} cores", "torch": torch.__version__, "rounds": rounds,
         "shape": "GPT-2 small without its output map, batch 4, 1,024 tokens, float32", "contenders": table,
@@ -92,7 +100,11 @@ def cpu(rounds: int) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor()
 
 
@@ -103,7 +115,12 @@ def gpu(out: Path, steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("
     """Training steps of GPT-2 small in bfloat16, watched and not, in turns; then the same compiled."""
     from locater.monitor import Monitor
 
-    found: dict[str, Any] = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, "every": every, "steps": steps}
+    found: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "every": every,
+        "steps": steps,
+    }
     found["shape"] = "GPT-2 small, batch 8, 1,024 tokens, bfloat16 autocast, AdamW"
     for how in hows:
         model = model_of(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).cuda().train()
@@ -158,7 +175,9 @@ def _timed(step: Callable[[], Any], steps: int, monitor: Any) -> float:
 
 
 def _one_observed(step: Callable[[], Any], model: Any, monitor_kind: Any) -> dict[str, Any]:
-    """Milliseconds of a step that is observed, and how often steps wait for the device: alone, and watched but not observed."""
+    """Milliseconds of a step that is observed, and how often steps wait for the device: alone, and watched but not
+    observed.
+    """
     alone = _waits(step)
     with tempfile.TemporaryDirectory() as folder:
         monitor = monitor_kind(Path(folder) / "one.jsonl", every=1).attach(model)
@@ -200,7 +219,9 @@ def table() -> None:
         print("| | step | with the monitor | ratio | an observed step |\n|---|---|---|---|---|")
         for how in sorted({"eager", "compiled"} & set(held), reverse=True):
             x = held[how]
-            print(f"| {how} | {x['plain_ms']:.2f} ms | {x['watched_ms']:.2f} ms | {x['ratio']:.4f} | {x['observed_step_ms']:.1f} ms |")
+            print(
+                f"| {how} | {x['plain_ms']:.2f} ms | {x['watched_ms']:.2f} ms | {x['ratio']:.4f} | {x['observed_step_ms']:.1f} ms |"
+            )
 
 
 def main() -> None:
@@ -218,7 +239,9 @@ def main() -> None:
         table()
     else:
         out = given.out or RESULTS / f"observe-{'gpu' if given.gpu else 'cpu'}.json"
-        found = gpu(out, hows=(given.only,) if given.only else ("compiled", "eager")) if given.gpu else cpu(given.rounds)
+        found = (
+            gpu(out, hows=(given.only,) if given.only else ("compiled", "eager")) if given.gpu else cpu(given.rounds)
+        )
         out.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found, indent=1))
 

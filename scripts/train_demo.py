@@ -1,10 +1,12 @@
-"""Make the checkpoints that `locater demo` scans: a small rotary decoder trained on the text inside CPython, and its LocAteR twin.
+"""Make the checkpoints that `locater demo` scans: a small rotary decoder trained on the text inside CPython, and its
+LocAteR twin.
 
     .venv/bin/python scripts/train_demo.py                                 # about 9 minutes on two cores
     .venv/bin/python scripts/train_demo.py --control "locater(target=2)" --out src/locater/demo/twin
 
-Writes src/locater/demo/ or another folder: config.json, model.safetensors (bfloat16), tokenizer.json and training.json, which records
-the recipe, the text's hash and the losses. Byte-pair vocabulary and weights both come from the embedded text alone.
+Writes src/locater/demo/ or another folder: config.json, model.safetensors (bfloat16), tokenizer.json and training.json,
+which records the recipe, the text's hash and the losses. Byte-pair vocabulary and weights both come from the embedded
+text alone.
 """
 
 from __future__ import annotations

@@ -25,11 +25,14 @@ from tests.summary import pytest_terminal_summary  # noqa: F401 - a hook by its 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
     summary.avoided = avoid_broken_amx()
 
-torch.set_num_threads(1)  # tests run in parallel processes; threads inside tiny operations would only fight over the cores
+# tests run in parallel processes; threads inside tiny operations would only fight over the cores
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="I/N", help="run the I-th of N parts of the selected tests, for processes side by side")
+    parser.addoption(
+        "--part", metavar="I/N", help="run the I-th of N parts of the selected tests, for processes side by side"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected
@@ -71,7 +74,14 @@ def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
     folder = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=64, initializer_range=0.2)).save_pretrained(folder)
     return folder

@@ -10,7 +10,15 @@ from locater_papers.runs import Arm, Runs
 
 def made_line(loss: float, **more: Any) -> dict[str, Any]:
     heads = {"M": 0.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
-    own = {"status": "done", "select_loss": loss, "report_loss": loss, "accuracy": None, "entropy": 2.0, "heads": heads, "device": "cpu"}
+    own = {
+        "status": "done",
+        "select_loss": loss,
+        "report_loss": loss,
+        "accuracy": None,
+        "entropy": 2.0,
+        "heads": heads,
+        "device": "cpu",
+    }
     return {**own, **more}
 
 

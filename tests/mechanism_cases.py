@@ -1,4 +1,5 @@
-"""Attention mechanisms read plainly, for the tests: per case its options, and its map for one head with loops or dense formulas in float64.
+"""Attention mechanisms read plainly, for the tests: per case its options, and its map for one head with loops or dense
+formulas in float64.
 
 A mechanism joins the tests by a row of CASES.
 """
@@ -82,7 +83,8 @@ def fastmax(h: Head) -> Tensor:
     if norm == "sequence":
         q, k = (y - y[real].mean(0) for y, real in ((q, h.rows), (k, h.seen[0])))
         q, k = (
-            torch.where(real[:, None], y / y[real].norm(dim=1).max().clamp_min(1e-300), 0 * y) for y, real in ((q, h.rows), (k, h.seen[0]))
+            torch.where(real[:, None], y / y[real].norm(dim=1).max().clamp_min(1e-300), 0 * y)
+            for y, real in ((q, h.rows), (k, h.seen[0]))
         )
     x = q @ k.T * (scale or (1.0 if norm else D**-0.5))
     f = sum(x**n / math.factorial(n) for n in range(order + 1)) * h.seen
@@ -186,7 +188,11 @@ def every_gate(T: int, S: int) -> dict[str, Any]:
 
 
 def convolutions(T: int, S: int) -> dict[str, Any]:
-    kernels = {"key_kernel": draw(1, H, 5, D, seed=5), "value_kernel": draw(1, H, 5, 1, seed=6), "key_bias": draw(1, H, 1, D, seed=7)}
+    kernels = {
+        "key_kernel": draw(1, H, 5, D, seed=5),
+        "value_kernel": draw(1, H, 5, 1, seed=6),
+        "key_bias": draw(1, H, 1, D, seed=7),
+    }
     return {"kinds": "clf", "window": 4, "stride": 2} | kernels
 
 
@@ -195,12 +201,18 @@ CASES = [
     Case("softcap", lambda h: row_softmax(2 * torch.tanh(h.x / 2), h.seen), lambda T, S: {"cap": 2.0}),
     Case(
         "qk_norm",
-        lambda h: row_softmax(rms(h.q) @ rms(h.k).T * (h.scale or D**-0.5) * h.options["query_gain"] * h.options["key_gain"], h.seen),
+        lambda h: row_softmax(
+            rms(h.q) @ rms(h.k).T * (h.scale or D**-0.5) * h.options["query_gain"] * h.options["key_gain"], h.seen
+        ),
         lambda T, S: {"query_gain": 1 + draw(H, seed=7) ** 2, "key_gain": 1 + draw(K, seed=8) ** 2},
     ),
     Case("sigmoid", sigmoid),
     Case("softmax_plus_one", lambda h: row_softmax(h.x, h.seen, 1.0)),
-    Case("learned_sink", lambda h: row_softmax(h.x, h.seen, math.exp(h.options["sinks"])), lambda T, S: {"sinks": draw(H, seed=7)}),
+    Case(
+        "learned_sink",
+        lambda h: row_softmax(h.x, h.seen, math.exp(h.options["sinks"])),
+        lambda T, S: {"sinks": draw(H, seed=7)},
+    ),
     Case("centred", centred),
     Case("doubly_normalized", doubly),
     Case(
@@ -250,12 +262,16 @@ def part(value: Any, b: int, h: int) -> Any:
     return value[b if len(value) > 1 else 0, h if value.shape[1] > 1 else 0]
 
 
-def expected(case: Case, q: Tensor, k: Tensor, seen: Tensor, rows: Tensor, differ: bool, scale: float | None, options: Any) -> Tensor:
+def expected(
+    case: Case, q: Tensor, k: Tensor, seen: Tensor, rows: Tensor, differ: bool, scale: float | None, options: Any
+) -> Tensor:
     out = torch.empty(B, H, q.shape[2], k.shape[2], dtype=torch.float64)
     for b in range(B):
         for h in range(H):
             of_head = {name: part(value, b, h) for name, value in options.items()}
-            out[b, h] = case.reference(Head(q[b, h], k[b, h // (H // K)], seen[b, h], scale, rows[b], differ, of_head, h))
+            out[b, h] = case.reference(
+                Head(q[b, h], k[b, h // (H // K)], seen[b, h], scale, rows[b], differ, of_head, h)
+            )
     return out
 
 

@@ -1,8 +1,9 @@
-"""The harness behind the spine of `heads/`: run a real model, record what its attention did, compare with `AttentionLayer`.
+"""The harness behind the spine of `heads/`: run a real model, record what its attention did, compare with
+`AttentionLayer`.
 
 A case is a tiny model. Every parameter is redrawn, because at initialisation biases are zero and gains constant and a
-layout mistake can hide behind that. The model runs in float64 on a left-padded batch, once per attention implementation,
-with its own attention function intercepted; calls are counted, so a tap that is never reached fails.
+layout mistake can hide behind that. The model runs in float64 on a left-padded batch, once per attention
+implementation, with its own attention function intercepted; calls are counted, so a tap that is never reached fails.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ EPS = 0.05  # norms of the tiny models: large enough that forgetting it shows
 
 @dataclass(frozen=True)
 class Site:
-    """Where to listen, by module path. `stream` is the module whose input is x; `out` the one whose output is the layer's."""
+    """Where to listen, by module path. `stream` is the module whose input is x; `out` the one whose output is the
+    layer's.
+    """
 
     attention: str
     stream: str | None
     out: str
     memory: str | None = None  # cross-attention: the module whose input is the memory stream
-    padding: str | None = "attention_mask"  # key of the batch that marks the real tokens of x; all are, where the batch has no such key
+    # key of the batch that marks the real tokens of x; all are, where the batch has no such key
+    padding: str | None = "attention_mask"
 
 
 @dataclass
@@ -66,7 +70,8 @@ class Case:
     spread: float = 1.0  # of redrawn matrices, so that logits have a standard deviation of 1 to 3
     redraw_more: Callable[[nn.Module], None] | None = None
     memory_padding: str | None = None  # key of the batch that masks the memory; None: the memory is not padded
-    shift_free: bool = False  # the model adds a number to whole rows of logits, which softmax does not see: compare centred rows
+    # the model adds a number to whole rows of logits, which softmax does not see: compare centred rows
+    shift_free: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # for attention_layers on the checkpoint
 
 
@@ -79,9 +84,16 @@ def tokens(vocabulary: int = 64, length: int = 9, pads: int = 3) -> dict[str, Te
 
 
 def decoder_sites(
-    layers: int, prefix: str = "model.layers", attention: str = "self_attn", norm: str = "input_layernorm", out: str = "o_proj"
+    layers: int,
+    prefix: str = "model.layers",
+    attention: str = "self_attn",
+    norm: str = "input_layernorm",
+    out: str = "o_proj",
 ) -> list[Site]:
-    return [Site(f"{prefix}.{i}.{attention}", f"{prefix}.{i}.{norm}", f"{prefix}.{i}.{attention}.{out}") for i in range(layers)]
+    return [
+        Site(f"{prefix}.{i}.{attention}", f"{prefix}.{i}.{norm}", f"{prefix}.{i}.{attention}.{out}")
+        for i in range(layers)
+    ]
 
 
 @torch.no_grad()
@@ -110,12 +122,24 @@ def interface_tap(model: nn.Module, implementation: str, records: dict[str, Reco
 
     paths = {id(module): path for path, module in model.named_modules()}
 
-    def tap(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kw: Any) -> Any:
+    def tap(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
         eager = implementation == "eager"
         if attention_mask is not None and attention_mask.is_floating_point():
             # transformers' eager softmax runs in float32, where float64's lowest value is -inf and a row of it is NaN
             attention_mask = attention_mask.clamp_min(torch.finfo(torch.float32).min)
-        base = sys.modules[type(module).__module__].eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[implementation]
+        base = (
+            sys.modules[type(module).__module__].eager_attention_forward
+            if eager
+            else ALL_ATTENTION_FUNCTIONS[implementation]
+        )
         out = base(module, query, key, value, attention_mask, *args, **kw)
         record = records[paths[id(module)]]
         record.calls += 1
@@ -149,10 +173,16 @@ def record(case: Case, model: nn.Module, implementation: str) -> list[Record]:
     handles = []
     for site in case.sites:
         here = records[site.attention]
-        handles.append(model.get_submodule(site.stream or site.attention).register_forward_pre_hook(_keep(here, "x"), with_kwargs=True))
+        handles.append(
+            model.get_submodule(site.stream or site.attention).register_forward_pre_hook(
+                _keep(here, "x"), with_kwargs=True
+            )
+        )
         handles.append(model.get_submodule(site.out).register_forward_hook(_keep_output(here)))
         if site.memory is not None:
-            handles.append(model.get_submodule(site.memory).register_forward_pre_hook(_keep(here, "memory"), with_kwargs=True))
+            handles.append(
+                model.get_submodule(site.memory).register_forward_pre_hook(_keep(here, "memory"), with_kwargs=True)
+            )
     batch = case.batch()
     try:
         with torch.no_grad(), (case.tap or interface_tap)(model, implementation, records):
@@ -189,7 +219,9 @@ def model_of(case: Case) -> nn.Module:
 
 @torch.no_grad()
 def disagreement(layer: AttentionLayer, seen: Record, case: Case) -> dict[str, float]:
-    """Largest difference of each quantity, in standard deviations of the reference; only real queries and visible keys count."""
+    """Largest difference of each quantity, in standard deviations of the reference; only real queries and visible keys
+    count.
+    """
     batch = case.batch()
     x, memory = seen.x, seen.memory
     assert x is not None

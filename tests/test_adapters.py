@@ -81,7 +81,8 @@ def test_a_layer_is_read_as_it_computes(label: str, kind: str) -> None:
     base = plain(label)
     stem = next(iter(wrapped(model)))
     assert not torch.allclose(
-        ModuleWeights(model).read(f"{stem}.weight"), ModuleWeights(base).read(f"{stem.removeprefix('base_model.model.')}.weight")
+        ModuleWeights(model).read(f"{stem}.weight"),
+        ModuleWeights(base).read(f"{stem.removeprefix('base_model.model.')}.weight"),
     )
 
 
@@ -197,7 +198,9 @@ def test_controls_that_write_weights_refuse_adapters_before_they_write(control: 
 def test_other_adapters_are_refused_by_name() -> None:
     config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     model = peft.get_peft_model(plain("llama"), config)
-    with pytest.raises(LocaterError, match=r"self_attn.k_proj.weight: adapters of kind Linear are not read: merge_and_unload"):
+    with pytest.raises(
+        LocaterError, match=r"self_attn.k_proj.weight: adapters of kind Linear are not read: merge_and_unload"
+    ):
         locater.scan(model)
 
 

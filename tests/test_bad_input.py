@@ -60,7 +60,9 @@ def test_not_on_the_hub_either(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "nobody/nothing: no such file or folder, and the hub did not give it" in refused(run, tmp_path, "nobody/nothing")
+    assert "nobody/nothing: no such file or folder, and the hub did not give it" in refused(
+        run, tmp_path, "nobody/nothing"
+    )
 
 
 def test_without_a_network(run: Run, tmp_path: Path, saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +147,9 @@ class Trap:
         return Path.touch, (Path("sprung"),)
 
 
-def test_pickle_that_is_not_weights_only(run: Run, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_that_is_not_weights_only(
+    run: Run, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (broken / "model.safetensors").unlink()
     with open(broken / "pytorch_model.bin", "wb") as file:
@@ -170,7 +174,13 @@ def test_model_without_attention(run: Run, tmp_path: Path) -> None:
 def test_unknown_architecture(run: Run, broken: Path, tmp_path: Path) -> None:
     edit_config(broken, model_type="zebra")
     line = refused(run, tmp_path, broken)
-    for part in ("model_type 'zebra'", "model.layers.*.self_attn.q_proj.weight [32, 32]", "--query", "--heads", "locater.register()"):
+    for part in (
+        "model_type 'zebra'",
+        "model.layers.*.self_attn.q_proj.weight [32, 32]",
+        "--query",
+        "--heads",
+        "locater.register()",
+    ):
         assert part in line
 
 
@@ -191,10 +201,19 @@ def test_tensors_can_be_named(run: Run, broken: Path, tmp_path: Path, saved_llam
     [
         (("--query", "model.*"), "--query and --key go together"),
         (("--query", "q.*", "--key", "k.*", "--heads", 4), "no tensor matches --query 'q.*'"),
-        (("--query", "*.q_proj.weight", "--key", "*.k_proj.weight", "--heads", 5), "the model says num_attention_heads = 4"),
+        (
+            ("--query", "*.q_proj.weight", "--key", "*.k_proj.weight", "--heads", 5),
+            "the model says num_attention_heads = 4",
+        ),
         (("--query", "*.q_proj.weight", "--key", "*.input_layernorm.weight", "--heads", 4), "has no partner"),
-        (("--query", "*.self_attn.q_proj.weight", "--key", "*.mlp.up_proj.weight", "--heads", 4), "does not fit 4 query heads"),
-        (("--query", "*.input_layernorm.weight", "--key", "*.input_layernorm.weight", "--heads", 4), "a query or key map has two axes"),
+        (
+            ("--query", "*.self_attn.q_proj.weight", "--key", "*.mlp.up_proj.weight", "--heads", 4),
+            "does not fit 4 query heads",
+        ),
+        (
+            ("--query", "*.input_layernorm.weight", "--key", "*.input_layernorm.weight", "--heads", 4),
+            "a query or key map has two axes",
+        ),
         (("--fail-on", "shap"), "'shap': neither a flag"),
         (("--fail-on", "sink"), "needs observation"),
         (("--fail-on", "max_logit>100"), "no column 'max_logit'"),
@@ -214,13 +233,17 @@ def test_target_that_cannot_be_written(run: Run, saved_llama: Path, tmp_path: Pa
 
 
 def test_heads_are_asked_for_where_nothing_tells(run: Run, tmp_path: Path) -> None:
-    save_file({k: v.contiguous() for k, v in nn.MultiheadAttention(16, 2).state_dict().items()}, tmp_path / "m.safetensors")
+    save_file(
+        {k: v.contiguous() for k, v in nn.MultiheadAttention(16, 2).state_dict().items()}, tmp_path / "m.safetensors"
+    )
     assert "num_heads" in refused(run, tmp_path, tmp_path / "m.safetensors")
     assert run("scan", tmp_path / "m.safetensors", "--heads", 2).status == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nonfinite_head_is_flagged_and_the_rest_scanned(run: Run, broken: Path, saved_llama: Path, value: float) -> None:
+def test_nonfinite_head_is_flagged_and_the_rest_scanned(
+    run: Run, broken: Path, saved_llama: Path, value: float
+) -> None:
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.self_attn.q_proj.weight"][9, 3] = value  # query head 1 of 4
     save_file(tensors, broken / "model.safetensors")
@@ -268,13 +291,22 @@ BAD_ROPE: list[tuple[dict[str, Any], str]] = [
     *(({"rope_type": "default", "rope_theta": bad}, "rope_theta") for bad in (*NOT_SIZES, None)),
     ({"rope_type": "linear"}, "factor"),
     ({"rope_type": "yarn", "factor": None}, "factor"),
-    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, "original_max_position_embeddings"),
+    (
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings",
+    ),
     (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor"),
     (LLAMA3 | {"low_freq_factor": math.nan}, "low_freq_factor"),
     ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta"),
     ({"rope_type": "yarn", "factor": 4.0, "attention_factor": math.inf}, "attention_factor"),
-    ({"rope_type": "longrope", "short_factor": [1.0, math.nan, 1.0, 1.0], "original_max_position_embeddings": 16}, "short_factor"),
-    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+    (
+        {"rope_type": "longrope", "short_factor": [1.0, math.nan, 1.0, 1.0], "original_max_position_embeddings": 16},
+        "short_factor",
+    ),
+    (
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "original_max_position_embeddings": 1},
+        "original_max_position_embeddings",
+    ),
     ({"rope_type": "longrope", "original_max_position_embeddings": 16}, "short_factor"),
     ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
 ]
@@ -343,14 +375,34 @@ def test_a_list_of_layer_types_that_is_too_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "change"),
     [
-        ("llama", {"rotary_dim": None, "partial_rotary_factor": None, "rope_theta": None, "max_window_layers": None, "head_dim": None}),
-        ("llama", {"num_heads": [1, 2], "alibi": "none", "sliding_window": 0, "rotary_pct": 7, "layer_types": ["full_attention"]}),
+        (
+            "llama",
+            {
+                "rotary_dim": None,
+                "partial_rotary_factor": None,
+                "rope_theta": None,
+                "max_window_layers": None,
+                "head_dim": None,
+            },
+        ),
+        (
+            "llama",
+            {
+                "num_heads": [1, 2],
+                "alibi": "none",
+                "sliding_window": 0,
+                "rotary_pct": 7,
+                "layer_types": ["full_attention"],
+            },
+        ),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 0, "max_window_layers": None}),
         ("bloom", {"pretraining_tp": 0, "slow_but_exact": True}),
         ("bloom", {"pretraining_tp": None, "slow_but_exact": True}),
     ],
 )
-def test_null_and_settings_that_a_family_never_reads_refuse_nothing(label: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_null_and_settings_that_a_family_never_reads_refuse_nothing(
+    label: str, change: dict[str, Any], tmp_path: Path
+) -> None:
     model_of(next(c for c in CASES if c.label == label)).save_pretrained(tmp_path)
     expected = [row.trace for row in scan(tmp_path).rows]
     edit_config(tmp_path, **change)
@@ -385,10 +437,15 @@ def test_heads_that_the_model_contradicts(run: Run, saved_llama: Path, tmp_path:
     assert "--heads 3 was given, but the model says 4" in refused(run, tmp_path, saved_llama, "--heads", 3)
     assert run("scan", saved_llama, "--heads", 4).status == 0
     named = ("--query", "*.q_proj.weight", "--key", "*.k_proj.weight")
-    assert "--heads 8 was given, but the model says num_attention_heads = 4" in refused(run, tmp_path, saved_llama, *named, "--heads", 8)
+    assert "--heads 8 was given, but the model says num_attention_heads = 4" in refused(
+        run, tmp_path, saved_llama, *named, "--heads", 8
+    )
     assert run("scan", saved_llama, *named, "--heads", 4).status == 0
     assert run("scan", saved_llama, *named).status == 0
-    save_file({k: v.contiguous() for k, v in nn.MultiheadAttention(16, 2).state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {k: v.contiguous() for k, v in nn.MultiheadAttention(16, 2).state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "torch", "num_heads": 2}))
     assert "--heads 4 was given, but the model says num_heads = 2" in refused(run, tmp_path, tmp_path, "--heads", 4)
     with pytest.raises(LocaterError, match="--heads 4 was given, but the model says 2"):
@@ -410,17 +467,23 @@ def test_a_missing_gain_is_not_taken_for_one(run: Run, broken: Path, tmp_path: P
 def test_quantised_pickles_are_refused(run: Run, broken: Path, tmp_path: Path) -> None:
     tensors = load_file(broken / "model.safetensors")
     (broken / "model.safetensors").unlink()
-    torch.save({n: (t * 10).to(torch.int8) if "proj" in n else t for n, t in tensors.items()}, broken / "pytorch_model.bin")
+    torch.save(
+        {n: (t * 10).to(torch.int8) if "proj" in n else t for n, t in tensors.items()}, broken / "pytorch_model.bin"
+    )
     assert "is stored as torch.int8 (quantised)" in refused(run, tmp_path, broken)
 
 
 def test_quantised_weights_are_refused_however_they_are_named(broken: Path) -> None:
     """Named tensors and PyTorch's own attention read through the same door as the families."""
-    tensors = {n: (t * 10).to(torch.int8) if "proj" in n else t for n, t in load_file(broken / "model.safetensors").items()}
+    tensors = {
+        n: (t * 10).to(torch.int8) if "proj" in n else t for n, t in load_file(broken / "model.safetensors").items()
+    }
     torch.save(tensors, broken / "weights.pt")
     with pytest.raises(LocaterError, match="quantised"):
         scan(broken / "weights.pt", query="*.q_proj.weight", key="*.k_proj.weight", heads=4)
-    torch.save({n: (t * 10).to(torch.int8) for n, t in nn.MultiheadAttention(16, 2).state_dict().items()}, broken / "own.pt")
+    torch.save(
+        {n: (t * 10).to(torch.int8) for n, t in nn.MultiheadAttention(16, 2).state_dict().items()}, broken / "own.pt"
+    )
     (broken / "config.json").unlink()
     with pytest.raises(LocaterError, match="quantised"):
         scan(broken / "own.pt", heads=2)
@@ -466,18 +529,24 @@ def test_weights_of_any_size_are_read_right(
     for name in ("q_proj", "k_proj"):
         tensors[f"model.layers.1.self_attn.{name}.weight"] *= factor
     save_file(tensors, broken / "model.safetensors")
-    plain, scaled = ([row for row in scan(folder, details=True).rows if row.layer == 1] for folder in (saved_llama, broken))
+    plain, scaled = (
+        [row for row in scan(folder, details=True).rows if row.layer == 1] for folder in (saved_llama, broken)
+    )
     for row, other in zip(plain, scaled, strict=True):
         for name in ("stable_rank", "concentration", "skew"):
             assert getattr(other, name) == pytest.approx(getattr(row, name), rel=1e-5, abs=1e-6)
         for name, power in (("M", 2), ("S", 4), ("F", 4), ("variance", 4), ("spectral_norm", 2)):
-            assert getattr(other, name) == pytest.approx(factor**power * getattr(row, name), rel=1e-4, abs=1e-6 * row.F * factor**power)
+            assert getattr(other, name) == pytest.approx(
+                factor**power * getattr(row, name), rel=1e-4, abs=1e-6 * row.F * factor**power
+            )
         assert ("uniform" if factor < 1 else "sharp") in other.flags
         assert other.localization is not None
         assert other.residual_kept is not None
 
 
-def test_files_that_may_not_be_read_or_written(run: Run, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_may_not_be_read_or_written(
+    run: Run, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def closed(*args: object, **kwargs: object) -> object:
         raise PermissionError(13, "Permission denied", str(broken / "model.safetensors"))
 
@@ -520,7 +589,10 @@ def test_python_calls_name_what_they_were_given() -> None:
     for call, said in (
         (lambda: locater.scan(3), "3 is no model"),
         (lambda: locater.observe("folder"), "'folder' is no nn.Module"),
-        (lambda: inspect.unwrap(locater.moments)(torch.ones(3, 8, 64), torch.ones(3, 8, 3)), "both end in (head size, width)"),
+        (
+            lambda: inspect.unwrap(locater.moments)(torch.ones(3, 8, 64), torch.ones(3, 8, 3)),
+            "both end in (head size, width)",
+        ),
         (lambda: decompose(nn.Linear(2, 2), "text"), "batch is a str"),
     ):
         with pytest.raises(LocaterError) as error:
@@ -540,7 +612,15 @@ def test_other_files_in_the_place_of_a_scan_or_of_runs(run: Run, tmp_path: Path)
         result = run("reproduce", "zoo", "--claim", "f", "--quick", "--runs", path)
         assert (result.status, result.out) == (2, "")
         assert f"{path}: {said}" in result.err
-    result = run("reproduce", "zoo", "--claim", "f", "--quick", "--runs", Path(__file__).parents[1] / "docs/results/bao2024-runs.jsonl")
+    result = run(
+        "reproduce",
+        "zoo",
+        "--claim",
+        "f",
+        "--quick",
+        "--runs",
+        Path(__file__).parents[1] / "docs/results/bao2024-runs.jsonl",
+    )
     assert "training runs is one that these claims ask for" in result.err
 
 
@@ -554,7 +634,9 @@ def test_a_sweep_is_not_a_log(run: Run, tmp_path: Path) -> None:
     assert f"a sweep; name one of its runs: {tmp_path / 'sweep' / 'seed=0'}" in result.err
 
 
-def test_wrong_things_in_the_place_of_right_ones(run: Run, saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_things_in_the_place_of_right_ones(
+    run: Run, saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a newcomer may type, command by command: one line that names it, status 2, nothing written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("hello")
@@ -566,7 +648,10 @@ def test_wrong_things_in_the_place_of_right_ones(run: Run, saved_llama: Path, tm
     cases = [
         ("scan noise.bin", "noise.bin: not a weights file: torch.save writes no such bytes"),
         (f"scan {saved_llama} --heads 3", "--heads 3 was given, but the model says 4"),
-        (f"scan {saved_llama} --statistics words.txt", "not statistics that this version reads (no file of torch.save)"),
+        (
+            f"scan {saved_llama} --statistics words.txt",
+            "not statistics that this version reads (no file of torch.save)",
+        ),
         ("probe '' --text words.txt", "the name of the model is empty"),
         ("probe empty --text words.txt", "empty: no config.json in it"),
         (f"probe {saved_llama} --text ''", "--text: the name of the file is empty"),

@@ -40,7 +40,8 @@ def test_the_demo_sets_its_model_beside_a_twin(run: Run, tmp_path: Path) -> None
     only = run("demo", "--json", "-")
     assert "twin" not in only.out
     assert (
-        run("demo", "--report", str(page), "--twin", str(page)).err == f"locater: --twin {page}: give the page of both a file of its own\n"
+        run("demo", "--report", str(page), "--twin", str(page)).err
+        == f"locater: --twin {page}: give the page of both a file of its own\n"
     )
 
 
@@ -99,13 +100,18 @@ def test_version_and_usage(run: Run) -> None:
 def test_the_command_in_a_process_of_its_own(saved_llama: Path) -> None:
     """`python -m locater`: clean JSON on standard output, nothing on standard error."""
     done = subprocess.run(
-        [sys.executable, "-m", "locater", "scan", str(saved_llama), "--json", "-"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "locater", "scan", str(saved_llama), "--json", "-"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert len(json.loads(done.stdout)["heads"]) == 12
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(run: Run, saved_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_has_seen_enough_is_no_error(
+    run: Run, saved_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Status 1 would say that a head crossed --fail-on."""
     read, write = os.pipe()
     os.close(read)
@@ -116,7 +122,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: Run, saved_llama: Path, 
 
 
 def test_help_and_import_without_torch_or_any_extra() -> None:
-    """Nobody waits for torch to read the help; `import locater` pulls no extra and not the libraries of the command line."""
+    """Nobody waits for torch to read the help; `import locater` pulls no extra and not the libraries of the command
+    line.
+    """
     heavy = "torch transformers lightning pandas scipy triton"
     code = f"""
 import sys, locater
@@ -139,9 +147,13 @@ ORDERS = (
 )  # fmt: skip
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="each order wants a fresh process, and without fork that is seconds each")
+@pytest.mark.skipif(
+    not hasattr(os, "fork"), reason="each order wants a fresh process, and without fork that is seconds each"
+)
 def test_names_mean_the_same_after_any_order_of_imports() -> None:
-    """`locater.scan` is the function, whatever was imported first: no module bears its name. A child process for each order."""
+    """`locater.scan` is the function, whatever was imported first: no module bears its name. A child process for each
+    order.
+    """
     code = f"""
 import inspect, os, sys, torch
 for order in {ORDERS!r}:
@@ -176,7 +188,9 @@ class Panic(BaseException):
 def test_an_unexpected_exception_is_a_bug_of_ours(
     run: Run, saved_llama: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], place: str
 ) -> None:
-    """One line and status 2; status 1 means that --fail-on was crossed. The traceback is for --debug, wherever it stands."""
+    """One line and status 2; status 1 means that --fail-on was crossed. The traceback is for --debug, wherever it
+    stands.
+    """
 
     def fail(*args: object, **kwargs: object) -> None:
         raise kind("out of\nthe blue")
@@ -248,8 +262,12 @@ def test_flags_are_raised_on_their_side_of_the_threshold(flag) -> None:  # type:
     assert flags_of({}, length=256) == ()
 
 
-def test_interruption_leaves_nothing_behind(run: Run, saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of a scan, and in the middle of writing: status 130, no traceback, no file and no half of one."""
+def test_interruption_leaves_nothing_behind(
+    run: Run, saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a scan, and in the middle of writing: status 130, no traceback, no file and no half of
+    one.
+    """
 
     def stop(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt

@@ -44,8 +44,13 @@ def composite(m: np.ndarray) -> float:
     return math.sqrt(np.linalg.norm(m, 1) * np.linalg.norm(m, np.inf))
 
 
-def relu_mlp(seed: int, width: int, hidden: int, size: float = 1.0) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
-    W_in, W_out = normal(width, hidden, seed=seed) * size / width**0.5, normal(hidden, width, seed=seed + 1) / hidden**0.5
+def relu_mlp(
+    seed: int, width: int, hidden: int, size: float = 1.0
+) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
+    W_in, W_out = (
+        normal(width, hidden, seed=seed) * size / width**0.5,
+        normal(hidden, width, seed=seed + 1) / hidden**0.5,
+    )
     shift = normal(hidden, seed=seed + 2)
     return lambda y: (y @ W_in + shift).relu() @ W_out, W_in, W_out
 
@@ -75,7 +80,11 @@ def test_residuals_are_those_of_numpy_and_padding_does_not_count() -> None:
     for i in range(2):
         m = x[i][real[i]].numpy()
         U, s, Vh = np.linalg.svd(m)
-        wanted = {"mean": m - m.mean(0), "midrange": m - (m.max(0) + m.min(0)) / 2, "svd": m - s[0] * np.outer(U[:, 0], Vh[0])}
+        wanted = {
+            "mean": m - m.mean(0),
+            "midrange": m - (m.max(0) + m.min(0)) / 2,
+            "svd": m - s[0] * np.outer(U[:, 0], Vh[0]),
+        }
         for centre, rest in wanted.items():
             found = token_residual(padded, real, centre)[i]
             assert found[real[i]].numpy() == pytest.approx(rest, abs=1e-12)
@@ -194,7 +203,9 @@ def shrinking(block: Block, seed: int, centre: str, tokens: int = 16) -> Tensor:
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("centre", ["mean", "midrange"])
 def test_attention_is_of_third_order_and_of_first_with_a_causal_mask(seed: int, heads: int, centre: str) -> None:
-    free, causal = (contraction_order(SIZES, shrinking(draw(seed, 8, heads, causal=c), seed, centre)) for c in (False, True))
+    free, causal = (
+        contraction_order(SIZES, shrinking(draw(seed, 8, heads, causal=c), seed, centre)) for c in (False, True)
+    )
     assert free[-1].item() == pytest.approx(3, abs=0.03)
     assert causal[-1].item() == pytest.approx(1, abs=0.03)
 
@@ -256,7 +267,9 @@ def test_the_bound_with_skips_is_the_worst_order_of_its_two_steps(depth: int) ->
 
 def test_bounds_of_deep_stacks_stay_finite_in_logarithms() -> None:
     assert attention_bound(0.01, 1.0, 1.0, depth=60).item() == 0
-    assert attention_bound(0.01, 1.0, 1.0, depth=60, log=True).item() == pytest.approx(3.0**60 * math.log(0.02), rel=1e-12)
+    assert attention_bound(0.01, 1.0, 1.0, depth=60, log=True).item() == pytest.approx(
+        3.0**60 * math.log(0.02), rel=1e-12
+    )
     assert skip_bound(1e-40, 1.0, 1.0, depth=3, heads=1).item() == pytest.approx(8e-40)
     assert attention_bound(torch.tensor([0.0, 0.1]), 0.0, 1.0, depth=0).tolist() == pytest.approx([0, 0.1])
     assert attention_bound(torch.ones(2, 3), 1.0, 1.0).shape == (2, 3)
@@ -273,7 +286,9 @@ def test_beta_is_the_largest_over_heads_and_never_larger_than_apart() -> None:
 
 
 def test_one_number_per_head_is_not_enough_for_a_sum_of_heads() -> None:
-    """Column and row of one size each: their sum has twice the composite norm that the larger of the two, times two, allows."""
+    """Column and row of one size each: their sum has twice the composite norm that the larger of the two, times two,
+    allows.
+    """
     d = 16
     column, row = torch.zeros(d, d), torch.zeros(d, d)
     column[:, 0], row[0] = 1, 1
@@ -288,7 +303,9 @@ DRAWS = [(seed, tokens, size) for seed in range(60) for tokens in (2, 5, 20) for
 
 
 def best_residual_at_least(x: Tensor) -> float:
-    """Under every ||X - 1 v^T||: medians are best for columns, and no v is closer to two tokens than half their distance."""
+    """Under every ||X - 1 v^T||: medians are best for columns, and no v is closer to two tokens than half their
+    distance.
+    """
     columns = (x - x.quantile(0.5, dim=0, interpolation="lower")).abs().sum(0).max()
     rows = torch.cdist(x, x, p=1).max() / 2
     return (columns * rows).sqrt().item()
@@ -307,7 +324,12 @@ def test_one_layer_stays_under_its_bounds(centre: str) -> None:
         proved = layer_bound(x, block, centre).item()
         assert best_residual_at_least(block(x)) <= proved
         general = attention_bound(
-            before, beta(block.W_QK, block.W_VO, apart=True), block.scale, 1, len(block.W_QK), constant=math.sqrt(2 * tokens)
+            before,
+            beta(block.W_QK, block.W_VO, apart=True),
+            block.scale,
+            1,
+            len(block.W_QK),
+            constant=math.sqrt(2 * tokens),
         )
         assert proved <= general.item() * (1 + 1e-12)
         worst = max(worst, after / stated)
@@ -370,7 +392,8 @@ def test_the_proved_bound_is_its_formula_and_every_step_of_the_proof_holds(centr
 
 
 def crowd(m: int, hub: float = 7.0, itself: float = 100.0) -> tuple[Tensor, float]:
-    """A key that all see, m tokens that see themselves as well, m that are nothing but the centre; and the strength of W_QK.
+    """A key that all see, m tokens that see themselves as well, m that are nothing but the centre; and the strength of
+    W_QK.
 
     Token 0 is a unit along channel 0, token j one along channel j. Q = K 1, and the centre is along channel 0, so that
     the hub has `hub` times, a token for itself `itself` times the weight of 2 m others.
@@ -384,7 +407,9 @@ def crowd(m: int, hub: float = 7.0, itself: float = 100.0) -> tuple[Tensor, floa
 
 
 def crowd_after(m: int, hub: float = 7.0, itself: float = 100.0) -> float:
-    """What no centre takes the residual of the crowd under, after one layer with Q = K 1 and W = 1: in closed form, for any m."""
+    """What no centre takes the residual of the crowd under, after one layer with Q = K 1 and W = 1: in closed form, for
+    any m.
+    """
     others = 2 * m
     total, idle = hub * others + itself * others + others - 1, hub * others + others
     column = (m * (hub * others / idle - hub * others / total)) - 1  # one row, that of the hub, may be anywhere
@@ -395,7 +420,9 @@ def crowd_after(m: int, hub: float = 7.0, itself: float = 100.0) -> float:
 @pytest.mark.parametrize("m", [20, 60])
 def test_the_crowd_is_as_solved(m: int) -> None:
     x, strength = crowd(m)
-    block = Block(strength * torch.eye(m + 1, dtype=torch.float64)[None], torch.eye(m + 1, dtype=torch.float64)[None], scale=1.0)
+    block = Block(
+        strength * torch.eye(m + 1, dtype=torch.float64)[None], torch.eye(m + 1, dtype=torch.float64)[None], scale=1.0
+    )
     assert best_residual_at_least(block(x)) == pytest.approx(crowd_after(m), rel=2 / m)
     assert best_residual_at_least(block(x)) >= crowd_after(m)
     before = composite_norm(x - x[-1]).item()  # the last token is the centre
@@ -405,7 +432,9 @@ def test_the_crowd_is_as_solved(m: int) -> None:
 
 
 def test_the_stated_constant_fails_on_a_crowd_of_many_tokens() -> None:
-    """4 beta s ||R||^3 = 4 K grows as log n, the residual as sqrt n: they cross near 8,000 tokens. sqrt(2 n) in place of 4 holds."""
+    """4 beta s ||R||^3 = 4 K grows as log n, the residual as sqrt n: they cross near 8,000 tokens. sqrt(2 n) in place
+    of 4 holds.
+    """
     for m in (1_000, 4_000, 5_000, 100_000):
         strength = math.log(100.0 * 2 * m)
         stated = attention_bound(1.0, strength, 1.0).item()
@@ -419,7 +448,9 @@ def test_an_mlp_moves_tokens_apart_by_no_more_than_lambda(seed: int) -> None:
     step, W_in, W_out = relu_mlp(seed, 3, 8)
     x, v = normal(5, 3, seed=seed + 50), normal(1, 3, seed=seed + 60)
     assert composite_norm(step(x) - step(v)) <= mlp_lipschitz(W_in, W_out) * composite_norm(x - v)
-    assert mlp_lipschitz(W_in, W_out, slope=2.0).item() == pytest.approx(2 * composite(W_in.numpy()) * composite(W_out.numpy()))
+    assert mlp_lipschitz(W_in, W_out, slope=2.0).item() == pytest.approx(
+        2 * composite(W_in.numpy()) * composite(W_out.numpy())
+    )
 
 
 def test_the_proved_bound_refuses_what_it_was_not_proved_for() -> None:
@@ -458,7 +489,9 @@ def test_entropy_leads_to_what_rows_keep(keys: int) -> None:
     for seed, v in enumerate(VARIANCES[:-1]):
         p = rows_of(v, keys, 400_000 // keys, seed)
         entropy = torch.special.entr(p).sum(-1)
-        low, high = (entropy.mean().item() + side * (4 * entropy.std().item() / math.sqrt(len(p)) + 1e-6) for side in (1, -1))
+        low, high = (
+            entropy.mean().item() + side * (4 * entropy.std().item() / math.sqrt(len(p)) + 1e-6) for side in (1, -1)
+        )
         for typical in (False, True):
             assert (
                 kept_at_entropy(low, keys, typical).item() * 0.995
@@ -473,7 +506,8 @@ def test_limits_of_what_rows_keep() -> None:
         assert residual_kept(0.0, keys, typical=True).item() == pytest.approx(keys**-0.5, rel=1e-5)
         assert residual_kept(math.inf, keys).item() == 1
     assert residual_kept(3.0, 1).item() == pytest.approx(1)
-    assert residual_kept(3.0, 10**9).item() == pytest.approx(math.exp(1.5) * 10**-4.5, rel=1e-3)  # exp(v) / T far below log T
+    # exp(v) / T far below log T
+    assert residual_kept(3.0, 10**9).item() == pytest.approx(math.exp(1.5) * 10**-4.5, rel=1e-3)
     frozen = 1 - math.sqrt(2 * math.log(1e9) / 225)  # sum p^2 far above: single keys carry the row
     assert residual_kept(225.0, 10**9).item() ** 2 == pytest.approx(frozen, abs=0.06)
     assert math.isnan(residual_kept(math.nan, 4).item())
@@ -498,7 +532,9 @@ def test_rows_of_a_causal_mask_are_averaged() -> None:
 @pytest.mark.parametrize(("keys", "size"), [(256, 128), (512, 64)])
 @pytest.mark.parametrize("F", [0.25, 1.0, 2.0])
 def test_residual_that_attention_keeps(keys: int, size: int, F: float) -> None:
-    """Values that are strangers to the weights keep sum p^2 less the mean's 1 / T; the tokens that the weights come from F / d more."""
+    """Values that are strangers to the weights keep sum p^2 less the mean's 1 / T; the tokens that the weights come
+    from F / d more.
+    """
     strange, own = [], []
     for seed in range(4):
         x, values = normal(2, keys, size, seed=seed)

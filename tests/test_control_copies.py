@@ -86,15 +86,23 @@ def test_a_copy_computes_what_the_model_computes(kind: str, name: str) -> None:
     assert not torch.equal(changed, plain)
     averaged = AveragedModel(model)
     averaged.update_parameters(model)  # the first is a copy
-    ways = {"deepcopy": copy.deepcopy(model), "averaged": averaged.eval(), "copy of a copy": copy.deepcopy(copy.deepcopy(model))}
+    ways = {
+        "deepcopy": copy.deepcopy(model),
+        "averaged": averaged.eval(),
+        "copy of a copy": copy.deepcopy(copy.deepcopy(model)),
+    }
     if name == "sigma_reparam":
         for pickled in (pickle.dumps, saved):
-            with pytest.raises(LocaterError, match=r"SigmaReparam: a model under it cannot be pickled, .* or detach\(\) first"):
+            with pytest.raises(
+                LocaterError, match=r"SigmaReparam: a model under it cannot be pickled, .* or detach\(\) first"
+            ):
                 pickled(model)
     else:
         ways |= {"pickle": pickle.loads(pickle.dumps(model)), "torch.save": saved(model)}
     ours = {held.control for held in carried(model)}
-    assert {word.partition("(")[0] for word in ours} == {type(c).__name__ for c in getattr(control, "controls", [control])}
+    assert {word.partition("(")[0] for word in ours} == {
+        type(c).__name__ for c in getattr(control, "controls", [control])
+    }
     control.detach()
     assert name == "sigma_reparam" or torch.equal(logits(model), plain)
     assert not carried(model)
@@ -102,7 +110,9 @@ def test_a_copy_computes_what_the_model_computes(kind: str, name: str) -> None:
         assert torch.equal(logits(other), changed), way
         assert {held.control for held in carried(other)} == ours, way
         assert name == "sigma_reparam" or way == "averaged" or list(other.state_dict()) == keys, way
-    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for other in ways.values() for p in other.parameters()}
+    shared = {p.data_ptr() for p in model.parameters()} & {
+        p.data_ptr() for other in ways.values() for p in other.parameters()
+    }
     assert not shared
 
 
@@ -143,7 +153,10 @@ def test_a_running_average_of_all_parameters() -> None:
         with torch.no_grad():
             for mine, p in zip(theirs, control.parameters(), strict=True):
                 mine.lerp_(p, 1 / int(averaged.n_averaged))
-    for mine, last in (*zip(theirs, control.parameters(), strict=True), *zip(averaged.parameters(), model.parameters(), strict=True)):
+    for mine, last in (
+        *zip(theirs, control.parameters(), strict=True),
+        *zip(averaged.parameters(), model.parameters(), strict=True),
+    ):
         torch.testing.assert_close(mine, last - 1.0)
 
 
@@ -208,7 +221,9 @@ def test_the_table_is_restored_when_the_last_copy_is_gone() -> None:
 
 
 def test_copies_may_go_while_the_table_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may run at any line: what it takes off must not end what is being put on, nor wait for its own thread."""
+    """The collector may run at any line: what it takes off must not end what is being put on, nor wait for its own
+    thread.
+    """
     from transformers.modeling_utils import AttentionInterface
 
     model = model_of("llama")

@@ -1,4 +1,6 @@
-"""Controls of the forward pass: what they do is what the mathematics says, it is what is observed, and it comes off without a trace."""
+"""Controls of the forward pass: what they do is what the mathematics says, it is what is observed, and it comes off
+without a trace.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,20 @@ ALL: dict[str, Callable[[], ForwardControl]] = {
     "softcap": lambda: LogitSoftcap(cap=0.8),
     "entropy": lambda: EntropyPenalty(ceiling=0.5),
 }
-FAMILIES = ["llama", "gemma3", "gpt_oss", "gpt2", "opt", "bert", "albert", "t5", "whisper", "deepseek_v3", "vit", "mistral-window"]
+FAMILIES = [
+    "llama",
+    "gemma3",
+    "gpt_oss",
+    "gpt2",
+    "opt",
+    "bert",
+    "albert",
+    "t5",
+    "whisper",
+    "deepseek_v3",
+    "vit",
+    "mistral-window",
+]
 RUNS = [pytest.param(c, how, id=f"{c.label}-{how}") for c in CASES if c.label in FAMILIES for how in c.implementations]
 
 
@@ -70,7 +85,9 @@ def stepped(model: Any, *controls: Control, run: Any = None, **kw: Any) -> tuple
 
 @pytest.mark.parametrize(("case", "how"), RUNS)
 def test_each_acts_and_comes_off_without_a_trace(case: Any, how: str) -> None:
-    """Padded batches. The entropy of the maps under a control is also what is observed; T5's bias and sinks included."""
+    """Padded batches. The entropy of the maps under a control is also what is observed; T5's bias and sinks
+    included.
+    """
     model = use(model_of(case).float(), how)
 
     def run() -> list[Tensor]:
@@ -155,7 +172,11 @@ def test_qk_norm_after_rotation_is_the_norm_before_it() -> None:
         control.parameters()[0].copy_(g)
         control.parameters()[1].copy_(k)
     both = (g * k.repeat_interleave(2))[:, None, None]
-    wanted = expected(model, lambda x: replace(x, query_norm=Norm("rms", eps=1e-3), key_norm=Norm("rms", eps=1e-3)), lambda z: z * both)
+    wanted = expected(
+        model,
+        lambda x: replace(x, query_norm=Norm("rms", eps=1e-3), key_norm=Norm("rms", eps=1e-3)),
+        lambda z: z * both,
+    )
     torch.testing.assert_close(first_maps(model), wanted, rtol=1e-5, atol=1e-6)
     assert control.bounds()["model.layers.0.self_attn"] == pytest.approx((8**0.5 * both.abs()).flatten().tolist())
 
@@ -163,7 +184,9 @@ def test_qk_norm_after_rotation_is_the_norm_before_it() -> None:
 def test_softcap_comes_before_the_mask() -> None:
     model = llama("eager").double().eval()
     LogitSoftcap(cap=1.3).attach(model)
-    torch.testing.assert_close(first_maps(model), expected(model, lambda x: replace(x, softcap=1.3)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        first_maps(model), expected(model, lambda x: replace(x, softcap=1.3)), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_softcap_equals_that_of_a_model_that_has_it() -> None:
@@ -189,12 +212,16 @@ def test_a_high_cap_changes_nothing_and_user_biases_stay() -> None:
     """A float mask that holds more than what is hidden."""
     for how in ("eager", "sdpa"):
         model = llama(how).eval()
-        bias = torch.randn(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)).masked_fill(~torch.ones(9, 9).tril().bool(), -1e30)
+        bias = torch.randn(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)).masked_fill(
+            ~torch.ones(9, 9).tril().bool(), -1e30
+        )
         for mask in (bias, BATCH["attention_mask"], None):
             with torch.no_grad():
                 alone = model(BATCH["input_ids"], attention_mask=mask).logits
                 control = LogitSoftcap(cap=1e5).attach(model)
-                torch.testing.assert_close(model(BATCH["input_ids"], attention_mask=mask).logits[REAL], alone[REAL], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    model(BATCH["input_ids"], attention_mask=mask).logits[REAL], alone[REAL], rtol=1e-4, atol=1e-4
+                )
             control.detach()
 
 
@@ -218,7 +245,9 @@ def test_a_high_cap_changes_no_gradient(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["bert", "opt", "whisper"])
 def test_kept_gains_keep_the_scale_of_logits(label: str) -> None:
-    """OPT and Whisper scale queries before the call, and that scale is put back: forgotten, it would be a factor of sqrt(8)."""
+    """OPT and Whisper scale queries before the call, and that scale is put back: forgotten, it would be a factor of
+    sqrt(8).
+    """
     case = next(c for c in CASES if c.label == label)
     model = model_of(case).float()
 
@@ -245,11 +274,15 @@ def test_kept_gains_are_lengths_of_real_tokens() -> None:
         sides = {"query_gain": layer.queries(held[0]), "key_gain": layer.keys(held[0])}
     for name, y in sides.items():
         centred = (y - y.mean(-1, keepdim=True)).transpose(1, 2)[REAL]  # (tokens, H, D)
-        torch.testing.assert_close(control.state_dict()[f"{layer.name}.{name}"], centred.square().mean((0, 2)).sqrt(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            control.state_dict()[f"{layer.name}.{name}"], centred.square().mean((0, 2)).sqrt(), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_layer_norm_is_refused_after_rotation() -> None:
-    with pytest.raises(LocaterError, match=r"layers.0.self_attn: kind='layer' after rotation would break relative positions"):
+    with pytest.raises(
+        LocaterError, match=r"layers.0.self_attn: kind='layer' after rotation would break relative positions"
+    ):
         QKNorm(kind="layer").attach(llama())
 
 
@@ -260,11 +293,22 @@ def test_layer_norm_is_refused_after_rotation() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["temperature", "qk_norm", "softcap"])
 def test_generation_equals_the_full_forward(name: str, padded: bool, cache: str) -> None:
-    """Keys come out of the cache as they went in; a static one has room left, which no mask hides where nothing is padded."""
+    """Keys come out of the cache as they went in; a static one has room left, which no mask hides where nothing is
+    padded.
+    """
     model = llama().eval()
     ALL[name]().attach(model)
-    settings = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
-    prompt = BATCH if padded else {"input_ids": BATCH["input_ids"], "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    settings = dict(
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    prompt = (
+        BATCH if padded else {"input_ids": BATCH["input_ids"], "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    )
     made = model.generate(**prompt, **settings, cache_implementation=cache)
     mask = torch.cat([prompt["attention_mask"], torch.ones(2, 3, dtype=torch.long)], 1)
     with torch.no_grad():
@@ -355,7 +399,9 @@ def whole_penalty(maps: Tensor, visible: Tensor, rows: Tensor, low: float, high:
 MAPS = ["llama", "bert", "gpt2", "mistral-window", "gemma2", "gpt_oss", "qwen3"]
 
 
-@pytest.mark.parametrize(("label", "how"), [(c.label, how) for c in CASES if c.label in MAPS for how in c.implementations])
+@pytest.mark.parametrize(
+    ("label", "how"), [(c.label, how) for c in CASES if c.label in MAPS for how in c.implementations]
+)
 def test_penalty_and_gradient_are_those_of_full_maps(label: str, how: str) -> None:
     """float64; causal and both ways, padding, windows, a soft-cap, sinks, grouped keys."""
     case = next(c for c in CASES if c.label == label)
@@ -516,7 +562,9 @@ def test_what_acts_is_observed_and_monitored(tmp_path: Path) -> None:
         p = maps[row.layer][:, row.head][REAL]
         assert row.entropy == pytest.approx(float(-torch.special.xlogy(p, p).sum(-1).mean()), rel=1e-4)
     step = read_run(tmp_path / "run.jsonl").steps[0]
-    assert [e for layer in step["heads"]["entropy"] for e in layer] == pytest.approx([row.entropy for row in seen.rows], rel=1e-5)
+    assert [e for layer in step["heads"]["entropy"] for e in layer] == pytest.approx(
+        [row.entropy for row in seen.rows], rel=1e-5
+    )
     for control in controls:
         control.detach()
 
@@ -578,7 +626,9 @@ def test_attention_that_is_never_reached_is_an_error() -> None:
 def test_own_path_of_gpt2_is_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=64, reorder_and_upcast_attn=True))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=64, reorder_and_upcast_attn=True)
+    )
     with pytest.raises(LocaterError, match="does not pass the attention interface"):
         Temperature().attach(model)
 

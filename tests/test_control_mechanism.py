@@ -1,4 +1,6 @@
-"""The control `Mechanism`: a model of transformers attends as the mechanism says, masks and all, and comes back to the bit."""
+"""The control `Mechanism`: a model of transformers attends as the mechanism says, masks and all, and comes back to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,15 @@ class Noted(Change):
 
 
 def last_layer(model: Any, batch: dict[str, Tensor] = BATCH, **kw: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k (after rotation), v and the mixed values (B, H, T, D) of the last layer, which goes through what those before it did."""
+    """q, k (after rotation), v and the mixed values (B, H, T, D) of the last layer, which goes through what those
+    before it did.
+    """
     layer = list(attention_layers(model))[-1]
     part = model.get_submodule(layer.name)
     value, out = (
-        (part.v_proj, part.o_proj) if hasattr(part, "v_proj") else (part.value, model.get_submodule(f"{layer.name[:-5]}.output.dense"))
+        (part.v_proj, part.o_proj)
+        if hasattr(part, "v_proj")
+        else (part.value, model.get_submodule(f"{layer.name[:-5]}.output.dense"))
     )
     held: dict[str, Tensor] = {}
     note = Noted()
@@ -97,7 +103,8 @@ def close(mixed: Tensor, map_: Tensor, v: Tensor, real: Tensor = REAL) -> None:
 def test_a_causal_model_attends_as_the_mechanism_says(name: str, how: str) -> None:
     """Padded on the left, not at all, and on the right; and detaching, which leaves no trace."""
     model = llama(how)
-    right = {**BATCH, "attention_mask": BATCH["attention_mask"].flip(1)}  # in float64 eager attention itself fails on the left
+    # in float64 eager attention itself fails on the left
+    right = {**BATCH, "attention_mask": BATCH["attention_mask"].flip(1)}
     with torch.no_grad():
         before, keys = tensors(model(**right)), list(model.state_dict())
     control = Mechanism(name).attach(model)
@@ -202,7 +209,9 @@ def test_maps_are_returned_where_they_would_be() -> None:
     with torch.no_grad():
         maps = model(**BATCH, output_attentions=True).attentions
     assert len(maps) == 2
-    torch.testing.assert_close(maps[1].sum(-1)[REAL[:, None].expand(-1, 4, -1)], torch.zeros(15 * 4).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        maps[1].sum(-1)[REAL[:, None].expand(-1, 4, -1)], torch.zeros(15 * 4).double(), atol=1e-12, rtol=0
+    )
     assert bool((maps[1] < 0).any())
 
 
@@ -266,7 +275,9 @@ def test_what_is_none_is_refused_and_a_monitor_goes_on(tmp_path: Any, caplog: py
     model = llama().float()
     Mechanism("sigmoid").attach(model)
     with (
-        pytest.raises(LocaterError, match=r"sigmoid attention cannot be measured: rows of non-negative weights .* no entropy"),
+        pytest.raises(
+            LocaterError, match=r"sigmoid attention cannot be measured: rows of non-negative weights .* no entropy"
+        ),
         observe(model),
     ):
         model(**BATCH)
@@ -298,8 +309,16 @@ def test_a_penalty_sees_the_sink() -> None:
 
 
 REFUSED = [
-    ("llama", "doubly_normalized", r"model\.layers\.0\.self_attn: doubly_normalized attention cannot be causal: it normalises over"),
-    ("gemma2", "sigmoid", r"its attention has a soft-cap, for which sigmoid has no place; layers=\[\.\.\.\] leaves it out"),
+    (
+        "llama",
+        "doubly_normalized",
+        r"model\.layers\.0\.self_attn: doubly_normalized attention cannot be causal: it normalises over",
+    ),
+    (
+        "gemma2",
+        "sigmoid",
+        r"its attention has a soft-cap, for which sigmoid has no place; layers=\[\.\.\.\] leaves it out",
+    ),
     ("gpt_oss", "sigmoid", "its attention has sinks, for which sigmoid has no place"),
     ("t5", "sigmoid", "its attention has a position bias, for which sigmoid has no place"),
     ("bloom", "sigmoid", "BloomAttention does not pass the attention interface"),
@@ -329,7 +348,10 @@ def test_cross_attention_does_not_know_padded_queries() -> None:
 
 
 def test_names() -> None:
-    with pytest.raises(LocaterError, match=r"delta attention has something to learn \(beta\), which nothing here makes; without: softmax,"):
+    with pytest.raises(
+        LocaterError,
+        match=r"delta attention has something to learn \(beta\), which nothing here makes; without: softmax,",
+    ):
         Mechanism("delta")
     with pytest.raises(LocaterError, match="no attention mechanism 'sigmiod'; there are"):
         Mechanism("sigmiod")
@@ -357,7 +379,9 @@ def test_calls_that_it_has_no_place_for() -> None:
     model = llama("eager", attention_dropout=0.1)
     Mechanism("sigmoid").attach(model)
     model(**BATCH)
-    with pytest.raises(LocaterError, match=r"no dropout of weights, and LlamaAttention asks for 0\.1: set the model's to 0"):
+    with pytest.raises(
+        LocaterError, match=r"no dropout of weights, and LlamaAttention asks for 0\.1: set the model's to 0"
+    ):
         model.train()(**BATCH)
     added = torch.zeros(2, 1, 9, 9, dtype=torch.float64)
     added[..., 3] = 0.5

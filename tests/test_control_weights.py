@@ -51,7 +51,10 @@ def run(case: Case, model: nn.Module) -> Any:
 @pytest.mark.parametrize("label", LAYOUTS)
 def test_a_written_map_is_read_back_and_nothing_else_moves(label: str) -> None:
     model = model_of(case_of(label))
-    before = [(layer.query.weight().clone(), layer.key.weight().clone(), layer.value.weight().clone()) for layer in attention_layers(model)]
+    before = [
+        (layer.query.weight().clone(), layer.key.weight().clone(), layer.value.weight().clone())
+        for layer in attention_layers(model)
+    ]
     number = len(before) - 1
     held = list(attention_layers(model))[number]
     noise = torch.randn(held.key.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -106,7 +109,9 @@ def test_every_head_starts_with_the_wanted_mean(label: str, target: float) -> No
     assert float(control.loss()) == 0
 
 
-@pytest.mark.parametrize("label", ["qwen3", "gemma3", "olmo2", "stablelm-normed", "cohere-normed", "phi-normed", "timm-head-norms"])
+@pytest.mark.parametrize(
+    "label", ["qwen3", "gemma3", "olmo2", "stablelm-normed", "cohere-normed", "phi-normed", "timm-head-norms"]
+)
 def test_and_so_it_does_under_norms_on_queries_and_keys(label: str) -> None:
     model = model_of(case_of(label))
     Mimetic(0.75).attach(model)
@@ -117,7 +122,9 @@ def test_and_so_it_does_under_norms_on_queries_and_keys(label: str) -> None:
 def test_mimetic_refuses_what_it_cannot_reach() -> None:
     model = model_of(case_of("olmo2"))
     state = copy.deepcopy(model.state_dict())
-    with pytest.raises(LocaterError, match=r"layers.0.self_attn: norms .* bound the self-logit .* target=50.0 is beyond it"):
+    with pytest.raises(
+        LocaterError, match=r"layers.0.self_attn: norms .* bound the self-logit .* target=50.0 is beyond it"
+    ):
         Mimetic(50.0).attach(model)
     with pytest.raises(LocaterError, match="narrow latent"):
         Mimetic().attach(model_of(case_of("deepseek_v3")))
@@ -190,7 +197,12 @@ def test_alpha_shares_the_scaling(alpha: float, shares: tuple[float, float], cli
     case = case_of("gpt2")
     model = undropped(case)
     was = attention_layers(model)[0]
-    q, k, bias, v = was.query.weight().clone(), was.key.weight().clone(), was.key.bias.clone(), was.value.weight().clone()
+    q, k, bias, v = (
+        was.query.weight().clone(),
+        was.key.weight().clone(),
+        was.key.bias.clone(),
+        was.value.weight().clone(),
+    )
     top = first_layer(case, model)
     control = clip(model, float(top.max()) / 2, alpha)
     run(case, model)
@@ -305,7 +317,9 @@ def test_gamma_is_the_spectral_norm_of_every_map() -> None:
         assert (norm == pytest.approx(1, abs=1e-9)) is (".h.1." in name), name
 
 
-@pytest.mark.parametrize(("label", "count"), [("llama", 4), ("gpt2", 2), ("torch-encoder-pre", 2), ("xlnet", 4), ("albert", 2)])
+@pytest.mark.parametrize(
+    ("label", "count"), [("llama", 4), ("gpt2", 2), ("torch-encoder-pre", 2), ("xlnet", 4), ("albert", 2)]
+)
 def test_only_query_and_key_maps(label: str, count: int) -> None:
     model = model_of(case_of(label))
     control = SigmaReparam(gamma=0.5, only="query-key").attach(model)
@@ -344,7 +358,10 @@ def test_sigma_is_differentiated_and_its_vectors_are_not() -> None:
     model(IDS, labels=IDS).loss.backward()
     for (place, _), part in zip(control.places, control.parts, strict=True):
         original = place.module.parametrizations[place.attribute].original
-        along, size = float((original.grad * original).sum().detach()), float((original.grad.norm() * original.norm()).detach())
+        along, size = (
+            float((original.grad * original).sum().detach()),
+            float((original.grad.norm() * original.norm()).detach()),
+        )
         assert size > 0
         assert abs(along) < 1e-10 * size  # scaling W changes nothing
         assert float(part.gamma.grad.abs()) > 0

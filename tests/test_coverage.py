@@ -86,7 +86,11 @@ def test_a_type_of_which_a_part_is_known_is_refused(name: str) -> None:
 def test_paligemma_names_what_is_missing_and_the_part_that_can_be_scanned(tmp_path: Path) -> None:
     model = tiny("PaliGemma", "cpu")
     line = refusal(model)
-    for part in ("(vision_tower.head.attention)", "language_model.layers.*.self_attn (2)", "locater.scan(model.vision_tower)"):
+    for part in (
+        "(vision_tower.head.attention)",
+        "language_model.layers.*.self_attn (2)",
+        "locater.scan(model.vision_tower)",
+    ):
         assert part in line
     assert len(locater.scan(model.vision_tower).rows) == 3 * 4
     model.save_pretrained(tmp_path)
@@ -134,7 +138,15 @@ def block() -> nn.Module:
 @pytest.mark.parametrize("known", [lambda: nn.TransformerEncoderLayer(32, 4), block], ids=["torch", "timm"])
 @pytest.mark.parametrize(
     "other",
-    [Diffusing(), Fused("to_qkv"), Fused("Wqkv"), OddlyNamedAttention(), Split("wq", "wk"), Split("q", "kv"), Split("Query", "Key")],
+    [
+        Diffusing(),
+        Fused("to_qkv"),
+        Fused("Wqkv"),
+        OddlyNamedAttention(),
+        Split("wq", "wk"),
+        Split("q", "kv"),
+        Split("Query", "Key"),
+    ],
     ids=["to_q", "to_qkv", "Wqkv", "class", "wq", "kv", "Query"],
 )
 def test_other_attention_beside_a_known_kind_is_named(known: Any, other: nn.Module) -> None:

@@ -1,6 +1,8 @@
-"""Damaged and hostile checkpoint files: each kind of fault is refused in one line that names the file, never read as other numbers.
+"""Damaged and hostile checkpoint files: each kind of fault is refused in one line that names the file, never read as
+other numbers.
 
-The named cases are here; `tests/test_fuzz.py` tries thousands of mutations against the libraries that define the formats.
+The named cases are here; `tests/test_fuzz.py` tries thousands of mutations against the libraries that define the
+formats.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from locater.families import open_source
 from locater.verbs.load import load_model
 from tests.test_readers import rows, shard
 
-TWO = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [3], "data_offsets": [8, 20]}}
+TWO = {
+    "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    "b": {"dtype": "F32", "shape": [3], "data_offsets": [8, 20]},
+}
 
 
 def packed(header: dict[str, Any] | bytes, data: bytes = bytes(20)) -> bytes:
@@ -140,9 +145,20 @@ def test_an_index_may_not_lead_out_of_its_folder(saved_llama: Path, tmp_path: Pa
     inner = tmp_path / "inner"
     inner.mkdir()
     places = shard(tensors, inner, saved_llama, suffix)
-    first, stem = sorted(set(places.values()))[0], "model.safetensors" if suffix == "safetensors" else "pytorch_model.bin"
+    first, stem = (
+        sorted(set(places.values()))[0],
+        "model.safetensors" if suffix == "safetensors" else "pytorch_model.bin",
+    )
     shutil.move(inner / first, tmp_path / first)
-    for outside in (f"../{first}", str(tmp_path / first), f"sub/../../{first}", f"..\\{first}", f"C:\\{first}", "", "."):
+    for outside in (
+        f"../{first}",
+        str(tmp_path / first),
+        f"sub/../../{first}",
+        f"..\\{first}",
+        f"C:\\{first}",
+        "",
+        ".",
+    ):
         places_now = {name: outside if place == first else place for name, place in places.items()}
         edited_index(inner, stem, lambda document, new=places_now: document.update(weight_map=new))
         with pytest.raises(LocaterError, match=r"index\.json: .*shard"):
@@ -150,7 +166,8 @@ def test_an_index_may_not_lead_out_of_its_folder(saved_llama: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "weight_map", [[], {}, None, 3, {"a": 3}, {"a": None}, {"a": ["x"]}, {"a": {}}, {"a": "x" * 5000}, {"a": "x\0y"}, "missing"]
+    "weight_map",
+    [[], {}, None, 3, {"a": 3}, {"a": None}, {"a": ["x"]}, {"a": {}}, {"a": "x" * 5000}, {"a": "x\0y"}, "missing"],
 )
 def test_an_index_of_the_wrong_kind(tmp_path: Path, weight_map: object) -> None:
     document = {} if weight_map == "missing" else {"weight_map": weight_map}
@@ -285,7 +302,14 @@ def special_files(folder: Path) -> dict[str, Callable[[Path], object]]:
     }
 
 
-NAMES = ["model.safetensors", "loose.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "config.json", "own.gguf"]
+NAMES = [
+    "model.safetensors",
+    "loose.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "config.json",
+    "own.gguf",
+]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
@@ -355,7 +379,9 @@ def test_a_gain_of_another_size_is_refused(saved_llama: Path, tmp_path: Path) ->
     tensors = load_file(saved_llama / "model.safetensors")
     for gain in (torch.ones(1), torch.ones(31), torch.tensor(2.0)):
         save_file({**tensors, "model.layers.1.input_layernorm.weight": gain}, tmp_path / "model.safetensors")
-        with pytest.raises(LocaterError, match=r"layers\.1\.self_attn has a gain or a bias of shape .* where 32 numbers belong"):
+        with pytest.raises(
+            LocaterError, match=r"layers\.1\.self_attn has a gain or a bias of shape .* where 32 numbers belong"
+        ):
             scan(tmp_path)
 
 
@@ -387,7 +413,9 @@ def test_a_pickle_whose_records_have_another_size_is_refused(pickled: Path) -> N
         {"num_key_value_heads": [2]}, {"num_key_value_heads": 1.5},
     ],
 )  # fmt: skip
-def test_settings_that_are_no_numbers_are_refused_from_python_too(saved_llama: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_settings_that_are_no_numbers_are_refused_from_python_too(
+    saved_llama: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
     shutil.copy(saved_llama / "model.safetensors", tmp_path)
     config = json.loads((saved_llama / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))

@@ -1,4 +1,6 @@
-"""Checkpoints of further decoders as hubs hold them: older keys in config.json, extra layers, scaled FP8; and wrong ones."""
+"""Checkpoints of further decoders as hubs hold them: older keys in config.json, extra layers, scaled FP8; and wrong
+ones.
+"""
 
 from __future__ import annotations
 

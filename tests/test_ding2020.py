@@ -72,7 +72,9 @@ def test_columns_of_a_head_that_explains_a_key_away() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_layer_gives_an_entry_for_every_head_and_sequence(causal: bool) -> None:
     torch.manual_seed(0)
-    layer = next(iter(attention_layers(Transformer(Shape(width=16, layers=1, heads=2, kv_heads=2, hidden=16, causal=causal)))))
+    layer = next(
+        iter(attention_layers(Transformer(Shape(width=16, layers=1, heads=2, kv_heads=2, hidden=16, causal=causal))))
+    )
     part = TrainedLayer("toy", 0, 0, layer, torch.randn(3, 6, 16))
     found = trained.of_layer(part)
     assert len(found) == 6
@@ -84,7 +86,8 @@ def test_a_layer_gives_an_entry_for_every_head_and_sequence(causal: bool) -> Non
     assert twice[-1] <= 6
 
 
-# --- verdicts of runs ---------------------------------------------------------------------------------------------------
+# --- verdicts of runs
+# ---------------------------------------------------------------------------------------------------
 
 
 def filled(path: Path, better: float, away: float) -> Path:
@@ -94,20 +97,26 @@ def filled(path: Path, better: float, away: float) -> Path:
         while rows := runs.missing(each.rows(runs)):
             for row in rows:
                 loss = 3.0 + 0.01 * row.plan.seed - (0.0 if plain else better)
-                measures = {"explained_away": away if plain else 0.0, "column_least": 0.1 if plain else 0.4, "entropy": 2.0}
+                measures = {
+                    "explained_away": away if plain else 0.0,
+                    "column_least": 0.1 if plain else 0.4,
+                    "entropy": 2.0,
+                }
                 runs.add(row, made_line(loss, measures=measures))
     return path
 
 
 @pytest.mark.parametrize(
-    ("better", "away", "expected"), [(0.1, 0.2, ["holds"] * 5), (-0.1, 0.0, ["fails", "fails", "holds", "fails", "holds"])]
+    ("better", "away", "expected"),
+    [(0.1, 0.2, ["holds"] * 5), (-0.1, 0.0, ["fails", "fails", "holds", "fails", "holds"])],
 )
 def test_runs_are_judged_seed_by_seed(tmp_path: Path, better: float, away: float, expected: list[str]) -> None:
     found = reproduce(PAPER, Setting(runs=filled(tmp_path / "runs.jsonl", better, away)), claim="d")
     assert [v.verdict for v in found.verdicts] == expected
 
 
-# --- the whole, small ---------------------------------------------------------------------------------------------------
+# --- the whole, small
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -149,4 +158,6 @@ def test_the_page_and_its_first_lines_come_from_the_document(document: dict[str,
     assert "changes the loss of a masked language model by -0.1000 nats" in text
     assert "## d. Training" in text
     without = {**document, "claims": [x if x["id"][0] != "d" else {**x, "measured": None} for x in document["claims"]]}
-    assert "## d. Training" not in write_report(without, PAPERS["ding2020"], tmp_path / "bare.md", tmp_path)[0].read_text()
+    assert (
+        "## d. Training" not in write_report(without, PAPERS["ding2020"], tmp_path / "bare.md", tmp_path)[0].read_text()
+    )

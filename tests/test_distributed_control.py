@@ -21,7 +21,14 @@ def model_of() -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(0)
-    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, vocab_size=64)
+    shape = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=64,
+    )
     model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, head_dim=8, max_position_embeddings=64))
     with torch.no_grad():
         for p in model.parameters():
@@ -75,14 +82,24 @@ def clipped(model: Any, ids: Tensor, limit: float) -> dict[str, Tensor]:
     control.after_step()
     assert control.clipped > 0
     control.detach()
-    return {name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in model.named_parameters()}
+    return {
+        name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
+        for name, p in model.named_parameters()
+    }
 
 
 def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, vocab_size=64)
+    shape = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=64,
+    )
     return LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=64, initializer_range=0.3))
 
 
@@ -112,11 +129,19 @@ def test_two_processes_do_what_one_does() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    settings = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     command = [sys.executable, "-W", "ignore", "-m", "tests.test_distributed_control"]
     root = Path(__file__).parent.parent
     runs = [
-        subprocess.Popen([*command, str(rank)], env=settings, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, str(rank)], env=settings, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for rank in range(RANKS)
     ]
     try:

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_one_count_of_supported_types() -> None:
-    """Of the families' own files: the README, the page and the message on an unknown architecture give the same number."""
+    """Of the families' own files: the README, the page and the message on an unknown architecture give the same
+    number.
+    """
     from locater.families import families
     from locater.families.own import MODEL_TYPES as OWN
     from locater.families.registry import BUILT_IN, FAMILIES
@@ -27,7 +29,9 @@ def test_one_count_of_supported_types() -> None:
     said = re.search(r"(\d+) model types in (\d+) families", (ROOT / "README.md").read_text())
     assert said is not None
     assert (int(said[1]), int(said[2])) == (len(BUILT_IN), len(FAMILIES))
-    listed = re.findall(r"`([^`]+)`", "".join(re.findall(r"(?m)^\|([^|]*`[^|]*)\|", (ROOT / "docs" / "families.md").read_text())))
+    listed = re.findall(
+        r"`([^`]+)`", "".join(re.findall(r"(?m)^\|([^|]*`[^|]*)\|", (ROOT / "docs" / "families.md").read_text()))
+    )
     assert sorted(listed) == sorted(BUILT_IN)
     assert {*BUILT_IN, *OWN} <= set(families()), "whether or not the trainer has been imported"
 
@@ -94,8 +98,12 @@ TRAINERS = [block for block in BLOCKS if "rainer(" in block]  # one of transform
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_the_readme_runs_as_written(number: int, tmp_path: Path) -> None:
-    """Each example as a script of its own, in an empty folder; a log that it writes has the observed steps, and M nearer to the target."""
-    done = subprocess.run([sys.executable, "-c", BLOCKS[number]], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    """Each example as a script of its own, in an empty folder; a log that it writes has the observed steps, and M
+    nearer to the target.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS[number]], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     logs = [*tmp_path.rglob("*.jsonl")]
     assert len(logs) == ("Monitor(" in BLOCKS[number])
@@ -121,7 +129,9 @@ def test_the_readme_runs_from_a_clean_environment(number: int, extras: str, tmp_
     assert done.returncode == 0, done.stderr[-2000:]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     (tmp_path / "run").mkdir()
-    ran = subprocess.run([python, "-c", TRAINERS[number]], cwd=tmp_path / "run", env=env, capture_output=True, text=True)
+    ran = subprocess.run(
+        [python, "-c", TRAINERS[number]], cwd=tmp_path / "run", env=env, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     (log,) = (tmp_path / "run").rglob("locater.jsonl")
     assert sum('"loss":' in line for line in log.read_text().splitlines()) == 20

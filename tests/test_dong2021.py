@@ -81,7 +81,10 @@ def test_a_residual_far_below_rounding_still_goes_with_the_third_power() -> None
     assert after == pytest.approx([after[0]] * 3, rel=1e-9)
     b = np.full(6, 1 / 6)  # leading order: uniform over keys
     E = layer.scale * R.numpy() @ layer.W_QK[0].numpy() @ R.numpy().T
-    lead = np.stack([sum(b[j] * (E[i, j] - b @ E[i]) * R.numpy()[j] for j in range(6)) for i in range(6)]) @ layer.W_VO[0].numpy()
+    lead = (
+        np.stack([sum(b[j] * (E[i, j] - b @ E[i]) * R.numpy()[j] for j in range(6)) for i in range(6)])
+        @ layer.W_VO[0].numpy()
+    )
     lead -= lead.mean(0)
     assert after[0] == pytest.approx(math.sqrt(np.linalg.norm(lead, 1) * np.linalg.norm(lead, np.inf)), rel=1e-9)
     with pytest.raises(ValueError, match="attention alone"):
@@ -100,7 +103,9 @@ def test_uniform_causal_attention_halves_the_residual_every_layer() -> None:
 
 def test_study_a_decides_its_claims(small: None) -> None:
     said = verdicts(contraction.STUDY)
-    assert {i: said[i] for i in ("a1", "a2", "a3", "a5", "a7", "a8")} == dict.fromkeys(("a1", "a2", "a3", "a5", "a7", "a8"), "holds")
+    assert {i: said[i] for i in ("a1", "a2", "a3", "a5", "a7", "a8")} == dict.fromkeys(
+        ("a1", "a2", "a3", "a5", "a7", "a8"), "holds"
+    )
 
 
 # --- b: bounds --------------------------------------------------------------------------------------------------------
@@ -376,8 +381,13 @@ def test_what_the_page_says_of_study_h_follows_from_its_numbers(document: dict[s
     lines, figures = page(turned)
     text = "\n".join(lines)
     assert "-3.0 to -2.0 after 2 layers of drawn heads" in text
-    assert "widens the window of independent tokens, narrows that of equal norm tokens, neither widens nor narrows that of raw walk" in text
-    words = [element.text for element in ElementTree.fromstring(figures["bridge"]).iter("{http://www.w3.org/2000/svg}text")]
+    assert (
+        "widens the window of independent tokens, narrows that of equal norm tokens, neither widens nor narrows that of raw walk"
+        in text
+    )
+    words = [
+        element.text for element in ElementTree.fromstring(figures["bridge"]).iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert "neither" in words
     assert not {"rank collapse", "entropy"} & set(words), "no cell is so"
 
@@ -388,10 +398,14 @@ def test_a_field_and_its_contour() -> None:
     passed = contour(grid, grid, Contour(rising, 3.5))
     assert passed
     assert all(math.log2(x * y) == pytest.approx(3.5) for segment in passed for x, y in segment)
-    holed: list[list[float | None]] = [[None if x > 4 else value for x, value in zip(grid, row, strict=True)] for row in rising]
+    holed: list[list[float | None]] = [
+        [None if x > 4 else value for x, value in zip(grid, row, strict=True)] for row in rising
+    ]
     assert all(x <= 4 for segment in contour(grid, grid, Contour(holed, 3.5)) for x, _ in segment)
     values: list[list[float | None]] = [[None, 0.0, 0.5, -0.5]] * 4
-    field = Field("f", "x", "y", grid, grid, values, [Contour(rising, 3.5, style="dashed")], [(2.0, 2.0, "here & there")])
+    field = Field(
+        "f", "x", "y", grid, grid, values, [Contour(rising, 3.5, style="dashed")], [(2.0, 2.0, "here & there")]
+    )
     panel = Panel("p", "x", "y", [Series("s", [(1.0, 1e-9), (2.0, 1.0)])], y_scale="log", legend="bottom right")
     root = ElementTree.fromstring(draw([field, panel, panel], columns=2))
     assert (root.get("width"), root.get("height")) == ("800", "600")

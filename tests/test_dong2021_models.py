@@ -1,4 +1,6 @@
-"""Dong, Cordonnier and Loukas 2021, on models: curves over depth, products of maps, sums of paths, each against a plain reference."""
+"""Dong, Cordonnier and Loukas 2021, on models: curves over depth, products of maps, sums of paths, each against a plain
+reference.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,32 @@ from locater.errors import LocaterError
 from locater.numerics import one_thread
 from locater_papers.claim import Claim, Measured, judge
 from locater_papers.dong2021 import depth, encoders, products, slowing, tasks
-from locater_papers.dong2021.classifier import DEPTH, Choice, Classifier, Data, Layer, Recipe, Shape, accuracy, drawn, train
+from locater_papers.dong2021.classifier import (
+    DEPTH,
+    Choice,
+    Classifier,
+    Data,
+    Layer,
+    Recipe,
+    Shape,
+    accuracy,
+    drawn,
+    train,
+)
 from locater_papers.paper import Setting
 from locater_papers.parts import device, every
 
 Array = np.ndarray[Any, Any]
 SMALL: dict[str, dict[str, Any]] = {
     "BERT": dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=300),
-    "ALBERT": dict(hidden_size=32, embedding_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=300),
+    "ALBERT": dict(
+        hidden_size=32,
+        embedding_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=300,
+    ),
     "XLNet": dict(d_model=32, n_layer=3, n_head=4, d_inner=48, vocab_size=300),
 }
 
@@ -143,7 +163,12 @@ def test_claims_on_depth_hold_for_the_papers_own_curves() -> None:
     assert max(found["c2"].value, found["c2"].spread) < 1e-12
     assert found["c15"].value == pytest.approx(0.345 - 0.449)
     shifted = depth.start_measures(as_stated(0.2))
-    assert [depth_verdict(claims[key], shifted[key]) for key in ("c1", "c4", "c6", "c14")] == ["fails", "fails", "fails", "holds"]
+    assert [depth_verdict(claims[key], shifted[key]) for key in ("c1", "c4", "c6", "c14")] == [
+        "fails",
+        "fails",
+        "fails",
+        "holds",
+    ]
 
 
 def depth_verdict(claim: Claim, measured: Measured) -> str:
@@ -162,7 +187,10 @@ def test_trained_models_are_judged_by_their_mask() -> None:
 
 def test_the_study_of_depth_at_small_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = encoders.initial
-    sizes = {name: {**held, "num_hidden_layers" if name != "XLNet" else "n_layer": 12, "vocab_size": 3000} for name, held in SMALL.items()}
+    sizes = {
+        name: {**held, "num_hidden_layers" if name != "XLNet" else "n_layer": 12, "vocab_size": 3000}
+        for name, held in SMALL.items()
+    }
     monkeypatch.setattr(depth, "initial", lambda name, seed: whole(name, seed, **sizes[name]))
     monkeypatch.setattr(depth, "SAMPLES", {True: 2})
     monkeypatch.setattr(depth, "DRAWS", {True: 2})
@@ -192,7 +220,9 @@ def setting(**more: Any) -> Setting:
 
 
 def random_maps(layers: int = 3, samples: int = 2, heads: int = 2, tokens: int = 5) -> Tensor:
-    logits = torch.randn(layers, samples, heads, tokens, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits = torch.randn(
+        layers, samples, heads, tokens, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     return (2 * logits).softmax(-1)
 
 
@@ -355,7 +385,9 @@ def test_paths_and_the_whole_model_against_numpy(name: str) -> None:
         np.testing.assert_allclose(whole[i].numpy(), linear(end, model.head), rtol=1e-8, atol=1e-10)
         for kept, logits in found.items():
             total = sum(plain_path(model, start[i], real, path, held if kept else None) for path in paths)
-            np.testing.assert_allclose(logits[i].numpy(), linear(norm(np.asarray(total)), model.head), rtol=1e-8, atol=1e-10)
+            np.testing.assert_allclose(
+                logits[i].numpy(), linear(norm(np.asarray(total)), model.head), rtol=1e-8, atol=1e-10
+            )
     assert not torch.allclose(found[False], found[True])
 
 
@@ -393,7 +425,11 @@ def test_sorting_data() -> None:
 
 def test_memorisation_reads_rte_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "rte").mkdir()
-    rows = ["index\tsentence1\tsentence2\tlabel", "0\tThe cat sat.\tThe cat.\tentailment", "1\tA dog\tThe\tnot_entailment"]
+    rows = [
+        "index\tsentence1\tsentence2\tlabel",
+        "0\tThe cat sat.\tThe cat.\tentailment",
+        "1\tA dog\tThe\tnot_entailment",
+    ]
     (tmp_path / "rte" / "train.tsv").write_text("\n".join(rows))
     learn, judged = tasks.memorisation(setting(data=tmp_path), 0)
     assert learn.x.tolist() == [[1, 2, 3, 4, 1, 2, 4], [5, 6, 1, 0, 0, 0, 0]]
@@ -413,7 +449,10 @@ def test_training_learns() -> None:
 
 def test_training_is_the_same_again() -> None:
     learn, _ = tasks.sorting(Setting(), 0)
-    once, twice = (train(tasks.TASKS[0].shape, learn.part(slice(90)), Recipe(1, 30, 1e-3), 0).state_dict().values() for _ in range(2))
+    once, twice = (
+        train(tasks.TASKS[0].shape, learn.part(slice(90)), Recipe(1, 30, 1e-3), 0).state_dict().values()
+        for _ in range(2)
+    )
     assert all(map(torch.equal, once, twice))
 
 

@@ -11,7 +11,17 @@ from locater.families.effective import mean_field_gain
 from tests.families import CASES
 from tests.parity import Case, model_of
 
-PLAIN = ["llama", "llama-wide-heads-biased", "qwen2", "gpt2", "gpt_neox", "bert", "vit", "torch-encoder-pre", "torch-encoder-post"]
+PLAIN = [
+    "llama",
+    "llama-wide-heads-biased",
+    "qwen2",
+    "gpt2",
+    "gpt_neox",
+    "bert",
+    "vit",
+    "torch-encoder-pre",
+    "torch-encoder-post",
+]
 
 
 def layers_of(label: str) -> list[AttentionLayer]:
@@ -27,7 +37,9 @@ def unit_tokens(layer: AttentionLayer, count: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("label", PLAIN)
 @torch.no_grad()
 def test_logits_differ_between_keys_as_the_effective_map_says(label: str) -> None:
-    """All tokens at position 0, so that rotary positions drop out; what is common to all keys cancels in the difference."""
+    """All tokens at position 0, so that rotary positions drop out; what is common to all keys cancels in the
+    difference.
+    """
     for layer in layers_of(label):
         z = unit_tokens(layer, 12)
         at = torch.zeros(12, dtype=torch.long)
@@ -113,7 +125,9 @@ def test_drive_is_the_mean_logit_of_a_copy_some_way_back(label: str) -> None:
         bilinear = (pair - without_bias - other + both)[:, :, 0, 0]
         if layer.norm.kind == "layer":  # the effective map acts on centred tokens
             ones = torch.ones(1, 1, layer.width, dtype=torch.float64) / layer.width**0.5
-            mean_part = [layer.logits(a, b, query_positions=at, key_positions=at * 0, normalized=True) for a, b in _corners(ones)]
+            mean_part = [
+                layer.logits(a, b, query_positions=at, key_positions=at * 0, normalized=True) for a, b in _corners(ones)
+            ]
             expected = bilinear.sum(0) - (mean_part[0] - mean_part[1] - mean_part[2] + mean_part[3])[0, :, 0, 0]
         else:
             expected = bilinear.sum(0)
@@ -126,7 +140,9 @@ def _corners(x: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_weights_whose_norm_overflows_are_no_head_of_zeros() -> None:
-    """A norm on queries divides by |W|; what it cannot know is said, as the flag `nonfinite`, and not taken for infinite."""
+    """A norm on queries divides by |W|; what it cannot know is said, as the flag `nonfinite`, and not taken for
+    infinite.
+    """
     found = mean_field_gain(torch.tensor([1e20, 1.0]).view(2, 1, 1).expand(2, 3, 4), torch.zeros(2, 3), Norm("rms"))
     assert found.isfinite().all(1).tolist() == [False, True]
     assert found[1].item() == pytest.approx(0.5)  # sqrt(3) / sqrt(12)

@@ -27,7 +27,9 @@ EQUAL = 1e-9  # of the largest: values closer than this share their vectors
 
 
 def turned(values: Tensor, vectors: Tensor, draw: torch.Generator) -> Tensor:
-    """The same eigenvectors (columns) in another basis: every group of equal values turned by an orthogonal matrix of its own."""
+    """The same eigenvectors (columns) in another basis: every group of equal values turned by an orthogonal matrix of
+    its own.
+    """
     out, start = vectors.clone(), 0
     for end in range(1, len(values) + 1):
         if end == len(values) or abs(values[end] - values[end - 1]) > EQUAL * values.abs().max():
@@ -53,7 +55,9 @@ def other_choices(seed: int) -> Iterator[None]:
     def eigh(A: Tensor, *args: Any) -> Any:
         found = solvers["eigh"](A, *args)
         flat = found.eigenvalues.reshape(-1, A.shape[-1]), found.eigenvectors.reshape(-1, *A.shape[-2:])
-        return torch.return_types.linalg_eigh((found.eigenvalues, each(A, lambda i: turned(flat[0][i], flat[1][i], draw))))
+        return torch.return_types.linalg_eigh(
+            (found.eigenvalues, each(A, lambda i: turned(flat[0][i], flat[1][i], draw)))
+        )
 
     def svd(A: Tensor, full_matrices: bool = True) -> Any:
         U, s, Vh = solvers["svd"](A, full_matrices=full_matrices)
@@ -116,18 +120,33 @@ def of_scan() -> dict[str, Tensor]:
     names = "trace M S F mean variance concentration skew spectral_norm stable_rank localization residual_kept".split()
     found = {name: torch.tensor([getattr(row, name) for row in rows], dtype=torch.float64) for name in names}
     found["eigenvalues"] = torch.tensor([row.eigenvalues for row in rows], dtype=torch.float64)
-    return found | {f"profile {row.head}": torch.tensor(row.profile, dtype=torch.float64) for row in rows if row.profile}
+    return found | {
+        f"profile {row.head}": torch.tensor(row.profile, dtype=torch.float64) for row in rows if row.profile
+    }
 
 
 def of_moments() -> dict[str, Tensor]:
     m = moments(*heads())
     squares = m.singular_values().square()  # what is computed: the root of a zero that is rounded is 1e-8
-    return {"singular": squares, "rank": m.stable_rank, "eigenvalues": torch.view_as_real(m.eigenvalues()), "kappa": m.concentration}
+    return {
+        "singular": squares,
+        "rank": m.stable_rank,
+        "eigenvalues": torch.view_as_real(m.eigenvalues()),
+        "kappa": m.concentration,
+    }
 
 
 def of_predictions() -> dict[str, Tensor]:
     layer = next(iter(attention_layers(model().float())))
-    given = Input(0, "", "self", 16, normal(16).float(), torch.block_diag(singular(), singular()).float(), normal(16, seed=3).float())
+    given = Input(
+        0,
+        "",
+        "self",
+        16,
+        normal(16).float(),
+        torch.block_diag(singular(), singular()).float(),
+        normal(16, seed=3).float(),
+    )
     return predict(layer, given, 12, sequences=4)
 
 
@@ -136,7 +155,12 @@ def of_measures() -> dict[str, Tensor]:
     found = ranks(x)
     directions = top_directions(normal(5), normal(5, 5) @ normal(5, 5).mT, 3)
     residual = token_residual(x, centre="svd")
-    return {"stable": found.stable, "effective": found.effective, "principal": directions.principal, "residual": residual}
+    return {
+        "stable": found.stable,
+        "effective": found.effective,
+        "principal": directions.principal,
+        "residual": residual,
+    }
 
 
 def of_control() -> Tensor:
@@ -149,9 +173,15 @@ def of_control() -> Tensor:
 
 NUMBERS: dict[str, Callable[[], Any]] = {
     "mixture": lambda: mixture_propagation(moments(*heads()), 2.0, 12, draws=64),
-    "mixture, one value": lambda: mixture_propagation(Moments(*[torch.eye(4, dtype=torch.float64)] * 3), 1.0, 12, draws=64),
+    "mixture, one value": lambda: mixture_propagation(
+        Moments(*[torch.eye(4, dtype=torch.float64)] * 3), 1.0, 12, draws=64
+    ),
     "mixture, localization": lambda: mixture_localization(moments(*heads()), 2.0, draws=64),
-    "walk": lambda: simulate(*(x[0] for x in heads()), 0.5, 6, walks=50, covariance=torch.block_diag(singular(), torch.eye(2))).softmax,
+    "walk": lambda: (
+        simulate(
+            *(x[0] for x in heads()), 0.5, 6, walks=50, covariance=torch.block_diag(singular(), torch.eye(2))
+        ).softmax
+    ),
     "tokens": lambda: gaussian_tokens(normal(8), singular(), 2, 3),
     "root": lambda: root(singular()),
     "scan": of_scan,
@@ -169,7 +199,8 @@ def test_numbers_do_not_depend_on_what_a_solver_chooses(name: str) -> None:
         with other_choices(seed):
             again = read(NUMBERS[name])
         for part, value in plain.items():
-            tolerance = 1e-5 if value.dtype == torch.float32 else 1e-7  # roots of a singular matrix have half of the digits
+            # roots of a singular matrix have half of the digits
+            tolerance = 1e-5 if value.dtype == torch.float32 else 1e-7
             assert torch.allclose(again[part], value, rtol=tolerance, atol=tolerance, equal_nan=True), part
 
 
@@ -178,7 +209,9 @@ def test_the_mixture_does_not_depend_on_the_heads_beside_it() -> None:
     q, k = heads()
     for kind, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-4)):
         together = mixture_propagation(moments(q.to(kind), k.to(kind)), 2.0, 12, draws=64)
-        alone = torch.stack([mixture_propagation(moments(q[i].to(kind), k[i].to(kind)), 2.0, 12, draws=64) for i in range(len(q))])
+        alone = torch.stack(
+            [mixture_propagation(moments(q[i].to(kind), k[i].to(kind)), 2.0, 12, draws=64) for i in range(len(q))]
+        )
         torch.testing.assert_close(together, alone, rtol=0, atol=tolerance)
 
 
@@ -187,7 +220,9 @@ def test_the_mixture_knows_the_map_and_not_its_factors() -> None:
     q, k = heads()
     plain = mixture_propagation(moments(q, k), 2.0, 12, draws=64)
     for factor in (1e-9, 1e5):
-        torch.testing.assert_close(mixture_propagation(moments(factor * q, k / factor), 2.0, 12, draws=64), plain, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            mixture_propagation(moments(factor * q, k / factor), 2.0, 12, draws=64), plain, rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("rank", [63, 64])

@@ -1,4 +1,6 @@
-"""Entropy floors against rows that try to go below them, the estimate against drawn logits, the ratio against counting."""
+"""Entropy floors against rows that try to go below them, the estimate against drawn logits, the ratio against
+counting.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,19 @@ def shapes_of_rows(length: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     levels = np.tril(np.ones((length, length)))[:-1]  # k of T logits are high, k = 1 ... T - 1
     return np.concatenate(
-        [rng.standard_normal((200, length)), rng.standard_t(1.0, (200, length)), rng.exponential(size=(100, length)), levels]
+        [
+            rng.standard_normal((200, length)),
+            rng.standard_t(1.0, (200, length)),
+            rng.exponential(size=(100, length)),
+            levels,
+        ]
     )
 
 
 def descend(start: Tensor, project: Callable[[Tensor], Tensor], size: float, steps: int = 300) -> np.ndarray:
-    """Rows that follow the gradient of entropy downwards inside a constraint, a fifth of its size at a time; the entropies reached."""
+    """Rows that follow the gradient of entropy downwards inside a constraint, a fifth of its size at a time; the
+    entropies reached.
+    """
     rows = start.clone().requires_grad_()
     for _ in range(steps):
         logs = torch.log_softmax(rows, -1)
@@ -111,7 +120,9 @@ def test_no_row_within_a_range_is_below_its_floor(length: int, spread: float, se
 @pytest.mark.parametrize("length", [2, 5, 10])
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 8.0])
 def test_the_floor_of_a_range_is_the_best_corner_of_the_box(length: int, spread: float) -> None:
-    """Every row with each logit at one of the two ends, 2^T of them: the least of their entropies is the floor itself."""
+    """Every row with each logit at one of the two ends, 2^T of them: the least of their entropies is the floor
+    itself.
+    """
     corners = np.array(list(itertools.product([0.0, spread], repeat=length)))
     assert entropy_floor_of_range(spread, length).item() == pytest.approx(entropy(corners).min(), rel=1e-9)
 
@@ -119,9 +130,13 @@ def test_the_floor_of_a_range_is_the_best_corner_of_the_box(length: int, spread:
 @pytest.mark.parametrize("length", [3, 8, 40])
 @pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
 def test_descending_inside_a_range_ends_at_the_floor(length: int, spread: float) -> None:
-    """From rows with many high logits to rows with few: each corner is a local minimum, the start decides which is reached."""
+    """From rows with many high logits to rows with few: each corner is a local minimum, the start decides which is
+    reached.
+    """
     power = torch.logspace(-0.5, 2.5, 200, dtype=torch.float64)[:, None]
-    start = torch.rand(200, length, generator=torch.Generator().manual_seed(length), dtype=torch.float64) ** power * spread
+    start = (
+        torch.rand(200, length, generator=torch.Generator().manual_seed(length), dtype=torch.float64) ** power * spread
+    )
     reached = descend(start, lambda rows: rows.clamp(0, spread), spread)
     floor = entropy_floor_of_range(spread, length).item()
     assert reached.min() >= floor - 1e-12
@@ -129,7 +144,9 @@ def test_descending_inside_a_range_ends_at_the_floor(length: int, spread: float)
 
 
 def test_more_than_one_high_logit_can_be_the_worst_case_of_a_range() -> None:
-    """With a narrow range the least entropy has about half of the logits high: a floor from one high logit alone would be wrong."""
+    """With a narrow range the least entropy has about half of the logits high: a floor from one high logit alone would
+    be wrong.
+    """
     one_high = entropy(np.eye(50)[0] * 0.5)
     assert entropy_floor_of_range(0.5, 50).item() < one_high - 1e-2
 
@@ -150,7 +167,8 @@ def test_the_floor_of_a_range_falls_from_uniform_to_nothing() -> None:
 def test_expected_entropy_is_that_of_normal_logits(variance: float) -> None:
     length = 4096
     seen = entropy(np.random.default_rng(1).normal(0, math.sqrt(variance), (400, length)))
-    finite = variance * math.exp(variance) / length  # log T - v/2 is the limit of many keys; the next order is below this
+    # log T - v/2 is the limit of many keys; the next order is below this
+    finite = variance * math.exp(variance) / length
     error = 5 * seen.std(ddof=1) / math.sqrt(len(seen))
     assert abs(seen.mean() - expected_entropy(variance, length).item()) < error + finite
     assert error + finite < 0.2 * variance / 2, "the test would not see a wrong coefficient of v"
@@ -162,7 +180,8 @@ def test_expected_entropy_is_zero_from_collapse_on() -> None:
     assert expected_entropy(edge * 0.99, length).item() > 0
     assert expected_entropy(torch.tensor([edge, 4 * edge]), length).tolist() == pytest.approx([0, 0], abs=1e-6)
     collapsed = entropy(np.random.default_rng(2).normal(0, math.sqrt(4 * edge), (200, length)))
-    # so do drawn logits: beyond the edge the random energy model has psi(1) - psi(1 - sqrt(edge/v)) nats, however many the keys
+    # so do drawn logits: beyond the edge the random energy model has psi(1) - psi(1 - sqrt(edge/v)) nats, however many
+    # the keys
     assert collapsed.mean() < special.digamma(1) - special.digamma(0.5) < 0.2 * math.log(length)
 
 

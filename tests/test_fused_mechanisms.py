@@ -36,7 +36,9 @@ def drawn(*shape: int, seed: int, device: str, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
 
 
-def written_out(kind: str, q: Tensor, k: Tensor, v: Tensor, row: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
+def written_out(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, row: Tensor, seen: Tensor, scale: float, cap: float
+) -> Tensor:
     group = q.shape[1] // k.shape[1]
     z = scale * q @ k.repeat_interleave(group, 1).mT
     if kind == "sigmoid":
@@ -52,7 +54,10 @@ def check_weights(name: str, kind: str, padded: bool, device: str, dtype: torch.
 
     causal, B, H, K, T, S, D, E = SHAPES[name]
     scale, cap = 0.7, 2.5
-    q, k, v = (drawn(B, h, t, d, seed=n, device=device, dtype=dtype) for n, (h, t, d) in enumerate([(H, T, D), (K, S, D), (K, S, E)]))
+    q, k, v = (
+        drawn(B, h, t, d, seed=n, device=device, dtype=dtype)
+        for n, (h, t, d) in enumerate([(H, T, D), (K, S, D), (K, S, E)])
+    )
     row = drawn(B, H, T, seed=3, device=device, dtype=torch.float32)
     grad = drawn(B, H, T, E, seed=4, device=device, dtype=dtype).detach()
     keys = (torch.arange(S) >= torch.arange(B)[:, None] * 2 + 3)[:, None].to(device) if padded else None  # (B, 1, S)
@@ -82,7 +87,9 @@ def check_all(device: str, dtype: torch.dtype, tolerance: float, names: tuple[st
 
 
 def check_extremes(device: str) -> None:
-    """A key that is not a number is not hidden from those that see it, on the edge of a mask either; others do not see it."""
+    """A key that is not a number is not hidden from those that see it, on the edge of a mask either; others do not see
+    it.
+    """
     from locater.kernels import triton_weighted
 
     q, k, v = (drawn(1, 1, 40, 16, seed=n, device=device, dtype=torch.float32).detach() for n in range(3))
@@ -94,7 +101,9 @@ def check_extremes(device: str) -> None:
 
 
 def check_operations(device: str) -> None:
-    """What PyTorch asks of an operation: shapes without data, gradients, no input changed; and that gradients are those of the loop."""
+    """What PyTorch asks of an operation: shapes without data, gradients, no input changed; and that gradients are those
+    of the loop.
+    """
     q, k, v = (drawn(1, 2, 20, 16, seed=n, device=device, dtype=torch.float32) for n in range(3))
     row = drawn(1, 2, 20, seed=3, device=device, dtype=torch.float32)
     for shift in (None, row):
@@ -117,7 +126,9 @@ def check_scan(device: str) -> None:
 
     for heads, N, C, D, E in ((3, 4, 16, 16, 16), (2, 3, 11, 24, 40)):
         shapes = [(heads, N, C, E), (heads, N, C, D), (heads, N, C, D), (heads, N)]
-        leaves = [0.3 * drawn(*shape, seed=n, device=device, dtype=torch.float32).detach() for n, shape in enumerate(shapes)]
+        leaves = [
+            0.3 * drawn(*shape, seed=n, device=device, dtype=torch.float32).detach() for n, shape in enumerate(shapes)
+        ]
         given = [drawn(heads, N, a, E, seed=5 + a, device=device, dtype=torch.float32).detach() for a in (D, C)]
         states, new = triton_recurrence.forward(*leaves)
         down = triton_recurrence.backward(*leaves[1:], *given)[1]
@@ -133,7 +144,11 @@ def interpreted(call: str) -> None:
     pytest.importorskip("triton", reason="Triton is only made for Linux")
     code = f"import torch\ntorch.set_num_threads(1)\nfrom tests import test_fused_mechanisms as t\n{call}\n"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -147,7 +162,9 @@ def test_the_recurrence_by_hand() -> None:
     assert new.flatten().tolist() == [3.0, 5 - 1.5, 7 - 2 * 8.5]
 
 
-@pytest.mark.parametrize("names", [tuple(SHAPES)[:3], pytest.param(tuple(SHAPES)[3:], marks=pytest.mark.slow)], ids=["plain", "odd"])
+@pytest.mark.parametrize(
+    "names", [tuple(SHAPES)[:3], pytest.param(tuple(SHAPES)[3:], marks=pytest.mark.slow)], ids=["plain", "odd"]
+)
 def test_weights_in_the_interpreter(names: tuple[str, ...]) -> None:
     interpreted(f"t.check_all('cpu', torch.float32, 1e-5, {names!r})")
 

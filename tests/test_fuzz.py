@@ -1,4 +1,6 @@
-"""A slice of `make fuzz`: some hundred mutated files of every format, the same ones each time; and that the harness sees faults."""
+"""A slice of `make fuzz`: some hundred mutated files of every format, the same ones each time; and that the harness
+sees faults.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +40,36 @@ def test_mutated_files_are_refused_or_read_right(name: str, tmp_path: Path) -> N
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     faults = [f"seed {outcome.seed}: {outcome.detail}" for outcome in outcomes if outcome.kind == "fault"]
-    assert not faults, f"{summary(outcomes)}; again: python -m tests.fuzz --format '{name}' --seed N\n" + "\n".join(faults[:3])
-    assert {outcome.kind for outcome in outcomes} == {"refused", "read"}  # mutations are neither all fatal nor all harmless
+    assert not faults, f"{summary(outcomes)}; again: python -m tests.fuzz --format '{name}' --seed N\n" + "\n".join(
+        faults[:3]
+    )
+    # mutations are neither all fatal nor all harmless
+    assert {outcome.kind for outcome in outcomes} == {"refused", "read"}
 
 
 def test_the_harness_sees_every_kind_of_fault(tmp_path: Path) -> None:
     (tmp_path / "originals").mkdir()
     outcomes = [attempt(PLANTED, tmp_path / "originals", tmp_path / "work", seed) for seed in (0, 1, 4, 5, 6, 7, 8)]
     assert [outcome.kind for outcome in outcomes] == ["fault", "fault", "fault", "fault", "refused", "fault", "read"]
-    said = ("another kind", "memory: ", "other than the reference: a", "not one line", "", "reference library refuses", "")
+    said = (
+        "another kind",
+        "memory: ",
+        "other than the reference: a",
+        "not one line",
+        "",
+        "reference library refuses",
+        "",
+    )
     assert all(words in outcome.detail for outcome, words in zip(outcomes, said, strict=True))
 
 
 def test_the_harness_sees_a_good_file_refused_or_read_in_part(tmp_path: Path) -> None:
     (tmp_path / "originals").mkdir()
-    for x, said in (("6", "a good file is refused: refused"), ("9", "names of the reference are missing: a"), ("8", "")):
+    for x, said in (
+        ("6", "a good file is refused: refused"),
+        ("9", "names of the reference are missing: a"),
+        ("8", ""),
+    ):
         (tmp_path / "originals" / "x").write_text(x)
         assert attempt(PLANTED, tmp_path / "originals", tmp_path / "work", GOOD).detail == said
 
@@ -61,7 +78,9 @@ def test_the_harness_sees_a_good_file_refused_or_read_in_part(tmp_path: Path) ->
 def test_a_worker_that_hangs_or_dies_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "originals").mkdir()
     (tmp_path / "kept").mkdir()
-    outcomes = list(supervised("planted", tmp_path / "originals", tmp_path / "work", range(2, 5), tmp_path / "kept", limit_s=2))
+    outcomes = list(
+        supervised("planted", tmp_path / "originals", tmp_path / "work", range(2, 5), tmp_path / "kept", limit_s=2)
+    )
     said = ("no answer within 2 s", "the process died (exit code 7)", "other than the reference")
     assert all(words in outcome.detail for outcome, words in zip(outcomes, said, strict=True))
     assert [(tmp_path / "kept" / f"kept-{seed}" / "x").read_text() for seed in (2, 3, 4)] == ["2", "3", "4"]

@@ -1,4 +1,6 @@
-"""Fastmax: both forms, its limits against closed forms, the leak, counts, and training judged by runs that were made up."""
+"""Fastmax: both forms, its limits against closed forms, the leak, counts, and training judged by runs that were made
+up.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ def test_what_the_sequence_norm_tells() -> None:
     assert leak.told(0, 16, sequence=True) > 1e-3
     assert leak.told(0, 16, sequence=True, factor=1.0) == 0, "the same token"
     q, k, v = (normal(1, 1, 16, 4, seed=i) for i in range(3))
-    ours = leak.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]  # the last row sees all: what the mechanism does
+    # the last row sees all: what the mechanism does
+    ours = leak.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]
     torch.testing.assert_close(ours, mechanism("fastmax")(q, k, v, norm="sequence")[0, 0, -1])
 
 
@@ -120,7 +123,14 @@ def test_verdicts(document: dict[str, Any]) -> None:
 
 def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     found = {x["id"]: x for x in document["claims"]}
-    assert [found[f"e{n}"]["verdict"] for n in range(1, 7)] == ["fails", "fails", "undecided", "holds", "holds", "holds"]
+    assert [found[f"e{n}"]["verdict"] for n in range(1, 7)] == [
+        "fails",
+        "fails",
+        "undecided",
+        "holds",
+        "holds",
+        "holds",
+    ]
     assert found["e1"]["measured"] == pytest.approx(0.2)
     assert found["e3"]["numbers"]["by_seed"] == pytest.approx([0.1, -0.2])
     without = reproduce(PAPER, Setting(), claim="e").verdicts

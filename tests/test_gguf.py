@@ -1,7 +1,8 @@
-"""GGUF: the same heads as the model it was made from, judged by logits, since moments at offset 0 do not see the row order.
+"""GGUF: the same heads as the model it was made from, judged by logits, since moments at offset 0 do not see the row
+order.
 
-The files are written here with the `gguf` package in the layout of its converter. That they are right is shown by an independent
-reader, transformers' own: the model it loads from the file has the loss of the original.
+The files are written here with the `gguf` package in the layout of its converter. That they are right is shown by an
+independent reader, transformers' own: the model it loads from the file has the loss of the original.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ KINDS = {
     "llama": lambda: make("Llama", **TINY, head_dim=8),
     "qwen2": lambda: make("Qwen2", **TINY),
     "qwen3": lambda: make("Qwen3", **TINY, head_dim=8),
-    "gemma3": lambda: make("Gemma3", **{**TINY, **GEMMA, "num_hidden_layers": 6, "query_pre_attn_scalar": 8}, sliding_window=4),
+    "gemma3": lambda: make(
+        "Gemma3", **{**TINY, **GEMMA, "num_hidden_layers": 6, "query_pre_attn_scalar": 8}, sliding_window=4
+    ),
 }
 
 
@@ -129,7 +132,9 @@ def test_the_row_order_shows_in_logits_and_not_in_moments(tmp_path: Path) -> Non
     redraw(model)
     layer = attention_layers(model)[0]
     stored = [torch.from_numpy(pairs(p.weight().numpy(), n).copy()) for p, n in ((layer.query, 4), (layer.key, 2))]
-    wrong = replace(layer, query=replace(layer.query, weight=lambda: stored[0]), key=replace(layer.key, weight=lambda: stored[1]))
+    wrong = replace(
+        layer, query=replace(layer.query, weight=lambda: stored[0]), key=replace(layer.key, weight=lambda: stored[1])
+    )
     assert torch.allclose(effective(wrong).moments().trace, effective(layer).moments().trace, atol=1e-5)
     x = torch.randn(1, 12, 32)
     assert (wrong.logits(x) - layer.logits(x)).abs().max() > 0.1 * layer.logits(x).std()
@@ -137,7 +142,9 @@ def test_the_row_order_shows_in_logits_and_not_in_moments(tmp_path: Path) -> Non
 
 @torch.no_grad()
 def test_an_independent_reader_finds_the_original_in_the_file(tmp_path: Path) -> None:
-    """transformers' own GGUF loader gives the original's logits, so the file that the other tests read is a genuine one."""
+    """transformers' own GGUF loader gives the original's logits, so the file that the other tests read is a genuine
+    one.
+    """
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     torch.manual_seed(0)
@@ -146,7 +153,9 @@ def test_an_independent_reader_finds_the_original_in_the_file(tmp_path: Path) ->
     write(model, tmp_path / "model.gguf", "llama")
     held = load_gguf_checkpoint(str(tmp_path / "model.gguf"), return_tensors=True, model_to_load=model)["tensors"]
     twin = KINDS["llama"]().eval()
-    missing = twin.load_state_dict({k if k.startswith(("model.", "lm_head")) else f"model.{k}": v for k, v in held.items()}, strict=False)
+    missing = twin.load_state_dict(
+        {k if k.startswith(("model.", "lm_head")) else f"model.{k}": v for k, v in held.items()}, strict=False
+    )
     assert not missing.unexpected_keys
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     if missing.missing_keys:
@@ -173,7 +182,9 @@ def test_quantised_tensors_are_close(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [32, 1])
 def test_length_extension_by_a_table(tmp_path: Path, length: int) -> None:
-    """`rope_freqs.weight` divides frequencies, one by one. A context length of 1, which some write for want of another, is no fault."""
+    """`rope_freqs.weight` divides frequencies, one by one. A context length of 1, which some write for want of another,
+    is no fault.
+    """
     torch.manual_seed(0)
     model = KINDS["llama"]().eval()
     model.config.max_position_embeddings = length

@@ -44,12 +44,19 @@ def test_no_golden_file_is_left_over_and_all_are_small() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_one_percent_is_seen(document: Document) -> None:
-    """In every number, but for those that measure rounding errors and the few as good as 0. Means of digests have a test below."""
+    """In every number, but for those that measure rounding errors and the few as good as 0. Means of digests have a
+    test below.
+    """
     golden = document.golden()
     assert comparing.problems(golden, copy.deepcopy(golden), document.kind, document.name) == []
-    leaves = [(path, leaf, comparing.tolerance_of(path, document.kind, document.name)) for path, leaf in comparing.leaves(golden)]
+    leaves = [
+        (path, leaf, comparing.tolerance_of(path, document.kind, document.name))
+        for path, leaf in comparing.leaves(golden)
+    ]
     numbers = [held for held in leaves if isinstance(held[1].value, float) and held[1].value and not held[1].scale]
-    blind = [held for held in numbers if not comparing.difference(held[1], comparing.Leaf(held[1].value * 1.01), held[2])]
+    blind = [
+        held for held in numbers if not comparing.difference(held[1], comparing.Leaf(held[1].value * 1.01), held[2])
+    ]
     small = [path for path, leaf, allowed in blind if abs(leaf.value) < 101 * allowed.absolute]
     assert [path for path, _, allowed in blind if path not in small and allowed.relative < 0.01] == []
     assert len(small) <= max(3, 0.03 * len(numbers)), f"{len(small)} of {len(numbers)}: {small}"
@@ -67,7 +74,12 @@ def test_what_changed_is_named(scan: Any) -> None:
     now["heads"][3]["width"] += 1
     now["assumptions"]["weights"] = "others"
     found = comparing.problems(scan, now, "scan")
-    assert [line.split(":")[0] for line in found] == ["assumptions.weights", "heads[0.2].flags", "heads[0.3].width", "heads[2.1].M"]
+    assert [line.split(":")[0] for line in found] == [
+        "assumptions.weights",
+        "heads[0.2].flags",
+        "heads[0.3].width",
+        "heads[2.1].M",
+    ]
     assert "9.9e-03 apart, 0.0001 is allowed" in found[-1]
 
 
@@ -79,7 +91,9 @@ def test_a_row_or_key_that_is_gone_or_new_is_named(scan: Any) -> None:
     assert [line.split(";")[0] for line in found] == [
         "assumptions.length: is gone", "heads[0.0].M: is gone", "heads[0.1].more: is new", "heads[1.1]: is gone"
     ]  # fmt: skip
-    assert comparing.report("scan-demo", found).startswith("scan-demo differs from tests/golden/scan-demo.json at 4 places:\n")
+    assert comparing.report("scan-demo", found).startswith(
+        "scan-demo differs from tests/golden/scan-demo.json at 4 places:\n"
+    )
 
 
 def test_what_is_written_down_is_excused(scan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +126,9 @@ def test_a_digest_sees_a_change_and_an_order() -> None:
 
 
 def test_no_name_disappears() -> None:
-    """Claims with what they state, controls and mechanisms with their defaults, plan fields, commands and options, columns, flags."""
+    """Claims with what they state, controls and mechanisms with their defaults, plan fields, commands and options,
+    columns, flags.
+    """
     found = comparing.problems(json.loads(NAMES.read_text()), json.loads(json.dumps(names())), "names")
     assert not found, comparing.report("names", found)
 
@@ -166,9 +182,12 @@ def test_an_old_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
 def test_an_old_result_is_read_back(tmp_path: Path) -> None:
     """A finished run is not trained again."""
     shutil.copytree(FILES / "finished", tmp_path / "run")
-    code.command("train", "--plan", tmp_path / "run" / "plan.json", "--out", tmp_path / "run", "--json", tmp_path / "result.json")
+    code.command(
+        "train", "--plan", tmp_path / "run" / "plan.json", "--out", tmp_path / "run", "--json", tmp_path / "result.json"
+    )
     golden, now = (
-        comparing.compact({"result": x}, "train") for x in (PLAIN.golden()["result"], json.loads((tmp_path / "result.json").read_text()))
+        comparing.compact({"result": x}, "train")
+        for x in (PLAIN.golden()["result"], json.loads((tmp_path / "result.json").read_text()))
     )
     assert comparing.problems(golden, now, "train") == []
     assert not (tmp_path / "run" / "model").exists()
@@ -176,6 +195,15 @@ def test_an_old_result_is_read_back(tmp_path: Path) -> None:
 
 def test_an_old_checkpoint_is_probed(tmp_path: Path) -> None:
     code.command(
-        "probe", FILES / "run" / "step-00000010", "--text", "LICENSE", "--length", 32, "--tokens", 256, "--json", tmp_path / "x.json"
+        "probe",
+        FILES / "run" / "step-00000010",
+        "--text",
+        "LICENSE",
+        "--length",
+        32,
+        "--tokens",
+        256,
+        "--json",
+        tmp_path / "x.json",
     )
     assert len(json.loads((tmp_path / "x.json").read_text())["heads"]) == 4

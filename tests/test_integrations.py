@@ -67,7 +67,9 @@ def by_hand(model: Any, accumulate: int, clip: float | None, whole_groups: bool 
 
 
 def furthest(a: Any, b: Any) -> float:
-    return max(float((p - q).abs().max()) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return max(
+        float((p - q).abs().max()) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
@@ -146,7 +148,9 @@ def test_lightning(tmp_path: Path, accumulate: int, clip: float | None) -> None:
 
 
 class Still:
-    """Made on first use, since Lightning is imported late: a module whose own loss moves nothing, so that only the penalty does."""
+    """Made on first use, since Lightning is imported late: a module whose own loss moves nothing, so that only the
+    penalty does.
+    """
 
     def __new__(cls, start: Any, fused: bool = False) -> Any:
         import lightning
@@ -165,7 +169,9 @@ class Still:
         return Lit()
 
 
-def lightning_fit(folder: Path, module: Any, callback: Any, steps: int, ckpt_path: Path | None = None, **more: Any) -> Any:
+def lightning_fit(
+    folder: Path, module: Any, callback: Any, steps: int, ckpt_path: Path | None = None, **more: Any
+) -> Any:
     import lightning
 
     trainer = lightning.Trainer(
@@ -199,7 +205,9 @@ class Broken(LocAteR):
         return super().loss() * float("nan")
 
 
-def test_a_penalty_that_is_no_number_does_not_get_past_the_scaler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_penalty_that_is_no_number_does_not_get_past_the_scaler(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     from locater.integrations.lightning import ControlCallback
@@ -208,7 +216,9 @@ def test_a_penalty_that_is_no_number_does_not_get_past_the_scaler(tmp_path: Path
     lit = Still(start)
     lightning_fit(tmp_path, lit, ControlCallback(Broken()), 2, plugins=[MixedPrecision("16-mixed", "cpu")])
     assert furthest(lit.model, start) == 0
-    assert [r.message for r in caplog.records if "penalty is nan" in r.message] == ["step 0: the penalty is nan: left out of the step"]
+    assert [r.message for r in caplog.records if "penalty is nan" in r.message] == [
+        "step 0: the penalty is nan: left out of the step"
+    ]
 
 
 def test_lightning_refuses_a_penalty_of_the_forward_pass(tmp_path: Path) -> None:
@@ -235,7 +245,14 @@ def test_lightning_resumed_counts_no_step_twice(tmp_path: Path) -> None:
 
     lightning_fit(tmp_path, Still(llama()), ControlCallback(LocAteR()), 2).save_checkpoint(tmp_path / "two.ckpt")
     control = Counting()
-    lightning_fit(tmp_path, Still(llama()), ControlCallback(control), 4, accumulate_grad_batches=2, ckpt_path=tmp_path / "two.ckpt")
+    lightning_fit(
+        tmp_path,
+        Still(llama()),
+        ControlCallback(control),
+        4,
+        accumulate_grad_batches=2,
+        ckpt_path=tmp_path / "two.ckpt",
+    )
     assert control.steps == 2
 
 
@@ -273,7 +290,13 @@ def test_transformers_trainer_in_two_processes(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     runs = [
         subprocess.Popen([sys.executable, "-c", TWO, str(tmp_path)], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, cwd=Path.cwd(),

@@ -1,7 +1,7 @@
 """Attention statistics against a float64 softmax, for every mask and addition, in PyTorch and in Triton.
 
-Triton runs on the CPU through its interpreter here (in a process of its own, because the switch is read at import) and on
-the GPU where there is one (make test-gpu).
+Triton runs on the CPU through its interpreter here (in a process of its own, because the switch is read at import) and
+on the GPU where there is one (make test-gpu).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def exact(q: Tensor, k: Tensor, first: int = 1, **terms: Any) -> dict[str, Tenso
     q, k = q.double(), k.double()
     B, H, T, D = q.shape
     S = k.shape[2]
-    logits = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(H // k.shape[1], 1)) * (terms.get("scale") or D**-0.5)
+    logits = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(H // k.shape[1], 1)) * (
+        terms.get("scale") or D**-0.5
+    )
     at = torch.arange(S - T, S)[:, None].to(q.device)
     to = torch.arange(S)[None].to(q.device)
     if terms.get("alibi") is not None:
@@ -122,7 +124,10 @@ def masks(B: int, H: int, T: int, S: int, device: str) -> dict[str, dict[str, An
             "mask": torch.rand(1, H, T, S, generator=g) > 0.2,
         },
     }  # fmt: skip
-    return {name: {k: v.to(device) if isinstance(v, Tensor) else v for k, v in terms.items()} for name, terms in found.items()}
+    return {
+        name: {k: v.to(device) if isinstance(v, Tensor) else v for k, v in terms.items()}
+        for name, terms in found.items()
+    }
 
 
 NAMES = list(masks(1, 1, 2, 2, "cpu"))
@@ -141,7 +146,9 @@ def check_sizes(backend: Backend, device: str, sizes: tuple[int, ...], half: tup
     for D in sizes:
         for T, S in ((1, 1), (1, 70), (70, 70), (128, 128), (129, 200)):
             q, k = inputs(B=1, H=2, K=1, T=T, S=S, D=D, device=device)
-            compare(attention_statistics(q, k, causal=True, per_key=True, backend=backend), exact(q, k, causal=True), 1e-4)
+            compare(
+                attention_statistics(q, k, causal=True, per_key=True, backend=backend), exact(q, k, causal=True), 1e-4
+            )
     for dtype in half:
         q, k = inputs(B=1, T=70, S=70, D=64, dtype=dtype, device=device)
         compare(attention_statistics(q, k, causal=True, per_key=True, backend=backend), exact(q, k, causal=True), 2e-2)
@@ -150,7 +157,8 @@ def check_sizes(backend: Backend, device: str, sizes: tuple[int, ...], half: tup
 def check_extremes(backend: Backend, device: str) -> None:
     """Logits of +-1e4: the running maximum must carry them, and the entropy must not drown in their rounding.
 
-    Entries are halves of whole numbers, so that products and their sums are exact in float32 in whatever order a processor adds them.
+    Entries are halves of whole numbers, so that products and their sums are exact in float32 in whatever order a
+    processor adds them.
     """
     q, k = (x.mul(2).round().div(2) for x in inputs(B=1, D=16, size=50.0, device=device))
     found = attention_statistics(q, k, scale=1.0, per_key=True, backend=backend)
@@ -159,7 +167,9 @@ def check_extremes(backend: Backend, device: str) -> None:
     compare(found, want, 1e-4)
     flat = torch.full((1, 1, 9, 16), 25.0, device=device)  # equal logits of 1e4: entropy log(keys), though lse is 1e4
     assert torch.allclose(
-        attention_statistics(flat, flat, scale=1.0, causal=True, backend=backend).entropy.exp().cpu(), torch.arange(1.0, 10), rtol=1e-5
+        attention_statistics(flat, flat, scale=1.0, causal=True, backend=backend).entropy.exp().cpu(),
+        torch.arange(1.0, 10),
+        rtol=1e-5,
     )
 
 
@@ -180,17 +190,23 @@ def check_gradients(backend: Backend, device: str, names: list[str]) -> None:
 
 
 def check_layouts(backend: Backend, device: str) -> None:
-    """Masks and biases that are views, biases that are -inf, long rows without a mask (their own key lies in a tile that needs none)."""
+    """Masks and biases that are views, biases that are -inf, long rows without a mask (their own key lies in a tile
+    that needs none).
+    """
     q, k = inputs(T=37, S=50, device=device)
     g = torch.Generator().manual_seed(5)
     big = (torch.rand(2, 4, 90, 120, generator=g) > 0.4).to(device)
     turned = torch.randn(1, 4, 50, 37, generator=g).to(device)
-    closed = torch.zeros(1, 1, 37, 50, device=device).masked_fill(torch.rand(1, 1, 37, 50, generator=g).to(device) > 0.5, -torch.inf)
+    closed = torch.zeros(1, 1, 37, 50, device=device).masked_fill(
+        torch.rand(1, 1, 37, 50, generator=g).to(device) > 0.5, -torch.inf
+    )
     for terms in ({"mask": big[:, :, 3:40, 7:57]}, {"bias": turned.mT}):
         compare(attention_statistics(q, k, per_key=True, backend=backend, **terms), exact(q, k, **terms), 1e-4)
     for scale in (-0.3, 2.0):
         compare(
-            attention_statistics(q, k, scale=scale, causal=True, per_key=True, backend=backend), exact(q, k, scale=scale, causal=True), 1e-4
+            attention_statistics(q, k, scale=scale, causal=True, per_key=True, backend=backend),
+            exact(q, k, scale=scale, causal=True),
+            1e-4,
         )
     want = exact(q, k, mask=closed == 0)
     names = ("entropy", "row_mass", "max_logit", "log_sum_exp", "sum_of_squares")  # `visible` counts what masks allow
@@ -263,7 +279,9 @@ def test_per_head_numbers() -> None:
         assert head["entropy_ratio"][h] == pytest.approx(ratio.item(), abs=1e-5)
     assert torch.allclose(found.participation[rows].double(), 1 / want["sum_of_squares"][rows], rtol=1e-4)
     assert torch.allclose(
-        found.max_probability.double(), torch.where(rows, (want["max_logit"] - want["log_sum_exp"]).exp(), 0.0), atol=1e-5
+        found.max_probability.double(),
+        torch.where(rows, (want["max_logit"] - want["log_sum_exp"]).exp(), 0.0),
+        atol=1e-5,
     )
 
 
@@ -330,7 +348,9 @@ def test_triton_in_the_interpreter(names: list[str]) -> None:
 
 
 def test_triton_sizes_in_the_interpreter() -> None:
-    """float16 stands for half precision: the interpreter multiplies bfloat16 as if its bits were integers. The GPU test has both."""
+    """float16 stands for half precision: the interpreter multiplies bfloat16 as if its bits were integers. The GPU test
+    has both.
+    """
     interpreted("t.check_sizes('triton', 'cpu', (8, 80, 256), (torch.float16,))")
 
 
@@ -372,5 +392,14 @@ def test_padding_in_bfloat16_on_the_gpu() -> None:
 def test_long_rows_on_the_gpu_against_the_reference() -> None:
     q, k = inputs(B=1, H=4, K=2, T=3000, S=3000, D=128, dtype=torch.bfloat16, device="cuda")
     a, b = (attention_statistics(q, k, causal=True, per_key=True, backend=x) for x in ("triton", "torch"))
-    for name in ("log_sum_exp", "entropy", "max_logit", "distance", "first_mass", "self_mass", "sum_of_squares", "received"):
+    for name in (
+        "log_sum_exp",
+        "entropy",
+        "max_logit",
+        "distance",
+        "first_mass",
+        "self_mass",
+        "sum_of_squares",
+        "received",
+    ):
         assert torch.allclose(getattr(a, name), getattr(b, name), rtol=1e-3, atol=1e-4), name

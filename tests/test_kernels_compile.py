@@ -1,6 +1,7 @@
 """Every Triton kernel compiles for a GPU, with the arguments that it is launched with; none is needed for that.
 
-The interpreter checks what kernels compute and knows nothing of layouts, shared memory or registers; tests marked `gpu` run them.
+The interpreter checks what kernels compute and knows nothing of layouts, shared memory or registers; tests marked `gpu`
+run them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def launches(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[L
     found: list[Launch] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> None:
-        named = dict(zip(kernel.arg_names, args, strict=False)) | {name: x for name, x in more.items() if name in kernel.arg_names}
+        named = dict(zip(kernel.arg_names, args, strict=False)) | {
+            name: x for name, x in more.items() if name in kernel.arg_names
+        }
         found.append((kernel, named, {name: x for name, x in more.items() if name not in kernel.arg_names}))
 
     with monkeypatch.context() as patch:
@@ -118,4 +121,6 @@ def test_the_gradient_of_the_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = drawn(1, 2, 256, 128, dtype=torch.bfloat16), drawn(1, 2, 256, 128, dtype=torch.bfloat16)
     row = torch.ones(1, 2, 256)
     padding = torch.ones(1, 256, dtype=torch.bool)
-    check(lambda: triton_kernels.entropy_gradient(q, k, Terms(0.1, padding=padding), row, row, row, row), monkeypatch, 2)
+    check(
+        lambda: triton_kernels.entropy_gradient(q, k, Terms(0.1, padding=padding), row, row, row, row), monkeypatch, 2
+    )

@@ -1,7 +1,8 @@
 """The propagation probability and the localization index, held to simulated walks, exact covariances and quadrature.
 
-Three references, none of which shares a formula with the source: walks drawn step by step (`simulate`), the covariance of
-delta_i as a quadratic form in all T d steps, and for projectors the one-dimensional integral over the query's length.
+Three references, none of which shares a formula with the source: walks drawn step by step (`simulate`), the covariance
+of delta_i as a quadratic form in all T d steps, and for projectors the one-dimensional integral over the query's
+length.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ DRAWS = 100_000
 
 
 def head(head_dim: int, width: int, shared: float, seed: int) -> tuple[Tensor, Tensor]:
-    """W_Q and W_K with orthonormal rows scaled so that ||W||_F = sqrt(d_head); `shared` = 1: a projector, -1: minus one, 0: no mean."""
+    """W_Q and W_K with orthonormal rows scaled so that ||W||_F = sqrt(d_head); `shared` = 1: a projector, -1: minus
+    one, 0: no mean.
+    """
     rows = torch.randn(width, 2 * head_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     frame = torch.linalg.qr(rows)[0].mT
     W_Q, other = frame[:head_dim], frame[head_dim : 2 * head_dim]
@@ -47,19 +50,25 @@ def head(head_dim: int, width: int, shared: float, seed: int) -> tuple[Tensor, T
 
 def anisotropic(width: int, seed: int) -> Tensor:
     """A covariance whose largest and smallest directions differ by a factor of thirty, in no special basis."""
-    basis = torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))[0]
+    basis = torch.linalg.qr(
+        torch.randn(width, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    )[0]
     return basis @ torch.diag(torch.logspace(-1, 0.5, width, dtype=torch.float64)) @ basis.mT
 
 
 def sampling_error(rho: Tensor, *counts: int) -> Tensor:
-    """Standard error of simulated minus predicted. A mean of probabilities varies less than one of events: rho (1 - rho) bounds both."""
+    """Standard error of simulated minus predicted. A mean of probabilities varies less than one of events: rho (1 -
+    rho) bounds both.
+    """
     return sum(((rho * (1 - rho) + 1 / n) / n for n in counts), torch.zeros_like(rho)).sqrt()
 
 
 # --- the mean and the variance of delta_i ---------------------------------------------------------------------------
 
 
-def exact_mean_and_variance(W: np.ndarray, step: np.ndarray, scale: float, length: int) -> tuple[np.ndarray, np.ndarray]:
+def exact_mean_and_variance(
+    W: np.ndarray, step: np.ndarray, scale: float, length: int
+) -> tuple[np.ndarray, np.ndarray]:
     """delta_i = e^T A_i e in the T d numbers of all steps: mean tr(A Sigma), variance 2 tr((A_sym Sigma)^2)."""
     reach = np.tril(np.ones((length, length)))  # x_i is the sum of the first i steps
     centred = reach - reach.mean(0)
@@ -153,7 +162,9 @@ def edgeworth(W: np.ndarray, C: np.ndarray, scale: float, length: int) -> Tensor
 
 @pytest.mark.parametrize("shared", [0.0, 0.4])
 def test_closed_form_misses_walks_of_a_map_without_symmetry_only_by_its_shape(shared: float) -> None:
-    """Little skew here, but tails: with the exact third and fourth cumulants put in, nothing but sampling error is left."""
+    """Little skew here, but tails: with the exact third and fourth cumulants put in, nothing but sampling error is
+    left.
+    """
     W_Q, W_K = head(16, 32, shared, seed=4)
     rho = signal_propagation(*unit_moments(moments(W_Q, W_K), 1.5), length=16)
     rho = rho + edgeworth((W_Q.mT @ W_K).numpy(), np.eye(32), 1.5, 16)
@@ -220,17 +231,22 @@ def query_lengths(rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exact_projector(M: float, rank: int, u: np.ndarray, bridge: float, upper: float) -> np.ndarray:
-    """rho at u for W a multiple of a projector. Given the query, delta is normal with mean u q and variance q M/rank times `bridge`."""
+    """rho at u for W a multiple of a projector. Given the query, delta is normal with mean u q and variance q M/rank
+    times `bridge`.
+    """
     z, weight = query_lengths(rank)
     mean, sd = M / rank * np.outer(z**2, u), abs(M) / rank * z[:, None] * math.sqrt(bridge)
     return weight @ (stats.norm.cdf((upper - mean) / sd) - stats.norm.cdf((-1 - mean) / sd))
 
 
 def bridge_variance(length: int) -> float:
-    """Variance of the centred bridge x_i - mean_j x_j given x_T, per direction, for steps of variance 1/T: the same at every i."""
+    """Variance of the centred bridge x_i - mean_j x_j given x_T, per direction, for steps of variance 1/T: the same at
+    every i.
+    """
     reach = np.tril(np.ones((length, length))) / math.sqrt(length)
     centred = reach - reach.mean(0)
-    given = centred - np.outer(centred @ np.ones(length), np.ones(length)) / length  # less the regression on the sum of all steps
+    # less the regression on the sum of all steps
+    given = centred - np.outer(centred @ np.ones(length), np.ones(length)) / length
     return float((given**2).sum(1)[0])
 
 
@@ -327,8 +343,12 @@ def test_lambda_has_the_values_of_the_table(M: float, root_F: float, expected: f
     M=st.floats(-30, 30), head_dim=st.integers(1, 128), ratio=st.floats(-0.9, 1.0), cv=st.floats(0, 10),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_lambda_equals_adaptive_quadrature_for_every_map_a_head_can_have(M: float, head_dim: int, ratio: float, cv: float) -> None:
-    """M^2 <= d_head (2F + S)/3 always: the transition of rho is never narrower than a head of 128 directions makes it."""
+def test_lambda_equals_adaptive_quadrature_for_every_map_a_head_can_have(
+    M: float, head_dim: int, ratio: float, cv: float
+) -> None:
+    """M^2 <= d_head (2F + S)/3 always: the transition of rho is never narrower than a head of 128 directions makes
+    it.
+    """
     F = 3 * (M**2 + 1e-4) / (head_dim * (2 + ratio)) * (1 + cv**2)
     found = localization(M, ratio * F, F).item()
     assert found == pytest.approx(reference_localization(M, ratio * F, F), abs=1e-6)
@@ -351,9 +371,13 @@ def test_lambda_is_zero_without_a_mean_and_without_scale() -> None:
 
 @pytest.mark.parametrize(("root_F", "silent"), [(0.12, True), (0.14, False)])
 def test_lambda_is_zero_when_almost_every_token_propagates(root_F: float, silent: bool) -> None:
-    """Below 1e-9 of rbar (1 - rbar) a share of it is a ratio of roundings and exactly 0 is promised; just above it is not."""
+    """Below 1e-9 of rbar (1 - rbar) a share of it is a ratio of roundings and exactly 0 is promised; just above it is
+    not.
+    """
     F = root_F**2
-    clipped = integrate.quad(lambda u: stats.norm.sf((1 + u) / math.sqrt(F * (2 * u**2 + 1 / 12))), -0.5, 0.5, epsabs=1e-16)[0]
+    clipped = integrate.quad(
+        lambda u: stats.norm.sf((1 + u) / math.sqrt(F * (2 * u**2 + 1 / 12))), -0.5, 0.5, epsabs=1e-16
+    )[0]
     assert (clipped < 1e-9) is silent, "the two scales are meant to lie on either side"
     assert (localization(1.0, F, F).item() == 0) is silent
 
@@ -372,7 +396,8 @@ def test_lambda_of_an_antisymmetric_head_is_zero() -> None:
     m = moments(torch.cat([W_Q, -W_K]), torch.cat([W_K, W_Q]))
     assert m.frobenius_sq.item() > 1
     assert abs(localization(*unit_moments(m, 3.0)).item()) < 1e-12
-    assert abs(mixture_localization(m, 3.0).item()) < 1e-3  # a trace that rounds to something else than 0 lets the noise of the draws in
+    # a trace that rounds to something else than 0 lets the noise of the draws in
+    assert abs(mixture_localization(m, 3.0).item()) < 1e-3
 
 
 @pytest.mark.parametrize("shared", [1.0, 0.4])
@@ -382,24 +407,30 @@ def test_lambda_is_odd_in_the_sign_of_the_map(shared: float) -> None:
     m = moments(W_Q, W_K)
     turned = m.scaled(-1.0)
     assert localization(*unit_moments(m, 1.0)).item() > 0.05
-    assert localization(*unit_moments(turned, 1.0)).item() == pytest.approx(-localization(*unit_moments(m, 1.0)).item(), rel=1e-12)
+    assert localization(*unit_moments(turned, 1.0)).item() == pytest.approx(
+        -localization(*unit_moments(m, 1.0)).item(), rel=1e-12
+    )
     mirrored = signal_propagation(*unit_moments(turned, 1.0), length=20).flip(-1)
     torch.testing.assert_close(mirrored, signal_propagation(*unit_moments(m, 1.0), length=20))
     by_seed = torch.tensor([[mixture_localization(x, 1.0, seed=seed).item() for seed in range(8)] for x in (m, turned)])
-    assert abs(by_seed.sum(0).mean()) < 5 * by_seed.std(1).max() / 2  # the draws are not mirrored, so only the average is odd
+    # the draws are not mirrored, so only the average is odd
+    assert abs(by_seed.sum(0).mean()) < 5 * by_seed.std(1).max() / 2
 
 
 def test_mixture_lambda_joins_the_closed_one_when_directions_are_many() -> None:
     W_Q, W_K = head(128, 256, 0.5, seed=22)
     m, scale = moments(W_Q, W_K), 4 / 64  # M = 4
-    assert mixture_localization(m, scale).item() == pytest.approx(localization(*unit_moments(m, scale)).item(), abs=0.02)
+    assert mixture_localization(m, scale).item() == pytest.approx(
+        localization(*unit_moments(m, scale)).item(), abs=0.02
+    )
 
 
 def test_mixture_lambda_does_not_jump_where_the_mean_changes_sign() -> None:
     eigenvalues = torch.full((64,), -1.0, dtype=torch.float64)
     eigenvalues[0] = 63
     below, above = (
-        mixture_localization(moments(torch.eye(64, dtype=torch.float64), torch.diag(eigenvalues + shift)), 3 / 8) for shift in (-1e-6, 1e-6)
+        mixture_localization(moments(torch.eye(64, dtype=torch.float64), torch.diag(eigenvalues + shift)), 3 / 8)
+        for shift in (-1e-6, 1e-6)
     )
     assert abs(above - below).item() < 0.01
 
@@ -414,7 +445,9 @@ def test_regime_puts_collapse_before_localization_and_localization_before_unifor
     ]  # fmt: skip
     found, variance = (torch.tensor([case[n] for case in cases], dtype=torch.float64) for n in (0, 1))
     assert [REGIMES[k] for k in regime(found, variance, 256).tolist()] == [case[2] for case in cases]
-    assert REGIMES[int(regime(torch.tensor(0.0), torch.tensor(11.2), 1024))] == "spread", "2 log T grows with the length"
+    assert REGIMES[int(regime(torch.tensor(0.0), torch.tensor(11.2), 1024))] == "spread", (
+        "2 log T grows with the length"
+    )
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.0, -0.5])
@@ -428,5 +461,7 @@ def test_phase_diagram_has_means_along_rows_and_scales_along_columns(ratio: floa
             assert (grid["M"][i, j].item(), grid["F"][i, j].item()) == (M, F)
             expected = reference_localization(M, ratio * F, F)
             assert grid["localization"][i, j].item() == pytest.approx(expected, abs=1e-6)
-            name = "sharp" if root_F > math.sqrt(2 * math.log(256)) else "localized" if abs(expected) >= 0.1 else "spread"
+            name = (
+                "sharp" if root_F > math.sqrt(2 * math.log(256)) else "localized" if abs(expected) >= 0.1 else "spread"
+            )
             assert REGIMES[grid["regime"][i, j]] == name

@@ -1,4 +1,6 @@
-"""LocAteR: the penalty is the one written with d x d matrices, in every layout; it has a floor; it sits in any training step."""
+"""LocAteR: the penalty is the one written with d x d matrices, in every layout; it has a floor; it sits in any training
+step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a trained model is measured by, whatever it attends by: against `observe`, against hooks, against maps made by hand."""
+"""What a trained model is measured by, whatever it attends by: against `observe`, against hooks, against maps made by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ NAMES = [*dict.fromkeys([*(m.name for m in mechanisms()), *SET])]
 
 
 def maps_by_values(model: Transformer, layer: int) -> Tensor:
-    """A layer's maps column by column: what reaches the output projection when the values are the unit vectors of keys."""
+    """A layer's maps column by column: what reaches the output projection when the values are the unit vectors of
+    keys.
+    """
     part: Any = parts(model)[layer]
     held: dict[str, Any] = {}
     hook = part.register_forward_pre_hook(lambda m, args: held.update(x=args[0], turn=args[1]))
@@ -53,14 +57,22 @@ def test_every_mechanism_is_measured(text: str) -> None:
     assert len(found["halves"]) == 5
     assert len(found["relevance"]) == 2
     assert sum(found["relevance"][0]) == pytest.approx(1, abs=0.1)
-    assert (found["gate"] is not None) == any(m.name == "gated" and not m.settings.get("additive") for m in model.shape.by_layer)
+    assert (found["gate"] is not None) == any(
+        m.name == "gated" and not m.settings.get("additive") for m in model.shape.by_layer
+    )
     if not signed and all(m.mechanism.kind == "stochastic" for m in model.shape.by_layer):
         assert found["row_mass"] == pytest.approx(1)
-    if all(m.mechanism.kind == "sub-stochastic" for m in model.shape.by_layer) and "additive" not in text and "key" not in text:
+    if (
+        all(m.mechanism.kind == "sub-stochastic" for m in model.shape.by_layer)
+        and "additive" not in text
+        and "key" not in text
+    ):
         assert found["row_mass"] < 1
 
 
-@pytest.mark.parametrize("text", ["softmax", "sigmoid", "delta", "gated", "linear", "centred", "learned_sink", "binary"])
+@pytest.mark.parametrize(
+    "text", ["softmax", "sigmoid", "delta", "gated", "linear", "centred", "learned_sink", "binary"]
+)
 def test_maps_are_those_that_act(text: str) -> None:
     """Rows, first key and least column from maps found through the values."""
     model = model_of(text)
@@ -133,7 +145,8 @@ def test_sinks_and_what_is_explained_away() -> None:
     assert found["sink_rate"] == pytest.approx(1 / 3)  # of head 1 the first key has 1/6 of its queries
     assert found["sink_ratio"] == pytest.approx(1.0 - 1 / 3)
     assert found["first_mass"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 3)
-    assert of_map(p / 4, causal=True)["first_weight"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 12)  # the share stays, the weight does not
+    # the share stays, the weight does not
+    assert of_map(p / 4, causal=True)["first_weight"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 12)
     assert of_map(p / 4, causal=True)["first_mass"] == pytest.approx((1 + 1 / 6 + 1 / 6) / 3)
     assert found["explained_away"] == pytest.approx((5 + 0 + 3) / 18)
     assert found["entropy"] == pytest.approx(0)

@@ -1,4 +1,6 @@
-"""Measures of hidden states against plain loops, numpy and scipy in float64; padding, extremes and degenerate sequences."""
+"""Measures of hidden states against plain loops, numpy and scipy in float64; padding, extremes and degenerate
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_rank_residual_is_that_of_the_definition(tokens: int, width: int) -> Non
 
     parts = [(m, m - np.outer(np.ones(len(m)), m.mean(0))) for m in sequences(x, real)]
     same(rank_residual(x, real), [composite(rest) / composite(m) for m, rest in parts])
-    same(rank_residual(x, real, norm="frobenius"), [float(np.linalg.norm(rest) / np.linalg.norm(m)) for m, rest in parts])
+    same(
+        rank_residual(x, real, norm="frobenius"), [float(np.linalg.norm(rest) / np.linalg.norm(m)) for m, rest in parts]
+    )
 
 
 @SHAPES
@@ -140,13 +144,18 @@ def test_the_top_activation_and_the_median_are_found_by_looking(tokens: int, wid
 
 
 @pytest.mark.parametrize(
-    ("top", "rest"), [(101.0, 0.1), (-101.0, 0.1), (1000.0, 1.0), (101.0, 0.0), (99.0, 0.01), (100.0, 0.01), (999.0, 1.0)]
+    ("top", "rest"),
+    [(101.0, 0.1), (-101.0, 0.1), (1000.0, 1.0), (101.0, 0.0), (99.0, 0.01), (100.0, 0.01), (999.0, 1.0)],
 )
 def test_massive_asks_for_size_and_for_ratio(top: float, rest: float) -> None:
     x = torch.full((1, 4, 5), rest, dtype=torch.float64)
     x[0, 1, 3] = top
     found = massive_activations(x)
-    assert (found.token.item(), found.channel.item(), found.is_massive.item()) == (1, 3, top not in (99.0, 100.0, 999.0))
+    assert (found.token.item(), found.channel.item(), found.is_massive.item()) == (
+        1,
+        3,
+        top not in (99.0, 100.0, 999.0),
+    )
 
 
 @quick
@@ -161,12 +170,16 @@ def test_moments_of_parts_are_those_of_the_whole(parts: list[int], offset: float
     seen = ChannelMoments.empty(4)
     for part in torch.from_numpy(x).split(parts):
         seen = seen.add(part)
-    halves = ChannelMoments.of(torch.from_numpy(x[: len(x) // 2])).merge(ChannelMoments.of(torch.from_numpy(x[len(x) // 2 :])))
+    halves = ChannelMoments.of(torch.from_numpy(x[: len(x) // 2])).merge(
+        ChannelMoments.of(torch.from_numpy(x[len(x) // 2 :]))
+    )
     for found in (seen, halves):
         assert found.count.item() == len(x)
         assert found.mean.numpy() == pytest.approx(x.mean(0), rel=1e-12)
         assert (found.second / found.count).numpy() == pytest.approx(x.var(0), rel=1e-6)
-        assert (found.third / found.count).numpy() == pytest.approx(stats.moment(x, 3), rel=1e-6, abs=1e-6 * x.std(0).max() ** 3)
+        assert (found.third / found.count).numpy() == pytest.approx(
+            stats.moment(x, 3), rel=1e-6, abs=1e-6 * x.std(0).max() ** 3
+        )
         assert found.excess_kurtosis.numpy() == pytest.approx(stats.kurtosis(x), rel=1e-6, abs=1e-6)
         assert found.median_kurtosis.item() == pytest.approx(np.median(stats.kurtosis(x)), rel=1e-6, abs=1e-6)
         assert found.mean_share.item() == pytest.approx((x.mean(0) ** 2).sum() / (x**2).sum(1).mean(), rel=1e-10)
@@ -193,11 +206,15 @@ def test_normality_distance_is_that_of_scipy_along_the_only_direction(draw: str,
 
 
 def test_the_directions_of_the_normality_distance_are_uniform() -> None:
-    """Two clusters in a plane: the mean over 600 random directions is that over the circle, and the largest is along the clusters."""
+    """Two clusters in a plane: the mean over 600 random directions is that over the circle, and the largest is along
+    the clusters.
+    """
     rng = np.random.default_rng(1)
     x = rng.standard_normal((500, 2)) + 3 * rng.choice([-1, 1], 500)[:, None] * np.array([0.6, 0.8])
     along = x @ np.array([[math.cos(a), math.sin(a)] for a in np.linspace(0, math.pi, 200, endpoint=False)]).T
-    wanted = np.array([stats.kstest(row, "norm").statistic for row in ((along - along.mean(0)) / along.std(0, ddof=1)).T])
+    wanted = np.array(
+        [stats.kstest(row, "norm").statistic for row in ((along - along.mean(0)) / along.std(0, ddof=1)).T]
+    )
     found = normality_distance(torch.from_numpy(x), projections=600)
     assert abs(found.mean - wanted.mean()) < 4 * wanted.std() / math.sqrt(600) < 0.1 * wanted.mean()
     assert found.max == pytest.approx(wanted.max(), rel=0.01)
@@ -205,7 +222,9 @@ def test_the_directions_of_the_normality_distance_are_uniform() -> None:
 
 @pytest.mark.parametrize("n", [8, 50, 400])
 def test_the_expected_distance_is_that_of_normal_draws(n: int) -> None:
-    """Drawn anew, standardised by hand, measured by scipy; the formula must lie within four errors of their mean, 2 % of it."""
+    """Drawn anew, standardised by hand, measured by scipy; the formula must lie within four errors of their mean, 2 %
+    of it.
+    """
     x = np.random.default_rng(n).standard_normal((1500, n))
     z = (x - x.mean(1, keepdims=True)) / x.std(1, ddof=1, keepdims=True)
     seen = np.array([stats.kstest(row, "norm").statistic for row in z])
@@ -220,7 +239,9 @@ def test_normality_tells_normal_tokens_from_heavy_ones_at_any_covariance() -> No
     normal = normality_distance(torch.from_numpy(rng.standard_normal((4000, 64)) @ mix + 100))
     assert normal.mean < 1.2 * normal.expected
     assert normal.max < 2 * normal.expected
-    bimodal = normality_distance(torch.from_numpy(rng.standard_normal((4000, 64)) + 4 * rng.choice([-1, 1], 4000)[:, None]))
+    bimodal = normality_distance(
+        torch.from_numpy(rng.standard_normal((4000, 64)) + 4 * rng.choice([-1, 1], 4000)[:, None])
+    )
     assert bimodal.max > 4 * bimodal.expected
 
 
@@ -240,7 +261,9 @@ def test_shares_of_energy_are_those_of_the_tokens(k: int) -> None:
     assert found.mean.item() == pytest.approx(mean_share(torch.from_numpy(tokens)).item())
     axis = (tokens @ mean / np.linalg.norm(mean)) ** 2
     assert (found.mean + found.along_mean).item() == pytest.approx(axis.mean() / energy)
-    assert found.principal.numpy() == pytest.approx(np.linalg.svd(rest, compute_uv=False)[:k] ** 2 / len(tokens) / energy)
+    assert found.principal.numpy() == pytest.approx(
+        np.linalg.svd(rest, compute_uv=False)[:k] ** 2 / len(tokens) / energy
+    )
     if k == 6:
         assert (found.mean + found.principal.sum()).item() == pytest.approx(1)
 
@@ -272,7 +295,9 @@ def test_padding_changes_nothing(
 @every_measure
 @quick
 @given(tokens=st.integers(2, 9), width=st.integers(2, 12), power=st.integers(-30, 30), seed=st.integers(0, 999))
-def test_neither_scale_nor_order_matters(measure: Callable[..., Tensor], tokens: int, width: int, power: int, seed: int) -> None:
+def test_neither_scale_nor_order_matters(
+    measure: Callable[..., Tensor], tokens: int, width: int, power: int, seed: int
+) -> None:
     x = states(2, tokens, width, seed)
     wanted = measure(x).tolist()
     same(measure(x * 10.0**power), wanted, 1e-7)
@@ -305,7 +330,12 @@ def test_half_precision_is_measured_on_its_own_values(measure: Callable[..., Ten
 
 
 @quick
-@given(tokens=st.integers(2, 300), width=st.integers(1, 9), dtype=st.sampled_from([torch.float32, torch.float64]), seed=st.integers(0, 999))
+@given(
+    tokens=st.integers(2, 300),
+    width=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 999),
+)
 def test_equal_tokens_are_collapse(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
     x = states(1, 1, width, seed, dtype).expand(1, tokens, width)
     assert rank_residual(x).item() == rank_residual(x, norm="frobenius").item() == 0
@@ -330,14 +360,19 @@ def test_a_small_residual_keeps_its_digits_in_float32() -> None:
     step = 2.0**-20
     x = 1 + step * torch.randint(0, 8, (1, 1000, 3), generator=torch.Generator().manual_seed(0)).float()
     rest = x.double().numpy()[0] - x.double().numpy()[0].mean(0)
-    assert rank_residual(x, norm="frobenius").item() == pytest.approx(np.linalg.norm(rest) / np.linalg.norm(x.double().numpy()), rel=1e-9)
+    assert rank_residual(x, norm="frobenius").item() == pytest.approx(
+        np.linalg.norm(rest) / np.linalg.norm(x.double().numpy()), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numerical_rank_sees_through_rounding_and_no_further(rank: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(rank)
-    left, right = torch.randn(1, 40, rank, generator=g, dtype=torch.float64), torch.randn(1, rank, 24, generator=g, dtype=torch.float64)
+    left, right = (
+        torch.randn(1, 40, rank, generator=g, dtype=torch.float64),
+        torch.randn(1, rank, 24, generator=g, dtype=torch.float64),
+    )
     x = (left @ right).to(dtype)
     assert ranks(x).numerical.item() == rank
     assert ranks(x, tolerance=0.999).numerical.item() == 1
@@ -366,7 +401,9 @@ def test_rounding_below_zero_is_no_eigenvalue() -> None:
 
 
 def test_what_a_gram_matrix_cannot_hold_is_not_counted() -> None:
-    """Singular values 1 and 1e-9 (float64), 1 and 1e-4 (float32): below the floor, so one direction is reported even if asked for both."""
+    """Singular values 1 and 1e-9 (float64), 1 and 1e-4 (float32): below the floor, so one direction is reported even if
+    asked for both.
+    """
     turn = torch.linalg.qr(torch.randn(30, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
     for dtype, small in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         squares = torch.zeros(30, dtype=torch.float64)
@@ -388,7 +425,9 @@ def test_one_token_has_no_pairs_and_no_residual() -> None:
 
 @every_measure
 @pytest.mark.parametrize("spoiled", ["padded", "nan"])
-def test_a_sequence_without_an_answer_is_nan_and_leaves_the_others_alone(measure: Callable[..., Tensor], spoiled: str) -> None:
+def test_a_sequence_without_an_answer_is_nan_and_leaves_the_others_alone(
+    measure: Callable[..., Tensor], spoiled: str
+) -> None:
     x, real = states(3, 6, 4, seed=19), torch.ones(3, 6, dtype=torch.bool)
     wanted = measure(x).tolist()
     if spoiled == "padded":

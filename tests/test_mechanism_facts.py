@@ -48,7 +48,9 @@ def test_centred_rows_sum_to_zero_and_forget_a_constant_value() -> None:
 
 
 def test_no_key_is_explained_away() -> None:
-    """Each key receives at least 1/S; the bound is met where one query outbids all others for every key but one (Ding et al.)."""
+    """Each key receives at least 1/S; the bound is met where one query outbids all others for every key but one (Ding
+    et al.).
+    """
     q, k, _ = operands(32, 32)
     m = mechanism("doubly_normalized")
     assert m.map(40 * q, k).sum(2).min() >= 1 / 32
@@ -109,9 +111,16 @@ def test_long_sequences_keep_their_digits() -> None:
     T = 8192
     q, k, v = (x[:1, :1] for x in operands(T, T))
     beta, decay = draw(1, 1, T, seed=5).sigmoid(), -0.01 * draw(1, 1, T, seed=6).exp()
-    for name, options in (("linear", {}), ("fastmax", {}), ("delta", {"beta": beta}), ("gated_delta", {"beta": beta, "log_decay": decay})):
+    for name, options in (
+        ("linear", {}),
+        ("fastmax", {}),
+        ("delta", {"beta": beta}),
+        ("gated_delta", {"beta": beta, "log_decay": decay}),
+    ):
         want = mechanism(name)(q, k, v, causal=True, **options)
-        out = mechanism(name)(q.float(), k.float(), v.float(), causal=True, **{n: x.float() for n, x in options.items()})
+        out = mechanism(name)(
+            q.float(), k.float(), v.float(), causal=True, **{n: x.float() for n, x in options.items()}
+        )
         assert (out - want).abs().max() < 1e-5, name
 
 
@@ -135,7 +144,9 @@ def test_the_gradient_of_one_bit_is_straight_through() -> None:
     got = mechanism("binary")(q, k, v, bias=bias)
     torch.testing.assert_close(got, want)
     weight = draw(*got.shape, seed=4)
-    for ours, theirs in zip(*(torch.autograd.grad((x * weight).sum(), leaves, retain_graph=True) for x in (got, want)), strict=True):
+    for ours, theirs in zip(
+        *(torch.autograd.grad((x * weight).sum(), leaves, retain_graph=True) for x in (got, want)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -164,13 +175,21 @@ def test_differential_rows_sum_to_one_less_lambda() -> None:
     [
         ("softmax", dict(q=torch.zeros(2, 3, 4)), r"q has shape \[2, 3, 4\]; it has four axes"),
         ("softmax", dict(k=torch.zeros(2, 3, 9, 6).double()), r"k has shape \[2, 3, 9, 6\].* heads that divide"),
-        ("softmax", dict(v=torch.zeros(2, 2, 8, 5).double()), r"v has shape \[2, 2, 8, 5\].* same batch, heads and tokens"),
+        (
+            "softmax",
+            dict(v=torch.zeros(2, 2, 8, 5).double()),
+            r"v has shape \[2, 2, 8, 5\].* same batch, heads and tokens",
+        ),
         ("softmax", dict(v=torch.zeros(2, 2, 9, 5)), "v is float32 and q float64"),
         ("softmax", dict(scale=0.0), "scale=0.0: a finite number other than 0"),
         ("softmax", dict(mask=torch.zeros(9, 9)), "mask is float32: a boolean tensor"),
         ("softmax", dict(mask=torch.ones(9, 8, dtype=torch.bool)), "its axis S must be 9"),
         ("softmax", dict(padding=torch.ones(2, 8, dtype=torch.bool)), r"padding has shape \[2, 8\], not \[2, 9\]"),
-        ("softmax", dict(query_padding=torch.ones(1, 9, dtype=torch.bool)), r"query_padding has shape \[1, 9\], not \[2, 9\]"),
+        (
+            "softmax",
+            dict(query_padding=torch.ones(1, 9, dtype=torch.bool)),
+            r"query_padding has shape \[1, 9\], not \[2, 9\]",
+        ),
         ("softmax", dict(q=torch.zeros(2, 4, 10, 6).double(), causal=True), "10 queries and 9 keys cannot be causal"),
         ("softmax", dict(cap=3.0), "softmax has no option 'cap'; it takes none"),
         ("softcap", dict(cap=0.0), "cap=0.0: a number above 0"),
@@ -181,7 +200,11 @@ def test_differential_rows_sum_to_one_less_lambda() -> None:
         ("learned_sink", dict(sinks=torch.zeros(2)), r"sinks=\[2\]: a tensor of one logit per query head \[4\]"),
         ("hybrid_normalized", dict(mix=1.5), "mix=1.5: a number from 0"),
         ("doubly_normalized", dict(causal=True), "it normalises over queries first, later ones included"),
-        ("doubly_normalized", dict(q=torch.zeros(2, 4, 3, 6).double(), padding=torch.ones(2, 9, dtype=torch.bool)), "need query_padding"),
+        (
+            "doubly_normalized",
+            dict(q=torch.zeros(2, 4, 3, 6).double(), padding=torch.ones(2, 9, dtype=torch.bool)),
+            "need query_padding",
+        ),
         ("fastmax", dict(order=3), "order=3: 1 or 2"),
         ("fastmax", dict(norm="max"), "token, sequence or None"),
         ("fastmax", dict(norm="sequence", causal=True), "later tokens too, so it cannot be causal"),
@@ -192,7 +215,11 @@ def test_differential_rows_sum_to_one_less_lambda() -> None:
         ("delta", dict(beta=torch.ones(2, 4, 9), causal=True), r"beta has shape \[2, 4, 9\], not \[2, 2, 9\]"),
         ("gated_delta", dict(beta=torch.ones(2, 2, 9), causal=True), "gated_delta needs log_decay"),
         ("binary", dict(bias=torch.zeros(5, 9)), r"bias has shape \[1, 1, 5, 9\]"),
-        ("differential", dict(lam=0.5, q=torch.zeros(2, 4, 9, 5).double(), k=torch.zeros(2, 2, 9, 5).double()), "no two halves"),
+        (
+            "differential",
+            dict(lam=0.5, q=torch.zeros(2, 4, 9, 5).double(), k=torch.zeros(2, 2, 9, 5).double()),
+            "no two halves",
+        ),
     ],
 )
 def test_bad_input_is_named_on_one_line(name: str, change: dict[str, Any], said: str) -> None:

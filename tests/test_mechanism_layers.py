@@ -1,4 +1,6 @@
-"""Heads of different kinds in one layer, what is made of several layers, and stacks of several mechanisms; and what modules refuse."""
+"""Heads of different kinds in one layer, what is made of several layers, and stacks of several mechanisms; and what
+modules refuse.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def test_fusion(kind: Any) -> None:
         for t in range(4):
             rows = [state[b, t] for state in states]
             if isinstance(fuse, ConcatFusion):
-                want[b, t] = sum(fuse.weight.data[:, i * W : (i + 1) * W] @ row for i, row in enumerate(rows)) + fuse.bias.data
+                want[b, t] = (
+                    sum(fuse.weight.data[:, i * W : (i + 1) * W] @ row for i, row in enumerate(rows)) + fuse.bias.data
+                )
             elif isinstance(fuse, GateFusion):
                 share = torch.stack([(fuse.weight.data @ row).exp() for row in rows])
                 want[b, t] = sum(s * row for s, row in zip(share / share.sum(), rows, strict=True))
@@ -108,7 +112,9 @@ def test_fusion(kind: Any) -> None:
             else:
                 want[b, t] = torch.stack(rows).max(0).values
     torch.testing.assert_close(fuse(states), want)
-    assert torch.autograd.gradcheck(lambda *some: fuse(some), [state.requires_grad_() for state in states], fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *some: fuse(some), [state.requires_grad_() for state in states], fast_mode=True
+    )
     other = layer_fusion(kind, 3, W).double()
     other.load_state_dict(fuse.state_dict())
     torch.testing.assert_close(other(states), want)
@@ -155,7 +161,10 @@ def test_layouts() -> None:
         (lambda: Gated(W, H, D, position="value", additive=True), "additive"),
         (lambda: Gated(W, H, D).double()(*operands(3, 3)), "given: none"),
         (lambda: Gated(W, H, D).double()(*operands(3, 3), stream(4)), "3 tokens, 7"),
-        (lambda: attention_module("delta", width=W, heads=H, size=D).double()(*operands(3, 3, kv=H), causal=True), "layer's input"),
+        (
+            lambda: attention_module("delta", width=W, heads=H, size=D).double()(*operands(3, 3, kv=H), causal=True),
+            "layer's input",
+        ),
         (lambda: attention_module("gated", width=W, heads=H, size=D, colour=1), "colour"),
         (lambda: attention_module("none", width=W, heads=H, size=D), "no attention mechanism"),
         (lambda: mechanism("gated")(*operands(3, 3)), "at least one of gate"),

@@ -61,7 +61,10 @@ def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     seen = torch.ones(T, S, dtype=torch.bool)
     seen = seen.tril(S - T) if causal else seen
     return torch.stack(
-        [torch.stack([row_softmax(q[b, h] @ k[b, h // 2].T * D**-0.5, seen) @ v[b, h // 2] for h in range(H)]) for b in range(B)]
+        [
+            torch.stack([row_softmax(q[b, h] @ k[b, h // 2].T * D**-0.5, seen) @ v[b, h // 2] for h in range(H)])
+            for b in range(B)
+        ]
     )
 
 
@@ -142,7 +145,9 @@ def test_every_mechanism_has_a_module_and_only_those_that_learn_have_parameters(
 def test_it_equals_its_formula(label: str, T: int) -> None:
     m, S = module(label), 8
     q, k, v = operands(T, S)
-    torch.testing.assert_close(m(q, k, v, stream(S), **how(label)), reference(label, m, q, k, v, stream(S)), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(
+        m(q, k, v, stream(S), **how(label)), reference(label, m, q, k, v, stream(S)), rtol=1e-9, atol=1e-10
+    )
 
 
 @every
@@ -155,7 +160,14 @@ def test_one_token(label: str) -> None:
 @every
 def test_the_map_gives_the_output(label: str) -> None:
     m, (q, k, v), x = module(label), operands(6, 6), stream(6)
-    if label in ("gated element", "gated value element", "gated shared", "gated constant", "gated additive", "multiformer"):
+    if label in (
+        "gated element",
+        "gated value element",
+        "gated shared",
+        "gated constant",
+        "gated additive",
+        "multiformer",
+    ):
         with pytest.raises(LocaterError, match="map"):
             m.map(q, k, x, **how(label))
         return
@@ -255,7 +267,15 @@ def test_state_dict_goes_round(label: str) -> None:
         ("gated key", {"gate.weight": (K * D, W)}),
         ("gated query", {"gate.weight": (H * D, W)}),
         ("gated constant", {"gate.weight": (H, E)}),
-        ("multiformer", {"key_kernel": (1, 1, 5, D), "key_bias": (1, 1, 1, D), "value_kernel": (1, 1, 5, E), "value_bias": (1, 1, 1, E)}),
+        (
+            "multiformer",
+            {
+                "key_kernel": (1, 1, 5, D),
+                "key_bias": (1, 1, 1, D),
+                "value_kernel": (1, 1, 5, E),
+                "value_bias": (1, 1, 1, E),
+            },
+        ),
         ("multiformer with a map", {"key_kernel": (1, 1, 5, 1), "value_kernel": (1, 1, 5, 1)}),
     ],
 )
@@ -283,7 +303,9 @@ def test_where_modules_start() -> None:
 
 
 def test_a_gate_leaves_the_rank_of_a_head() -> None:
-    """Element-wise after attention: the output is no linear function of the values any more, and a head still spans E at most."""
+    """Element-wise after attention: the output is no linear function of the values any more, and a head still spans E
+    at most.
+    """
     q, k, v = operands(40, 40)
     out = module("gated element")(q, k, v, stream(40))
     assert torch.linalg.matrix_rank(out).max() <= E

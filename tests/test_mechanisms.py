@@ -19,8 +19,10 @@ from tests.mechanism_cases import CASES, B, Case, E, H, K, case_id, draw, expect
 
 ROOT = Path(__file__).parents[1]
 every_case = pytest.mark.parametrize("case", CASES, ids=case_id)
-smooth_cases = pytest.mark.parametrize("case", [c for c in CASES if c.smooth], ids=case_id)  # the others have tests of their own below
-USES = [(c, causal) for c in CASES for causal in (False, True) if takes(c, mechanism(c.name), causal, False)]  # what is not refused
+# the others have tests of their own below
+smooth_cases = pytest.mark.parametrize("case", [c for c in CASES if c.smooth], ids=case_id)
+# what is not refused
+USES = [(c, causal) for c in CASES for causal in (False, True) if takes(c, mechanism(c.name), causal, False)]
 every_use = pytest.mark.parametrize(("case", "causal"), USES, ids=[f"{case_id(c)}-{causal}" for c, causal in USES])
 causal_cases = pytest.mark.parametrize("case", [c for c, causal in USES if causal], ids=case_id)
 
@@ -70,7 +72,9 @@ def test_gradients(case: Case) -> None:
     q, k, v = operands(T, T)
     padding = torch.ones(B, T, dtype=torch.bool)
     padding[1, :1] = False
-    given = {name: value.clone().requires_grad_() for name, value in case.options(T, T).items() if isinstance(value, Tensor)}
+    given = {
+        name: value.clone().requires_grad_() for name, value in case.options(T, T).items() if isinstance(value, Tensor)
+    }
     fixed = {name: value for name, value in case.options(T, T).items() if name not in given}
     kw = dict(causal=takes(case, m, True, False), padding=padding)
 
@@ -96,7 +100,9 @@ def test_a_window_wider_than_the_text_costs_no_more() -> None:
     q, k, v = operands(40, 40)
     wide = mechanism("multiformer")(q, k, v, kinds="l", window=10**9)
     torch.testing.assert_close(wide, mechanism("softmax")(q, k, v))
-    near, far = (mechanism("multiformer").map(q, k, kinds="l", window=n) @ v.repeat_interleave(H // K, 1) for n in (30, 78))
+    near, far = (
+        mechanism("multiformer").map(q, k, kinds="l", window=n) @ v.repeat_interleave(H // K, 1) for n in (30, 78)
+    )
     torch.testing.assert_close(mechanism("multiformer")(q, k, v, kinds="l", window=30), near)
     torch.testing.assert_close(far, wide)
 
@@ -109,7 +115,9 @@ def test_blocks_and_chunks_fit_together(case: Case, T: int, causal: bool) -> Non
     leaves = [x[:1, : x.shape[1] // 2].clone().requires_grad_() for x in operands(T, S)]
     options = {}
     for name, x in case.options(T, S).items():
-        options[name] = x if not isinstance(x, Tensor) else x[: len(x) // 2] if x.ndim == 1 else x[:1, : x.shape[1] // 2]
+        options[name] = (
+            x if not isinstance(x, Tensor) else x[: len(x) // 2] if x.ndim == 1 else x[:1, : x.shape[1] // 2]
+        )
         if isinstance(options[name], Tensor):
             leaves.append(options[name].requires_grad_())
     q, k, v = leaves[:3]
@@ -231,7 +239,10 @@ def test_the_cost_is_the_declared_one(case: Case) -> None:
     m, counts = mechanism(case.name), []
     for T in (512, 1024):
         (q, k, v), options = one_head(case, T)
-        with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with (
+            FlopCounterMode(display=False) as counter,
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        ):
             m(q, k, v, causal=m.is_causal_safe and not case.encoder, **options).sum().backward()
         counts.append(counter.get_total_flops())
     growth = counts[1] / counts[0]

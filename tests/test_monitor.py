@@ -1,4 +1,6 @@
-"""The monitor in a loop of one's own, in transformers' Trainer and in Lightning: what it logs, when it warns, what it leaves alone."""
+"""The monitor in a loop of one's own, in transformers' Trainer and in Lightning: what it logs, when it warns, what it
+leaves alone.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,11 @@ def test_measuring_imports_nothing_that_controls() -> None:
     """Controls stand on what is measured, and not the other way round."""
     root = Path(monitor.__file__).parents[1]
     for path in (*(root / "monitor").glob("*.py"), *(root / "observing").rglob("*.py")):
-        found = [line for line in path.read_text().splitlines() if re.match(r"\s*(from|import) locater\.(control|integrations)\b", line)]
+        found = [
+            line
+            for line in path.read_text().splitlines()
+            if re.match(r"\s*(from|import) locater\.(control|integrations)\b", line)
+        ]
         assert found == [], path
 
 
@@ -137,7 +143,8 @@ def test_unobserved_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     held = [(x["step"], x["loss"]) for x in records(tmp_path / "run.jsonl") if x["kind"] == "loss"]
     monitor.detach()
     assert written < 7  # the device was still busy with the first of them
-    assert held[:6] == [(step, float(step)) for step in range(2, 8)]  # copied in time: the loop has written over the tensor
+    # copied in time: the loop has written over the tensor
+    assert held[:6] == [(step, float(step)) for step in range(2, 8)]
 
 
 def test_unobserved_steps_compute_nothing(tmp_path: Path) -> None:
@@ -173,7 +180,9 @@ def after_step_of(layers: int, folder: Path) -> tuple[int, list[str]]:
         with Counted() as seen, pytest.MonkeyPatch.context() as patch:
             for name in ("item", "tolist", "__float__", "cpu"):
                 original = getattr(Tensor, name)
-                patch.setattr(Tensor, name, lambda self, *a, _o=original, _n=name, **k: (reads.append(_n), _o(self, *a, **k))[1])
+                patch.setattr(
+                    Tensor, name, lambda self, *a, _o=original, _n=name, **k: (reads.append(_n), _o(self, *a, **k))[1]
+                )
             monitor.after_step(loss=torch.tensor(1.0), other=torch.tensor(2.0, dtype=torch.bfloat16))
     monitor.detach()
     return seen.count, reads
@@ -197,12 +206,22 @@ def test_a_call_is_counted_in_few_operations(monkeypatch: pytest.MonkeyPatch) ->
         assert seen.count <= most
 
 
-def counted(q: Tensor, k: Tensor, causal: bool = True, window: int = 0, softcap: float = 0.0, **more: Any) -> tuple[Tensor, Tensor]:
+def counted(
+    q: Tensor, k: Tensor, causal: bool = True, window: int = 0, softcap: float = 0.0, **more: Any
+) -> tuple[Tensor, Tensor]:
     """Sums and maxima of one call."""
-    sums, maxima = torch.zeros(q.shape[1], len(tally.COLUMNS), dtype=torch.float64), torch.full((q.shape[1], 1), -torch.inf)
-    given = {name: more.get(name) for name in ("padding", "documents", "mask", "bias", "alibi", "sinks", "output", "heads", "cut")}
+    sums, maxima = (
+        torch.zeros(q.shape[1], len(tally.COLUMNS), dtype=torch.float64),
+        torch.full((q.shape[1], 1), -torch.inf),
+    )
+    given = {
+        name: more.get(name)
+        for name in ("padding", "documents", "mask", "bias", "alibi", "sinks", "output", "heads", "cut")
+    }
     pairs = torch.zeros(q.shape[1], 0, 2, dtype=torch.float64)
-    tally._kernel(q, k, sums, maxima, pairs, None, 0.4, causal, True, window, softcap, *given.values(), 0, False, [], [], False)
+    tally._kernel(
+        q, k, sums, maxima, pairs, None, 0.4, causal, True, window, softcap, *given.values(), 0, False, [], [], False
+    )
     return sums, maxima
 
 
@@ -235,8 +254,12 @@ def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
 
 
 @pytest.mark.parametrize("stacked", [1, 1 << 26])
-@pytest.mark.parametrize("label", ["gpt2", "gemma3", "llama", "whisper", "bart", "deepseek_v3", "albert", "torch-transformer-post"])
-def test_layers_folded_together_are_those_folded_apart(label: str, stacked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "label", ["gpt2", "gemma3", "llama", "whisper", "bart", "deepseek_v3", "albert", "torch-transformer-post"]
+)
+def test_layers_folded_together_are_those_folded_apart(
+    label: str, stacked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folded, "STACKED", stacked)
     model = model_of(next(case for case in CASES if case.label == label)).float()
     count = len(list(attention_layers(model)))
@@ -294,7 +317,9 @@ def test_adapters_and_parametrizations_that_come_later_count(tmp_path: Path) -> 
     peft = pytest.importorskip("peft")
 
     def adapted(model: Any) -> Any:
-        found = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False))
+        found = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+        )
         _expect(model, wanted)
         return found
 
@@ -351,7 +376,13 @@ def test_sharded_weights_are_gathered(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     runs = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path)],
@@ -398,7 +429,8 @@ def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
     model(**BATCH, labels=BATCH["input_ids"])
     found = monitor.after_step()
     monitor.detach()
-    assert {(w["layer"], w["head"]) for w in found if w["flag"] == "nonfinite"} >= {(0, 0), (0, 1)}  # both queries of key head 0
+    # both queries of key head 0
+    assert {(w["layer"], w["head"]) for w in found if w["flag"] == "nonfinite"} >= {(0, 0), (0, 1)}
     assert read_run(tmp_path / "run.jsonl").steps[0]["heads"]["entropy"][0][0] is None
 
 

@@ -54,7 +54,9 @@ def test_a_linear_fit_explains_what_is_linear() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_derivatives_by_hand_are_those_of_autograd(gated: bool) -> None:
     truth = samples.teacher(2, gated)
-    x = torch.randn(2, 5, samples.TOKENS, samples.WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(
+        2, 5, samples.TOKENS, samples.WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     value, slope = samples.predicted(truth, x)
 
     def run(flat: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,9 @@ def test_derivatives_by_hand_are_those_of_autograd(gated: bool) -> None:
 
 def test_without_noise_the_truth_is_found() -> None:
     truth = samples.teacher(3, True)
-    z = torch.randn(3, 300, samples.TOKENS, samples.WIDTH - 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    z = torch.randn(
+        3, 300, samples.TOKENS, samples.WIDTH - 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     x = torch.cat([torch.ones_like(z[..., :1]), z], -1)
     found = samples.fitted(samples.student(truth, 2, 0), x, samples.predicted(truth, x)[0], 60)
     assert samples.expert_error(found, truth).max() < 1e-4

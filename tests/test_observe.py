@@ -1,4 +1,6 @@
-"""Observing changes nothing and sees what the model's own maps hold: every family, every implementation, padded batches."""
+"""Observing changes nothing and sees what the model's own maps hold: every family, every implementation, padded
+batches.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.families import CASES
 from tests.parity import Case, Record, model_of, record
 
 RUNS = [pytest.param(case, how, id=f"{case.label}-{how}") for case in CASES for how in case.implementations]
-SHARED = ("albert", "albert-groups", "albert-inner")  # one module at several depths: what it was given last is not all it was given
+# one module at several depths: what it was given last is not all it was given
+SHARED = ("albert", "albert-groups", "albert-inner")
 TOLERANCE = 1e-4
 
 
@@ -101,7 +104,8 @@ def test_numbers_are_those_of_the_maps(case: Case, how: str) -> None:
     for number, layer in enumerate(layers):
         assert len(by_layer[number]) == layer.heads
         own = recorded[how][number]
-        # eager first: those have maps. Padded queries of cross-attention differ between implementations: there each has its own
+        # eager first: those have maps. Padded queries of cross-attention differ between implementations: there each has
+        # its own
         maps, rows = reference(case, layer, own if layer.kind == "cross" else recorded[min(recorded)][number])
         for row in by_layer[number]:
             compare(row, maps[:, row.head], rows, own, layer.kind == "self")
@@ -114,7 +118,11 @@ def reference(case: Case, layer: Any, here: Record) -> tuple[Tensor, Tensor]:
     assert x is not None
     real = {k: v.bool() for k, v in batch.items() if k.endswith("attention_mask")}
     padding = real.get(here.padding or "", torch.ones(x.shape[:2], dtype=torch.bool))
-    keys = padding if memory is None else real.get(case.memory_padding or "", torch.ones(memory.shape[:2], dtype=torch.bool))
+    keys = (
+        padding
+        if memory is None
+        else real.get(case.memory_padding or "", torch.ones(memory.shape[:2], dtype=torch.bool))
+    )
     visible = layer.visible(x.shape[1], keys.shape[1], keys)
     if here.maps is not None:
         maps = here.maps.double()
@@ -151,7 +159,8 @@ def compare(row: SeenHead, maps: Tensor, counted: Tensor, own: Record, same_toke
 @pytest.mark.parametrize("how", ["eager", "sdpa"])
 def test_singular_values_are_those_of_all_outputs_one_below_the_other(how: str) -> None:
     case = next(c for c in CASES if c.label == "llama")
-    model: Any = model_of(case)  # float64; its eager softmax is float32, and NaN where a row sees nothing, so padding comes last
+    # float64; its eager softmax is float32, and NaN where a row sees nothing, so padding comes last
+    model: Any = model_of(case)
     whole = {k: v.flip(1) for k, v in batch_of(case).items()}
     calls = [whole, {k: v[:, 1:-1] for k, v in whole.items()}]
     assert not all(bool(batch["attention_mask"].all()) for batch in calls)
@@ -172,9 +181,14 @@ def test_singular_values_are_those_of_all_outputs_one_below_the_other(how: str) 
 
 
 def explicit_outputs(model: Any, calls: list[dict[str, Tensor]]) -> list[list[Tensor]]:
-    """A_h V_h (rows, d_head) of each layer's heads: the model's own maps times its own values, real rows of every call."""
+    """A_h V_h (rows, d_head) of each layer's heads: the model's own maps times its own values, real rows of every
+    call.
+    """
     values: list[Tensor] = []
-    hooks = [b.self_attn.v_proj.register_forward_hook(lambda module, args, out: values.append(out)) for b in model.model.layers]
+    hooks = [
+        b.self_attn.v_proj.register_forward_hook(lambda module, args, out: values.append(out))
+        for b in model.model.layers
+    ]
     found: list[list[list[Tensor]]] = [[[] for _ in range(model.config.num_attention_heads)] for _ in hooks]
     for batch in calls:
         values.clear()

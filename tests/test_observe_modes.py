@@ -1,4 +1,6 @@
-"""Observing in the ways models are really run: compiled, checkpointed, generating, in half precision, over ranks, now and then."""
+"""Observing in the ways models are really run: compiled, checkpointed, generating, in half precision, over ranks, now
+and then.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_compiled_with_inductor_and_observed_again() -> None:
 
 @pytest.mark.parametrize("given", [pytest.param("inner", marks=pytest.mark.slow), "compiled"])
 def test_a_monitor_follows_a_compiled_model(given: str, tmp_path: Path) -> None:
-    """Trainers give the callback the model and run its compiled form; a loop by hand may give the compiled form itself."""
+    """Trainers give the callback the model and run its compiled form; a loop by hand may give the compiled form
+    itself.
+    """
     from torch._dynamo.testing import CompileCounterWithBackend
 
     from locater.monitor import Monitor
@@ -168,7 +172,8 @@ def test_autocast_keeps_statistics_in_float32() -> None:
             watched = model(**BATCH).logits
     assert torch.equal(alone, watched)
     exact = plain(model)
-    assert (entropies(seen) - exact).abs().max() < 0.05  # what bfloat16 does to queries and keys; sums in bfloat16 would be worse
+    # what bfloat16 does to queries and keys; sums in bfloat16 would be worse
+    assert (entropies(seen) - exact).abs().max() < 0.05
     assert all(row.row_mass == pytest.approx(1, abs=1e-6) for row in seen.rows)
 
 
@@ -240,9 +245,21 @@ def test_ranks_add_up(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     runs = [
-        subprocess.Popen([sys.executable, "-c", RANK], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path.cwd(),
+        )
         for rank in range(2)
     ]
     found = [json.loads(run.communicate(timeout=120)[0].splitlines()[-1]) for run in runs]

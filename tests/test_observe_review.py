@@ -1,4 +1,6 @@
-"""What broke once: other people's wrappers and readers of `forward`, failures in the middle of a run, caches, packed sequences."""
+"""What broke once: other people's wrappers and readers of `forward`, failures in the middle of a run, caches, packed
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def left_behind(model: nn.Module) -> list[str]:
 def same_numbers(a: Any, b: Any) -> None:
     for one, other in zip(a.rows, b.rows, strict=True):
         for name in NUMBERS:
-            assert one[name] == (None if other[name] is None else pytest.approx(other[name], abs=1e-5)), (one.name, name)
+            assert one[name] == (None if other[name] is None else pytest.approx(other[name], abs=1e-5)), (
+                one.name,
+                name,
+            )
 
 
 def test_generate_makes_the_same_mask_of_padding() -> None:
@@ -228,13 +233,20 @@ def test_packed_documents_have_a_first_key_each() -> None:
 def test_flash_attention_is_told_of_documents_without_a_mask(told: str) -> None:
     model, q = llama(), torch.randn(1, 4, 6, 8)
     site = locater.observe(model, rest=True).sites[0]
-    kw = {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]), "cu_seq_lens_k": torch.tensor([0, 2, 6], dtype=torch.int32)}
-    call = from_interface(site.module, "flash_attention_2", q, q[:, ::2], None, {"scaling": 1.0, told: kw[told]}, q.transpose(1, 2))
+    kw = {
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]),
+        "cu_seq_lens_k": torch.tensor([0, 2, 6], dtype=torch.int32),
+    }
+    call = from_interface(
+        site.module, "flash_attention_2", q, q[:, ::2], None, {"scaling": 1.0, told: kw[told]}, q.transpose(1, 2)
+    )
     apart = locater.observe(model, rest=True)
     for rows in (slice(0, 2), slice(2, 6)):
         part = q[:, :, rows]
         apart.sites[0].see(
-            from_interface(site.module, "flash_attention_2", part, part[:, ::2], None, {"scaling": 1.0}, part.transpose(1, 2))
+            from_interface(
+                site.module, "flash_attention_2", part, part[:, ::2], None, {"scaling": 1.0}, part.transpose(1, 2)
+            )
         )
     site.see(call)
     one, other = site.sums.clone(), apart.sites[0].sums.clone()
@@ -279,7 +291,17 @@ def test_what_padding_holds_does_not_reach_the_outputs() -> None:
     assert float(grams[0].abs().sum()) > 0
 
 
-NUMBERS = ("entropy", "entropy_ratio", "max_probability", "row_mass", "participation", "distance", "self_mass", "sink", "rest_entropy")
+NUMBERS = (
+    "entropy",
+    "entropy_ratio",
+    "max_probability",
+    "row_mass",
+    "participation",
+    "distance",
+    "self_mass",
+    "sink",
+    "rest_entropy",
+)
 
 
 def loud(dtype: torch.dtype, factor: float) -> Any:
@@ -295,7 +317,9 @@ def loud(dtype: torch.dtype, factor: float) -> Any:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 1e3), (torch.float16, 1e4), (torch.bfloat16, 1e20)])
 def test_a_map_that_is_no_number_in_the_model_has_no_entropy(dtype: torch.dtype, factor: float, padded: bool) -> None:
-    """Statistics are in float32, which does not overflow where float16 does: what acted is NaN, and not a one-hot row."""
+    """Statistics are in float32, which does not overflow where float16 does: what acted is NaN, and not a one-hot
+    row.
+    """
     model, ids = loud(dtype, factor), tokens(2, 6)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0 if padded else 1
@@ -387,7 +411,9 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
     assert sum("No space left" in record.message for record in caplog.records) == 1
 
 
-def test_what_cannot_be_counted_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_counted_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model, original = llama().train(), tallying.attention_statistics
 
     def fails(*args: Any, **kw: Any) -> Any:
@@ -404,7 +430,8 @@ def test_what_cannot_be_counted_is_left_out(tmp_path: Path, monkeypatch: pytest.
     assert [x is None for x in held] == [False, True, True, False]
     assert sum("out of memory" in record.message for record in caplog.records) == 1
     monkeypatch.setattr(tallying, "attention_statistics", fails)
-    with pytest.raises(RuntimeError, match="out of memory"), locater.observe(model):  # asked for by hand, it is told at once
+    # asked for by hand, it is told at once
+    with pytest.raises(RuntimeError, match="out of memory"), locater.observe(model):
         model(tokens(2, 6))
 
 

@@ -1,4 +1,6 @@
-"""Attention that does not pass the interface of transformers: undone, nested, cached, compiled, checkpointed, trained."""
+"""Attention that does not pass the interface of transformers: undone, nested, cached, compiled, checkpointed,
+trained.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ def one_step(model: Any, batch: dict[str, Tensor], cache: Any = None) -> list[Se
     """The last token with everything before it in the cache."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     length = ids.shape[1] - 1
-    past = model(ids[:, :length], attention_mask=mask[:, :length], use_cache=True, past_key_values=cache).past_key_values
+    past = model(
+        ids[:, :length], attention_mask=mask[:, :length], use_cache=True, past_key_values=cache
+    ).past_key_values
     with observe(model) as seen:
         model(ids[:, length:], attention_mask=mask, use_cache=True, past_key_values=past)
     return seen.rows
@@ -220,7 +224,9 @@ def test_segments_memories_and_two_streams_of_xlnet() -> None:
     with observe(model) as seen:
         content = model(ids, **settings, target_mapping=target).attentions[0][0]
     assert {row.rows for row in seen.rows} == {18}
-    assert all(close(row.entropy, entropies(content[:, row.head].double()).mean()) for row in seen.rows if row.layer == 0)
+    assert all(
+        close(row.entropy, entropies(content[:, row.head].double()).mean()) for row in seen.rows if row.layer == 0
+    )
 
 
 # PyTorch's encoder in its fast path
@@ -241,7 +247,9 @@ def test_the_fast_path_is_seen_and_kept(nested: bool, norm_first: bool, batch: A
         return nn.TransformerEncoder(block, 2, enable_nested_tensor=nested)
 
     base = case_of("torch-encoder-pre" if norm_first else "torch-encoder-post")
-    case = replace(base, build=build, batch=lambda: {k: v.float() if v.is_floating_point() else v for k, v in batch().items()})
+    case = replace(
+        base, build=build, batch=lambda: {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
+    )
     model = model_of(case).float()
     records = record(case, model, "eager")  # the slow path
     with torch.no_grad():
@@ -259,7 +267,9 @@ def test_the_fast_path_is_seen_and_kept(nested: bool, norm_first: bool, batch: A
 def test_the_fast_path_hides_what_an_additive_mask_marks() -> None:
     """PyTorch reads numbers as yes or no there; what acts is what is seen."""
     torch.manual_seed(0)
-    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 1, enable_nested_tensor=False).eval()
+    layers = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 1, enable_nested_tensor=False
+    ).eval()
     x, at = torch.randn(2, 9, 32), torch.arange(9)
     slopes = -0.3 * (at[:, None] - at).clamp_min(0).float()
     with torch.no_grad():
@@ -269,7 +279,11 @@ def test_the_fast_path_hides_what_an_additive_mask_marks() -> None:
             assert torch.equal(layers(x, mask=slopes != 0), out)
     with observe(layers) as slow:
         layers(x, mask=slopes)
-    assert [row.entropy for row in added.rows] == [row.entropy for row in hidden.rows] != [row.entropy for row in slow.rows]
+    assert (
+        [row.entropy for row in added.rows]
+        == [row.entropy for row in hidden.rows]
+        != [row.entropy for row in slow.rows]
+    )
 
 
 # nn.MultiheadAttention by itself
@@ -316,7 +330,9 @@ def test_unbatched_and_projections_without_bias() -> None:
 
 @pytest.mark.parametrize("extra", ["add_bias_kv", "add_zero_attn"])
 def test_keys_that_are_no_tokens_are_refused(extra: str) -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 1, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 1, enable_nested_tensor=False
+    )
     model.layers[0].self_attn = nn.MultiheadAttention(16, 2, batch_first=True, **{extra: True})
     with pytest.raises(LocaterError, match=r"layers\.0\.self_attn: add_bias_kv and add_zero_attn"):
         observe(model)
@@ -347,7 +363,9 @@ def test_a_compiled_model_keeps_one_graph_and_counts(label: str) -> None:
         run(case, model)
     wanted = [(row.rows, row.entropy) for row in seen.rows]
     batch = batch_of(case)
-    inputs = dict(batch) if label == "bloom" else {"src": batch["src"], "src_key_padding_mask": batch["attention_mask"] == 0}
+    inputs = (
+        dict(batch) if label == "bloom" else {"src": batch["src"], "src_key_padding_mask": batch["attention_mask"] == 0}
+    )
     torch._dynamo.reset()
     with torch.no_grad(), observe(model):
         assert torch._dynamo.explain(model)(**inputs).graph_break_count == 0
@@ -359,7 +377,9 @@ def test_a_compiled_model_keeps_one_graph_and_counts(label: str) -> None:
             compiled(**inputs)
         found = [(row.rows, row.entropy) for row in late.rows]
         compiled(**inputs)
-    assert [(row.rows, row.entropy) for row in late.rows] == found == [(n, pytest.approx(x, abs=1e-5)) for n, x in wanted]
+    assert (
+        [(row.rows, row.entropy) for row in late.rows] == found == [(n, pytest.approx(x, abs=1e-5)) for n, x in wanted]
+    )
     torch._dynamo.reset()
 
 

@@ -90,9 +90,15 @@ def test_every_claim_of_every_paper_can_be_named() -> None:
 
 
 def toy(values: Mapping[str, float]) -> Paper:
-    claims = (most(1.0), Claim("x2", "another", "share", "about", 0.5, 0.1), Claim("y", "open", "gain", "at least", 0.0))
+    claims = (
+        most(1.0),
+        Claim("x2", "another", "share", "about", 0.5, 0.1),
+        Claim("y", "open", "gain", "at least", 0.0),
+    )
     found = {name: Measured(value, 0.01, "a guess", {"list": [value, math.inf]}) for name, value in values.items()}
-    return Paper("toy", "Toy", "nobody (1900)", (Study("x", claims[:2], lambda s: found), Study("y", claims[2:], needs="a GPU")))
+    return Paper(
+        "toy", "Toy", "nobody (1900)", (Study("x", claims[:2], lambda s: found), Study("y", claims[2:], needs="a GPU"))
+    )
 
 
 def test_the_document_keeps_its_contract() -> None:
@@ -168,7 +174,9 @@ def test_a_claim_from_the_shell_to_the_page(run: Run, tmp_path: Path, monkeypatc
     assert "**fails**" in (tmp_path / "a.md").read_text()
 
 
-def test_the_kept_runs_are_used_unless_others_are_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kept_runs_are_used_unless_others_are_given(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the tree without an option; where they are not there a line says so, and `--runs` says which to use."""
     kept = Path(__file__).parents[1] / "docs" / "results"
     by_default = run("reproduce", "bao2024", "--quick", "--claim", "c1", "--json", "-")
@@ -176,9 +184,12 @@ def test_the_kept_runs_are_used_unless_others_are_given(run: Run, tmp_path: Path
     assert entry["decided"]
     assert "bao2024: training claims are judged by" in by_default.err
     assert str(kept / "bao2024-runs.jsonl") in by_default.err
-    named = run("reproduce", "bao2024", "--quick", "--claim", "c1", "--json", "-", "--runs", kept / "bao2024-runs.jsonl")
+    named = run(
+        "reproduce", "bao2024", "--quick", "--claim", "c1", "--json", "-", "--runs", kept / "bao2024-runs.jsonl"
+    )
     assert json.loads(named.out)["claims"] == json.loads(by_default.out)["claims"]
-    assert [path.name for path in kept_runs(PAPERS["zhai2023"])] == ["bao2024-runs.jsonl", "mechanisms-runs.jsonl"]  # it needs both
+    # it needs both
+    assert [path.name for path in kept_runs(PAPERS["zhai2023"])] == ["bao2024-runs.jsonl", "mechanisms-runs.jsonl"]
     monkeypatch.setattr(command_module, "KEPT", tmp_path)
     without = run("reproduce", "bao2024", "--quick", "--claim", "c1")
     assert (without.status, "undecided" in without.out) == (0, True)
@@ -199,7 +210,9 @@ def test_every_study_is_announced_and_flushed() -> None:
     """Minutes of work say where they are, also in a file."""
     told: list[str] = []
     reproduce(toy({"x1": 0.0}), Setting(tell=told.append))
-    assert [line.split(" (")[0] for line in told] == [f"toy: study {i} of 2, {s.title}" for i, s in enumerate(toy({}).studies, 1)]
+    assert [line.split(" (")[0] for line in told] == [
+        f"toy: study {i} of 2, {s.title}" for i, s in enumerate(toy({}).studies, 1)
+    ]
 
 
 def test_a_report_is_what_its_name_says(run: Run, tmp_path: Path) -> None:
@@ -255,7 +268,9 @@ def test_runs_of_several_claims_are_joined(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_kept_result_is_of_the_claims_as_they_stand(name: str) -> None:
-    """docs/results is made by the command: same claims, same statements, verdicts that follow from its numbers, same page."""
+    """docs/results is made by the command: same claims, same statements, verdicts that follow from its numbers, same
+    page.
+    """
     folder = Path(__file__).parents[1] / "docs" / "results"
     document = json.loads((folder / f"{name}.json").read_text())
     paper = PAPERS[name]
@@ -284,7 +299,12 @@ def test_the_kept_page_comes_from_the_kept_numbers(name: str, tmp_path: Path) ->
 
 
 def test_figures_are_sound_and_hold_their_points() -> None:
-    panel = Panel("a < b", "x", "y", [Series("dots & more", [(1.0, 2.0), (10.0, 3.0)], "dots"), Series("line", [(1.0, 1.0), (10.0, 4.0)])])
+    panel = Panel(
+        "a < b",
+        "x",
+        "y",
+        [Series("dots & more", [(1.0, 2.0), (10.0, 3.0)], "dots"), Series("line", [(1.0, 1.0), (10.0, 4.0)])],
+    )
     cells = Cells("c", "x", "y", ["1", "2"], ["u"], [[-1.0, 1.0]])
     root = ElementTree.fromstring(draw([panel, replace(panel, x_scale="log"), cells]))
     space = "{http://www.w3.org/2000/svg}"
@@ -300,7 +320,11 @@ def test_figures_are_sound_and_hold_their_points() -> None:
 def test_a_log_axis_without_a_power_of_ten_has_ticks(values: tuple[float, float]) -> None:
     series = [Series("", [(1.0, values[0]), (10.0, values[1])])]
     root = ElementTree.fromstring(draw([Panel("a", "x", "y", series, y_scale="log")]))
-    ticks = [float(text.text or "nan") for text in root.iter("{http://www.w3.org/2000/svg}text") if text.get("text-anchor") == "end"]
+    ticks = [
+        float(text.text or "nan")
+        for text in root.iter("{http://www.w3.org/2000/svg}text")
+        if text.get("text-anchor") == "end"
+    ]
     assert ticks
     assert all(values[0] * 0.9 <= tick <= values[1] * 1.1 for tick in ticks)
 
@@ -323,7 +347,9 @@ def test_propagation_of_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
     found = propagation.case(1, 16, True, quick=True)
     assert found["closed_error"] == pytest.approx(0.18, abs=0.03)
     assert found["mixture_sigmas"] < 4.5
-    monkeypatch.setattr(propagation, "mixture_propagation", lambda *args, **kwargs: torch.full((16,), 0.5, dtype=torch.float64))
+    monkeypatch.setattr(
+        propagation, "mixture_propagation", lambda *args, **kwargs: torch.full((16,), 0.5, dtype=torch.float64)
+    )
     assert propagation.case(1, 16, True, quick=True)["mixture_sigmas"] > 4.5
 
 
@@ -346,7 +372,9 @@ def test_spectra_have_the_asked_moments() -> None:
 def test_the_true_softmax_at_its_extremes() -> None:
     x = softmax.walk(64, 0)
     flat, near = softmax.last_query(x, torch.zeros(64)), softmax.last_query(x, softmax.spectrum(64.0, 0.0))
-    assert (flat.centre, flat.near, flat.entropy_ratio, flat.participation) == pytest.approx((0.0, 0.125, 1.0, 1.0), abs=1e-4)
+    assert (flat.centre, flat.near, flat.entropy_ratio, flat.participation) == pytest.approx(
+        (0.0, 0.125, 1.0, 1.0), abs=1e-4
+    )
     assert near.centre > 0.9
     assert near.near > 0.95
     kept, entropy = softmax.layer(x, torch.zeros(64))

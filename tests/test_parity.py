@@ -1,4 +1,6 @@
-"""The spine: every family's `AttentionLayer` computes the logits and the output that the real model computes, and the test can fail."""
+"""The spine: every family's `AttentionLayer` computes the logits and the output that the real model computes, and the
+test can fail.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_checkpoint(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.label) for c in CASES])
 def test_bfloat16(case: Case, tmp_path: Path) -> None:
-    """The dtype that checkpoints are stored in: no sum or product of stored numbers may be rounded to it, live or from disk.
+    """The dtype that checkpoints are stored in: no sum or product of stored numbers may be rounded to it, live or from
+    disk.
 
     The reference is the model itself, run in float64 with the stored numbers.
     """
@@ -82,7 +85,9 @@ def test_scan_of_a_bfloat16_checkpoint(label: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def in_bits(label: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """A model stored in `dtype`, and its twin: the same numbers in float64. Buffers, such as rotary tables, stay exact in the twin."""
+    """A model stored in `dtype`, and its twin: the same numbers in float64. Buffers, such as rotary tables, stay exact
+    in the twin.
+    """
     exact = copy.deepcopy(live(label)[0])
     for p in exact.parameters():
         p.copy_(p.to(dtype))
@@ -96,7 +101,10 @@ def same_moments(stored: list[AttentionLayer], reference: list[AttentionLayer]) 
         folded, wanted = effective(layer), effective(other)
         ours, theirs = folded.moments(), wanted.moments()
         size = theirs.frobenius_sq
-        apart = {"key_term": (folded.key_term - wanted.key_term).norm(dim=-1) / wanted.key_term.norm(dim=-1).clamp_min(size.sqrt())}
+        apart = {
+            "key_term": (folded.key_term - wanted.key_term).norm(dim=-1)
+            / wanted.key_term.norm(dim=-1).clamp_min(size.sqrt())
+        }
         apart["frobenius_sq"] = (ours.frobenius_sq - size) / size
         if theirs.cross is not None:
             apart["trace"] = (ours.trace - theirs.trace) / (size * theirs.head_dim).sqrt()
@@ -144,7 +152,12 @@ NEUTRAL = {
     Projection: {"weight": lambda p: torch.zeros(p.shape, dtype=torch.float64), "bias": None},
     Norm: {"kind": "none", "gain": None, "bias": None, "eps": 0.0},
     Rotary: {"frequencies": lambda r: torch.zeros_like(r.frequencies), "amplitude": 1.0},
-    RelativeTerms: {"code": lambda r: lambda distances: 0 * r.code(distances), "key": None, "query": None, "shift": None},
+    RelativeTerms: {
+        "code": lambda r: lambda distances: 0 * r.code(distances),
+        "key": None,
+        "query": None,
+        "shift": None,
+    },
 }
 WHOLE = {
     "heads": lambda x: replace(x, heads=1, kv_heads=1, head_dim=x.heads * x.head_dim),
@@ -174,7 +187,8 @@ NORMED = {  # of maps with a norm inside, all of a layer at once
     "shared": lambda p: None,
     "heads": lambda p: 1,
 }
-NAMES_ONLY = {"name", "index", "mechanism"}  # another mechanism has a layer of its own kind: tests/test_train_attention.py
+# another mechanism has a layer of its own kind: tests/test_train_attention.py
+NAMES_ONLY = {"name", "index", "mechanism"}
 
 
 def zeroed(p: Projection) -> Projection:
@@ -186,7 +200,9 @@ def mutations() -> dict[str, Callable[[AttentionLayer], AttentionLayer]]:
     for part, kind in PART.items():
         for name, neutral in NEUTRAL[kind].items():
 
-            def mutate(layer: AttentionLayer, part: str = part, name: str = name, neutral: object = neutral) -> AttentionLayer:
+            def mutate(
+                layer: AttentionLayer, part: str = part, name: str = name, neutral: object = neutral
+            ) -> AttentionLayer:
                 held = getattr(layer, part)
                 if held is None or getattr(held, name) is None:
                     return layer
@@ -200,7 +216,11 @@ def mutations() -> dict[str, Callable[[AttentionLayer], AttentionLayer]]:
 
         def inside(layer: AttentionLayer, name: str = name, neutral: Callable[..., object] = neutral) -> AttentionLayer:
             held = {part: getattr(layer, part) for part in ("query", "key", "value")}
-            changed = {k: replace(p, **{name.split(".")[0]: neutral(p)}) for k, p in held.items() if isinstance(p, NormedProjection)}
+            changed = {
+                k: replace(p, **{name.split(".")[0]: neutral(p)})
+                for k, p in held.items()
+                if isinstance(p, NormedProjection)
+            }
             return replace(layer, **changed) if changed else layer
 
         made[f"normed.{name}"] = inside
@@ -247,4 +267,5 @@ def test_every_registered_family_has_a_case() -> None:
 
 def _model_type(case: Case) -> str:
     config = getattr(case.build(), "config", None)
-    return config.model_type if config is not None else case.label.partition("-")[0]  # torch and timm carry no configuration
+    # torch and timm carry no configuration
+    return config.model_type if config is not None else case.label.partition("-")[0]

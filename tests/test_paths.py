@@ -1,4 +1,6 @@
-"""Paths against explicit enumeration, integers and fractions; their lengths against the binomial law and published models."""
+"""Paths against explicit enumeration, integers and fractions; their lengths against the binomial law and published
+models.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ def stack(heads: list[int], skips: list[bool], tokens: int = 5, width: int = 3) 
 
 STACKS = pytest.mark.parametrize(
     ("heads", "skips"),
-    [([1], [False]), ([3], [True]), ([2, 2, 2], [True] * 3), ([2, 2, 2], [False] * 3), ([1, 3, 2, 1], [True, False, True, True])],
+    [
+        ([1], [False]),
+        ([3], [True]),
+        ([2, 2, 2], [True] * 3),
+        ([2, 2, 2], [False] * 3),
+        ([1, 3, 2, 1], [True, False, True, True]),
+    ],
 )
 
 # --- the sum ----------------------------------------------------------------------------------------------------------
@@ -93,10 +101,14 @@ def test_terms_by_length_are_the_paths_of_that_length(heads: list[int], skips: l
 
 def test_many_paths_add_up_without_being_listed() -> None:
     """25^24 of them: no list, the same sum."""
-    layers = [FrozenLayer(normal(24, 4, 4, seed=i).softmax(-1), 0.05 * normal(24, 3, 3, seed=i + 50), True) for i in range(24)]
+    layers = [
+        FrozenLayer(normal(24, 4, 4, seed=i).softmax(-1), 0.05 * normal(24, 3, 3, seed=i + 50), True) for i in range(24)
+    ]
     x = normal(4, 3, seed=1)
     whole = apply_layers(x, layers)
-    assert terms_by_length(x, layers).sum(0).numpy() == pytest.approx(whole.numpy(), abs=1e-12 * whole.abs().max().item())
+    assert terms_by_length(x, layers).sum(0).numpy() == pytest.approx(
+        whole.numpy(), abs=1e-12 * whole.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -208,7 +220,9 @@ def test_lengths_of_published_models(model: str) -> None:
 TRAINED = torch.tensor([0.901, 0.905, 0.907, 0.889, 0.856, 0.778], dtype=torch.float64)  # of a model of six layers
 
 
-@pytest.mark.parametrize("skip", [TRAINED, torch.tensor([0.3]), torch.rand(9, generator=torch.Generator().manual_seed(0))])
+@pytest.mark.parametrize(
+    "skip", [TRAINED, torch.tensor([0.3]), torch.rand(9, generator=torch.Generator().manual_seed(0))]
+)
 def test_weights_are_summed_over_sets_of_layers(skip: Tensor) -> None:
     alpha = skip.double().tolist()
     wanted = [0.0] * (len(alpha) + 1)
@@ -221,7 +235,9 @@ def test_weights_are_summed_over_sets_of_layers(skip: Tensor) -> None:
 @pytest.mark.parametrize(("depth", "heads"), [(6, 12), (96, 96)])
 def test_equal_weights_give_the_share_of_paths(depth: int, heads: int) -> None:
     skip = torch.full((depth,), 1 / (1 + heads), dtype=torch.float64)
-    assert length_weights(skip, log=True).tolist() == pytest.approx(path_lengths(depth, heads, log=True).tolist(), abs=1e-11)
+    assert length_weights(skip, log=True).tolist() == pytest.approx(
+        path_lengths(depth, heads, log=True).tolist(), abs=1e-11
+    )
 
 
 def test_weights_at_the_ends_and_beyond_float64() -> None:

@@ -1,4 +1,6 @@
-"""What `probe()` says of heads, as data: columns and their kinds, bounds that bound, scores of heads built by hand, what is left out."""
+"""What `probe()` says of heads, as data: columns and their kinds, bounds that bound, scores of heads built by hand,
+what is left out.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_every_column_has_a_kind(llama: Probe) -> None:
 
 
 def test_a_decoder_has_every_number(llama: Probe) -> None:
-    assert [(row.layer, row.head, row.kv_head) for row in llama.rows] == [(n, h, h // 2) for n in range(2) for h in range(4)]
+    assert [(row.layer, row.head, row.kv_head) for row in llama.rows] == [
+        (n, h, h // 2) for n in range(2) for h in range(4)
+    ]
     assert all(isinstance(row[name], float) for row in llama.rows for name in PROBE_COLUMNS)
     assert [x.block for x in llama.streams] == [-1, 0, 1]
     document = json.loads(llama.to_json())
@@ -84,7 +88,9 @@ def test_numbers_come_from_two_parts_of_the_text(llama: Probe) -> None:
     theory, weights = scan(torch_model, statistics=found, length=40), scan(torch_model, length=40)
     for name in ("M", "F", "localization"):
         assert [row[name] for row in llama.rows] == pytest.approx([getattr(row, name) for row in theory.rows], rel=1e-4)
-    assert [row.prior_localization for row in llama.rows] == pytest.approx([row.localization for row in weights.rows], rel=1e-4)
+    assert [row.prior_localization for row in llama.rows] == pytest.approx(
+        [row.localization for row in weights.rows], rel=1e-4
+    )
     assert llama.assumptions["held_out"] is True
     assert (llama.assumptions["statistics_sequences"], llama.assumptions["measured_sequences"]) == (4, 8)
 
@@ -108,7 +114,12 @@ def test_a_single_sequence_is_not_held_out() -> None:
 def test_batches_may_hold_more_than_tokens() -> None:
     """What is not there once per sequence is not cut."""
     text = ids(6, 20)
-    more = {"input_ids": text, "attention_mask": torch.ones_like(text), "position_ids": torch.arange(20)[None], "use_cache": False}
+    more = {
+        "input_ids": text,
+        "attention_mask": torch.ones_like(text),
+        "position_ids": torch.arange(20)[None],
+        "use_cache": False,
+    }
     found, plain = probe(model("llama"), [more]), probe(model("llama"), text)
     assert [row.entropy for row in found.rows] == pytest.approx([row.entropy for row in plain.rows], rel=1e-5)
     assert found.assumptions["measured_sequences"] == 4
@@ -118,12 +129,16 @@ def test_batches_may_hold_more_than_tokens() -> None:
 def test_a_module_of_pytorch_with_tensors(batch_first: bool) -> None:
     """Time first, a single batch cannot be cut into sequences: both parts use it."""
     torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first), 2, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first), 2, enable_nested_tensor=False
+    )
     x, hidden = torch.randn(6, 10, 16), torch.zeros(6, 10, dtype=torch.bool)
     hidden[1, 7:] = True
     found = probe(encoder, [{"src": x if batch_first else x.transpose(0, 1), "src_key_padding_mask": hidden}])
     assert found.assumptions["held_out"] is batch_first
-    assert all(row.previous is None and row.entropy is not None and row.predicted_entropy is not None for row in found.rows)
+    assert all(
+        row.previous is None and row.entropy is not None and row.predicted_entropy is not None for row in found.rows
+    )
     assert len(found.rows) == 4
 
 
@@ -136,11 +151,16 @@ def test_agreement_is_that_of_scipy(ties: bool) -> None:
     values[1] += values[0]
     values = (2 * values).round() / 2 if ties else values
     assert (len(values[0].unique()) < 30) is ties
-    rows = [ProbeRow(0, i, i, "self", "", 1, entropy=float(a), predicted_entropy=float(b)) for i, (a, b) in enumerate(values.T)]
+    rows = [
+        ProbeRow(0, i, i, "self", "", 1, entropy=float(a), predicted_entropy=float(b))
+        for i, (a, b) in enumerate(values.T)
+    ]
     rows.append(ProbeRow(0, 60, 60, "self", "", 1, entropy=None, predicted_entropy=9.0))
     found = agreement(rows)
     assert found.keys() == {"predicted_entropy"}
-    assert found["predicted_entropy"]["spearman"] == pytest.approx(scipy.stats.spearmanr(*values.numpy()).statistic, abs=1e-12)
+    assert found["predicted_entropy"]["spearman"] == pytest.approx(
+        scipy.stats.spearmanr(*values.numpy()).statistic, abs=1e-12
+    )
     assert found["predicted_entropy"]["error"] == pytest.approx(float((values[0] - values[1]).abs().mean()))
     assert found["predicted_entropy"]["heads"] == 60
 
@@ -157,7 +177,17 @@ BOUNDED = [
     "falcon", "phi", "phi3-longrope", "starcoder2", "granite", "bert", "roberta", "distilbert", "vit", "clip", "timm-head-norms",
     "timm-rms", "torch-encoder-pre", "whisper", "bart", "torch-transformer-pre",
 ]  # fmt: skip
-UNBOUNDED = ["bloom", "falcon-alibi", "t5-encoder", "deberta_v2", "xlnet", "mpnet", "torch-attention", "olmo2", "deepseek_v3"]
+UNBOUNDED = [
+    "bloom",
+    "falcon-alibi",
+    "t5-encoder",
+    "deberta_v2",
+    "xlnet",
+    "mpnet",
+    "torch-attention",
+    "olmo2",
+    "deepseek_v3",
+]
 
 
 def layers_of(label: str) -> list[AttentionLayer]:
@@ -239,11 +269,20 @@ WIDTH = 2 * WORDS + PLACES
 
 
 def built() -> Any:
-    """Two layers of one head. The first looks at the token before and copies what it is into channels of its own; the second looks
-    for its own token among those copies, and so at the token after the earlier copy: induction."""
+    """Two layers of one head. The first looks at the token before and copies what it is into channels of its own; the
+    second looks for its own token among those copies, and so at the token after the earlier copy: induction."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = dict(n_embd=WIDTH, n_layer=2, n_head=1, n_inner=8, vocab_size=4096, n_positions=PLACES, bos_token_id=0, eos_token_id=0)
+    shape = dict(
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=1,
+        n_inner=8,
+        vocab_size=4096,
+        n_positions=PLACES,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     made = GPT2LMHeadModel(GPT2Config(**shape)).eval()
     word, place, copy = slice(WORDS), slice(WORDS, WORDS + PLACES), slice(WORDS + PLACES, WIDTH)
     for p in made.parameters():
@@ -252,9 +291,12 @@ def built() -> Any:
         if "ln_" in name and name.endswith("weight"):
             p.data.fill_(1)
     core = made.transformer
-    core.wte.weight.data[:, word] = torch.randn(4096, WORDS, generator=torch.Generator().manual_seed(0)).sign() / WORDS**0.5
+    core.wte.weight.data[:, word] = (
+        torch.randn(4096, WORDS, generator=torch.Generator().manual_seed(0)).sign() / WORDS**0.5
+    )
     core.wpe.weight.data[:, place] = torch.eye(PLACES)
-    first, second = (core.h[i].attn.c_attn.weight.data.view(WIDTH, 3, WIDTH) for i in range(2))  # inputs, which, outputs
+    # inputs, which, outputs
+    first, second = (core.h[i].attn.c_attn.weight.data.view(WIDTH, 3, WIDTH) for i in range(2))
     first[place, 0, place] = torch.eye(PLACES).roll(-1, 1)  # asks for the place before its own
     first[place, 1, place] = 4 * torch.eye(PLACES)
     first[word, 2, copy] = 0.2 * torch.eye(WORDS)
@@ -360,7 +402,9 @@ def test_arrays_are_brought_to_size_and_range(tmp_path: Path) -> None:
             assert torch.allclose(pixels, expected, atol=0.005 if name == "bytes" else 1e-6), name
     np.savez(tmp_path / "a.npz", train_images=grey + 5, test_images=grey, labels=np.zeros(2))
     assert torch.allclose(image_batches(vit, tmp_path / "a.npz")[0]["pixel_values"], expected, atol=1e-6)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1.0, 2.0, 4.0]}))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1.0, 2.0, 4.0]})
+    )
     vit.name_or_path = str(tmp_path)
     pixels = image_batches(vit, tmp_path / "grey.npy")[0]["pixel_values"]
     assert torch.allclose(pixels[:, 2], (torch.from_numpy(grey) - 0.3) / 4, atol=1e-6)
@@ -424,7 +468,11 @@ def test_each_tower_is_predicted_at_its_own_length() -> None:
     for name, p in clip.named_parameters():
         if ".q_proj." in name and "vision" in name:
             p.data.zero_()
-    batch = {"input_ids": ids(6, 9), "attention_mask": torch.ones(6, 9, dtype=torch.long), "pixel_values": torch.randn(6, 3, 8, 8)}
+    batch = {
+        "input_ids": ids(6, 9),
+        "attention_mask": torch.ones(6, 9, dtype=torch.long),
+        "pixel_values": torch.randn(6, 3, 8, 8),
+    }
     for row in probe(clip, [batch]).rows[8:]:
         for column in ("entropy", "predicted_entropy", "prior_entropy"):
             assert row[column] == pytest.approx(np.log(5), abs=1e-4)
@@ -470,9 +518,25 @@ def test_cross_attention_has_no_distance() -> None:
         assert cross
         for row in cross:
             assert {
-                row[name] for name in ("distance", "self_mass", "M", "localization", "prior_localization", "predicted_sink", *CIRCUITS)
+                row[name]
+                for name in (
+                    "distance",
+                    "self_mass",
+                    "M",
+                    "localization",
+                    "prior_localization",
+                    "predicted_sink",
+                    *CIRCUITS,
+                )
             } == {None}
-            assert None not in (row.entropy, row.rest_entropy, row.predicted_entropy, row.predicted_rest_entropy, row.F, row.sink)
+            assert None not in (
+                row.entropy,
+                row.rest_entropy,
+                row.predicted_entropy,
+                row.predicted_rest_entropy,
+                row.F,
+                row.sink,
+            )
         assert all(row.distance is not None for row in found.rows if row.kind == "self")
 
 

@@ -39,7 +39,9 @@ def llama(layers: int = 3) -> Any:
 
     torch.manual_seed(0)
     shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
-    return LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=layers, max_position_embeddings=64, initializer_range=0.3)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(**shape, num_hidden_layers=layers, max_position_embeddings=64, initializer_range=0.3)
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +140,10 @@ def test_rank_collapse_is_on_the_page_and_in_the_terminal(pages: dict[str, Path]
 def test_page_weighs_little(probes: dict[str, Probe]) -> None:
     """1,024 heads with full-length numbers everywhere."""
     found = probes["llama"]
-    values = torch.rand(1024, len(PROBE_COLUMNS), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 100 + 0.012345
+    values = (
+        torch.rand(1024, len(PROBE_COLUMNS), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 100
+        + 0.012345
+    )
     rows = [
         ProbeRow(i // 32, i % 32, i % 32, "self", f"model.layers.{i // 32}.self_attn", 8192, **dict(zip(PROBE_COLUMNS, line, strict=True)),
                  flags=("sharp", "few-directions"))
@@ -166,7 +171,9 @@ def test_the_summary_says_what_was_found(pages: dict[str, Path], probes: dict[st
     assert "deserve a look (layer.head): nonfinite 1.1" in pages["broken"].read_text()
 
 
-def test_the_headline_is_about_the_model_and_not_the_prediction(pages: dict[str, Path], probes: dict[str, Probe]) -> None:
+def test_the_headline_is_about_the_model_and_not_the_prediction(
+    pages: dict[str, Path], probes: dict[str, Probe]
+) -> None:
     found = probes["broken"]
     header = re.search(r"<header>(.*?)</header>", pages["broken"].read_text(), re.DOTALL)
     assert header is not None
@@ -182,13 +189,18 @@ def test_the_headline_is_about_the_model_and_not_the_prediction(pages: dict[str,
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["llama", "cross", "tiny", "broken", "hostile"])
-def test_page_is_drawn_without_a_word_on_the_console(browser: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
+def test_page_is_drawn_without_a_word_on_the_console(
+    browser: Any, pages: dict[str, Path], name: str, scheme: str
+) -> None:
     visit = Visit(browser, pages[name], scheme)
     asked: list[str] = []
     visit.page.on("request", lambda r: asked.append(r.url))
     visit.page.reload()
     data = data_of(pages[name])
-    both = sum(m is not None and p is not None for m, p in zip(data["values"]["entropy"], data["values"]["predicted_entropy"], strict=True))
+    both = sum(
+        m is not None and p is not None
+        for m, p in zip(data["values"]["entropy"], data["values"]["predicted_entropy"], strict=True)
+    )
     assert visit.page.locator("#heatmap .cell").count() == len(data["heads"])
     assert visit.page.locator("#scatter .point").count() == both > 0
     assert visit.page.locator("#streams .curve").count() == 8 * len(data["streams"])
@@ -242,7 +254,12 @@ def test_pointing_at_a_head_shows_it_in_every_chart(browser: Any, pages: dict[st
 @needs_browser
 def test_metrics_say_what_kind_they_are(browser: Any, pages: dict[str, Path]) -> None:
     visit = Visit(browser, pages["llama"])
-    for metric, kind in (("sink", "exact"), ("localization", "predicted"), ("prior_entropy", "prior"), ("logit_bound", "bound")):
+    for metric, kind in (
+        ("sink", "exact"),
+        ("localization", "predicted"),
+        ("prior_entropy", "prior"),
+        ("logit_bound", "bound"),
+    ):
         before = visit.inside("#heatmap")
         visit.page.select_option("#metric", metric)
         assert visit.inside("#heatmap") != before
@@ -283,7 +300,8 @@ def test_cross_attention_has_two_stacks_and_gaps(browser: Any, pages: dict[str, 
     visit = Visit(browser, pages["cross"])
     assert visit.page.locator("#streams section").count() == 2
     visit.page.select_option("#metric", "distance")
-    assert visit.page.locator('#heatmap .cell[fill="url(#hatch-none)"]').count() == 8  # two cross-attention layers of four heads
+    # two cross-attention layers of four heads
+    assert visit.page.locator('#heatmap .cell[fill="url(#hatch-none)"]').count() == 8
 
 
 @needs_browser
@@ -358,7 +376,19 @@ SMALL = ("--length", 32, "--tokens", 256)
 
 def test_probe_writes_what_it_prints(run: Run, saved: Path, words: Path, tmp_path: Path) -> None:
     kept = {name: tmp_path / f"found.{name}" for name in ("json", "html", "pt")}
-    result = run("probe", saved, "--text", words, *SMALL, "--json", kept["json"], "--report", kept["html"], "--save-statistics", kept["pt"])
+    result = run(
+        "probe",
+        saved,
+        "--text",
+        words,
+        *SMALL,
+        "--json",
+        kept["json"],
+        "--report",
+        kept["html"],
+        "--save-statistics",
+        kept["pt"],
+    )
     assert (result.status, result.err) == (0, "")
     assert f"measured on 8 sequences of 32 tokens of {words}" in " ".join(result.out.split())
     assert all(str(path) in result.out for path in kept.values())
@@ -376,13 +406,17 @@ def test_probe_writes_what_it_prints(run: Run, saved: Path, words: Path, tmp_pat
 
 def test_the_default_text_is_named(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("locater.data.corpus.embedded_text", lambda: "w1 w2 w3 w4 " * 300)
-    assert "the documentation inside Python (the default; --text FILE for yours)" in " ".join(run("probe", saved, *SMALL).out.split())
+    assert "the documentation inside Python (the default; --text FILE for yours)" in " ".join(
+        run("probe", saved, *SMALL).out.split()
+    )
     named = run("probe", saved, "--corpus", *SMALL, "--rows", 4)
     assert "the default" not in named.out
     assert "sampled (" in named.out
 
 
-def test_text_from_standard_input_and_fail_on(run: Run, saved: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_from_standard_input_and_fail_on(
+    run: Run, saved: Path, words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("caf\udce9"))
     assert run("probe", saved, "--text", "-").err == "locater: standard input: not UTF-8 text (at 3)\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(words.read_text()))
@@ -446,4 +480,7 @@ def test_text_or_images_and_not_for_every_model(words: Path) -> None:
 
 def test_the_command_line_does_not_import_transformers() -> None:
     code = "import sys, locater.cli; print('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )

@@ -34,7 +34,9 @@ def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_amx(tmp_path: Path) -> Path:
     path = tmp_path / "cpuinfo"
-    path.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu avx512f amx_bf16 avx512_fp16 amx_tile amx_int8\n")
+    path.write_text(
+        "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu avx512f amx_bf16 avx512_fp16 amx_tile amx_int8\n"
+    )
     return path
 
 
@@ -136,12 +138,16 @@ for dtype in (torch.bfloat16, torch.float16):
 
 
 def test_half_precision_is_right_with_the_limit(with_amx: Path) -> None:
-    """In a fresh process, as where the layer dies: the limit comes after PyTorch and before oneDNN looks, and is said once."""
+    """In a fresh process, as where the layer dies: the limit comes after PyTorch and before oneDNN looks, and is said
+    once.
+    """
     done = subprocess.run([sys.executable, "-c", FORCED, str(with_amx)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, SAID)
 
 
-def test_the_command_line_tries_by_itself(run: Callable[..., Any], with_amx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_tries_by_itself(
+    run: Callable[..., Any], with_amx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processor, "_default_probe", lambda: signal.SIGILL)
     monkeypatch.setattr(avoid_broken_amx, "__defaults__", (None, with_amx))
     for command in ("scan", "probe", "compare", "train", "reproduce"):
@@ -163,12 +169,18 @@ def test_skipped_page_tests_are_told_at_the_end(tmp_path: Path) -> None:
     """By a worker: the process that collects its results says it."""
     skipped = "import pytest\nfrom tests.summary import NO_BROWSER\n" + "".join(
         f"@pytest.mark.skipif({absent}, reason={reason})\ndef test_{name}(): pass\n"
-        for name, absent, reason in (("page", True, "NO_BROWSER"), ("other_page", True, "NO_BROWSER"), ("gpu", True, "'no GPU'"))
+        for name, absent, reason in (
+            ("page", True, "NO_BROWSER"),
+            ("other_page", True, "NO_BROWSER"),
+            ("gpu", True, "'no GPU'"),
+        )
     )
     (tmp_path / "test_pages.py").write_text(skipped)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "1", "-p", "tests.summary", "test_pages.py"]
     lean = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=lean, capture_output=True, text=True, timeout=120)
     assert "3 skipped" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.count("2 tests of pages were skipped: there is no Chromium here; `make browser` installs one") == 1
+    assert (
+        done.stdout.count("2 tests of pages were skipped: there is no Chromium here; `make browser` installs one") == 1
+    )
     assert conftest.pytest_terminal_summary is summary.pytest_terminal_summary

@@ -1,4 +1,6 @@
-"""Qiu et al. 2025: gates against plain references, claims at sizes that take a moment, judges on made-up runs, and the page."""
+"""Qiu et al. 2025: gates against plain references, claims at sizes that take a moment, judges on made-up runs, and the
+page.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ def test_a_gate_of_one_sign_of_a_single_channel_has_a_known_fit() -> None:
     x = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(50)[:, None]
     gate = (x > 0).double()
     assert nonlinear.linear_fit(x, gate * x) == pytest.approx(1.0)
-    other = torch.tensor([-1.0, -1.0, 1.0, 1.0], dtype=torch.float64).repeat(25)[:, None]  # o independent of the gate's token
+    # o independent of the gate's token
+    other = torch.tensor([-1.0, -1.0, 1.0, 1.0], dtype=torch.float64).repeat(25)[:, None]
     both = torch.cat([x, other], 1)
     assert nonlinear.linear_fit(both, gate * other) == pytest.approx(0.5), "half of the variance is a product"
 
@@ -94,7 +97,9 @@ def test_maps_of_tokens_span_as_many_dimensions_as_gates_differ() -> None:
 def test_the_table_is_ordered_by_its_gates() -> None:
     assert [v.gate for v in table.TABLE] == sorted(v.gate for v in table.TABLE)
     assert [v.sink for v in table.TABLE] == sorted(v.sink for v in table.TABLE)
-    assert table.as_high([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(4 / 24), "itself, the sorted one, two more swaps"
+    assert table.as_high([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(4 / 24), (
+        "itself, the sorted one, two more swaps"
+    )
     assert table.gain("NS-sigmoid") == pytest.approx(0.126)
 
 
@@ -102,9 +107,24 @@ def test_the_table_is_ordered_by_its_gates() -> None:
 
 
 def line(loss: float, first: float = 0.1, gate: float | None = None, spike: float = 20.0) -> dict[str, Any]:
-    held = {"first_mass": first, "sink_rate": 0.0, "sink_ratio": 0.0, "gate": gate, "spike_ratio": spike, "row_mass": 1.0}
+    held = {
+        "first_mass": first,
+        "sink_rate": 0.0,
+        "sink_ratio": 0.0,
+        "gate": gate,
+        "spike_ratio": spike,
+        "row_mass": 1.0,
+    }
     heads = {"M": 0.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
-    end = {"status": "done", "select_loss": loss, "report_loss": loss, "entropy": 2.0, "accuracy": None, "heads": heads, "device": "cpu"}
+    end = {
+        "status": "done",
+        "select_loss": loss,
+        "report_loss": loss,
+        "entropy": 2.0,
+        "accuracy": None,
+        "heads": heads,
+        "device": "cpu",
+    }
     return {**end, "measures": held}
 
 
@@ -117,7 +137,10 @@ def runs() -> Runs:
         gate, first = levels.get(arm.name, (None, 0.4))
         while missing := runs.missing(arm.rows(runs)):
             for row in missing:
-                runs.add(row, line((3.0 if gate else 3.1) + (gate or 0) / 10 - row.plan.rate + row.plan.seed / 1000, first, gate))
+                runs.add(
+                    row,
+                    line((3.0 if gate else 3.1) + (gate or 0) / 10 - row.plan.rate + row.plan.seed / 1000, first, gate),
+                )
     return runs
 
 
@@ -136,7 +159,11 @@ def test_verdicts_follow_the_runs(runs: Runs, found: Mapping[str, Measured | Non
     assert held["d18"] == "fails", "a gate without input is 0.05 ahead in these runs"
     assert len(first.numbers["arms"]) == len(judged.ARMS)
     less = Runs()
-    less.lines = {key: end for key, end in runs.lines.items() if key != judged.ELEMENT.row(judged.ELEMENT.rate(runs) or 0.0, 1).key}
+    less.lines = {
+        key: end
+        for key, end in runs.lines.items()
+        if key != judged.ELEMENT.row(judged.ELEMENT.rate(runs) or 0.0, 1).key
+    }
     assert len(less.lines) == len(runs.lines) - 1
     assert judged.judge(less)["d15"] is None, "an arm with a seed missing decides nothing"
 
@@ -154,7 +181,9 @@ def test_without_a_sink_nothing_is_said_of_sinks(runs: Runs) -> None:
     assert "no sink" in first.spread_of
     numbers = found["d1"].numbers if found["d1"] is not None else {}
     told = sinks_said({"d1": numbers}, "nothing", judged.BASE.length)
-    assert told.startswith("No sink formed: under softmax the first token has 0.010 of a row, and uniform attention would give it 0.024")
+    assert told.startswith(
+        "No sink formed: under softmax the first token has 0.010 of a row, and uniform attention would give it 0.024"
+    )
 
 
 def test_a_run_that_diverged_counts_as_a_uniform_guess() -> None:
@@ -178,7 +207,9 @@ def test_what_holds_and_what_fails(document: dict[str, Any]) -> None:
     assert {key for key, said in found.items() if said == "fails"} == {"c4"}
 
 
-def test_page_and_lead_stand_with_runs_and_without(document: dict[str, Any], found: Mapping[str, Measured | None]) -> None:
+def test_page_and_lead_stand_with_runs_and_without(
+    document: dict[str, Any], found: Mapping[str, Measured | None]
+) -> None:
     json.dumps(document, allow_nan=False)
     lines, figures = page(document)
     assert set(figures) == {"linear", "table"}

@@ -1,4 +1,6 @@
-"""Reading: every way a checkpoint can lie on disk gives the same heads, and only the bytes of queries and keys are touched."""
+"""Reading: every way a checkpoint can lie on disk gives the same heads, and only the bytes of queries and keys are
+touched.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def tensors(saved_llama: Path) -> dict[str, torch.Tensor]:
     return load_file(saved_llama / "model.safetensors")
 
 
-def shard(tensors: dict[str, torch.Tensor], folder: Path, saved_llama: Path, suffix: str = "safetensors") -> dict[str, str]:
+def shard(
+    tensors: dict[str, torch.Tensor], folder: Path, saved_llama: Path, suffix: str = "safetensors"
+) -> dict[str, str]:
     """Two shards and their index, cut in the middle of a layer."""
     shutil.copy(saved_llama / "config.json", folder)
     names = sorted(tensors)
@@ -43,13 +47,17 @@ def test_one_file_and_its_folder_agree(saved_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_shards_agree_with_one_file(saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, suffix: str) -> None:
+def test_shards_agree_with_one_file(
+    saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, suffix: str
+) -> None:
     shard(tensors, tmp_path, saved_llama, suffix)
     assert rows(tmp_path) == rows(saved_llama)
 
 
 @pytest.mark.parametrize("old_format", [False, True])
-def test_pickled_weights_agree(saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, old_format: bool) -> None:
+def test_pickled_weights_agree(
+    saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, old_format: bool
+) -> None:
     shutil.copy(saved_llama / "config.json", tmp_path)
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old_format)
     assert rows(tmp_path) == rows(saved_llama)
@@ -90,7 +98,9 @@ def test_fused_rows_are_read_by_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_precisions(saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, dtype: torch.dtype) -> None:
+def test_other_precisions(
+    saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, dtype: torch.dtype
+) -> None:
     shutil.copy(saved_llama / "config.json", tmp_path)
     save_file({n: t.to(dtype) for n, t in tensors.items()}, tmp_path / "model.safetensors")
     layer = attention_layers(tmp_path)[0]
@@ -141,7 +151,9 @@ def test_one_shard_is_not_read_as_the_model(tmp_path: Path, suffix: str, indexed
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_queries_and_keys_in_different_precisions(saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, raw: bool) -> None:
+def test_queries_and_keys_in_different_precisions(
+    saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, raw: bool
+) -> None:
     shutil.copy(saved_llama / "config.json", tmp_path)
     save_file({n: t.double() if ".k_proj." in n else t for n, t in tensors.items()}, tmp_path / "model.safetensors")
     traces, expected = ([row.trace for row in scan(source, raw=raw).rows] for source in (tmp_path, saved_llama))

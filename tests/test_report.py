@@ -91,13 +91,28 @@ def test_page_weighs_little(tmp_path: Path, layers: int, heads: int, size: int, 
         drive = {"even": numbers(size // 2), "odd": numbers(size // 2), "still": 0.0}
         eigenvalues = tuple(zip(numbers(size), numbers(size), strict=True))
         return HeadRow(
-            layer, head, head, "self", heads * size, size, size**-0.5, **values, flags=("sharp",), eigenvalues=eigenvalues, drive=drive
+            layer,
+            head,
+            head,
+            "self",
+            heads * size,
+            size,
+            size**-0.5,
+            **values,
+            flags=("sharp",),
+            eigenvalues=eigenvalues,
+            drive=drive,
         )
 
     entry = {"kind": "self", "heads": heads, "kv_heads": heads, "head_dim": size, "window": None, "positions": "rotary"}
-    entries = [{**entry, "layer": i, "name": f"model.layers.{i}.self_attn", "frequencies": numbers(size // 2)} for i in range(layers)]
+    entries = [
+        {**entry, "layer": i, "name": f"model.layers.{i}.self_attn", "frequencies": numbers(size // 2)}
+        for i in range(layers)
+    ]
     assumed = {"prediction": "prior", "tokens": "t", "weights": "w", "length": 256, "notes": []}
-    Scan("wide", assumed, entries, [row(i, h) for i in range(layers) for h in range(heads)]).report(tmp_path / "wide.html")
+    Scan("wide", assumed, entries, [row(i, h) for i in range(layers) for h in range(heads)]).report(
+        tmp_path / "wide.html"
+    )
     assert (tmp_path / "wide.html").stat().st_size < limit
 
 
@@ -114,7 +129,9 @@ def test_data_agree_with_the_scan(pages: dict[str, Path]) -> None:
 def test_rank_collapse_risk_is_on_the_page_and_in_the_terminal(pages: dict[str, Path]) -> None:
     found = scan(DEMO)
     heads = data_of(pages["demo"])["scans"][0]["heads"]
-    assert [head["residual_kept"] for head in heads] == pytest.approx([row.residual_kept for row in found.rows], rel=1e-3)
+    assert [head["residual_kept"] for head in heads] == pytest.approx(
+        [row.residual_kept for row in found.rows], rel=1e-3
+    )
     kept = [entry["residual_kept"] for entry in found.layers]
     said = f"attention alone keeps {min(kept):.3f} (layer {kept.index(min(kept))}) to {max(kept):.3f} of what differs between tokens"
     assert said in pages["demo"].read_text()
@@ -141,7 +158,9 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     assumed = {"prediction": "prior", "tokens": "t", "weights": "w", "length": 256, "notes": ["<i>"]}
     from locater.verbs.result import HeadRow
 
-    Scan("<script>alert(1)</script>", assumed, [entry], [HeadRow(0, 0, 0, "self", 8, 4, 0.5)]).report(tmp_path / "x.html")
+    Scan("<script>alert(1)</script>", assumed, [entry], [HeadRow(0, 0, 0, "self", 8, 4, 0.5)]).report(
+        tmp_path / "x.html"
+    )
     text = (tmp_path / "x.html").read_text()
     assert "<script>alert" not in text
     assert text.count("</script>") == 2
@@ -215,7 +234,9 @@ class Visit:
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["demo", "encoder", "twins", "strangers", "broken"])
-def test_page_is_drawn_without_a_word_on_the_console(browser: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
+def test_page_is_drawn_without_a_word_on_the_console(
+    browser: Any, pages: dict[str, Path], name: str, scheme: str
+) -> None:
     visit = Visit(browser, pages[name], scheme)
     cells = visit.page.locator("#heatmap .cell").count()
     assert cells == len(data_of(pages[name])["scans"][0]["heads"])
@@ -335,7 +356,9 @@ def test_harmless_flags_have_a_colour_of_their_own(browser: Any, pages: dict[str
 @pytest.mark.parametrize("name", ["demo", "encoder", "twins"])
 def test_text_in_charts_keeps_its_size(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
     visit = Visit(browser, pages[name], width=width)
-    scales = "[...document.querySelectorAll('svg')].filter(s => s.firstChild && s.clientWidth).map(s => s.getScreenCTM().a)"
+    scales = (
+        "[...document.querySelectorAll('svg')].filter(s => s.firstChild && s.clientWidth).map(s => s.getScreenCTM().a)"
+    )
     assert visit.page.evaluate(scales) == pytest.approx([1.0] * (5 if name == "demo" else 4), abs=0.01)
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     beyond = """[...document.querySelectorAll('svg text')].filter(t => {
@@ -364,7 +387,9 @@ def test_broken_heads_are_hatched_and_shown_first(browser: Any, pages: dict[str,
 def test_what_the_data_lack_is_said(browser: Any, pages: dict[str, Path]) -> None:
     rows = scan(DEMO).rows
     mixed, plain = (next(r for r in rows if r.approximation == how) for how in ("mixture", "gaussian"))
-    loaded, full = (Visit(browser, pages[name], choice=f"#layer={mixed.layer}&head={mixed.head}") for name in ("loaded", "demo"))
+    loaded, full = (
+        Visit(browser, pages[name], choice=f"#layer={mixed.layer}&head={mixed.head}") for name in ("loaded", "demo")
+    )
     assert "not in this data: scan the model, not its JSON, or add --eigenvalues" in loaded.text("#plane-note")
     assert "closed form is drawn instead" in loaded.text("#findings")
     assert "comes from the exact mixture, not" not in loaded.text("#findings")
@@ -372,7 +397,9 @@ def test_what_the_data_lack_is_said(browser: Any, pages: dict[str, Path]) -> Non
     assert "comes from the exact mixture, not" in full.text("#findings")
     assert full.page.locator("#plane-note").is_hidden()
     assert full.page.locator("#drive-note").is_hidden()
-    assert "mixture" not in Visit(browser, pages["demo"], choice=f"#layer={plain.layer}&head={plain.head}").text("#findings")
+    assert "mixture" not in Visit(browser, pages["demo"], choice=f"#layer={plain.layer}&head={plain.head}").text(
+        "#findings"
+    )
     half = Visit(browser, pages["half"])
     assert half.text("#drive-note").startswith("A: its drive is not in this data")
     assert half.page.locator("#drive .curve").count() == 1

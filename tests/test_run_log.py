@@ -1,4 +1,6 @@
-"""A run's log tells the truth: losses are the trainer's own, survive a kill, and each run has a file that can be read."""
+"""A run's log tells the truth: losses are the trainer's own, survive a kill, and each run has a file that can be
+read.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def encoder(layers: int = 1, width: int = 16) -> nn.Module:
     torch.manual_seed(0)
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(width, 2, 16, batch_first=True), layers, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(width, 2, 16, batch_first=True), layers, enable_nested_tensor=False
+    )
 
 
 # transformers.Trainer
@@ -57,9 +61,18 @@ def trainer_for(folder: Path, *callbacks: Any, model: Any = None, **settings: An
     from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
-    usual = dict(per_device_train_batch_size=2, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)
+    usual = dict(
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     data = {"train_dataset": Words(), "eval_dataset": Words()}
-    return Trainer(model or llama(), TrainingArguments(str(folder), **{**usual, **settings}), callbacks=list(callbacks), **data)
+    return Trainer(
+        model or llama(), TrainingArguments(str(folder), **{**usual, **settings}), callbacks=list(callbacks), **data
+    )
 
 
 def trained(folder: Path, **settings: Any) -> tuple[list[dict[str, Any]], Any]:
@@ -150,7 +163,9 @@ def test_losses_in_lightning_are_means_over_micro_batches(tmp_path: Path) -> Non
             return loss
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
+            norms.append(
+                float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+            )
 
         def validation_step(self, batch: Any, at: int) -> Tensor:
             return 100 + self.model(**batch).loss
@@ -171,7 +186,10 @@ def test_losses_in_lightning_are_means_over_micro_batches(tmp_path: Path) -> Non
     means = [sum(said[:3]) / 3, sum(said[3:6]) / 3, said[6]]  # 7 micro-batches: the last step has one
     assert [loss for _, loss in run.losses] == pytest.approx(means, rel=1e-5)
     assert dict(run.scalars["rate"]) == {1: pytest.approx(0.1), 3: pytest.approx(0.1 / 3)}
-    assert dict(run.scalars["grad_norm"]) == {1: pytest.approx(norms[0], rel=1e-5), 3: pytest.approx(norms[2], rel=1e-5)}
+    assert dict(run.scalars["grad_norm"]) == {
+        1: pytest.approx(norms[0], rel=1e-5),
+        3: pytest.approx(norms[2], rel=1e-5),
+    }
     assert "null" not in (tmp_path / "locater.jsonl").read_text()
 
 
@@ -220,7 +238,9 @@ def test_a_log_that_was_named_is_not_mixed_with_another_model(tmp_path: Path) ->
     attached(encoder(1), tmp_path, path, start=1)  # the same shape goes on
     assert [record["step"] for record in read_run(path).steps] == [1, 2]
     with pytest.raises(LocaterError, match="2 layers of 2 heads"):
-        JsonlSink(path).write({"kind": "run", "source": "x", "layers": [{"layer": i, "heads": 2, "name": str(i)} for i in (0, 1)]})
+        JsonlSink(path).write(
+            {"kind": "run", "source": "x", "layers": [{"layer": i, "heads": 2, "name": str(i)} for i in (0, 1)]}
+        )
 
 
 def test_another_model_in_a_folder_gets_a_log_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,7 +302,9 @@ def test_a_run_that_fails_keeps_the_losses_that_were_under_way(tmp_path: Path, m
     assert [step for step, _ in read_run(tmp_path / "run.jsonl").losses] == [1, 2, 3, 4]
 
 
-def test_a_device_that_is_lost_does_not_keep_the_monitor_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_lost_does_not_keep_the_monitor_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_: Any) -> Any:
         raise RuntimeError("device lost")
 
@@ -387,7 +409,9 @@ def test_a_disk_that_is_full_costs_records_alone(tmp_path: Path, caplog: pytest.
     assert "No space left on device" in told
 
 
-def test_a_header_that_found_no_space_comes_before_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_that_found_no_space_comes_before_the_next_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, full = os.fstat, [True]
 
     def fstat(descriptor: int) -> os.stat_result:

@@ -16,19 +16,41 @@ from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.bao2024 import arms, judged
 from locater_papers.runs import Arm, Row, Runs, complete, placed
 
-TINY = Plan(layers=1, width=16, heads=2, length=16, steps=3, batch=4, observe=0, evaluate=0, checkpoint=0, device="cpu", task="sort")
+TINY = Plan(
+    layers=1,
+    width=16,
+    heads=2,
+    length=16,
+    steps=3,
+    batch=4,
+    observe=0,
+    evaluate=0,
+    checkpoint=0,
+    device="cpu",
+    task="sort",
+)
 
 
 def line(loss: float, **more: Any) -> dict[str, Any]:
     heads = {"M": 0.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
-    end = {"status": "done", "select_loss": loss, "report_loss": loss, "entropy": 2.0, "accuracy": None, "heads": heads, "device": "cpu"}
+    end = {
+        "status": "done",
+        "select_loss": loss,
+        "report_loss": loss,
+        "entropy": 2.0,
+        "accuracy": None,
+        "heads": heads,
+        "device": "cpu",
+    }
     return {**end, **more}
 
 
 def test_rows_are_told_apart_by_what_they_train_alone() -> None:
     a, b = Row("c", "none", TINY), Row("d", "the same", replace(TINY, out="elsewhere", log=3))
     assert a.key == b.key != Row("c", "none", replace(TINY, seed=1)).key
-    assert placed(replace(TINY, task="causal", corpus=("x.txt",)), Path("/data"), Path("/run")).corpus == ("/data/x.txt",)
+    assert placed(replace(TINY, task="causal", corpus=("x.txt",)), Path("/data"), Path("/run")).corpus == (
+        "/data/x.txt",
+    )
 
 
 def test_an_arm_is_tuned_with_one_seed_and_judged_with_all() -> None:
@@ -98,7 +120,10 @@ def losses(**of: float) -> Runs:
         for row in missing:
             name = next((n for n in of if row.arm == n.replace("_", " ")), None)
             hot = 5.0 if row.claim == "i" and row.plan.control else 5.0 + 10 * row.plan.rate
-            runs.add(row, line(hot if row.claim == "i" else (3.0 if name is None else of[name]) + abs(row.plan.rate - 2.5e-3)))
+            runs.add(
+                row,
+                line(hot if row.claim == "i" else (3.0 if name is None else of[name]) + abs(row.plan.rate - 2.5e-3)),
+            )
     return runs
 
 

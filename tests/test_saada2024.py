@@ -1,4 +1,6 @@
-"""Nait Saada, Naderi and Tanner 2025: spectra against plain references, claims at sizes that take a moment, verdicts of runs, the page."""
+"""Nait Saada, Naderi and Tanner 2025: spectra against plain references, claims at sizes that take a moment, verdicts of
+runs, the page.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_centring_values_takes_the_outlier_off_and_centring_outputs_does_not() -
 @pytest.mark.parametrize("stack", [width.Stack(), width.Stack("centred", causal=True, weights="usual")])
 def test_the_norm_of_the_jacobian_is_autograds(stack: width.Stack) -> None:
     for layers in (1, 3):
-        assert gradients.jacobian_norm(stack, 5, layers, 0) == pytest.approx(gradients.autograd_norm(stack, 5, layers, 0))
+        assert gradients.jacobian_norm(stack, 5, layers, 0) == pytest.approx(
+            gradients.autograd_norm(stack, 5, layers, 0)
+        )
 
 
 def test_gaps_of_known_maps() -> None:
@@ -77,7 +81,8 @@ def test_gaps_of_known_maps() -> None:
     assert trained.gaps(random)["random"][0] == pytest.approx(1.0, abs=0.15)
 
 
-# --- verdicts of runs ---------------------------------------------------------------------------------------------------
+# --- verdicts of runs
+# ---------------------------------------------------------------------------------------------------
 
 
 def line(loss: float, residual: float, gap: float | None = 0.5) -> dict[str, Any]:
@@ -103,7 +108,8 @@ def test_runs_are_judged_seed_by_seed(tmp_path: Path, better: float, expected: s
     assert {v.verdict for v in reproduce(PAPER, Setting(), claim="f").verdicts} == {"undecided"}
 
 
-# --- the whole, small ---------------------------------------------------------------------------------------------------
+# --- the whole, small
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +145,9 @@ def test_claims_that_do_not_depend_on_size_come_out_small_too(document: dict[str
 def test_the_page_and_its_first_lines_come_from_the_document(document: dict[str, Any], tmp_path: Path) -> None:
     written = write_report(document, PAPERS["saada2024"], tmp_path / "page.md", tmp_path)
     text = written[0].read_text()
-    assert {path.stem for path in written[1:]} == {f"saada2024-{name}" for name in ("gap", "width", "causal", "training")}
+    assert {path.stem for path in written[1:]} == {
+        f"saada2024-{name}" for name in ("gap", "width", "causal", "training")
+    }
     for path in written[1:]:
         ElementTree.parse(path)
     assert "Trained without the outlier, a masked language model changes its loss by -0.1000 nats" in text

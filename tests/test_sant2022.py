@@ -1,4 +1,6 @@
-"""Multiformer: kinds of heads, layouts, relevance, trained heads left out, and training judged by runs that were made up."""
+"""Multiformer: kinds of heads, layouts, relevance, trained heads left out, and training judged by runs that were made
+up.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ def tiny_llama() -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
     )
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
@@ -113,7 +120,9 @@ def test_relevance_of_a_model_is_that_of_its_heads() -> None:
     model(IDS)
     hook.remove()
     weight = model.model.layers[1].self_attn.o_proj.weight
-    parts = torch.stack([(seen[0][..., 4 * h : 4 * h + 4] @ weight[:, 4 * h : 4 * h + 4].mT).abs().sum((1, 2)) for h in range(4)], 1)
+    parts = torch.stack(
+        [(seen[0][..., 4 * h : 4 * h + 4] @ weight[:, 4 * h : 4 * h + 4].mT).abs().sum((1, 2)) for h in range(4)], 1
+    )
     shares = parts / parts.sum(1, keepdim=True)
     torch.testing.assert_close(models.relevances(model, {"input_ids": IDS})[1], shares.mean(0))  # the median of two
 
@@ -131,7 +140,9 @@ def test_verdicts(document: dict[str, Any]) -> None:
     held = ("a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4", "c1", "c2", "c4")
     assert {key: found[key]["verdict"] for key in held} == dict.fromkeys(held, "holds")
     assert {found[key]["verdict"] for key in ("a5", "a6", "b5", "c3", "c5", "c6")} == {"fails"}
-    assert judge(next(c for c in PAPER.claims if c.id == "a2"), 1e-9, 0.0) == "fails", "a key outside that is seen would be told"
+    assert judge(next(c for c in PAPER.claims if c.id == "a2"), 1e-9, 0.0) == "fails", (
+        "a key outside that is seen would be told"
+    )
 
 
 def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
@@ -159,7 +170,11 @@ def test_even_heads_that_do_worse_refute_the_claim() -> None:
     found = judged.correlation(runs)
     assert found is not None
     assert found.value == pytest.approx(-1.0)
-    assert judged.unevenness({"measures": {"relevance": EVEN}}) == 0 < judged.unevenness({"measures": {"relevance": UNEVEN}})
+    assert (
+        judged.unevenness({"measures": {"relevance": EVEN}})
+        == 0
+        < judged.unevenness({"measures": {"relevance": UNEVEN}})
+    )
     assert math.isnan(judged.unevenness({"measures": None}))
     fill(runs, judged.MIX, [3.0] * 3)
     assert judged.correlation(runs) is None, "one arm was not measured"

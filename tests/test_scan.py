@@ -23,7 +23,9 @@ DEMO = Path(str(files("locater") / "demo"))
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 MODELS = [
     pytest.param(DEMO, id="demo"),
-    pytest.param(STORIES, id="stories260K", marks=pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is not there")),
+    pytest.param(
+        STORIES, id="stories260K", marks=pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is not there")
+    ),
 ]
 COLUMNS = (
     "layer head kv_head kind width head_dim scale trace trace_of_square frobenius_sq symmetric_sq mean variance concentration "
@@ -69,7 +71,8 @@ def test_moments_within_tolerance_of_float64(folder: Path) -> None:
 def close_spectra(ours: np.ndarray, full: np.ndarray, norm: float) -> None:
     """Every eigenvalue of ours has a partner among the largest of the d x d matrix, and the sums of powers agree."""
     exact = full[np.argsort(-abs(full))][: len(ours)]
-    assert max(min(abs(z - exact)) for z in ours) < 2e-3 * norm  # single eigenvalues of a non-normal map are badly conditioned
+    # single eigenvalues of a non-normal map are badly conditioned
+    assert max(min(abs(z - exact)) for z in ours) < 2e-3 * norm
     for power in (1, 2, 3):
         assert abs((ours**power).sum() - (exact**power).sum()) < 1e-4 * norm**power
 
@@ -104,7 +107,9 @@ def test_what_heads_keep_of_the_differences() -> None:
     torch.manual_seed(0)
     sharper = nn.MultiheadAttention(16, 2)
     sharper.in_proj_weight.data *= 30
-    assert min(r.residual_kept for r in scan(sharper).rows) > max(r.residual_kept for r in scan(nn.MultiheadAttention(16, 2)).rows)
+    assert min(r.residual_kept for r in scan(sharper).rows) > max(
+        r.residual_kept for r in scan(nn.MultiheadAttention(16, 2)).rows
+    )
 
 
 def test_a_broken_head_keeps_no_number() -> None:

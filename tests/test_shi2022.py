@@ -31,13 +31,21 @@ def tiny_bert(seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     config = BertConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, attn_implementation="eager"
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        attn_implementation="eager",
     )
     return BertModel(config, add_pooling_layer=False).eval().requires_grad_(False)
 
 
 def entry(name: str, model: Any, causal: bool) -> dict[str, Any]:
-    curves = {key: [part.mean(0).tolist() for part in x.chunk(2)] for key, x in models.by_layer(model, [{"input_ids": IDS}]).items()}
+    curves = {
+        key: [part.mean(0).tolist() for part in x.chunk(2)]
+        for key, x in models.by_layer(model, [{"input_ids": IDS}]).items()
+    }
     return {"model": name, "causal": causal, "curves": curves, "blocks": models.promised(model, {"input_ids": IDS})}
 
 
@@ -62,7 +70,9 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         patch.setattr(bounds, "MAPS", {True: 4})
         bert = tiny_bert()
         patch.setattr(
-            models, "trained", lambda setting: ([entry("a", bert, False), {**entry("b", bert, True), "blocks": []}], {"c": "why"})
+            models,
+            "trained",
+            lambda setting: ([entry("a", bert, False), {**entry("b", bert, True), "blocks": []}], {"c": "why"}),
         )
         yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
 
@@ -75,7 +85,10 @@ def test_the_distance_counts_pairs() -> None:
 def test_centred_cosine_is_blind_where_lengths_are_equal() -> None:
     """Around the mean, tokens on a circle and tokens on a line have the same mean cosine."""
     angle = torch.arange(8) * math.pi / 4
-    circle, line = torch.stack([angle.cos(), angle.sin()], 1) + 3, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(4, 1) + 3
+    circle, line = (
+        torch.stack([angle.cos(), angle.sin()], 1) + 3,
+        torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(4, 1) + 3,
+    )
     for x in (circle, line):
         assert token_cosine(x[None], centred=True).item() == pytest.approx(-1 / 7)
 
@@ -83,7 +96,9 @@ def test_centred_cosine_is_blind_where_lengths_are_equal() -> None:
 def test_lambda_is_the_largest_eigenvalue_and_can_exceed_one() -> None:
     a = bounds.attention_map(0, 6, 2.0, causal=True)
     J = torch.full((6, 6), 1 / 6, dtype=torch.float64)
-    assert bounds.lam(a) == pytest.approx(torch.linalg.eigvalsh(a.mT @ (torch.eye(6, dtype=torch.float64) - J) @ a)[-1].item())
+    assert bounds.lam(a) == pytest.approx(
+        torch.linalg.eigvalsh(a.mT @ (torch.eye(6, dtype=torch.float64) - J) @ a)[-1].item()
+    )
     copies = torch.zeros(6, 6)
     copies[:3, 0] = copies[3:, 1] = 1.0
     assert bounds.lam(copies) == pytest.approx(3.0), "half of the queries copy one token, half another: n / 2"
@@ -136,9 +151,9 @@ def test_blocks_of_a_bert_are_under_their_bounds() -> None:
 
 def test_verdicts(document: dict[str, Any]) -> None:
     found = {x["id"]: x for x in document["claims"]}
-    assert {key: found[key]["verdict"] for key in ("a1", "a2", "b1", "b2", "b5", "b6", "b8", "c1", "c4", "c5")} == dict.fromkeys(
-        ("a1", "a2", "b1", "b2", "b5", "b6", "b8", "c1", "c4", "c5"), "holds"
-    )
+    assert {
+        key: found[key]["verdict"] for key in ("a1", "a2", "b1", "b2", "b5", "b6", "b8", "c1", "c4", "c5")
+    } == dict.fromkeys(("a1", "a2", "b1", "b2", "b5", "b6", "b8", "c1", "c4", "c5"), "holds")
     assert {found[key]["verdict"] for key in ("a3", "a4", "a5", "b3", "b7", "c7", "c8")} == {"fails"}
     claim = next(c for c in PAPER.claims if c.id == "c1")
     assert judge(claim, 1.001, 0.0) == "fails", "a violation would be told"
@@ -173,6 +188,9 @@ def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
     assert all(f"(figure:{name})" in text for name in figures)
     assert "Fusing all layers changes the report loss" in text
     assert "Left out: c (why)." in text
-    bare = {**held, "claims": [{**x, "measured": None, "waits_for": "runs"} if x["id"][0] in "ef" else x for x in held["claims"]]}
+    bare = {
+        **held,
+        "claims": [{**x, "measured": None, "waits_for": "runs"} if x["id"][0] in "ef" else x for x in held["claims"]],
+    }
     lines, figures = PAPER.page(bare)
     assert set(figures) == {"lambda", "theorem", "stacks"}

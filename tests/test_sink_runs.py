@@ -17,7 +17,14 @@ from locater_papers.sun2026 import sinks as blocks
 from locater_papers.zoo import sinks as zoo
 from tests.made_runs import fill
 
-EMPTY = {"first_weight": 0.01, "first_mass": 0.05, "first_value": 0.9, "row_mass": 0.1, "spike_ratio": 10.0, "gate": 0.1}
+EMPTY = {
+    "first_weight": 0.01,
+    "first_mass": 0.05,
+    "first_value": 0.9,
+    "row_mass": 0.1,
+    "spike_ratio": 10.0,
+    "gate": 0.1,
+}
 FULL = {"first_weight": 0.7, "first_mass": 0.7, "first_value": 0.2, "row_mass": 1.0, "spike_ratio": 50.0, "gate": None}
 
 
@@ -41,7 +48,9 @@ def test_the_zoo_says_who_takes_a_sink_away() -> None:
     away = {"gated", "sigmoid", "linear", "delta", "gated_delta", zoo.ROTARY.name}
     found = zoo.judge(made_up((*zoo.ARMS.values(), zoo.ROTARY), away))
     verdicts = said(zoo.CLAIMS, found)
-    assert {key for key, verdict in verdicts.items() if verdict == "fails"} == {"f4", "f5"}, "the sinks inside a softmax have it still"
+    assert {key for key, verdict in verdicts.items() if verdict == "fails"} == {"f4", "f5"}, (
+        "the sinks inside a softmax have it still"
+    )
     assert set(verdicts.values()) == {"holds", "fails"}
     one = zoo.judge(made_up((*zoo.ARMS.values(), zoo.ROTARY), away - {"gated_delta"}))
     assert said(zoo.CLAIMS, one)["f6"] == "fails", "one of three is enough"
@@ -53,7 +62,9 @@ def test_a_measure_that_is_missing_decides_nothing() -> None:
     fill(runs, zoo.ARMS["gated_delta"], [2.2] * SEEDS, {**EMPTY, "first_weight": None})
     found = zoo.judge(runs)
     assert found["f6"] is None
-    assert "gated_delta" not in arm_means({key: dict(value.numbers) for key, value in found.items() if value is not None})
+    assert "gated_delta" not in arm_means(
+        {key: dict(value.numbers) for key, value in found.items() if value is not None}
+    )
     fill(runs, PLAIN, [2.2] * SEEDS, {**FULL, "first_weight": None})
     assert left_of(runs, zoo.ARMS["gated"]) is None
 

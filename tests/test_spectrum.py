@@ -21,7 +21,17 @@ from locater.spectrum import Moments, cross_moments, moments
 TOLERANCE = 1e-5  # section 1: of ||W||_F sqrt(d_head) for the trace, of ||W||_F^2 for second moments
 KINDS = ("random", "symmetric", "antisymmetric", "deficient")
 COVARIANCES = ("none", "diagonal", "full")
-MOMENTS = ("trace", "trace_of_square", "frobenius_sq", "symmetric_sq", "symmetric_cube", "mean", "variance", "concentration", "skew")
+MOMENTS = (
+    "trace",
+    "trace_of_square",
+    "frobenius_sq",
+    "symmetric_sq",
+    "symmetric_cube",
+    "mean",
+    "variance",
+    "concentration",
+    "skew",
+)
 
 
 class Case(NamedTuple):
@@ -78,7 +88,8 @@ def make(
     elif covariance == "full":
         root = torch.randn(width, width, generator=g, dtype=torch.float64) / math.sqrt(width)
         C = root @ root.mT
-    # the covariance is given in the precision that half-precision weights are upcast to, so that its rounding is no error of moments
+    # the covariance is given in the precision that half-precision weights are upcast to, so that its rounding is no
+    # error of moments
     return Case(q.to(dtype), k.to(dtype), None if C is None else C.to(torch.promote_types(dtype, torch.float32)))
 
 
@@ -91,15 +102,21 @@ def check_first_moments(case: Case, tolerance: float = TOLERANCE) -> None:
     m = found(case)
     for i, head in enumerate(dense(case)):
         square = tolerance * head.norm**2
-        assert abs(m.trace.flatten()[i].item() - np.trace(head.product)) <= tolerance * head.norm * math.sqrt(m.head_dim)
+        assert abs(m.trace.flatten()[i].item() - np.trace(head.product)) <= tolerance * head.norm * math.sqrt(
+            m.head_dim
+        )
         assert abs(m.trace_of_square.flatten()[i].item() - np.trace(head.product @ head.product)) <= square
         assert abs(m.frobenius_sq.flatten()[i].item() - head.norm**2) <= square
         assert abs(m.symmetric_sq.flatten()[i].item() - np.linalg.norm(head.symmetric) ** 2) <= square
-        assert abs(m.mean.flatten()[i].item() - np.trace(head.product) / m.head_dim) <= tolerance * head.norm / math.sqrt(m.head_dim)
+        assert abs(
+            m.mean.flatten()[i].item() - np.trace(head.product) / m.head_dim
+        ) <= tolerance * head.norm / math.sqrt(m.head_dim)
 
 
 def cancellation(case: Case) -> float:
-    """||W||_F / (||W_Q||_F ||W_K||_F) in C, the least over heads: near 0 when the d_head terms of W cancel each other."""
+    """||W||_F / (||W_Q||_F ||W_K||_F) in C, the least over heads: near 0 when the d_head terms of W cancel each
+    other.
+    """
     m = moments(case.W_Q.double(), case.W_K.double(), None if case.covariance is None else case.covariance.double())
     sizes = [x.diagonal(dim1=-2, dim2=-1).sum(-1).flatten() for x in (m.query_gram, m.key_gram)]
     norms = torch.tensor([head.norm for head in dense(case)], dtype=torch.float64)
@@ -132,7 +149,8 @@ def test_every_shape_in_float64_has_the_moments_of_the_dense_matrix(case: Case) 
 @given(cases((torch.float32, torch.bfloat16, torch.float16)))
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_every_shape_in_single_and_half_precision_meets_the_stated_tolerances(case: Case) -> None:
-    assume(cancellation(case) > 0.1)  # d_head random rows have about 1/sqrt(d_head) >= 0.25; for less see the test of cancelling rows
+    # d_head random rows have about 1/sqrt(d_head) >= 0.25; for less see the test of cancelling rows
+    assume(cancellation(case) > 0.1)
     assert found(case).trace.dtype == torch.float32
     check_first_moments(case)
 
@@ -146,7 +164,9 @@ def test_a_real_head_size_meets_the_stated_tolerances(kind: str, covariance: str
 
 @pytest.mark.parametrize("rest", [1.0, 0.1, 0.01, 0.001])
 def test_rows_that_cancel_each_other_meet_the_stated_tolerances(rest: float) -> None:
-    """Two halves of a head with nearly opposite keys and nearly equal queries: W is small although W_Q and W_K are not."""
+    """Two halves of a head with nearly opposite keys and nearly equal queries: W is small although W_Q and W_K are
+    not.
+    """
     half, change = (make("random", 4, 64, seed=seed, dtype=torch.float32) for seed in (0, 1))
     W_Q = torch.cat([half.W_Q, half.W_Q + rest * change.W_Q])
     W_K = torch.cat([half.W_K, -half.W_K + rest * change.W_K])
@@ -158,7 +178,9 @@ def test_single_precision_gives_way_before_its_tolerance_is_spent() -> None:
     for head_dim, width in ((2, 8), (16, 128)):
         for rest in np.geomspace(0.3, 0.03, 9):
             for seed in range(12):
-                half, change = (make("random", head_dim // 2, width, seed=2 * seed + n, dtype=torch.float32) for n in (0, 1))
+                half, change = (
+                    make("random", head_dim // 2, width, seed=2 * seed + n, dtype=torch.float32) for n in (0, 1)
+                )
                 W_Q = torch.cat([half.W_Q, half.W_Q + rest * change.W_Q]).float()
                 W_K = torch.cat([half.W_K, -half.W_K + rest * change.W_K]).float()
                 check_first_moments(Case(W_Q, W_K, None))
@@ -174,7 +196,9 @@ def test_cube_variance_and_skew_are_those_of_the_symmetric_part(kind: str, covar
         square, cube = (eigen**2).sum(), (eigen**3).sum()
         assert m.symmetric_cube[i].item() == pytest.approx(cube, abs=1e-10 * head.norm**3)
         # variance over the d_head directions a head can use, of which the eigenvalues of W_sym give the second moment
-        assert m.variance[i].item() == pytest.approx(square / m.head_dim - (eigen.sum() / m.head_dim) ** 2, abs=1e-10 * head.norm**2)
+        assert m.variance[i].item() == pytest.approx(
+            square / m.head_dim - (eigen.sum() / m.head_dim) ** 2, abs=1e-10 * head.norm**2
+        )
         if square > 1e-9 * head.norm**2:
             assert m.skew[i].item() == pytest.approx(math.sqrt(8) * cube / square**1.5, abs=1e-8)
 
@@ -196,10 +220,14 @@ def test_skew_is_the_skewness_of_the_quadratic_form() -> None:
 def test_bounds_that_hold_for_every_map(case: Case) -> None:
     m = found(case)
     assert bool((m.variance >= 0).all())
-    assert bool((m.symmetric_sq >= m.trace**2 / m.head_dim * (1 - 1e-9) - 1e-9).all()), "the clamp of variance must only remove rounding"
+    assert bool((m.symmetric_sq >= m.trace**2 / m.head_dim * (1 - 1e-9) - 1e-9).all()), (
+        "the clamp of variance must only remove rounding"
+    )
     assert bool((m.concentration.abs() <= 1).all())
     spread = m.head_dim * (2 * m.frobenius_sq + m.trace_of_square) / 3
-    assert bool((m.trace**2 <= spread * (1 + 1e-9) + 1e-9).all()), "the clamp of concentration must only remove rounding"
+    assert bool((m.trace**2 <= spread * (1 + 1e-9) + 1e-9).all()), (
+        "the clamp of concentration must only remove rounding"
+    )
     alive = m.frobenius_sq > 0
     assert bool((m.stable_rank[alive] >= 1 - 1e-6).all())
     assert bool((m.stable_rank <= m.head_dim + 1e-6).all())
@@ -215,7 +243,9 @@ def test_concentration_of_a_projector_is_one(sign: int) -> None:
 
 
 def test_concentration_is_below_one_for_anything_else() -> None:
-    """Each departure from a projector costs: a missing direction, unequal eigenvalues, an oblique projector, a rotation."""
+    """Each departure from a projector costs: a missing direction, unequal eigenvalues, an oblique projector, a
+    rotation.
+    """
     eye = torch.eye(6, 24, dtype=torch.float64)
     fewer, unequal, oblique, rotated = eye.clone(), eye.clone(), eye.clone(), eye.clone()
     fewer[5] = 0
@@ -269,7 +299,9 @@ def test_singular_values_in_single_precision_are_second_moments_too(dtype: torch
     case = make("random", 32, 128, seed=4, dtype=dtype)
     head = dense(case)[0]
     squares = np.linalg.svd(head.normal, compute_uv=False)[:32] ** 2
-    np.testing.assert_allclose(found(case).singular_values().double().numpy() ** 2, squares, rtol=0, atol=TOLERANCE * head.norm**2)
+    np.testing.assert_allclose(
+        found(case).singular_values().double().numpy() ** 2, squares, rtol=0, atol=TOLERANCE * head.norm**2
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "width"), [(1, 5), (7, 30), (8, 8), (9, 4)])
@@ -292,7 +324,9 @@ def test_eigenvalues_are_the_non_zero_ones_of_the_dense_matrix(kind: str, head_d
 def test_eigenvalues_of_equal_modulus_do_not_depend_on_rounding() -> None:
     """±a of a symmetric map differ by a rounding or two, and so may fall on either side of any fixed edge."""
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.rand(300, 4, generator=generator).sort(-1, descending=True).values + torch.tensor([0.4, 0.3, 0.2, 0.1])
+    sizes = torch.rand(300, 4, generator=generator).sort(-1, descending=True).values + torch.tensor(
+        [0.4, 0.3, 0.2, 0.1]
+    )
     spectrum = torch.stack([sizes, -sizes], -1).flatten(-2).double()  # a, -a, b, -b, ...
     turns = torch.linalg.qr(torch.randn(300, 8, 8, generator=generator, dtype=torch.float64)).Q
     W = ((turns * spectrum[:, None, :]) @ turns.mT).float()
@@ -327,7 +361,8 @@ def test_grouped_keys_equal_keys_copied_to_every_query_head(covariance: str) -> 
     for kv in range(3):
         for head in range(5):
             alone = moments(case.W_Q[kv, head], case.W_K[kv, 0], case.covariance)
-            torch.testing.assert_close(m.gram[kv, head], alone.gram)  # the matrix itself: a transposed group would keep the trace
+            # the matrix itself: a transposed group would keep the trace
+            torch.testing.assert_close(m.gram[kv, head], alone.gram)
             for name in MOMENTS:
                 torch.testing.assert_close(getattr(m, name)[kv, head], getattr(alone, name))
 
@@ -349,7 +384,9 @@ def test_scaled_is_the_moments_of_the_scaled_map(factor: float) -> None:
     case = make("random", 4, 12, seed=23, lead=(2,), covariance="full")
     scaled, direct = found(case).scaled(factor), moments(case.W_Q * factor, case.W_K, case.covariance)
     for name in (*MOMENTS, "spectral_norm", "stable_rank"):
-        torch.testing.assert_close(getattr(scaled, name), getattr(direct, name), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            getattr(scaled, name), getattr(direct, name), msg=lambda text, name=name: f"{name}: {text}"
+        )
     cross = cross_moments(case.W_Q, case.W_K)
     torch.testing.assert_close(cross.scaled(factor).frobenius_sq, cross.frobenius_sq * factor**2)
 
@@ -386,7 +423,9 @@ def test_cross_attention_keeps_norms_and_refuses_traces() -> None:
         m.eigenvalues()
 
 
-@pytest.mark.parametrize("name", ["trace", "symmetric_sq", "frobenius_sq", "trace_of_square", "variance", "concentration", "skew"])
+@pytest.mark.parametrize(
+    "name", ["trace", "symmetric_sq", "frobenius_sq", "trace_of_square", "variance", "concentration", "skew"]
+)
 def test_gradients_flow_to_both_projections(name: str) -> None:
     """A penalty trains through these; groups and a covariance included, because both take other paths."""
     case = make("random", 3, 5, seed=37, lead=(2, 2), key_lead=(2, 1), covariance="full")

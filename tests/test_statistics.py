@@ -1,4 +1,6 @@
-"""Statistics of attention inputs against numpy on what the layers really read; from text to batches; what is refused."""
+"""Statistics of attention inputs against numpy on what the layers really read; from text to batches; what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from tests.parity import Case, model_of, record
 
 FAMILIES = [
     "llama", "gpt2", "gemma3", "opt", "opt-post-norm", "bloom", "falcon", "deepseek_v3", "olmo2",  # decoders
-    "bert", "roberta", "distilbert", "mpnet", "deberta_v2", "xlnet", "torch-encoder-pre", "torch-encoder-post",  # padded encoders
+    # padded encoders
+    "bert", "roberta", "distilbert", "mpnet", "deberta_v2", "xlnet", "torch-encoder-pre", "torch-encoder-post",
     "roberta-cross", "t5", "bart", "whisper", "torch-transformer-pre", "torch-transformer-post",  # pairs
     "vit", "dinov2_with_registers", "clip", "siglip", "timm",  # towers
 ]  # fmt: skip
@@ -72,7 +75,10 @@ def test_moments_are_those_of_what_the_layer_reads(label: str) -> None:
     case = case_of(label)
     model, batch = model_of(case), case.batch()
     layers = list(attention_layers(model))
-    seen = {site.attention: here for site, here in zip(case.sites, record(case, model, case.implementations[0]), strict=True)}
+    seen = {
+        site.attention: here
+        for site, here in zip(case.sites, record(case, model, case.implementations[0]), strict=True)
+    }
     found = collected(model, [as_keywords(label, batch)])
     assert [x.layer for x in found.inputs] == list(range(len(layers)))
     for given, layer in zip(found.inputs, layers, strict=True):
@@ -110,7 +116,9 @@ def test_a_module_that_is_called_many_times_counts_every_call() -> None:
     pairs = [split(x.numpy(), batch["attention_mask"].bool().numpy()) for x in kept]
     given = collected(model, [batch]).inputs[0]
     close(given.first, np.concatenate([first for first, _ in pairs]).mean(0))
-    for ours, expected in zip((given.mean, given.covariance), moments(np.concatenate([rest for _, rest in pairs])), strict=True):
+    for ours, expected in zip(
+        (given.mean, given.covariance), moments(np.concatenate([rest for _, rest in pairs])), strict=True
+    ):
         close(ours, expected)
 
 
@@ -120,7 +128,9 @@ def test_a_module_that_is_called_many_times_counts_every_call() -> None:
 def test_padded_tokens_do_not_count_in_torch_encoders(nested: bool, batch_first: bool) -> None:
     """Time first, batch first, and the nested tensors that the encoder makes of a padded batch."""
     torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first), 2, enable_nested_tensor=nested)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first), 2, enable_nested_tensor=nested
+    )
     x, hidden = torch.randn(4, 10, 16), torch.zeros(4, 10, dtype=torch.bool)
     hidden[1, 6:] = hidden[3, 2:] = True
     found = statistics(encoder, [{"src": x if batch_first else x.transpose(0, 1), "src_key_padding_mask": hidden}])
@@ -151,16 +161,21 @@ def test_the_mask_of_one_stack_is_not_that_of_the_other() -> None:
     own = [x for x in collected(model_of(case), [batch]).inputs if x.kind == "self" and x.name.startswith("decoder")]
     assert [x.tokens for x in own] == [2 * 6] * 3
     case = case_of("clip")
-    words = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))  # as many as patches and the class token
+    # as many as patches and the class token
+    words = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    found = collected(model_of(case), [{"input_ids": words, "attention_mask": mask, "pixel_values": case.batch()["pixel_values"]}])
+    found = collected(
+        model_of(case), [{"input_ids": words, "attention_mask": mask, "pixel_values": case.batch()["pixel_values"]}]
+    )
     assert [x.tokens for x in found.inputs] == [6, 6, 8, 8]
 
 
 def test_a_large_mean_takes_no_digits_of_the_covariance() -> None:
     width = 1032  # beyond the width up to which sums are float64
     torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(width, 1, 8, batch_first=True), 1, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(width, 1, 8, batch_first=True), 1, enable_nested_tensor=False
+    )
     parts = [1000 + torch.randn(1, 9, width) for _ in range(2)]
     given = statistics(encoder, [{"src": part} for part in parts]).inputs[0]
     expected = moments(torch.cat(parts)[:, 1:].flatten(0, 1).double().numpy())[1]
@@ -169,7 +184,9 @@ def test_a_large_mean_takes_no_digits_of_the_covariance() -> None:
 
 def test_what_else_is_said_of_the_input() -> None:
     torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 1, 8, batch_first=True), 1, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 1, 8, batch_first=True), 1, enable_nested_tensor=False
+    )
     x = torch.randn(8, 1 + KEPT // 4, 8)
     x[..., 0] *= 10
     x[..., 1] += 10
@@ -201,7 +218,12 @@ def test_save_and_load(found: Statistics, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     found.save(path)
     again = Statistics.load(path)
-    assert (again.source, again.tokens, again.length, again.silent) == (found.source, found.tokens, found.length, found.silent)
+    assert (again.source, again.tokens, again.length, again.silent) == (
+        found.source,
+        found.tokens,
+        found.length,
+        found.silent,
+    )
     for a, b in zip(again.inputs, found.inputs, strict=True):
         assert vars(a).keys() == vars(b).keys()
         for name, value in vars(b).items():
@@ -245,7 +267,9 @@ def test_files_that_are_refused(found: Statistics, tmp_path: Path) -> None:
 
 
 def test_a_scan_refuses_statistics_of_another_model(found: Statistics) -> None:
-    with pytest.raises(LocaterError, match=r"layer 2 .* is self-attention of width 24, the statistics of T5Model have self-attention"):
+    with pytest.raises(
+        LocaterError, match=r"layer 2 .* is self-attention of width 24, the statistics of T5Model have self-attention"
+    ):
         locater.scan(model_of(case_of("clip")), statistics=found)
     with pytest.raises(LocaterError, match="exclude each other"):
         locater.scan(model_of(case_of("t5")), statistics=found, raw=True)
@@ -264,7 +288,10 @@ def test_layers_that_no_token_reached_are_named_and_left_out() -> None:
     assert (len(read.inputs), read.silent) == (2, (2, 3))
     scanned = locater.scan(model, statistics=read)
     assert [entry["layer"] for entry in scanned.layers] == [0, 1]
-    assert any("vision_model.encoder.layers.0.self_attn" in note and "left out" in note for note in scanned.assumptions["notes"])
+    assert any(
+        "vision_model.encoder.layers.0.self_attn" in note and "left out" in note
+        for note in scanned.assumptions["notes"]
+    )
 
 
 # ---- nothing stays behind ----
@@ -299,7 +326,9 @@ def test_the_model_is_as_before(fails: bool) -> None:
 
 
 def test_a_model_without_attention_that_can_be_told() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 1, 8, batch_first=True), 1, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 1, 8, batch_first=True), 1, enable_nested_tensor=False
+    )
     with pytest.raises(LocaterError, match="no attention layer was called"):
         statistics(encoder, [{"src": torch.randn(1, 1, 8)}])  # one token, which is the first
 
@@ -327,7 +356,9 @@ def tokenizer(template: str | None = None) -> Any:
     words = Tokenizer(models.WordLevel({**special, "a": 3, **{f"w{i}": i for i in range(4, 64)}}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     if template:
-        words.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+        words.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        )
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
 
 
@@ -335,7 +366,8 @@ WORDS = " ".join(f"w{4 + i % 60}" for i in range(100))
 
 
 @pytest.mark.parametrize(
-    ("template", "before", "after"), [(None, [], []), ("[CLS] $A [SEP]", [1], [2]), ("[CLS] $A", [1], []), ("$A [SEP]", [], [2])]
+    ("template", "before", "after"),
+    [(None, [], []), ("[CLS] $A [SEP]", [1], [2]), ("[CLS] $A", [1], []), ("$A [SEP]", [], [2])],
 )
 def test_special_tokens_stand_in_every_sequence(template: str | None, before: list[int], after: list[int]) -> None:
     held = batches(nn.Linear(1, 1), WORDS, tokenizer=tokenizer(template), length=16, tokens=64, batch=3)
@@ -356,11 +388,14 @@ def test_texts_paths_and_what_is_skipped(tmp_path: Path) -> None:
     for same in (tmp_path / "a.txt", WORDS.split(), [tmp_path / "a.txt"]):
         assert torch.equal(batches(nn.Linear(1, 1), same, **how)[0]["input_ids"], whole)
     assert torch.equal(batches(nn.Linear(1, 1), WORDS, skip=10, **how)[0]["input_ids"][:-1], whole[1:])
-    assert batches(nn.Linear(1, 1), "w4 w5 w6", **how)[0]["input_ids"].tolist() == [[4, 5, 6]]  # shorter than a sequence
+    # shorter than a sequence
+    assert batches(nn.Linear(1, 1), "w4 w5 w6", **how)[0]["input_ids"].tolist() == [[4, 5, 6]]
 
 
 def test_the_path_of_a_text_is_read_and_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A string that names a file is that file, alone and in a list; sentences stay sentences, whatever stands in them."""
+    """A string that names a file is that file, alone and in a list; sentences stay sentences, whatever stands in
+    them.
+    """
     (tmp_path / "a.txt").write_text(WORDS)
     (tmp_path / "two words.md").write_text(WORDS)
     monkeypatch.chdir(tmp_path)
@@ -376,7 +411,9 @@ MISSING = ["none.txt", "no/such/file", "./none", "/no/such file.txt", "C:\\none.
 
 
 @pytest.mark.parametrize("missing", MISSING)
-def test_a_string_that_looks_like_a_missing_file_is_refused(missing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_string_that_looks_like_a_missing_file_is_refused(
+    missing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LocaterError, match="no such file") as error:
         statistics(model_of(case_of("llama")), missing, tokenizer=tokenizer())
@@ -390,7 +427,9 @@ def test_a_string_that_looks_like_a_missing_file_is_refused(missing: Any, tmp_pa
     [({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "no tokenizer there"),
      ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "its tokenizer failed")],
 )  # fmt: skip
-def test_a_tokenizer_that_panics_is_named(change: dict[str, Any], when: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_that_panics_is_named(
+    change: dict[str, Any], when: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Rust's panics are no `Exception`: real ones, at loading and at work."""
     tokenizer().save_pretrained(tmp_path)
     held = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -419,7 +458,8 @@ def test_token_ids_and_batches_pass_through() -> None:
         ids[16:].view(1, 8).tolist(),
     ]
     batch = {"src": torch.randn(2, 3, 4)}
-    assert batches(nn.Linear(1, 1), batch) == batches(nn.Linear(1, 1), [batch]) == [batch]  # one batch alone is not a list of names
+    # one batch alone is not a list of names
+    assert batches(nn.Linear(1, 1), batch) == batches(nn.Linear(1, 1), [batch]) == [batch]
 
 
 def test_pairs_of_stacks_get_the_same_tokens_twice() -> None:
@@ -448,7 +488,12 @@ def refusals() -> list[tuple[Any, Callable[[], nn.Module], dict[str, Any], str]]
         (WORDS, llama, dict(tokenizer="no/such/folder/here"), r"no tokenizer there"),
         ("w4", llama, dict(tokenizer=tokenizer()), "1 token of text in sequences of 256: attention needs at least two"),
         (WORDS, llama, dict(tokenizer=tokenizer("[CLS] $A [SEP]"), length=3), "attention needs at least two"),
-        (WORDS, llama, dict(tokenizer=tokenizer(), length=80), r"sequences of 80 tokens, but the model has 64 positions: use length=64"),
+        (
+            WORDS,
+            llama,
+            dict(tokenizer=tokenizer(), length=80),
+            r"sequences of 80 tokens, but the model has 64 positions: use length=64",
+        ),
         (torch.tensor([[3, 64]]), llama, {}, "token id 64 is beyond the model's vocabulary of 64"),
         (torch.tensor([[3, -1]]), llama, {}, "token id -1 is beyond"),
         ([{"input_ids": [[3, 4], [5]]}], llama, {}, "pad ragged sequences"),

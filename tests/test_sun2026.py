@@ -117,7 +117,9 @@ def test_the_stream_is_read_after_every_half_block(llama: Any) -> None:
     assert torch.allclose(states[1], states[0] + attention[0][1])
     assert torch.allclose(states[4], states[3] + mlps[1][1])
     assert spikes.first_error(llama, attention) < 1e-5
-    assert spikes.first_error(llama, [(x[:, 1:], out[:, 1:]) for x, out in attention]) > 0.01, "later tokens see more than themselves"
+    assert spikes.first_error(llama, [(x[:, 1:], out[:, 1:]) for x, out in attention]) > 0.01, (
+        "later tokens see more than themselves"
+    )
 
 
 def test_the_form_is_the_mlp_with_silu_gone(llama: Any) -> None:
@@ -134,7 +136,9 @@ def test_the_form_is_the_mlp_with_silu_gone(llama: Any) -> None:
         mlp.gate_proj.weight.copy_(kept)
     assert found[1] < found[2]
     assert found[2] == pytest.approx(1.0, abs=1e-3)
-    assert forms.alignment(forms.quadratic(mlp, 100 * h), mlp(100 * h)) < 0.9, "size alone does not do it: half of the neurons are shut"
+    assert forms.alignment(forms.quadratic(mlp, 100 * h), mlp(100 * h)) < 0.9, (
+        "size alone does not do it: half of the neurons are shut"
+    )
 
 
 def test_a_planted_step_is_found_and_told_from_its_token(llama: Any) -> None:
@@ -154,7 +158,9 @@ def test_a_planted_step_is_found_and_told_from_its_token(llama: Any) -> None:
         ids[:, 0] = 7
         found = spikes.one_half(llama, ids)
     finally:
-        for p, old in zip((embeddings, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight), kept, strict=True):
+        for p, old in zip(
+            (embeddings, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight), kept, strict=True
+        ):
             p.copy_(old)
     assert (found["up"], found["is_mlp"], found["channel"]) == (2, True, 9)
     assert found["factor"] > spikes.STEP
@@ -174,9 +180,24 @@ def test_models_of_another_build_are_refused() -> None:
 
 
 def line(loss: float, share: float, spike: float) -> dict[str, Any]:
-    held = {"first_mass": share, "sink_rate": 0.0, "sink_ratio": share, "gate": None, "spike": 10 * spike, "spike_ratio": spike}
+    held = {
+        "first_mass": share,
+        "sink_rate": 0.0,
+        "sink_ratio": share,
+        "gate": None,
+        "spike": 10 * spike,
+        "spike_ratio": spike,
+    }
     heads = {"M": 0.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
-    end = {"status": "done", "select_loss": loss, "report_loss": loss, "entropy": 2.0, "accuracy": None, "heads": heads, "device": "cpu"}
+    end = {
+        "status": "done",
+        "select_loss": loss,
+        "report_loss": loss,
+        "entropy": 2.0,
+        "accuracy": None,
+        "heads": heads,
+        "device": "cpu",
+    }
     return {**end, "measures": held}
 
 

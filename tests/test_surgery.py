@@ -97,7 +97,9 @@ def bert(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
     mixed = block.attention.output.dense(block.attention.self(x, attention_mask=given["attention_mask"])[0])
     y = first(mixed) if cuts.get("no_skip") else first(mixed + x)
     if given.get("encoder_hidden_states") is not None:  # its skip stays
-        asked = dict(encoder_hidden_states=given["encoder_hidden_states"], attention_mask=given["encoder_attention_mask"])
+        asked = dict(
+            encoder_hidden_states=given["encoder_hidden_states"], attention_mask=given["encoder_attention_mask"]
+        )
         mixed = block.crossattention.output.dense(block.crossattention.self(y, **asked)[0])
         y = normed(block.crossattention.output.LayerNorm, cuts)(mixed + y)
     if cuts.get("no_mlp"):
@@ -108,7 +110,10 @@ def bert(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
 def albert(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
     layer = block.attention
     first, second = normed(layer.LayerNorm, cuts), normed(block.full_layer_layer_norm, cuts)
-    q, k, v = (m(x).unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2) for m in (layer.query, layer.key, layer.value))
+    q, k, v = (
+        m(x).unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2)
+        for m in (layer.query, layer.key, layer.value)
+    )
     maps = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~given["attention_mask"], -torch.inf).softmax(-1)
     mixed = layer.dense((maps @ v).transpose(1, 2).flatten(2))
     y = first(mixed) if cuts.get("no_skip") else first(mixed + x)
@@ -120,7 +125,10 @@ def albert(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
 def xlnet(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
     layer = block.rel_attn
     first, second = normed(layer.layer_norm, cuts), normed(block.ff.layer_norm, cuts)
-    q, k, v, r = (torch.einsum("ibh,hnd->ibnd", h, W) for h, W in ((x, layer.q), (x, layer.k), (x, layer.v), (given["r"].to(x), layer.r)))
+    q, k, v, r = (
+        torch.einsum("ibh,hnd->ibnd", h, W)
+        for h, W in ((x, layer.q), (x, layer.k), (x, layer.v), (given["r"].to(x), layer.r))
+    )
     mixed = torch.einsum("ibnd,hnd->ibh", layer.rel_attn_core(q, k, v, r, None, given["attn_mask_h"]), layer.o)
     y = first(mixed) if cuts.get("no_skip") else first(mixed + x)
     if cuts.get("no_mlp"):
@@ -128,8 +136,12 @@ def xlnet(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
     return second(block.ff.layer_2(block.ff.activation_function(block.ff.layer_1(y))) + y)
 
 
-def pre_norm(block: Any, attend: Callable[[Tensor], Tensor], norms: list[nn.Module], x: Tensor, cuts: Cuts, times: float = 1.0) -> Tensor:
-    """Two norms; or four, of which two follow attention and MLP (Gemma). `times` is Granite's factor on what is added."""
+def pre_norm(
+    block: Any, attend: Callable[[Tensor], Tensor], norms: list[nn.Module], x: Tensor, cuts: Cuts, times: float = 1.0
+) -> Tensor:
+    """Two norms; or four, of which two follow attention and MLP (Gemma). `times` is Granite's factor on what is
+    added.
+    """
     into, after, into_mlp, after_mlp = (
         normed(n, cuts) for n in (norms if len(norms) == 4 else (norms[0], nn.Identity(), norms[1], nn.Identity()))
     )
@@ -139,7 +151,9 @@ def pre_norm(block: Any, attend: Callable[[Tensor], Tensor], norms: list[nn.Modu
 
 
 def gpt2(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
-    return pre_norm(block, lambda h: block.attn(h, attention_mask=given["attention_mask"])[0], [block.ln_1, block.ln_2], x, cuts)
+    return pre_norm(
+        block, lambda h: block.attn(h, attention_mask=given["attention_mask"])[0], [block.ln_1, block.ln_2], x, cuts
+    )
 
 
 def vit(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
@@ -147,7 +161,13 @@ def vit(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
 
 
 def own(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
-    return pre_norm(block, lambda h: block.self_attn(h, given["turn"]), [block.input_layernorm, block.post_attention_layernorm], x, cuts)
+    return pre_norm(
+        block,
+        lambda h: block.self_attn(h, given["turn"]),
+        [block.input_layernorm, block.post_attention_layernorm],
+        x,
+        cuts,
+    )
 
 
 def llama(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
@@ -155,7 +175,12 @@ def llama(block: Any, x: Tensor, given: dict[str, Any], cuts: Cuts) -> Tensor:
     names = "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm".split()
     norms = [getattr(block, name) for name in names if hasattr(block, name)]
     return pre_norm(
-        block, lambda h: block.self_attn(hidden_states=h, **asked)[0], norms, x, cuts, getattr(block, "residual_multiplier", 1.0)
+        block,
+        lambda h: block.self_attn(hidden_states=h, **asked)[0],
+        norms,
+        x,
+        cuts,
+        getattr(block, "residual_multiplier", 1.0),
     )
 
 
@@ -170,7 +195,9 @@ def by_hand(calls: list[tuple[Any, dict[str, Any], Tensor]], cuts: Cuts, operate
     """The stream after every call of a block, from what entered the first one."""
     x, found = next(iter({k: v for k, v in calls[0][1].items() if k != "self"}.values())), []
     for block, given, _ in calls:
-        x = BY_BLOCK.get(type(block).__name__, llama)(block, x, given, cuts if any(block is one for one in operated) else {})
+        x = BY_BLOCK.get(type(block).__name__, llama)(
+            block, x, given, cuts if any(block is one for one in operated) else {}
+        )
         found.append(x)
     return found
 
@@ -182,12 +209,15 @@ def by_hand(calls: list[tuple[Any, dict[str, Any], Tensor]], cuts: Cuts, operate
 def test_what_is_left_is_what_is_written_out(case: Case) -> None:
     model = prepared(case)
     calls, before, keys = watched(model, case), tensors(execute(model, case)), list(model.state_dict())
-    blocks, numbers = blocks_of(model), [i for i, layer in enumerate(attention_layers(model)) if layer.kind == "self"]  # as in a scan
+    # as in a scan
+    blocks, numbers = blocks_of(model), [i for i, layer in enumerate(attention_layers(model)) if layer.kind == "self"]
     choices: list[tuple[Cuts, list[int] | None]] = [(cuts, None) for cuts in EACH + TOGETHER]
     choices += [(TOGETHER[-2], numbers[-1:]), (EACH[0], numbers[:1])]
     agree(by_hand(calls, {}, blocks), [out for *_, out in calls])  # what is written out is this model
     for cuts, layers in choices:
-        expected = by_hand(calls, cuts, [b for i, b in zip(numbers, blocks, strict=True) if layers is None or i in layers])
+        expected = by_hand(
+            calls, cuts, [b for i, b in zip(numbers, blocks, strict=True) if layers is None or i in layers]
+        )
         control = Surgery(**cuts, layers=layers).attach(model)
         assert list(model.state_dict()) == keys
         found = [out for *_, out in watched(model, case)]
@@ -196,7 +226,10 @@ def test_what_is_left_is_what_is_written_out(case: Case) -> None:
         control.detach()
         assert same(tensors(execute(model, case)), before)
     assert not any(
-        "locater" in key or callable(held) for module in model.modules() for key, held in vars(module).items() if key == "forward"
+        "locater" in key or callable(held)
+        for module in model.modules()
+        for key, held in vars(module).items()
+        if key == "forward"
     )
 
 
@@ -283,10 +316,19 @@ def small(name: str, **kw: Any) -> Any:
 
     torch.manual_seed(0)
     shape = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=64, max_position_embeddings=64
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=64,
+        max_position_embeddings=64,
     )
     dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0} if name in ("Bert", "Albert") else {}
-    return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**{**shape, **dropout, **kw})).double().eval()
+    return (
+        getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**{**shape, **dropout, **kw}))
+        .double()
+        .eval()
+    )
 
 
 IDS = torch.arange(3, 35).view(2, 16)
@@ -339,7 +381,9 @@ def test_generation_with_a_cache_is_that_without() -> None:
 @pytest.mark.parametrize("no_skip", [True, False])
 @torch.no_grad()
 def test_two_streams_of_xlnet_both_lose_their_skip(no_skip: bool) -> None:
-    """Values are zero, so that what leaves attention is its skip. In float32: the second stream of transformers has no float64."""
+    """Values are zero, so that what leaves attention is its skip. In float32: the second stream of transformers has no
+    float64.
+    """
     model: Any = prepared(BY_LABEL["xlnet"]).float()
     model.layer[0].rel_attn.v.zero_()
     streams: list[Any] = []
@@ -378,14 +422,19 @@ def test_it_may_end_before_those_who_watch(label: str) -> None:
 
 def test_those_who_watch_come_after() -> None:
     model = small("GPT2", n_embd=32, n_layer=2, n_head=4)
-    with observe(model, hidden=True), pytest.raises(LocaterError, match=r"^GPT2Block\.forward is observed, or under another Surgery: "):
+    with (
+        observe(model, hidden=True),
+        pytest.raises(LocaterError, match=r"^GPT2Block\.forward is observed, or under another Surgery: "),
+    ):
         Surgery(no_skip=True).attach(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_two_of_them_share_a_model_and_not_a_part() -> None:
     model = small("GPT2", n_embd=32, n_layer=2, n_head=4)
-    both = Controls([Surgery(no_skip=True, layers=[0]), Surgery(no_norm=True, layers=[1]), Surgery(no_mlp=True), Temperature(2.0)])
+    both = Controls(
+        [Surgery(no_skip=True, layers=[0]), Surgery(no_norm=True, layers=[1]), Surgery(no_mlp=True), Temperature(2.0)]
+    )
     both.attach(model)
     with pytest.raises(LocaterError, match="under another Surgery"):
         Surgery(no_norm=True).attach(model)
@@ -401,7 +450,9 @@ def test_a_monitor_goes_along(tmp_path: Path) -> None:
     monitor.after_step()
     monitor.detach()
     assert (tmp_path / "run.jsonl").read_text().count('"step"')
-    model.layers[0].self_attn.register_forward_pre_hook(lambda m, args, kw: given.append(kw["hidden_states"]), with_kwargs=True)
+    model.layers[0].self_attn.register_forward_pre_hook(
+        lambda m, args, kw: given.append(kw["hidden_states"]), with_kwargs=True
+    )
     model(IDS)
     assert given[0].abs().max() > 0, "what attention is given is the stream, not the zeros that its block is run on"
 
@@ -456,7 +507,9 @@ def test_other_families_are_refused(label: str) -> None:
         Surgery(no_skip=True).attach(model)
     said = str(refused.value)
     assert (f"model type {kind!r}" if kind else "no model type") in said
-    assert said.endswith("albert, bert, camembert, electra, gemma2, gemma3_text, " + said.rpartition("gemma3_text, ")[2])
+    assert said.endswith(
+        "albert, bert, camembert, electra, gemma2, gemma3_text, " + said.rpartition("gemma3_text, ")[2]
+    )
     assert "xlnet" in said
     assert "\n" not in said
 
@@ -464,7 +517,12 @@ def test_other_families_are_refused(label: str) -> None:
 @pytest.mark.parametrize(
     ("name", "part", "cuts", "said"),
     [
-        ("Bert", "encoder.layer.1.output.LayerNorm", {"no_norm": True}, "encoder.layer.1.output.LayerNorm is not there"),
+        (
+            "Bert",
+            "encoder.layer.1.output.LayerNorm",
+            {"no_norm": True},
+            "encoder.layer.1.output.LayerNorm is not there",
+        ),
         ("Llama", "layers.1.mlp", {"no_mlp": True}, "layers.1.mlp is not there"),
         (
             "Albert",
@@ -478,7 +536,9 @@ def test_a_part_that_is_missing_is_named(name: str, part: str, cuts: Cuts, said:
     model = small(name)
     above, _, last = part.rpartition(".")
     delattr(model.get_submodule(above), last)
-    with pytest.raises(LocaterError, match=rf"Surgery: {name}Model \(model type '{name.lower()}'\): .*{said}; it works on albert, bert"):
+    with pytest.raises(
+        LocaterError, match=rf"Surgery: {name}Model \(model type '{name.lower()}'\): .*{said}; it works on albert, bert"
+    ):
         Surgery(**cuts).attach(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -511,7 +571,10 @@ def test_a_block_that_goes_another_way_is_an_error() -> None:
         (lambda: Surgery(no_norm=1), "no_norm=1: True or False"),  # type: ignore[arg-type]
         (lambda: Surgery(no_mlp="norm"), "no_mlp='norm': True, False, or sublayer"),  # type: ignore[arg-type]
         (lambda: Surgery(no_skip=True, layers=1), r"layers=1: a list of numbers, such as \[1\]"),  # type: ignore[arg-type]
-        (lambda: Surgery(no_skip=True, layers=[2]).attach(small("Bert")), r"layers=\[2\]: there are 2, numbered from 0"),
+        (
+            lambda: Surgery(no_skip=True, layers=[2]).attach(small("Bert")),
+            r"layers=\[2\]: there are 2, numbered from 0",
+        ),
         (lambda: Surgery(no_skip=True, layers=[]).attach(small("Bert")), r"layers=\[\]: there are 2"),
         (
             lambda: Surgery(no_skip=True).attach(nn.Linear(2, 2)),
@@ -519,7 +582,10 @@ def test_a_block_that_goes_another_way_is_an_error() -> None:
         ),
         (lambda: Surgery(no_skip=True).loss(), "Surgery is not attached"),
         (lambda: parse_control("surgery"), "Surgery takes nothing out"),
-        (lambda: parse_control("surgery(skip=True)"), "control surgery has no option 'skip': it has no_skip, no_mlp, no_norm, layers"),
+        (
+            lambda: parse_control("surgery(skip=True)"),
+            "control surgery has no option 'skip': it has no_skip, no_mlp, no_norm, layers",
+        ),
     ],
 )
 def test_bad_requests_are_one_line(make: Callable[[], Any], said: str) -> None:
@@ -543,7 +609,9 @@ def residuals(hidden: list[Tensor]) -> list[float]:
 
 @torch.no_grad()
 def test_attention_alone_collapses_and_the_skip_prevents_it() -> None:
-    """Twelve layers at initialisation. The paper's figure has .35 for the whole model, .45 with the skip alone, 0 from layer 2 without."""
+    """Twelve layers at initialisation. The paper's figure has .35 for the whole model, .45 with the skip alone, 0 from
+    layer 2 without.
+    """
     model = small("Bert", hidden_size=64, num_hidden_layers=12, intermediate_size=256)
     ids = torch.randint(64, (4, 48), generator=torch.Generator().manual_seed(0))
 
@@ -583,7 +651,15 @@ def test_a_run_without_skips(tmp_path: Path) -> None:
     """By name, with the monitor; and resumed controls are of the same kind."""
     held: Any = parse_control("surgery(no_skip=True, no_mlp=sublayer, layers=[0])")
     assert repr(held) == "Surgery(no_skip=True, no_mlp='sublayer', no_norm=False, layers=[0])"
-    settings = {**TINY, "corpus": (str(corpus(tmp_path)),), "log": 1, "steps": 4, "checkpoint": 2, "evaluate": 2, "observe": 2}
+    settings = {
+        **TINY,
+        "corpus": (str(corpus(tmp_path)),),
+        "log": 1,
+        "steps": 4,
+        "checkpoint": 2,
+        "evaluate": 2,
+        "observe": 2,
+    }
     plain = run(Plan(**settings, out=str(tmp_path / "plain")))
     result = run(Plan(**settings, out=str(tmp_path / "cut"), control=("surgery(no_skip=True, no_norm=True)",)))
     assert result.report_loss != plain.report_loss

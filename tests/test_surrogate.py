@@ -1,4 +1,6 @@
-"""The Gaussian surrogate: folding measured tokens into heads, exact cases, and trained models on text they were not measured on."""
+"""The Gaussian surrogate: folding measured tokens into heads, exact cases, and trained models on text they were not
+measured on.
+"""
 
 from __future__ import annotations
 
@@ -69,13 +71,18 @@ def maps(layer: AttentionLayer, head: int) -> tuple[Tensor, Tensor, Tensor, Tens
     """(W_Q, b_q, W_K, b_k) of one head, float64."""
     size, kv = layer.head_dim, head // layer.group
     q, k = (slice(at * size, (at + 1) * size) for at in (head, kv))
-    query, key = (getattr(p, "down", p) for p in (layer.query, layer.key))  # in front of a norm of each head, where the map has one
-    b_q, b_k = (torch.zeros(size).double() if p.bias is None else p.bias.double()[rows] for p, rows in ((query, q), (key, k)))
+    # in front of a norm of each head, where the map has one
+    query, key = (getattr(p, "down", p) for p in (layer.query, layer.key))
+    b_q, b_k = (
+        torch.zeros(size).double() if p.bias is None else p.bias.double()[rows] for p, rows in ((query, q), (key, k))
+    )
     return query.weight().double()[q], b_q, key.weight().double()[k], b_k
 
 
 def normed(weight: Tensor, bias: Tensor, tokens: Tokens, norm: Norm | None, head: int) -> tuple[Tensor, Tensor]:
-    """Norm of queries or keys in mean field: divided by the root of E |W x + b|^2 / d_head over tokens, with explicit d x d products."""
+    """Norm of queries or keys in mean field: divided by the root of E |W x + b|^2 / d_head over tokens, with explicit d
+    x d products.
+    """
     if norm is None:
         return weight, bias
     size = len(weight)
@@ -131,7 +138,9 @@ def test_cross_attention_has_two_covariances(label: str) -> None:
             W, e = W_Q.T @ W_K, W_K.T @ (W_Q @ tokens.mean + b_q)
             expected = torch.trace(tokens.covariance @ W @ tokens.memory.covariance @ W.T)
             assert float(found.frobenius_sq[head]) == pytest.approx(float(expected), rel=1e-9)
-            assert float(folded.key_bias[head]) == pytest.approx(layer.scale * float((e @ tokens.memory.covariance @ e).sqrt()), rel=1e-9)
+            assert float(folded.key_bias[head]) == pytest.approx(
+                layer.scale * float((e @ tokens.memory.covariance @ e).sqrt()), rel=1e-9
+            )
 
 
 @pytest.mark.parametrize("label", ["olmo2", "deepseek_v3", "qwen3"])
@@ -163,7 +172,9 @@ def test_the_fold_meets_the_spread_of_real_logits_on_measured_tokens(label: str)
 
 @torch.no_grad()
 def test_unit_tokens_are_a_special_case() -> None:
-    """After LayerNorm the stream is gain * z + bias with covariance of z I - 11^T/d: as statistics, the same numbers."""
+    """After LayerNorm the stream is gain * z + bias with covariance of z I - 11^T/d: as statistics, the same
+    numbers.
+    """
     for label in ("gpt2", "llama", "qwen3"):
         for layer in layers_of(label):
             d = layer.width
@@ -173,7 +184,9 @@ def test_unit_tokens_are_a_special_case() -> None:
             ours, unit = effective(layer, tokens=Tokens(mean, gain[:, None] * C * gain)), effective(layer)
             tolerance = 10 * JITTER  # I - 11^T/d is singular
             assert torch.allclose(ours.moments().frobenius_sq, unit.moments().frobenius_sq, rtol=tolerance)
-            assert torch.allclose(ours.moments().trace, unit.moments().trace, atol=tolerance * float(unit.moments().frobenius_sq.max()))
+            assert torch.allclose(
+                ours.moments().trace, unit.moments().trace, atol=tolerance * float(unit.moments().frobenius_sq.max())
+            )
             assert torch.allclose(ours.key_bias, unit.key_bias, rtol=tolerance)
 
 
@@ -200,7 +213,9 @@ def test_root_of_singular_covariances(rank: int, dtype: torch.dtype) -> None:
     C = some_tokens(64, rank=rank).covariance.to(dtype)
     R = root(C)
     mean = float(C.diagonal().mean())
-    assert torch.allclose(R @ R.mT, C, rtol=0, atol=2 * JITTER * mean + 20 * torch.finfo(dtype).eps * float(C.abs().max()))
+    assert torch.allclose(
+        R @ R.mT, C, rtol=0, atol=2 * JITTER * mean + 20 * torch.finfo(dtype).eps * float(C.abs().max())
+    )
     assert R.dtype == dtype
 
 
@@ -221,7 +236,9 @@ def test_gaussian_tokens_have_the_moments_asked_for() -> None:
     spread = tokens.covariance.diagonal().sqrt()
     assert ((later.mean(0) - tokens.mean).abs() < 5 * spread / len(later) ** 0.5).all()
     assert torch.allclose(torch.cov(later.mT), tokens.covariance, atol=0.05)
-    assert torch.equal(x, gaussian_tokens(tokens.mean, tokens.covariance, 20, 2000, first=torch.arange(6, dtype=torch.float64)))
+    assert torch.equal(
+        x, gaussian_tokens(tokens.mean, tokens.covariance, 20, 2000, first=torch.arange(6, dtype=torch.float64))
+    )
     assert not torch.equal(x[:, 1:], gaussian_tokens(tokens.mean, tokens.covariance, 20, 2000, seed=1)[:, 1:])
 
 
@@ -250,7 +267,11 @@ def test_normal_inputs_are_predicted_within_monte_carlo_error(label: str) -> Non
         first = None if layer.kind == "cross" else tokens.mean + 2
         ours = predict(layer, given_of(tokens, layer, first), LENGTH, sequences=4 * DRAWS)
         x = gaussian_tokens(tokens.mean, tokens.covariance, DRAWS, LENGTH, first, seed=7)
-        memory = None if tokens.memory is None else gaussian_tokens(tokens.memory.mean, tokens.memory.covariance, DRAWS, LENGTH, seed=8)
+        memory = (
+            None
+            if tokens.memory is None
+            else gaussian_tokens(tokens.memory.mean, tokens.memory.covariance, DRAWS, LENGTH, seed=8)
+        )
         p = replace(layer, norm=Norm(), memory_norm=None).attention(x, memory)  # (B, H, T, S)
         entropy = -torch.special.xlogy(p, p).sum(-1).mean(-1)
         compare(ours["entropy"], entropy)
@@ -286,7 +307,9 @@ def test_heads_without_queries_are_uniform() -> None:
 @torch.no_grad()
 def test_equal_tokens_are_uniform_in_what_each_row_sees() -> None:
     layer = replace(layers_of("llama")[0], rotary=None)
-    constant = Input(0, "", "self", 9, torch.ones(layer.width), torch.zeros(layer.width, layer.width), torch.ones(layer.width))
+    constant = Input(
+        0, "", "self", 9, torch.ones(layer.width), torch.zeros(layer.width, layer.width), torch.ones(layer.width)
+    )
     expected = sum(math.log(n) for n in range(1, 31)) / 30
     assert torch.allclose(predict(layer, constant, 30)["entropy"], torch.full((4,), expected), atol=1e-4)
 
@@ -296,12 +319,16 @@ def test_cross_attention_looks_at_as_many_keys_as_asked() -> None:
     layer = next(x for x in layers_of("bart") if x.kind == "cross")
     silent = replace(layer, scale=0.0)
     for given in (None, given_of(measured(layer), layer)):
-        assert torch.allclose(predict(silent, given, 8, 40)["entropy"], torch.full((layer.heads,), math.log(40)), atol=1e-5)
+        assert torch.allclose(
+            predict(silent, given, 8, 40)["entropy"], torch.full((layer.heads,), math.log(40)), atol=1e-5
+        )
 
 
 @torch.no_grad()
 def test_weights_alone_know_that_layer_norm_removes_the_mean() -> None:
-    """A key map that reads nothing but the mean direction sees nothing after LayerNorm, and everything after RMSNorm."""
+    """A key map that reads nothing but the mean direction sees nothing after LayerNorm, and everything after
+    RMSNorm.
+    """
     layer = layers_of("gpt2")[0]
     ones = torch.ones_like(layer.key.weight())
     blind = replace(layer, norm=Norm("layer"), key=replace(layer.key, weight=lambda: ones, bias=None))
@@ -321,7 +348,9 @@ def test_scans_use_statistics(tmp_path: Path) -> None:
         M, _, F = unit_moments(effective(layer, tokens=given.as_tokens()).moments(), layer.scale)
         assert [row.M for row in rows] == pytest.approx(M.tolist(), rel=1e-5)
         assert [row.F for row in rows] == pytest.approx(F.tolist(), rel=1e-5)
-        assert [row.expected_entropy for row in rows] == pytest.approx(predict(layer, given, 9)["entropy"].tolist(), rel=1e-5)
+        assert [row.expected_entropy for row in rows] == pytest.approx(
+            predict(layer, given, 9)["entropy"].tolist(), rel=1e-5
+        )
     found.save(tmp_path / "a.pt")
     model.save_pretrained(tmp_path / "model")
     again = locater.scan(tmp_path / "model", statistics=locater.Statistics.load(tmp_path / "a.pt"), length=9)

@@ -1,4 +1,6 @@
-"""What parity does not show of vision models and pairs: names on the hub, parts taken out of a model, and what is refused."""
+"""What parity does not show of vision models and pairs: names on the hub, parts taken out of a model, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_a_part_taken_out_of_its_model(label: str, part: str) -> None:
     model = built(label)
     whole = {layer.name: layer for layer in attention_layers(model)}
     taken = list(attention_layers(model.get_submodule(part)))
-    assert [f"{part}.{x.name}".rstrip(".") for x in taken] == [name for name in whole if f"{name}.".startswith(f"{part}.")]
+    assert [f"{part}.{x.name}".rstrip(".") for x in taken] == [
+        name for name in whole if f"{name}.".startswith(f"{part}.")
+    ]
     for layer in taken:
         other = whole[f"{part}.{layer.name}".rstrip(".")]
         assert (layer.causal, layer.kind, layer.heads) == (other.causal, other.kind, other.heads)
@@ -126,7 +130,9 @@ def test_gradients_reach_the_parameters() -> None:
     for label in ("t5", "dinov2", "timm", "siglip"):
         model = built(label)
         layers = list(attention_layers(model))
-        sum(layer.output(torch.randn(1, 3, layer.width, dtype=torch.float64)).square().sum() for layer in layers).backward()
+        sum(
+            layer.output(torch.randn(1, 3, layer.width, dtype=torch.float64)).square().sum() for layer in layers
+        ).backward()
         touched = [n for n, p in model.named_parameters() if p.grad is not None]
         assert any("relative_attention_bias" in n for n in touched) == (label == "t5")
         assert any("lambda1" in n or "gamma" in n for n in touched) == (label in ("dinov2", "timm"))
@@ -153,7 +159,9 @@ def test_heads_are_asked_for(tmp_path: Path) -> None:
     assert attention_layers(folder, heads=4)[0].heads == 4
 
 
-@pytest.mark.parametrize("name", ["vit_pe_core_base_patch16_224", "vit_base_patch16_dinov3", "eva02_base_patch14_224", "davit_base"])
+@pytest.mark.parametrize(
+    "name", ["vit_pe_core_base_patch16_224", "vit_base_patch16_dinov3", "eva02_base_patch14_224", "davit_base"]
+)
 def test_architectures_that_only_look_alike_are_refused(name: str, tmp_path: Path) -> None:
     assert name in refusal(written("timm-architecture", tmp_path, architecture=name), heads=4)
 
@@ -179,7 +187,9 @@ def test_conditioned_blocks_are_refused() -> None:
 
 
 def test_modules_of_several_kinds_are_all_read() -> None:
-    both = nn.ModuleDict({"text": nn.TransformerEncoderLayer(32, 4), "image": Block(32, 4, LAYER, nn.Identity, scaled=False)})
+    both = nn.ModuleDict(
+        {"text": nn.TransformerEncoderLayer(32, 4), "image": Block(32, 4, LAYER, nn.Identity, scaled=False)}
+    )
     assert [layer.name for layer in attention_layers(both)] == ["text.self_attn", "image.attn"]
 
 

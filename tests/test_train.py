@@ -66,7 +66,10 @@ def test_a_plan_goes_to_json_and_back() -> None:
         ({"width": 12, "heads": 4}, "give heads an even size"),
         ({"heads": 4, "kv_heads": 3}, "heads=4, kv_heads=3: each must be a multiple of the next"),
         ({"task": "image"}, "go together"),
-        ({"task": "image", "images": "a.npz", "corpus": ["a.txt"]}, "task=image learns from images alone: leave out corpus=a.txt"),
+        (
+            {"task": "image", "images": "a.npz", "corpus": ["a.txt"]},
+            "task=image learns from images alone: leave out corpus=a.txt",
+        ),
         ({"masked": 1.0}, "these are shares"),
     ],
 )
@@ -191,7 +194,9 @@ def test_windows_cover_a_split_once(tmp_path: Path) -> None:
 
 
 def test_masked_batches_hide_what_is_asked_for(tmp_path: Path) -> None:
-    data = open_data(Plan(**{**TINY, "batch": 64}, task="masked", corpus=(str(corpus(tmp_path)),)), tmp_path, torch.device("cpu"))
+    data = open_data(
+        Plan(**{**TINY, "batch": 64}, task="masked", corpus=(str(corpus(tmp_path)),)), tmp_path, torch.device("cpu")
+    )
     inputs, targets = data.batch(0)
     hidden = inputs == 256
     assert float(hidden.float().mean()) == pytest.approx(0.15, abs=0.04)
@@ -240,7 +245,9 @@ def test_bad_images_are_refused(tmp_path: Path, change: dict[str, Any], said: st
         open_data(Plan(task="image", images=str(tmp_path / "y.npz")), tmp_path, torch.device("cpu"))
     assert said in str(error.value)
     few = Plan(task="image", images=str(tmp_path / "x.npz"), batch=500)
-    with pytest.raises(LocaterError, match=r"x\.npz: 180 images to train on fill no batch of 500: give a smaller --batch"):
+    with pytest.raises(
+        LocaterError, match=r"x\.npz: 180 images to train on fill no batch of 500: give a smaller --batch"
+    ):
         open_data(few, tmp_path, torch.device("cpu"))
 
 
@@ -251,7 +258,9 @@ def test_bad_images_are_refused(tmp_path: Path, change: dict[str, Any], said: st
 def test_transformers_computes_the_same(tmp_path: Path, qk_norm: bool) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = Transformer(Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48, length=12, qk_norm=qk_norm))
+    model = Transformer(
+        Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48, length=12, qk_norm=qk_norm)
+    )
     redraw(model)
     (tmp_path / "tokenizer.json").write_text(ByteTokenizer().to_json())
     folder = checkpoints.save(tmp_path, "model", model)
@@ -279,7 +288,9 @@ def test_a_saved_model_is_the_same_and_is_scanned(tmp_path: Path, kind: str) -> 
     folder = checkpoints.save(tmp_path, "model", model)
     again = load(folder)
     rng = torch.Generator().manual_seed(0)
-    inputs = torch.randint(256, (2, 8, 8, 3), generator=rng) if kind == "image" else torch.randint(64, (2, 9), generator=rng)
+    inputs = (
+        torch.randint(256, (2, 8, 8, 3), generator=rng) if kind == "image" else torch.randint(64, (2, 9), generator=rng)
+    )
     with torch.no_grad():
         assert torch.equal(model(inputs), again(inputs))
     read = list(attention_layers(folder))
@@ -335,7 +346,10 @@ def test_controls_by_name() -> None:
     ("text", "said"),
     [
         ("locator", "no control 'locator': there are "),
-        ("locater(goal=2)", "control locater has no option 'goal': it has shrink, hold, target, part, layers, schedule"),
+        (
+            "locater(goal=2)",
+            "control locater has no option 'goal': it has shrink, hold, target, part, layers, schedule",
+        ),
         ("locater(2)", "write it as name or name(option=value, ...)"),
         ("locater(**{})", "write it as"),
         ("locater(target=__import__('os'))", "a number, a word, a text or a list of them"),

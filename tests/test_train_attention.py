@@ -1,4 +1,6 @@
-"""`locater train --attention NAME`: blocks attend as the mechanism says, are read back, and are measured rightly or not at all."""
+"""`locater train --attention NAME`: blocks attend as the mechanism says, are read back, and are measured rightly or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ SET = (  # learned ones, and settings, for stacks of two layers
     "gated(from_input=False)", "gated(additive=True)", "multiformer(kinds=flcl)", "binary(span=0)", "hybrid(layout=1:1)",
     "hybrid(layout=LS, linear=linear, full=gated)",
 )  # fmt: skip
-CASES = [(name, causal) for name in FREE for causal in (True, False) if not (causal and mechanism(name).causal == "never")]
+CASES = [
+    (name, causal) for name in FREE for causal in (True, False) if not (causal and mechanism(name).causal == "never")
+]
 IDS = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
 SMALL = dict(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, length=16)
 
@@ -200,7 +204,9 @@ def test_modules_learn_in_half_precision_and_are_saved(text: str, tmp_path: Path
         torch.testing.assert_close(layer.output(held["x"]), held["y"], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("changes", [{"norm": "sandwich"}, {"norm": "post"}, {"fusion": "gate"}, {"mlp": "none"}, {"mlp": "linear"}])
+@pytest.mark.parametrize(
+    "changes", [{"norm": "sandwich"}, {"norm": "post"}, {"fusion": "gate"}, {"mlp": "none"}, {"mlp": "linear"}]
+)
 def test_other_blocks(changes: dict[str, str], tmp_path: Path) -> None:
     """Norms, fusion and MLPs by hand, saved and read again; surgery, which knows other blocks, refuses."""
     torch.manual_seed(0)
@@ -219,7 +225,11 @@ def test_other_blocks(changes: dict[str, str], tmp_path: Path) -> None:
             if mlp != "none":
                 read = x if norm == "post" else block.post_attention_layernorm(x)
                 up, down = block.mlp.up_proj.weight, block.mlp.down_proj.weight
-                bent = read @ up.T if mlp == "linear" else functional.silu(read @ block.mlp.gate_proj.weight.T) * (read @ up.T)
+                bent = (
+                    read @ up.T
+                    if mlp == "linear"
+                    else functional.silu(read @ block.mlp.gate_proj.weight.T) * (read @ up.T)
+                )
                 x = added(x, bent @ down.T, block.mlp_out_norm)
             states.append(x)
         if "fusion" in changes:
@@ -234,7 +244,8 @@ def test_other_blocks(changes: dict[str, str], tmp_path: Path) -> None:
         Surgery(no_skip=True).attach(model)
     wide = model.double()
     held: dict[str, Tensor] = {}
-    enters = stack.layers[0].mlp_out_norm if norm == "post" else stack.layers[1]  # what enters the norm in front of attention
+    # what enters the norm in front of attention
+    enters = stack.layers[0].mlp_out_norm if norm == "post" else stack.layers[1]
     hooks = [
         stack.layers[1].self_attn.register_forward_hook(lambda m, args, y: held.update(y=y)),
         enters.register_forward_pre_hook(lambda m, args: held.update(stream=args[0])),
@@ -333,10 +344,16 @@ def test_a_scan_reads_the_same_maps(tmp_path: Path) -> None:
         if name in READ:
             assert found.rows == rows
             continue
-        assert [(row.M, row.S, row.F, row.stable_rank) for row in found.rows] == [(row.M, row.S, row.F, row.stable_rank) for row in rows]
-        assert {(row.expected_entropy, row.residual_kept, row.localization) for row in found.rows} == {(None, None, None)}
+        assert [(row.M, row.S, row.F, row.stable_rank) for row in found.rows] == [
+            (row.M, row.S, row.F, row.stable_rank) for row in rows
+        ]
+        assert {(row.expected_entropy, row.residual_kept, row.localization) for row in found.rows} == {
+            (None, None, None)
+        }
         assert {row.flags for row in found.rows} == {()}, "what flags mean is said of a softmax"
-        assert any(note.startswith(f"{name} attention: its weights are no softmax") for note in found.assumptions["notes"])
+        assert any(
+            note.startswith(f"{name} attention: its weights are no softmax") for note in found.assumptions["notes"]
+        )
 
 
 def test_a_model_saved_before_is_softmax(tmp_path: Path) -> None:
@@ -385,7 +402,9 @@ def test_a_layer_that_is_read_attends_as_its_block_does(name: str, causal: bool)
         model(IDS)
     for hook in hooks:
         hook.remove()
-    torch.testing.assert_close(layer.attention(held["x"]), mechanism(name).map(q, k, causal=causal), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        layer.attention(held["x"]), mechanism(name).map(q, k, causal=causal), rtol=1e-6, atol=1e-9
+    )
     torch.testing.assert_close(layer.output(held["x"]), held["y"], rtol=1e-6, atol=1e-8)
 
 
@@ -414,11 +433,15 @@ def test_controls_that_need_a_softmax_are_refused() -> None:
 
 
 @pytest.mark.parametrize("control", ["qk_clip", "entropy_penalty(ceiling=0.5)", "logit_softcap(cap=2)", "qk_norm"])
-def test_a_run_under_them_is_refused_before_it_begins(tmp_path: Path, control: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_under_them_is_refused_before_it_begins(
+    tmp_path: Path, control: str, caplog: pytest.LogCaptureFixture
+) -> None:
     held = plan(tmp_path, attention="sigmoid", control=(control,))
     with pytest.raises(LocaterError) as error:
         run(held)
-    assert str(error.value).startswith(f"--control {control}: it needs the logits of a softmax, and sigmoid attention has none: ")
+    assert str(error.value).startswith(
+        f"--control {control}: it needs the logits of a softmax, and sigmoid attention has none: "
+    )
     assert not caplog.records, "no word of a run that goes on"
     with pytest.raises(LocaterError, match="needs the logits of a softmax"):
         sweep(replace(held, attention="softmax"), {"attention": ["softmax", "sigmoid"]})
@@ -478,7 +501,9 @@ def test_a_run_goes_on_exactly(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         run(replace(again, attention="linear"))
 
 
-def test_a_full_disk_costs_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_records_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from locater.tracking.loggers import JsonlSink
 
     def full(self: JsonlSink, line: bytes) -> None:
@@ -500,12 +525,19 @@ def test_a_measured_run_and_other_tasks(tmp_path: Path) -> None:
 
 def test_a_sweep_over_mechanisms(tmp_path: Path) -> None:
     lines = sweep(plan(tmp_path, steps=2, evaluate=0), {"attention": ["softmax", "sigmoid"]})
-    assert [(line["name"], line["status"]) for line in lines] == [("attention=softmax", "done"), ("attention=sigmoid", "done")]
+    assert [(line["name"], line["status"]) for line in lines] == [
+        ("attention=softmax", "done"),
+        ("attention=sigmoid", "done"),
+    ]
     assert lines[0]["report_loss"] != lines[1]["report_loss"]
 
 
 REFUSED = [
-    ("causal", "doubly_normalized", "task=causal: doubly_normalized attention cannot be causal: it normalises over queries first"),
+    (
+        "causal",
+        "doubly_normalized",
+        "task=causal: doubly_normalized attention cannot be causal: it normalises over queries first",
+    ),
     ("masked", "gated_delta", "task=masked: gated_delta attention is causal only: it is a recurrence"),
     ("masked", "hybrid(layout=1:1)", "task=masked: gated_delta attention is causal only"),
     ("causal", "sofmax", "no attention mechanism 'sofmax'; there are softmax, softcap"),
@@ -541,7 +573,9 @@ def test_what_is_causal_only_is_for_causal_tasks(monkeypatch: pytest.MonkeyPatch
     only = replace(mechanism("linear"), name="onward", causal="only", reason="it is a recurrence over tokens")
     monkeypatch.setitem(registry._MECHANISMS, "onward", only)
     assert Plan(attention="onward").attention == "onward"
-    with pytest.raises(LocaterError, match="task=masked: onward attention is causal only: it is a recurrence over tokens"):
+    with pytest.raises(
+        LocaterError, match="task=masked: onward attention is causal only: it is a recurrence over tokens"
+    ):
         Plan(task="masked", attention="onward")
 
 
@@ -571,7 +605,10 @@ def test_own_blocks_are_probed_where_they_are_a_softmax(tmp_path: Path, run: Cal
     """From the folder that a run leaves, whose type transformers does not know; others are refused with the reason."""
     from locater.train import run as trained
 
-    made = {name: trained(plan(tmp_path, attention=name, out=str(tmp_path / name), steps=2)) for name in ("learned_sink", "sigmoid")}
+    made = {
+        name: trained(plan(tmp_path, attention=name, out=str(tmp_path / name), steps=2))
+        for name in ("learned_sink", "sigmoid")
+    }
     text = tmp_path / "corpus.txt"
     args = ("probe", made["learned_sink"].model, "--text", text, "--length", TINY["length"])
     done = run(*args, "--json", "-")
@@ -582,7 +619,9 @@ def test_own_blocks_are_probed_where_they_are_a_softmax(tmp_path: Path, run: Cal
     assert refused.status == 2
     assert "sigmoid attention cannot be measured" in refused.err
     assert run("probe", made["learned_sink"].model, "--text", text, "--length", 10**4).status == 2
-    pictures = Transformer(Shape(**{**SMALL, "length": 4, "vocabulary": 3}, causal=False, positions="learned", image=(8, 8, 1)))  # type: ignore[arg-type]
+    pictures = Transformer(
+        Shape(**{**SMALL, "length": 4, "vocabulary": 3}, causal=False, positions="learned", image=(8, 8, 1))
+    )  # type: ignore[arg-type]
     images = run("probe", checkpoints.save(tmp_path, "images", pictures))
     assert images.status == 2
     assert "observe(locater.train.load(" in images.err

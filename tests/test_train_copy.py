@@ -19,7 +19,18 @@ from locater.train.data import HELD_OUT, CopyData, open_data
 from tests.conftest import Result as Ran
 
 TINY = Plan(
-    task="copy", vocabulary=8, layers=1, width=16, heads=2, length=16, steps=3, batch=64, observe=0, evaluate=0, checkpoint=0, device="cpu"
+    task="copy",
+    vocabulary=8,
+    layers=1,
+    width=16,
+    heads=2,
+    length=16,
+    steps=3,
+    batch=64,
+    observe=0,
+    evaluate=0,
+    checkpoint=0,
+    device="cpu",
 )
 
 
@@ -95,7 +106,9 @@ def test_the_entropy_is_the_mean_surprise() -> None:
     source = copy_source(64)
     found = source.surprise(drawn(source, 8000, 64)).mean(1)
     assert float(found.mean()) == pytest.approx(source.entropy(64), abs=5 * float(found.std()) / 8000**0.5)
-    assert bool((source.surprise(drawn(source))[source.is_trigger[drawn(source)[:, :-1]]] == 0).all()), "a copy is no surprise"
+    assert bool((source.surprise(drawn(source))[source.is_trigger[drawn(source)[:, :-1]]] == 0).all()), (
+        "a copy is no surprise"
+    )
 
 
 def test_pairs_and_copies_are_worth_learning() -> None:
@@ -129,7 +142,11 @@ def test_seed_and_step_decide_a_batch(tmp_path: Path) -> None:
 def test_splits_do_not_meet(tmp_path: Path) -> None:
     data = opened(replace(TINY, vocabulary=64, length=64, batch=100), tmp_path)
     kept = {name: {tuple(row) for row in rows_of(data, name).tolist()} for name in ("select", "report")}
-    seen = {(*x, int(y[-1])) for index in range(40) for x, y in zip(data.batch(index)[0].tolist(), data.batch(index)[1], strict=True)}
+    seen = {
+        (*x, int(y[-1]))
+        for index in range(40)
+        for x, y in zip(data.batch(index)[0].tolist(), data.batch(index)[1], strict=True)
+    }
     assert len(kept["select"]) == len(kept["report"]) == HELD_OUT
     assert len(seen) == 4000
     assert not kept["select"] & kept["report"] | seen & (kept["select"] | kept["report"])
@@ -138,7 +155,8 @@ def test_splits_do_not_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_seed_draws_the_held_out_sequences(tmp_path: Path, seed: int) -> None:
-    data = opened(replace(TINY, vocabulary=64, batch=HELD_OUT, seed=seed), tmp_path)  # batches of their size, drawn the same way
+    # batches of their size, drawn the same way
+    data = opened(replace(TINY, vocabulary=64, batch=HELD_OUT, seed=seed), tmp_path)
     for name in ("select", "report"):
         assert not any(torch.equal(data.batch(index)[0], data.splits[name][:, :-1]) for index in range(3))
 

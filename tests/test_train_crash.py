@@ -1,4 +1,6 @@
-"""A run that is killed at any moment, with SIGKILL, and started again ends with exactly the weights of a run that was not."""
+"""A run that is killed at any moment, with SIGKILL, and started again ends with exactly the weights of a run that was
+not.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.test_train import corpus
 if sys.platform == "win32":
     pytest.skip("needs fork and SIGKILL", allow_module_level=True)
 
-# One process imports once and forks a run for each point at which to die: every call that a checkpoint makes of the system counts.
+# One process imports once and forks a run for each point at which to die: every call that a checkpoint makes of the
+# system counts.
 SCRIPT = '''
 import os, signal, sys
 from pathlib import Path
@@ -84,7 +87,17 @@ def test_killed_at_many_points_of_a_checkpoint(every: int, least: int, tmp_path:
 
 def test_the_command_killed_from_outside(tmp_path: Path) -> None:
     text = str(corpus(tmp_path))
-    command = [sys.executable, "-m", "locater", "train", "--corpus", text, "--out", str(tmp_path / "killed"), *OPTIONS.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "locater",
+        "train",
+        "--corpus",
+        text,
+        "--out",
+        str(tmp_path / "killed"),
+        *OPTIONS.split(),
+    ]
     killed = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
     wait_for(tmp_path / "killed" / "step-00000020", killed)
     killed.send_signal(signal.SIGKILL)
@@ -93,7 +106,9 @@ def test_the_command_killed_from_outside(tmp_path: Path) -> None:
     again = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert again.returncode == 0, again.stderr
     whole = run(replace(Plan.load(tmp_path / "killed" / "plan.json"), out=str(tmp_path / "whole")))
-    assert (tmp_path / "killed/model/model.safetensors").read_bytes() == (Path(whole.model) / "model.safetensors").read_bytes()
+    assert (tmp_path / "killed/model/model.safetensors").read_bytes() == (
+        Path(whole.model) / "model.safetensors"
+    ).read_bytes()
 
 
 OPTIONS = "--layers 2 --width 16 --heads 2 --length 16 --batch 4 --steps 120 --checkpoint 20 --observe 50 --device cpu"

@@ -25,12 +25,18 @@ ATTENTION = [m.name for m in mechanisms()] + [
     "hybrid(layout=L)", "hybrid(layout=L, linear=delta)",
 ]  # fmt: skip
 SETTINGS = {"entropypenalty": "(ceiling=0.5)", "mechanism": "(name=sigmoid)", "surgery": "(no_skip=True, no_norm=True)"}
-CONTROLS = [name + SETTINGS.get(name, "") for name, kind in controls().items() if kind.__module__.startswith("locater.control.")]
+CONTROLS = [
+    name + SETTINGS.get(name, "") for name, kind in controls().items() if kind.__module__.startswith("locater.control.")
+]
 # what reads or replaces the logits of a softmax; the others are for every mechanism whose heads can be read
 OF_SOFTMAX = ("entropypenalty", "logitsoftcap", "mechanism", "qkclip", "qknorm")
 PLAIN = ("softmax", "softcap", "softmax_plus_one", "learned_sink")
 UNREAD = ("qk_norm", "differential")
-NOT_FOR = {"softcap": ("logitsoftcap", "mechanism", "qkclip"), "softmax_plus_one": ("mechanism",), "learned_sink": ("mechanism",)}
+NOT_FOR = {
+    "softcap": ("logitsoftcap", "mechanism", "qkclip"),
+    "softmax_plus_one": ("mechanism",),
+    "learned_sink": ("mechanism",),
+}
 
 
 def plan_of(attention: str, control: str, folder: Path, **changes: Any) -> Plan:
@@ -83,7 +89,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model: plain(model, backend="eager"))
 
 
-@pytest.mark.parametrize(("attention", "control"), [("gated(per=element)", "locater"), ("learned_sink", "entropypenalty(ceiling=0.5)")])
+@pytest.mark.parametrize(
+    ("attention", "control"), [("gated(per=element)", "locater"), ("learned_sink", "entropypenalty(ceiling=0.5)")]
+)
 def test_a_compiled_run(attention: str, control: str, tmp_path: Path, traced: None) -> None:
     result = run(plan_of(attention, control, tmp_path / "run", compile=True, batch=512, length=4))
     torch._dynamo.reset()
@@ -98,7 +106,18 @@ def test_every_pair_in_a_whole_compiled_run(attention: str, tmp_path: Path, trac
         if not fits(attention, control):
             continue
         both = [
-            run(plan_of(attention, control, tmp_path / f"{at}-{compiled}", compile=compiled, steps=3, observe=1, checkpoint=2, batch=64))
+            run(
+                plan_of(
+                    attention,
+                    control,
+                    tmp_path / f"{at}-{compiled}",
+                    compile=compiled,
+                    steps=3,
+                    observe=1,
+                    checkpoint=2,
+                    batch=64,
+                )
+            )
             for compiled in (False, True)
         ]
         torch._dynamo.reset()
@@ -109,7 +128,9 @@ def test_every_pair_in_a_whole_compiled_run(attention: str, tmp_path: Path, trac
 def test_no_module_is_made_while_layers_are_read(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader names tensors and no more, so that it can be traced."""
     causal = not any(layer.mechanism.causal == "never" for layer in parse_attention(attention, 1))
-    model = Transformer(Shape(width=16, layers=1, heads=2, kv_heads=2, hidden=16, length=8, attention=attention, causal=causal))
+    model = Transformer(
+        Shape(width=16, layers=1, heads=2, kv_heads=2, hidden=16, length=8, attention=attention, causal=causal)
+    )
 
     def made(*args: Any, **kw: Any) -> None:
         pytest.fail("a module was made while a layer was read")
@@ -123,7 +144,9 @@ def test_no_module_is_made_while_layers_are_read(attention: str, monkeypatch: py
 
 
 def test_the_penalty_is_one_graph() -> None:
-    control = LocAteR().attach(Transformer(Shape(width=16, layers=1, heads=2, kv_heads=2, hidden=16, attention="gated_delta")))
+    control = LocAteR().attach(
+        Transformer(Shape(width=16, layers=1, heads=2, kv_heads=2, hidden=16, attention="gated_delta"))
+    )
     torch.testing.assert_close(torch.compile(control.loss, backend="eager", fullgraph=True)(), control.loss())
     torch._dynamo.reset()
     control.detach()

@@ -95,7 +95,9 @@ def test_the_report_loss_is_that_of_the_final_weights(tmp_path: Path) -> None:
     assert result.report_loss == pytest.approx(sum(a for a, _ in held) / sum(b for _, b in held), rel=1e-5)
     facts = result.data
     assert result.bits_per_byte == pytest.approx(result.report_loss / 0.6931, rel=1e-3)  # a byte is a token here
-    assert facts["sha256"] == locater.data.corpus.fingerprint("\n\n".join(locater.data.corpus.read_documents(result.plan.corpus)))
+    assert facts["sha256"] == locater.data.corpus.fingerprint(
+        "\n\n".join(locater.data.corpus.read_documents(result.plan.corpus))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,11 @@ def test_a_run_that_was_cut_off_goes_on_exactly(tmp_path: Path, whole: Result, s
         run(again, cut_at(step))
     result = run(again)
     assert weights(result) == weights(whole)
-    assert (result.report_loss, result.history, result.train_loss) == (whole.report_loss, whole.history, whole.train_loss)
+    assert (result.report_loss, result.history, result.train_loss) == (
+        whole.report_loss,
+        whole.history,
+        whole.train_loss,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +168,9 @@ def test_accumulation_is_a_larger_batch_in_parts(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     made = Training.begin(plan(tmp_path, accumulate=3, observe=0), tmp_path / "run", torch.device("cpu"), print)
     batches = made._batches(0)
-    assert not any(torch.equal(a, b) for a, _ in batches for b, _ in made._batches(1)), "each part is a batch of its own"
+    assert not any(torch.equal(a, b) for a, _ in batches for b, _ in made._batches(1)), (
+        "each part is a batch of its own"
+    )
     made._backward(batches)
     summed = [p.grad.clone() for p in made.model.parameters() if p.grad is not None]
     made.optimizer.zero_grad()
@@ -262,11 +270,19 @@ class Poison(Control):
 @pytest.mark.parametrize(
     ("every", "said"),
     [
-        (4, "step 6: the loss is nan; the logits of model.layers.1.self_attn went first (head 1); the last good checkpoint is {}-00000004"),
-        (5, "step 5: the weights are not finite; the logits of model.layers.1.self_attn went first (head 1); no checkpoint was written"),
+        (
+            4,
+            "step 6: the loss is nan; the logits of model.layers.1.self_attn went first (head 1); the last good checkpoint is {}-00000004",
+        ),
+        (
+            5,
+            "step 5: the weights are not finite; the logits of model.layers.1.self_attn went first (head 1); no checkpoint was written",
+        ),
     ],
 )
-def test_a_run_that_fails_names_step_layer_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, said: str) -> None:
+def test_a_run_that_fails_names_step_layer_and_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, said: str
+) -> None:
     monkeypatch.setattr(loop, "attach", lambda texts, model: Controls([Poison()]).attach(model))
     with pytest.raises(DivergedError) as error:
         run(plan(tmp_path, checkpoint=every))
@@ -276,8 +292,12 @@ def test_a_run_that_fails_names_step_layer_and_checkpoint(tmp_path: Path, monkey
     assert len(checkpoints.checkpoints(tmp_path / "run")) == (every == 4)
 
 
-@pytest.mark.parametrize(("value", "said"), [(math.inf, "step 5: the weights are not finite"), (3e38, "step 5: the report loss is nan")])
-def test_the_last_step_can_be_one_too_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, said: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"), [(math.inf, "step 5: the weights are not finite"), (3e38, "step 5: the report loss is nan")]
+)
+def test_the_last_step_can_be_one_too_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, said: str
+) -> None:
     monkeypatch.setattr(loop, "attach", lambda texts, model: Controls([Poison(value)]).attach(model))
     with pytest.raises(DivergedError, match=said):
         run(plan(tmp_path, steps=5, checkpoint=0))
@@ -297,7 +317,13 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"corpus": ("no/such.txt",)}, {"length": 5000}, {"control": ("surgery",)}, {"vocabulary": 300, "control": ("mimetic(x=1)",)}]
+    "wrong",
+    [
+        {"corpus": ("no/such.txt",)},
+        {"length": 5000},
+        {"control": ("surgery",)},
+        {"vocabulary": 300, "control": ("mimetic(x=1)",)},
+    ],
 )
 def test_a_start_that_failed_claims_nothing(tmp_path: Path, wrong: dict[str, Any]) -> None:
     out = tmp_path / "new" / "run"
@@ -325,7 +351,9 @@ def test_a_run_that_came_to_no_step_makes_room_for_another(tmp_path: Path, monke
     assert (tmp_path / "run" / "tokenizer.json").is_file()
     with pytest.raises(Cut):
         run(plan(tmp_path, vocabulary=310, steps=5, checkpoint=0), cut_at(2))
-    assert len(json.loads((tmp_path / "run" / "tokenizer.json").read_text())["model"]["vocab"]) == 310, "of the new plan"
+    assert len(json.loads((tmp_path / "run" / "tokenizer.json").read_text())["model"]["vocab"]) == 310, (
+        "of the new plan"
+    )
     with pytest.raises(LocaterError, match=r"holds another run \(vocabulary=310, here 256\)"):
         run(plan(tmp_path))  # two steps are in the log
     assert run(plan(tmp_path, vocabulary=310, steps=5, checkpoint=0)).tokens == 5 * 4 * 16
@@ -372,7 +400,9 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "run"
 
 
-@pytest.mark.parametrize("name", ["state.pt", "SHA256SUMS", "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["state.pt", "SHA256SUMS", "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
+)
 def test_a_bit_that_flips_in_a_checkpoint_is_found(two_checkpoints: Path, name: str) -> None:
     step = two_checkpoints / "step-00000008"
     path = step / name
@@ -416,23 +446,34 @@ def test_a_tokenizer_that_changed_is_refused(two_checkpoints: Path) -> None:
             checkpoints.read_state(step, torch.device("cpu"))
     finally:
         path.write_bytes(content)
-    assert str(error.value) == f"{path}: damaged, or changed since step-00000008: copy {step / 'tokenizer.json'} over it"
+    assert (
+        str(error.value) == f"{path}: damaged, or changed since step-00000008: copy {step / 'tokenizer.json'} over it"
+    )
 
 
-def test_a_checkpoint_of_before_has_no_sums(two_checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_before_has_no_sums(
+    two_checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copytree(two_checkpoints / "step-00000004", tmp_path / "step-00000004")
     (tmp_path / "step-00000004" / "SHA256SUMS").unlink()
     assert checkpoints.read_state(tmp_path / "step-00000004", torch.device("cpu"))["step"] == 4
     said = f"{tmp_path}/step-00000004: was written without SHA256SUMS, so it cannot be checked for damage; the run goes on from it"
     assert caplog.messages == [said]
     (tmp_path / "step-00000004" / "state.pt").write_bytes(b"half")
-    with pytest.raises(LocaterError, match=r"step-00000004: cannot be read .* the run goes on from its first step, since no other is kept"):
+    with pytest.raises(
+        LocaterError,
+        match=r"step-00000004: cannot be read .* the run goes on from its first step, since no other is kept",
+    ):
         checkpoints.read_state(tmp_path / "step-00000004", torch.device("cpu"))
 
 
 def test_sums_are_those_of_the_usual_command(two_checkpoints: Path) -> None:
     step = two_checkpoints / "step-00000008"
-    made = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in sorted(step.iterdir()) if path.name != "SHA256SUMS"]
+    made = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
+        for path in sorted(step.iterdir())
+        if path.name != "SHA256SUMS"
+    ]
     assert sorted((step / "SHA256SUMS").read_text().splitlines()) == sorted(made)
 
 
@@ -487,7 +528,13 @@ def test_a_bad_sweep_is_refused(text: str, seeds: int | None, said: str) -> None
 
 def options(folder: Path) -> list[str]:
     held = plan(folder)
-    return ["--corpus", held.corpus[0], "--out", held.out, *"--layers 2 --width 16 --heads 2 --length 16 --batch 4 --steps 6".split()]
+    return [
+        "--corpus",
+        held.corpus[0],
+        "--out",
+        held.out,
+        *"--layers 2 --width 16 --heads 2 --length 16 --batch 4 --steps 6".split(),
+    ]
 
 
 def test_the_command(run: Run, tmp_path: Path) -> None:
@@ -511,7 +558,9 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
         (2, "the same command goes on from {}/step-00000002"),
     ],
 )
-def test_an_interruption_says_what_is_kept(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, said: str) -> None:
+def test_an_interruption_says_what_is_kept(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, said: str
+) -> None:
     before = loop.Training._after_step
 
     def interrupted(self: loop.Training, start: int) -> None:
@@ -563,7 +612,10 @@ def test_seeds_begin_at_the_one_given(run: Run, tmp_path: Path) -> None:
         (["--sweep", "masked=0.1,0.2"], "--masked does nothing with --task causal"),
         (["--rate", "1", "--sweep", "rate=1,2"], "--rate and --sweep rate=... exclude each other"),
         (["--sweep", "decay=1,2", "--sweep", "decay=3"], "--sweep decay is given twice"),
-        (["--sweep", "kv_heads=1,3"], "--sweep kv_heads=3: width=16, heads=2, kv_heads=3: each must be a multiple of the next"),
+        (
+            ["--sweep", "kv_heads=1,3"],
+            "--sweep kv_heads=3: width=16, heads=2, kv_heads=3: each must be a multiple of the next",
+        ),
         (["--sweep", "control=locater(part=\"full\"),locater(part='full')"], "is the folder of two runs"),
         (["--sweep", f"control=none,locater(layers=[{'0, ' * 80}])"], "is too long a name for a folder"),
         (["--sweep", "control=none,surgery"], "--control surgery: Surgery takes nothing out"),

@@ -1,4 +1,6 @@
-"""The simulator is the reference of `test_localization.py`; here it is held to its own definitions and to one solved case."""
+"""The simulator is the reference of `test_localization.py`; here it is held to its own definitions and to one solved
+case.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_single_walk_is_clipped_as_by_hand() -> None:
 
 
 def test_the_last_token_asks_and_the_walk_answers() -> None:
-    """With keys that read channel 1 the logits follow the walk in channel 1, whichever channel the query reads: it only scales them."""
+    """With keys that read channel 1 the logits follow the walk in channel 1, whichever channel the query reads: it only
+    scales them.
+    """
     first, second = torch.eye(2).split(1)
 
     def centred(W_Q: Tensor, W_K: Tensor) -> np.ndarray:
@@ -69,7 +73,8 @@ def test_two_tokens_in_one_dimension_fit_the_integral() -> None:
     near = mean_of(lambda mean, sd: float((weight / weight.sum()) @ (1 / (1 + np.exp(-2 * (mean + sd * x))))))
     for i in range(2):
         assert abs(seen.propagated[i].item() - propagated) < 5 * math.sqrt(propagated * (1 - propagated) / walks)
-    assert abs(seen.softmax[1].item() - near) < 5 * 0.5 / math.sqrt(walks)  # a weight in [0, 1] has a spread of at most 1/2
+    # a weight in [0, 1] has a spread of at most 1/2
+    assert abs(seen.softmax[1].item() - near) < 5 * 0.5 / math.sqrt(walks)
     assert near > 0.6, "the nearer token gets more: the case is not trivial"
 
 
@@ -88,7 +93,9 @@ def test_a_covariance_is_a_change_of_basis_of_the_head() -> None:
     error = (coloured.error**2 + white.error**2).sqrt() + 1e-4
     assert bool(((coloured.propagated - white.propagated).abs() < 5 * error).all())
     plain = simulate(W_Q, W_K, 0.3, 10, walks=40_000, seed=6)
-    assert bool(((coloured.propagated - plain.propagated).abs() > 10 * error).any()), "the covariance makes a difference"
+    assert bool(((coloured.propagated - plain.propagated).abs() > 10 * error).any()), (
+        "the covariance makes a difference"
+    )
 
 
 def test_the_seed_decides_everything() -> None:

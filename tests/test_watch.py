@@ -44,11 +44,24 @@ def header(layers: int = 3, heads: int = 4, **more: Any) -> dict[str, Any]:
 
 def step(at: int, layers: int = 3, count: int = 4, **more: Any) -> dict[str, Any]:
     g = torch.Generator().manual_seed(at)
-    numbers = {name: (torch.rand(layers, count, generator=g) * size).tolist() for name, size in zip(COLUMNS, (1, 20), strict=True)}
-    return {"kind": "step", "step": at, "time": 1.0, "loss": 3.0 / (1 + at), "scalars": {"grad_norm": 1.5}, "heads": numbers, **more}
+    numbers = {
+        name: (torch.rand(layers, count, generator=g) * size).tolist()
+        for name, size in zip(COLUMNS, (1, 20), strict=True)
+    }
+    return {
+        "kind": "step",
+        "step": at,
+        "time": 1.0,
+        "loss": 3.0 / (1 + at),
+        "scalars": {"grad_norm": 1.5},
+        "heads": numbers,
+        **more,
+    }
 
 
-def warning(at: int, layer: int = 1, head: int = 2, flag: str = "exploding", value: float | None = 120.0) -> dict[str, Any]:
+def warning(
+    at: int, layer: int = 1, head: int = 2, flag: str = "exploding", value: float | None = 120.0
+) -> dict[str, Any]:
     return {
         "kind": "warning", "step": at, "time": 1.0, "layer": layer, "head": head, "name": f"blocks.{layer}.attn", "flag": flag,
         "value": value, "threshold": 100.0, "message": f"layer {layer} head {head} explodes",
@@ -69,7 +82,14 @@ def write(path: Path, *records: dict[str, Any], end: str = "") -> Path:
 
 
 def test_a_log_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    records = [header(), step(0), {"kind": "loss", "step": 1, "loss": 2.5}, step(10), warning(10), {"kind": "end", "step": 12, "time": 2.0}]
+    records = [
+        header(),
+        step(0),
+        {"kind": "loss", "step": 1, "loss": 2.5},
+        step(10),
+        warning(10),
+        {"kind": "end", "step": 12, "time": 2.0},
+    ]
     run = read_run(write(tmp_path / "run.jsonl", *records))
     assert run.header == records[0]
     assert run.steps == [records[1], records[3]]
@@ -85,12 +105,15 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     heads = {"entropy_ratio": torch.tensor([[0.5, nan]]), "max_logit": [[inf, None]]}
     path = write(tmp_path / "run.jsonl", header(1, 2), step(0, 1, 2, loss=nan, heads=heads))
-    assert json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)["heads"]["max_logit"] == [[None, None]]
+    assert json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)["heads"]["max_logit"] == [
+        [None, None]
+    ]
     run = read_run(path)
     assert run.steps[0]["heads"]["entropy_ratio"] == [[0.5, None]]
     assert [(step, math.isnan(loss)) for step, loss in run.losses] == [(0, True)]
     assert "NaN" not in run.to_json()
-    path.write_text(path.read_text().replace('"loss":"NaN"', '"loss":null'))  # as earlier versions wrote what they did not know
+    # as earlier versions wrote what they did not know
+    path.write_text(path.read_text().replace('"loss":"NaN"', '"loss":null'))
     assert read_run(path).losses == []
     path.write_text(path.read_text().replace('"loss":null', '"loss":NaN'))  # as some other writer may put it
     assert math.isnan(read_run(path).losses[0][1])
@@ -128,7 +151,10 @@ BAD = [
     (json.dumps(header(layers=1) | {"layers": [{}]}) + "\n", "without layers"),
     (json.dumps(header()) + '\n{"kind": "st\n' + json.dumps(step(0)) + "\n", "line 2 is not a JSON object"),
     (json.dumps(header()) + "\n\n" + json.dumps({"kind": "dance", "step": 1}) + "\n", "line 3 has the kind 'dance'"),
-    (json.dumps(header()) + "\n" + json.dumps({"kind": "loss", "step": "x", "loss": 1}) + "\n", "line 2 has the step 'x'"),
+    (
+        json.dumps(header()) + "\n" + json.dumps({"kind": "loss", "step": "x", "loss": 1}) + "\n",
+        "line 2 has the step 'x'",
+    ),
     (json.dumps(header()) + "\n" + json.dumps({"kind": "step", "step": 1}) + "\n", "line 2 lacks 'heads'"),
     (json.dumps(header()) + "\n" + json.dumps(step(0, layers=2)) + "\n", "3 layers"),
     (json.dumps(header()) + "\n" + json.dumps(step(0, count=5)) + "\n", "'entropy_ratio' of layer 0 not as 4 numbers"),
@@ -141,7 +167,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "what"), BAD)
-def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path, run: Callable[..., Result], text: str, what: str) -> None:
+def test_what_is_no_log_is_refused_in_one_line(
+    tmp_path: Path, run: Callable[..., Result], text: str, what: str
+) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(LocaterError, match=re.escape(what)) as caught:
@@ -190,7 +218,9 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_scalars_by_name() -> None:
-    record = step(5, 1, 2, loss=float("inf"), heads={"entropy_ratio": [[0.25, 0.75]], "max_logit": [[None, None]], "sink": [None]})
+    record = step(
+        5, 1, 2, loss=float("inf"), heads={"entropy_ratio": [[0.25, 0.75]], "max_logit": [[None, None]], "sink": [None]}
+    )
     assert flat(record, [12]) == {
         "grad_norm": 1.5, "layer/12/entropy_ratio/mean": 0.5, "layer/12/entropy_ratio/min": 0.25, "layer/12/entropy_ratio/max": 0.75,
     }  # fmt: skip
@@ -207,7 +237,14 @@ def test_tensorboard_or_what_to_install(tmp_path: Path) -> None:
 
     sink = open_sink(f"tensorboard:{tmp_path}")
     assert isinstance(sink, TensorBoardSink)
-    for record in (header(), step(0), step(10), warning(10), {"kind": "loss", "step": 11, "loss": 2.0}, {"kind": "end", "step": 11}):
+    for record in (
+        header(),
+        step(0),
+        step(10),
+        warning(10),
+        {"kind": "loss", "step": 11, "loss": 2.0},
+        {"kind": "end", "step": 11},
+    ):
         sink.write(record)
     sink.close()
     held = EventAccumulator(str(tmp_path))
@@ -290,7 +327,11 @@ def test_thinned_losses_keep_spikes_and_gaps() -> None:
 
 
 def test_warnings_of_a_head_are_one_entry_with_its_beginnings() -> None:
-    records = [header(), *(step(at) for at in range(0, 70, 10)), *(warning(at, value=100.0 + at) for at in (10, 20, 40, 50, 60))]
+    records = [
+        header(),
+        *(step(at) for at in range(0, 70, 10)),
+        *(warning(at, value=100.0 + at) for at in (10, 20, 40, 50, 60)),
+    ]
     run = fed(*records)
     (group,) = pack(run, *thin(run))["warnings"]
     assert (group["steps"], group["last"], group["count"], group["worst"]) == ([10, 40], 60, 5, 160.0)
@@ -309,7 +350,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ]
     cross = header(2, 4)
     cross["layers"][1] |= {"kind": "cross", "name": "decoder.0.cross", "heads": 2}
-    hostile = header(1, 2, source="</script><script>alert(1)</script>", columns=["<img src=x>", "constructor", "__proto__"])
+    hostile = header(
+        1, 2, source="</script><script>alert(1)</script>", columns=["<img src=x>", "constructor", "__proto__"]
+    )
     hostile["layers"][0]["name"] = "<!--<script>@DATA@"
     empty = {"entropy_ratio": [[None, 0.5], None], "max_logit": [[None] * 2] * 2}
     mixed = {"entropy_ratio": [[0.1, 0.2, 0.3, 0.4], [0.5, 0.7]], "max_logit": [[-3.0] * 4, None]}
@@ -317,7 +360,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     headless = header()
     headless["layers"][1]["heads"] = 0
     without = {name: [[0.5] * 4, [], [0.25] * 4] for name in COLUMNS}
-    alike = {"entropy_ratio": [[0.99991, 0.99992, 0.99993, 0.99994]] * 3, "max_logit": [[1000.0, 1000.25, 1000.5, 1000.75]] * 3}
+    alike = {
+        "entropy_ratio": [[0.99991, 0.99992, 0.99993, 0.99994]] * 3,
+        "max_logit": [[1000.0, 1000.25, 1000.5, 1000.75]] * 3,
+    }
     huge = [step(at) for at in range(0, 40, 10)]
     huge[1]["heads"]["max_logit"][1][2], huge[2]["heads"]["max_logit"][1][2] = 1e39, 1.7e308
     huge[1]["loss"], huge[2]["loss"] = 1.7e308, -1.7976931348623157e308
@@ -348,9 +394,13 @@ def test_page_stands_alone(pages: dict[str, Path]) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["usual", "resumed", "single", "nulls", "cross", "hostile", "silent", "none", "headless", "alike", "huge"])
+@pytest.mark.parametrize(
+    "name", ["usual", "resumed", "single", "nulls", "cross", "hostile", "silent", "none", "headless", "alike", "huge"]
+)
 @pytest.mark.parametrize(("width", "scheme"), [(1320, "light"), (400, "dark")])
-def test_every_run_is_drawn_without_a_word_on_the_console(browser: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
+def test_every_run_is_drawn_without_a_word_on_the_console(
+    browser: Any, pages: dict[str, Path], name: str, width: int, scheme: str
+) -> None:
     visit = Visit(browser, pages[name], scheme, width)
     asked: list[str] = []
     visit.page.on("request", lambda request: asked.append(request.url))
@@ -429,7 +479,12 @@ def test_warnings_are_marks_and_a_list(browser: Any, pages: dict[str, Path]) -> 
     assert "logits beyond 200 were observed" in visit.text("#warnings")
     assert "Clip or normalise queries and keys" in visit.text("#warnings")
     rows = visit.page.locator("#warnings tbody tr")
-    assert [" ".join(text.split()) for text in rows.locator("td").all_text_contents()][:4] == ["30 to 70 (3 times)", "1", "2", "120 (100)"]
+    assert [" ".join(text.split()) for text in rows.locator("td").all_text_contents()][:4] == [
+        "30 to 70 (3 times)",
+        "1",
+        "2",
+        "120 (100)",
+    ]
     rows.nth(1).click()
     assert visit.text("#which") == "Layer 2, head 0, step 50"
     visit.page.click('button[data-flag="exploding"]')
@@ -455,7 +510,14 @@ def test_what_is_missing_is_said(browser: Any, pages: dict[str, Path]) -> None:
 
 @needs_browser
 def test_a_loss_is_not_known_or_not_a_number(browser: Any, tmp_path: Path) -> None:
-    records = [header(), step(0, loss=2.0), step(10, loss=None), step(20, loss="NaN"), step(30, loss="Infinity"), step(40, loss=1.0)]
+    records = [
+        header(),
+        step(0, loss=2.0),
+        step(10, loss=None),
+        step(20, loss="NaN"),
+        step(30, loss="Infinity"),
+        step(40, loss=1.0),
+    ]
     (tmp_path / "page.html").write_text(watch_page(fed(*records)))
     visit = Visit(browser, tmp_path / "page.html", choice="#step=20&layer=0")
     marks = visit.page.locator("#loss .threshold title").all_text_contents()
@@ -495,10 +557,13 @@ def test_ticks_can_be_told_apart_and_numbers_keep_their_size(browser: Any, pages
 
 @needs_browser
 def test_a_comparison_says_what_it_means(browser: Any, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(watch_page(fed(header(), step(0), warning(0, flag="max_logit>50"), warning(0, flag="novel>1"))))
+    (tmp_path / "page.html").write_text(
+        watch_page(fed(header(), step(0), warning(0, flag="max_logit>50"), warning(0, flag="novel>1")))
+    )
     visit = Visit(browser, tmp_path / "page.html")
-    assert "max_logit>50: the softmax saturates and passes on hardly any gradient. Lower the rate or attach QKClip." in visit.text(
-        "#warnings"
+    assert (
+        "max_logit>50: the softmax saturates and passes on hardly any gradient. Lower the rate or attach QKClip."
+        in visit.text("#warnings")
     )
     assert "novel>1: layer 1 head 2 explodes" in visit.text("#warnings")
     visit.page.click('button[data-flag="max_logit>50"]')
@@ -608,7 +673,9 @@ def test_the_command_writes_a_page_and_data(run: Callable[..., Result], tmp_path
     log = write(tmp_path / "run.jsonl", header(), step(0), step(10), warning(10))
     result = run("watch", log, "--report", tmp_path / "page.html", "--json", tmp_path / "run.json")
     assert result.status == 0, result.err
-    assert "3 attention layers, 2 steps observed, last step 10, not ended; exploding at 1 head" in " ".join(result.out.split())
+    assert "3 attention layers, 2 steps observed, last step 10, not ended; exploding at 1 head" in " ".join(
+        result.out.split()
+    )
     assert f"Page written to {tmp_path / 'page.html'}" in result.out
     document = json.loads((tmp_path / "run.json").read_text())
     assert document == json.loads(run("watch", log, "--json", "-").out)

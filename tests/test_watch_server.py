@@ -105,9 +105,17 @@ def test_a_client_that_does_not_read_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["http://[", "/run.json?after=" + "9" * 5000, "/run.json?after=-1", "/run.json?after=x", "/?" + "&".join("a=1" for _ in range(99))],
+    [
+        "http://[",
+        "/run.json?after=" + "9" * 5000,
+        "/run.json?after=-1",
+        "/run.json?after=x",
+        "/?" + "&".join("a=1" for _ in range(99)),
+    ],
 )
-def test_what_is_no_address_is_answered_in_a_word(server: Server, target: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_address_is_answered_in_a_word(
+    server: Server, target: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert get(server, target) == "HTTP/1.0 400 Bad Request"
     assert capfd.readouterr().err == ""
 
@@ -188,7 +196,11 @@ def test_curves_that_were_followed_are_those_read_at_once(tmp_path: Path) -> Non
     path = write(tmp_path / "run.jsonl", header(), step(0))
     follower = Follower(path)
     for at in range(10, 100, 10):
-        write(path, step(at), *({"kind": "loss", "step": at + i, "loss": float(i), "scalars": {"grad_norm": 1.0 * i}} for i in (1, 2)))
+        write(
+            path,
+            step(at),
+            *({"kind": "loss", "step": at + i, "loss": float(i), "scalars": {"grad_norm": 1.0 * i}} for i in (1, 2)),
+        )
         found = follower.answer(0)
         if at == 50:
             write(path, header(), step(30))  # resumed from there
@@ -209,7 +221,9 @@ def test_curves_that_were_followed_are_those_read_at_once(tmp_path: Path) -> Non
         (json.dumps({"a": 1}, indent=1).encode(), "line 1 is not a JSON object"),
     ],
 )
-def test_a_file_that_is_no_log_is_refused_at_once(tmp_path: Path, run: Callable[..., Result], content: bytes, what: str) -> None:
+def test_a_file_that_is_no_log_is_refused_at_once(
+    tmp_path: Path, run: Callable[..., Result], content: bytes, what: str
+) -> None:
     (tmp_path / "other.jsonl").write_bytes(content)
     result = run("watch", tmp_path / "other.jsonl")
     assert (result.status, len(result.err.splitlines())) == (2, 1)

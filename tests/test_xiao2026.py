@@ -45,7 +45,9 @@ def entry(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 def test_exact_claims_are_decided(document: dict[str, Any]) -> None:
     said = {x["id"]: x["verdict"] for x in document["claims"] if x["id"][0] == "a"}
-    assert {name for name, verdict in said.items() if verdict == "fails"} == {"a11"}, "rotary positions are lost, and nothing else"
+    assert {name for name, verdict in said.items() if verdict == "fails"} == {"a11"}, (
+        "rotary positions are lost, and nothing else"
+    )
     assert len(said) == 15
 
 
@@ -114,9 +116,16 @@ def test_runs_are_judged_seed_by_seed_and_shown(tmp_path: Path, document: dict[s
     fill(runs, training.ON_IMAGES, 0.4, accuracy=0.895)
     found = training.judge(runs)
     verdicts = {c.id: verdict_of(c, found[c.id], "") for c in training.CLAIMS}
-    assert {name: v.verdict for name, v in verdicts.items()} == {"d1": "fails", "d2": "holds", "d3": "holds", "d4": "holds"}
+    assert {name: v.verdict for name, v in verdicts.items()} == {
+        "d1": "fails",
+        "d2": "holds",
+        "d3": "holds",
+        "d4": "holds",
+    }
     assert verdicts["d1"].measured == pytest.approx(0.2), "both at the lower rate, which is better here"
-    held = [x for x in document["claims"] if x["id"][0] != "d"] + [json.loads(json.dumps(v.to_dict())) for v in verdicts.values()]
+    held = [x for x in document["claims"] if x["id"][0] != "d"] + [
+        json.loads(json.dumps(v.to_dict())) for v in verdicts.values()
+    ]
     page = write_report({**document, "claims": held}, PAPER, tmp_path / "x.md", tmp_path)[0].read_text()
     assert "+0.200 nats from softmax" in page
     rate = min(training.PLAIN.rates)

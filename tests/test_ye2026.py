@@ -104,27 +104,48 @@ def test_questions_do_not_look_at_later_ones() -> None:
 
 def test_verdicts_of_stacks_wait_until_the_task_is_learned() -> None:
     size = stacks.FULL
-    right = {"LLL": [[0.4, 0.1, 0.1]] * 4, "LLS": [[0.4, 0.2, 0.1]] * 4, "LSS": [[0.5, 0.5, 0.4]] * 4, "SSS": [[1.0, 1.0, 0.95]] * 4}
+    right = {
+        "LLL": [[0.4, 0.1, 0.1]] * 4,
+        "LLS": [[0.4, 0.2, 0.1]] * 4,
+        "LSS": [[0.5, 0.5, 0.4]] * 4,
+        "SSS": [[1.0, 1.0, 0.95]] * 4,
+    }
     found = stacks.judged(right, size, "cuda")
     said = {c.id: verdict_of(c, found[c.id], "").verdict for c in stacks.CLAIMS}
     assert said == {"d1": "holds", "d2": "holds", "d3": "holds", "d4": "holds"}
     assert found["d2"].value == pytest.approx(-0.55)
     worse = {**right, "SSS": [[1.0, 0.5, 0.1]] * 4}
     assert all(
-        verdict_of(c, stacks.judged(worse, replace(size, brief=True), "cpu")[c.id], "").verdict == "undecided" for c in stacks.CLAIMS
+        verdict_of(c, stacks.judged(worse, replace(size, brief=True), "cpu")[c.id], "").verdict == "undecided"
+        for c in stacks.CLAIMS
     )
     long = stacks.judged(worse, size, "cuda")
-    assert [verdict_of(c, long[c.id], "").verdict for c in stacks.CLAIMS] == ["fails", "undecided", "undecided", "holds"]
+    assert [verdict_of(c, long[c.id], "").verdict for c in stacks.CLAIMS] == [
+        "fails",
+        "undecided",
+        "undecided",
+        "holds",
+    ]
 
 
 def test_the_page_counts_the_seeds_that_learned(document: dict[str, Any]) -> None:
-    """Where a seed of full layers has not: in the lead and below the table, and with the picture that a brief run does not have."""
-    right = {"LLL": [[1.0, 1.0, 0.04]] * 4, "LLS": [[1.0, 1.0, 0.1]] * 4, "LSS": [[1.0, 1.0, 0.95], *[[1.0, 1.0, 0.1]] * 3]}
+    """Where a seed of full layers has not: in the lead and below the table, and with the picture that a brief run does
+    not have.
+    """
+    right = {
+        "LLL": [[1.0, 1.0, 0.04]] * 4,
+        "LLS": [[1.0, 1.0, 0.1]] * 4,
+        "LSS": [[1.0, 1.0, 0.95], *[[1.0, 1.0, 0.1]] * 3],
+    }
     measured = stacks.judged({**right, "SSS": [[1.0, 0.1, 0.1], *[[1.0, 1.0, 1.0]] * 3]}, stacks.FULL, "cuda")
     entries = [dict(entry) for entry in document["claims"]]
     for entry in entries:
         if entry["id"] in measured:
-            entry |= {"measured": measured[entry["id"]].value, "numbers": dict(measured[entry["id"]].numbers), "decided": False}
+            entry |= {
+                "measured": measured[entry["id"]].value,
+                "numbers": dict(measured[entry["id"]].numbers),
+                "decided": False,
+            }
     lines, figures = page({**document, "claims": entries})
     counts = "Seeds that answer 90 % at the last hop: LLL 0 of 4, LLS 0 of 4, LSS 1 of 4, SSS 3 of 4."
     assert "stacks" in figures
@@ -141,7 +162,12 @@ def test_the_page_is_made_of_the_document_alone(tmp_path: Path, document: dict[s
     assert [path.name for path in written[1:]] == ["ye2026-recall.svg"]
     assert "nothing is concluded" in page
     assert "Trained at this size, stacks" not in page
-    right = {"LLL": [[0.4, 0.1, 0.1]] * 4, "LLS": [[0.4, 0.2, 0.1]] * 4, "LSS": [[0.5, 0.5, 0.4]] * 4, "SSS": [[1.0, 1.0, 0.95]] * 4}
+    right = {
+        "LLL": [[0.4, 0.1, 0.1]] * 4,
+        "LLS": [[0.4, 0.2, 0.1]] * 4,
+        "LSS": [[0.5, 0.5, 0.4]] * 4,
+        "SSS": [[1.0, 1.0, 0.95]] * 4,
+    }
     found = stacks.judged(right, stacks.FULL, "cuda")
     more = [json.loads(json.dumps(verdict_of(c, found[c.id], "").to_dict())) for c in stacks.CLAIMS]
     whole = {**document, "claims": [x for x in document["claims"] if x["id"][0] != "d"] + more}

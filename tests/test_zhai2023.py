@@ -1,4 +1,6 @@
-"""Zhai and others 2023: the floor against plain arithmetic and enumeration, the reparametrization, verdicts of runs, and the page."""
+"""Zhai and others 2023: the floor against plain arithmetic and enumeration, the reparametrization, verdicts of runs,
+and the page.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def test_the_theorem_bounds_real_layers(positions: str) -> None:
     assert not trained.bare(replace(part, layer=replace(layer, softcap=5.0)))
 
 
-# --- verdicts of runs ---------------------------------------------------------------------------------------------------
+# --- verdicts of runs
+# ---------------------------------------------------------------------------------------------------
 
 
 def line(loss: float, entropy: float) -> dict[str, Any]:
@@ -131,7 +134,8 @@ def test_the_kept_runs_decide_the_hot_rates() -> None:
     assert said == {"d1": "holds", "d2": "holds", "d3": "holds", "d4": "fails", "d5": "holds"}
 
 
-# --- the whole, small ---------------------------------------------------------------------------------------------------
+# --- the whole, small
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -168,5 +172,8 @@ def test_the_page_and_its_first_lines_come_from_the_document(document: dict[str,
         ElementTree.parse(path)
     assert "At the best rates it changes the loss by -0.100 nats" in text
     assert "## e. Where gamma begins" in text
-    without = {**document, "claims": [x if x["id"][0] not in "de" else {**x, "measured": None} for x in document["claims"]]}
+    without = {
+        **document,
+        "claims": [x if x["id"][0] not in "de" else {**x, "measured": None} for x in document["claims"]],
+    }
     assert "## d." not in write_report(without, PAPERS["zhai2023"], tmp_path / "bare.md", tmp_path)[0].read_text()

@@ -19,9 +19,20 @@ NUMBERS = ("row_mass", "sink_rate", "spike_ratio", "gap", "explained_away", "ent
 
 
 def line(loss: float, first: float, entropy: float | None) -> dict[str, Any]:
-    held = dict.fromkeys(NUMBERS, 0.5) | {"first_mass": first, "entropy": entropy, "halves": [{"residual": 0.9, "cosine": 0.1}]}
+    held = dict.fromkeys(NUMBERS, 0.5) | {
+        "first_mass": first,
+        "entropy": entropy,
+        "halves": [{"residual": 0.9, "cosine": 0.1}],
+    }
     heads = {"M": 0.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
-    end = {"status": "done", "select_loss": loss, "report_loss": loss, "accuracy": None, "heads": heads, "device": "cpu"}
+    end = {
+        "status": "done",
+        "select_loss": loss,
+        "report_loss": loss,
+        "accuracy": None,
+        "heads": heads,
+        "device": "cpu",
+    }
     return {**end, "measures": held}
 
 
@@ -89,6 +100,17 @@ def test_the_plan_is_that_of_the_arms() -> None:
     from locater_papers import PAPERS
     from locater_papers.mechanism_runs import plan_table
 
-    names = ("zoo", "qiu2025", "sun2026", "shi2022", "gerami2024", "sant2022", "xiao2026", "saada2024", "ding2020", "zhai2023")
+    names = (
+        "zoo",
+        "qiu2025",
+        "sun2026",
+        "shi2022",
+        "gerami2024",
+        "sant2022",
+        "xiao2026",
+        "saada2024",
+        "ding2020",
+        "zhai2023",
+    )
     text = (Path(__file__).parents[1] / "docs/results/mechanisms-plan.md").read_text()
     assert "\n".join(plan_table([PAPERS[name] for name in names])) in text

@@ -21,7 +21,12 @@ def parse_call(text: str, what: str) -> tuple[str, dict[str, Any]]:
         raise LocaterError(how) from None
     if isinstance(held, ast.Name):
         return held.id, {}
-    if not isinstance(held, ast.Call) or not isinstance(held.func, ast.Name) or held.args or any(k.arg is None for k in held.keywords):
+    if (
+        not isinstance(held, ast.Call)
+        or not isinstance(held.func, ast.Name)
+        or held.args
+        or any(k.arg is None for k in held.keywords)
+    ):
         raise LocaterError(how)
     return held.func.id, {str(k.arg): _value(k.value, f"{what} {text!r}: {k.arg}") for k in held.keywords}
 

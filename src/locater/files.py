@@ -1,4 +1,6 @@
-"""Files: written whole or not at all; read only where they are regular, JSON of a bounded size, and no name that stands twice."""
+"""Files: written whole or not at all; read only where they are regular, JSON of a bounded size, and no name that stands
+twice.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that it appears whole or not at all. Links are followed; what is no file (a pipe, a device) is written into."""
+    """Write a file so that it appears whole or not at all. Links are followed; what is no file (a pipe, a device) is
+    written into.
+    """
     path = Path(os.path.realpath(path))
     held = content.encode() if isinstance(content, str) else content
     try:

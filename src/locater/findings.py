@@ -1,8 +1,8 @@
 """The flag table: what a number must be for a head to be flagged, what that means for training, and the way out.
 
-A flag is a fault, which deserves a look, or a note. `judge` decides it per head: one with a role is sharp on purpose, and what was
-measured overrules what was predicted. Thresholds are in logit units of unit tokens (docs/theory.md section 9); `v` is the variance of
-logits across keys.
+A flag is a fault, which deserves a look, or a note. `judge` decides it per head: one with a role is sharp on purpose,
+and what was measured overrules what was predicted. Thresholds are in logit units of unit tokens (docs/theory.md section
+9); `v` is the variance of logits across keys.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ LEVEL = 0.95  # the same: above it attention is nearly uniform
 ROLE_WEIGHT = 0.5  # of a head's attention goes where its role says
 LOCAL = 2.0  # tokens: a head whose attention lies nearer than this on average is local
 UNIFORM = 0.01  # variance of logits: under it attention is uniform
-NEAR_UNIFORM = 0.1  # the same, of a model as a whole: trained ones lie above (docs/log.md, 2026-11-16), GPT-2 as it starts below
+# the same, of a model as a whole: trained ones lie above (docs/log.md, 2026-11-16), GPT-2 as it starts below
+NEAR_UNIFORM = 0.1
 UNTRAINED = 0.8  # of the heads are near uniform: that says something of the model, not of its heads
 
 FLAGS: tuple[Flag, ...] = (
@@ -173,7 +174,11 @@ def _verdict(row: Numbers, length: int, alike: bool) -> Verdict:
     role = next((role for role in ROLES if _applies(role, row, length)), None)
     known = [flag for flag in FLAGS if flag.name in row["flags"]]
     reasons = {flag.name: _no_fault(flag, row, role, alike) for flag in known}
-    reasons |= {name: "A flag of another version of Locater: scan the model again" for name in row["flags"] if name not in FLAG_NAMES}
+    reasons |= {
+        name: "A flag of another version of Locater: scan the model again"
+        for name in row["flags"]
+        if name not in FLAG_NAMES
+    }
     faults = tuple(name for name, reason in reasons.items() if not reason)
     return Verdict(faults, {name: reason for name, reason in reasons.items() if reason}, role.name if role else None)
 
@@ -186,7 +191,9 @@ def _no_fault(flag: Flag, row: Numbers, role: Role | None, alike: bool) -> str:
         article = "An" if role.name[0] in "aeiou" else "A"
         return f"{article} {role.name} head ({role.shown.format(row[role.needs[0]])}): it is {flag.name} on purpose, leave it"
     if _refuted(flag, row):
-        return f"Predicted, and not seen: its measured entropy is {row['entropy_ratio']:.2f} of that of uniform attention"
+        return (
+            f"Predicted, and not seen: its measured entropy is {row['entropy_ratio']:.2f} of that of uniform attention"
+        )
     if flag.name == "uniform" and alike:
         return "As nearly all heads of this model: it looks untrained"
     return ""
@@ -208,8 +215,11 @@ class Condition:
     bound: float | None = None
 
 
-def parse_conditions(text: str, columns: Collection[str], measured: Sequence[str], option: str = "--fail-on") -> list[Condition]:
-    """`sharp,nonfinite` or `M<-1, stable_rank<2`. `columns` and `measured` say which numbers and flags there are, `option` who asks.
+def parse_conditions(
+    text: str, columns: Collection[str], measured: Sequence[str], option: str = "--fail-on"
+) -> list[Condition]:
+    """`sharp,nonfinite` or `M<-1, stable_rank<2`. `columns` and `measured` say which numbers and flags there are,
+    `option` who asks.
 
     >>> [c.text for c in parse_conditions("sharp, M<-1", {"M"}, ["sharp"])]
     ['sharp', 'M<-1']
@@ -224,7 +234,9 @@ def _parse(part: str, columns: Collection[str], measured: Sequence[str], option:
     if part in measured:
         return Condition(part, lambda row: part in row["flags"])
     if part in FLAG_NAMES:
-        raise LocaterError(f"{option} {part}: this flag needs observation and weights alone do not show it; here: {', '.join(measured)}")
+        raise LocaterError(
+            f"{option} {part}: this flag needs observation and weights alone do not show it; here: {', '.join(measured)}"
+        )
     match = re.fullmatch(r"(\w+)\s*(<=|>=|<|>)\s*(\S+)", part)
     if match is None:
         raise LocaterError(f"{option} {part!r}: neither a flag ({', '.join(measured)}) nor a comparison such as 'M<-1'")
@@ -237,12 +249,16 @@ def _parse(part: str, columns: Collection[str], measured: Sequence[str], option:
         bound = math.nan
     if math.isnan(bound):
         raise LocaterError(f"{option} {part!r}: {number!r} is not a number")
-    return Condition(part, lambda row: row.get(column) is not None and _COMPARE[sign](row[column], bound), column, bound)
+    return Condition(
+        part, lambda row: row.get(column) is not None and _COMPARE[sign](row[column], bound), column, bound
+    )
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that a comparison of `Monitor(warn_on=...)` may name: what it means to lie above or below a bound, and what to do."""
+    """A number that a comparison of `Monitor(warn_on=...)` may name: what it means to lie above or below a bound, and
+    what to do.
+    """
 
     label: str
     above: tuple[str, str]  # meaning, way out
@@ -250,7 +266,10 @@ class Quantity:
 
 
 _ONE_HOT = "attention is close to one-hot", "lower the rate or attach QKClip"
-_AVERAGES = "attention averages over its keys, which drives rank collapse", "raise the query-key scale, or attach LocAteR(target=2)"
+_AVERAGES = (
+    "attention averages over its keys, which drives rank collapse",
+    "raise the query-key scale, or attach LocAteR(target=2)",
+)
 _SATURATED = "the softmax saturates and passes on hardly any gradient", "lower the rate or attach QKClip"
 
 QUANTITIES = {
@@ -261,12 +280,21 @@ QUANTITIES = {
     "participation": Quantity("number of keys that share the weight", _AVERAGES, _ONE_HOT),
     "M": Quantity(
         "mean self-logit M",
-        ("each token attends to tokens like itself", "no fault where M was raised on purpose; else lower the rate or attach LocAteR"),
-        ("a token looks away from tokens like itself", "no fault if the head wants difference; check it with locater probe"),
+        (
+            "each token attends to tokens like itself",
+            "no fault where M was raised on purpose; else lower the rate or attach LocAteR",
+        ),
+        (
+            "a token looks away from tokens like itself",
+            "no fault if the head wants difference; check it with locater probe",
+        ),
     ),
     "sink": Quantity(
         "weight on the first key",
-        ("the head rests there and adds little", "no fault by itself; a gate, or sigmoid attention, takes the sink away"),
+        (
+            "the head rests there and adds little",
+            "no fault by itself; a gate, or sigmoid attention, takes the sink away",
+        ),
         ("the first key is no sink for this head", "no fault"),
     ),
     "distance": Quantity(
@@ -298,5 +326,7 @@ def explain(condition: Condition, value: float | None) -> str:
         return condition.text
     column, sign, meaning, way_out = about
     # as many digits as tell the value from the bound
-    shown = next((text for digits in range(2, 17) if float(text := f"{value:.{digits}g}") != condition.bound), f"{value:g}")
+    shown = next(
+        (text for digits in range(2, 17) if float(text := f"{value:.{digits}g}") != condition.bound), f"{value:g}"
+    )
     return f"{QUANTITIES[column].label} {shown} {_VERBS[sign]} {condition.bound:g}: {meaning}; {way_out}"

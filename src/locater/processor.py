@@ -1,7 +1,8 @@
 """Processors that promise more than they do: AMX that is listed and kills whoever uses it.
 
-On some virtual machines /proc/cpuinfo lists AMX, the kernel grants it, single instructions run, and half-precision layers still end the
-process with an illegal instruction inside oneDNN. No flag tells; trying does. So a child process tries.
+On some virtual machines /proc/cpuinfo lists AMX, the kernel grants it, single instructions run, and half-precision
+layers still end the process with an illegal instruction inside oneDNN. No flag tells; trying does. So a child process
+tries.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)  # of instructions that 
 TRIAL = "from locater.processor import half_precision_layer; half_precision_layer()"
 
 
-def avoid_broken_amx(probe: Callable[[], int] | None = None, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo") -> str | None:
-    """Keep oneDNN off AMX where a half-precision layer dies of it. Returns what was done, also said on standard error, or None.
+def avoid_broken_amx(
+    probe: Callable[[], int] | None = None, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo"
+) -> str | None:
+    """Keep oneDNN off AMX where a half-precision layer dies of it. Returns what was done, also said on standard error,
+    or None.
 
-    Call it before the first half-precision operation: oneDNN reads its limit once. The limit is an environment variable, so child
-    processes have it too, and whoever sets it first, or one of their own choice, is not asked again. Costs nothing where the processor
-    has no AMX, and 0.05 s where it has. Commands that run a model call it; in a program of your own:
+    Call it before the first half-precision operation: oneDNN reads its limit once. The limit is an environment
+    variable, so child processes have it too, and whoever sets it first, or one of their own choice, is not asked again.
+    Costs nothing where the processor has no AMX, and 0.05 s where it has. Commands that run a model call it; in a
+    program of your own:
 
         from locater.processor import avoid_broken_amx
         avoid_broken_amx()
@@ -66,7 +71,8 @@ def half_precision_layer() -> None:
 def signal_of(trial: Callable[[], None]) -> int:
     """Number of the signal that ends a forked child which runs `trial`, or 0; an exception in it is no signal."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of a BLAS library count as threads; they are not used here
+        # threads of a BLAS library count as threads; they are not used here
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:

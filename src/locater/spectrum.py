@@ -1,7 +1,7 @@
 """Moments and eigenvalues of a head's query-key map W = W_Q^T W_K, without ever forming it.
 
-W is d x d but its rank is at most d_head, and everything that the theory asks of it is a function of three d_head x d_head
-matrices, taken in the inner product of a token covariance C (the identity unless given):
+W is d x d but its rank is at most d_head, and everything that the theory asks of it is a function of three d_head x
+d_head matrices, taken in the inner product of a token covariance C (the identity unless given):
 
     G = W_K C W_Q^T        A = W_Q C W_Q^T        B = W_K C W_K^T
 
@@ -25,8 +25,10 @@ from locater.errors import LocaterError
 from locater.numerics import one_thread, upcast
 
 Batched = Float[Tensor, "*heads"]
-TIED = 64  # roundings of the largest eigenvalue by which two moduli may differ and still count as equal; the solver makes up to 52
-SINGLE = 60  # powers of two that ||W||^2 may be from 1, so that cubes of W and their digits are within the range of float32
+# roundings of the largest eigenvalue by which two moduli may differ and still count as equal; the solver makes up to 52
+TIED = 64
+# powers of two that ||W||^2 may be from 1, so that cubes of W and their digits are within the range of float32
+SINGLE = 60
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,16 @@ class Moments:
 
     @property
     def size(self) -> Batched:
-        """A power of two about as large as |W_Q| |W_K|, 1 for a zero map: what numbers without a scale are computed at."""
+        """A power of two about as large as |W_Q| |W_K|, 1 for a zero map: what numbers without a scale are computed
+        at.
+        """
         return self._sizes[0] * self._sizes[1]
 
     @cached_property
     def unit(self) -> Moments:
-        """Moments of W / size: squares and cubes of its entries stay within the range of float32 for weights of 1e-17 and of 1e17."""
+        """Moments of W / size: squares and cubes of its entries stay within the range of float32 for weights of 1e-17
+        and of 1e17.
+        """
         query, key = (x[..., None, None] for x in self._sizes)
         cross = None if self.cross is None else self.cross / query / key
         return Moments(self.query_gram / query / query, self.key_gram / key / key, cross)
@@ -103,7 +109,9 @@ class Moments:
 
     @property
     def variance(self) -> Batched:
-        """tr(W_sym^2) / d_head - mean^2, never negative. Over all d directions a low-rank head could never be concentrated."""
+        """tr(W_sym^2) / d_head - mean^2, never negative. Over all d directions a low-rank head could never be
+        concentrated.
+        """
         return (self.symmetric_sq / self.head_dim - self.mean**2).clamp_min(0)
 
     @property
@@ -146,8 +154,8 @@ class Moments:
     def eigenvalues(self) -> Complex[Tensor, "*heads h"]:
         """The d_head eigenvalues of W that can be non-zero, by decreasing modulus; on the CPU.
 
-        Where moduli are equal but for rounding, as in a conjugate pair, the larger real part comes first, then the larger
-        imaginary part: not the order that a solver happens to find them in.
+        Where moduli are equal but for rounding, as in a conjugate pair, the larger real part comes first, then the
+        larger imaginary part: not the order that a solver happens to find them in.
         """
         values = _head_by_head(torch.linalg.eigvals, _on_cpu(self.gram))
         size = torch.finfo(self.gram.dtype)
@@ -164,7 +172,9 @@ class Moments:
     def scaled(self, factor: float) -> Moments:
         """Moments of factor * W."""
         size = abs(factor)
-        return Moments(self.query_gram * size, self.key_gram * size, None if self.cross is None else self.cross * factor)
+        return Moments(
+            self.query_gram * size, self.key_gram * size, None if self.cross is None else self.cross * factor
+        )
 
     def cpu(self) -> Moments:
         """The same on the CPU."""
@@ -196,7 +206,8 @@ def moments(
     q, k = upcast(W_Q), upcast(W_K)
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k = q.to(dtype), k.to(dtype)
-    with torch.autocast(q.device.type, enabled=False):  # inside a training step it would take the products to half precision
+    # inside a training step it would take the products to half precision
+    with torch.autocast(q.device.type, enabled=False):
         q_c, k_c = (q, k) if covariance is None else (_times(q, covariance), _times(k, covariance))
         query_gram, key_gram, gram = q_c @ q.mT, k_c @ k.mT, _grouped_product(k_c, q)
     shape = gram.shape
@@ -215,10 +226,11 @@ def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) ->
 
 
 def lost_in_float32(m: Moments) -> Bool[Tensor, "*heads"]:
-    """Heads whose moments float32 does not hold: W is much smaller than its factors, or its squares and cubes leave the range.
+    """Heads whose moments float32 does not hold: W is much smaller than its factors, or its squares and cubes leave the
+    range.
 
-    Rare: queries and keys that live in nearly separate channels; weights below 1e-6 or beyond 1e3. A head that is zero, or not
-    finite, is none of them.
+    Rare: queries and keys that live in nearly separate channels; weights below 1e-6 or beyond 1e3. A head that is zero,
+    or not finite, is none of them.
     """
     return _lost(m, _factors(m))
 
@@ -236,7 +248,12 @@ def _lost(m: Moments, factors: Tensor) -> Tensor:
 
 def _needs_double(m: Moments, q: Tensor, k: Tensor) -> bool:
     """Asked only outside training, on the CPU: the answer would stop a GPU and break a compiled graph."""
-    if m.query_gram.dtype != torch.float32 or m.query_gram.device.type != "cpu" or m.query_gram.requires_grad or m.key_gram.requires_grad:
+    if (
+        m.query_gram.dtype != torch.float32
+        or m.query_gram.device.type != "cpu"
+        or m.query_gram.requires_grad
+        or m.key_gram.requires_grad
+    ):
         return False
     factors = _factors(m)
     lost, zero = _lost(m, factors), factors == 0
@@ -247,7 +264,9 @@ def _needs_double(m: Moments, q: Tensor, k: Tensor) -> bool:
 
 
 def _size(gram: Tensor) -> Tensor:
-    """The power of two at the root of the largest diagonal entry; 1 where that is 0 or not finite. A constant: it cancels in the end."""
+    """The power of two at the root of the largest diagonal entry; 1 where that is 0 or not finite. A constant: it
+    cancels in the end.
+    """
     top = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     return torch.exp2((torch.where((top > 0) & top.isfinite(), top, 1).log2() / 2).floor())
 
@@ -263,8 +282,9 @@ def _singular_values(A: Tensor, B: Tensor) -> Tensor:
 def _head_by_head(function: Callable[..., Tensor], *matrices: Float[Tensor, "*heads h h"]) -> Tensor:
     """Apply a batched decomposition with one thread per worker.
 
-    Threads inside a decomposition of a 64 x 64 matrix cost more than they bring, and with other work on the machine they
-    cost two hundred times more; and CUDA has no fast non-symmetric solver. So heads are dealt out to workers instead.
+    Threads inside a decomposition of a 64 x 64 matrix cost more than they bring, and with other work on the machine
+    they cost two hundred times more; and CUDA has no fast non-symmetric solver. So heads are dealt out to workers
+    instead.
     """
     heads = matrices[0].shape[:-2]
     flat = [m.reshape(-1, *m.shape[-2:]) for m in matrices]
@@ -275,7 +295,9 @@ def _head_by_head(function: Callable[..., Tensor], *matrices: Float[Tensor, "*he
 
 
 def _grouped_product(k: Tensor, q: Tensor) -> Tensor:
-    """k @ q^T; when all query heads of a group meet one key head, as one product per group instead of a copy per head."""
+    """k @ q^T; when all query heads of a group meet one key head, as one product per group instead of a copy per
+    head.
+    """
     if k.ndim == q.ndim and k.ndim >= 3 and k.shape[-3] == 1 and q.shape[-3] > 1:
         group, h, d = q.shape[-3:]
         flat = q.reshape(*q.shape[:-3], group * h, d) @ k.squeeze(-3).mT  # (..., group*h, h_k), transposed G

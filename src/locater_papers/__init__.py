@@ -1,4 +1,6 @@
-"""The literature, executable: the claims of a paper as functions that return stated value, measured value, spread and verdict."""
+"""The literature, executable: the claims of a paper as functions that return stated value, measured value, spread and
+verdict.
+"""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module

@@ -16,13 +16,15 @@ from locater_papers.judging import uniform_first
 Entries = Mapping[str, Mapping[str, Any]]  # of claims that were measured: the numbers behind them
 Part = tuple[list[str], dict[str, str]]  # lines, and figures by name
 Sections = Sequence[tuple[Callable[[Entries], Part], tuple[str, ...]]]  # each with the claims that it cannot do without
-Said = Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]]]  # claims that a sentence needs, and the sentence
+# claims that a sentence needs, and the sentence
+Said = Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, float]], str]]]
 
 FAR = 1.0  # nats above the plain arm: a run that failed
 
 
 def in_short(document: Mapping[str, Any], said: Said, more: Mapping[str, float] | None = None) -> list[str]:
-    """The answer in plain words: sentences all of whose claims were measured. `more` are numbers that no claim measures.
+    """The answer in plain words: sentences all of whose claims were measured. `more` are numbers that no claim
+    measures.
 
     A sentence says which of its claims its numbers leave open.
 
@@ -30,7 +32,9 @@ def in_short(document: Mapping[str, Any], said: Said, more: Mapping[str, float] 
     >>> in_short({"claims": [entry]}, ((("a1",), lambda v: f"It is {v['a1']}."), (("a2",), lambda v: "More.")))
     ['## In short', '', '- It is 0.5. (Undecided: a1.)', '']
     """
-    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None} | dict(more or {})
+    value = {entry["id"]: entry["measured"] for entry in document["claims"] if entry["measured"] is not None} | dict(
+        more or {}
+    )
     unsure = {entry["id"] for entry in document["claims"] if entry["verdict"] == "undecided"}
     lines = []
     for needs, tell in said:
@@ -46,7 +50,9 @@ def numbers_of(document: Mapping[str, Any]) -> Entries:
 
 
 def in_sections(document: Mapping[str, Any], sections: Sections) -> Part:
-    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name; what was not measured is left out."""
+    """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name; what was not measured
+    is left out.
+    """
     found = numbers_of(document)
     lines, figures = list[str](), dict[str, str]()
     for section, needs in sections:
@@ -97,7 +103,9 @@ def failed_said(lost: Mapping[str, str], far: float = FAR) -> str:
 
 
 def sinks_said(found: Entries, changes: str, length: int, plain: str = "softmax") -> str:
-    """What was seen of sinks: the changes, or that there were none. A sink has more than uniform attention would give a first token."""
+    """What was seen of sinks: the changes, or that there were none. A sink has more than uniform attention would give a
+    first token.
+    """
     arms = (carried_in(found) or {"arms": ()})["arms"]
     shares = [end["first_mass"] for arm in arms if arm["arm"] == plain for end in arm["ends"]]
     uniform = uniform_first(length)
@@ -122,13 +130,16 @@ def arms_table(arms: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) ->
     """
     lines = ["| arm | rate | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 2) + "|"]
     for arm in arms:
-        cells = (", ".join("-" if end.get(key) is None else f"{end[key]:.3f}" for end in arm["ends"]) for key in columns)
+        cells = (
+            ", ".join("-" if end.get(key) is None else f"{end[key]:.3f}" for end in arm["ends"]) for key in columns
+        )
         lines.append(f"| {arm['arm']} | {arm['rate']:g} | " + " | ".join(cells) + " |")
     return lines
 
 
 def means_table(arms: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, int]]) -> list[str]:
-    """A row per arm: its rate, its losses by seed, and means over seeds. `columns` says what keys of an end are called, and their digits.
+    """A row per arm: its rate, its losses by seed, and means over seeds. `columns` says what keys of an end are called,
+    and their digits.
 
     >>> arm = {"arm": "softmax", "rate": 0.001, "ends": [{"loss": 3.2, "gap": 0.4}, {"loss": 3.3, "gap": 0.5}]}
     >>> means_table([arm], {"gap": ("gap", 2)})

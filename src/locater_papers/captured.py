@@ -10,7 +10,9 @@ WARM = 3  # steps that capturing needs before it
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """`step`, taken a few times and captured; what is returned replays it. Tensors that it reads and writes stay where they are."""
+    """`step`, taken a few times and captured; what is returned replays it. Tensors that it reads and writes stay where
+    they are.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

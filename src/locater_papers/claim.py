@@ -1,8 +1,8 @@
 """A claim of a paper, what was measured of it, and the verdict that follows from the two.
 
-A claim states a bound or a value for one quantity. A measurement brings a value and its spread, the half-width of the interval
-that it is known to lie in. The verdict compares the whole interval with what is stated, so a measurement that is too coarse to
-tell says `undecided` and not the more welcome of the two answers.
+A claim states a bound or a value for one quantity. A measurement brings a value and its spread, the half-width of the
+interval that it is known to lie in. The verdict compares the whole interval with what is stated, so a measurement that
+is too coarse to tell says `undecided` and not the more welcome of the two answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Judgement = Literal["holds", "fails", "undecided"]
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of a paper (`by="paper"`) or of this project's own notes on it (`by="notes"`), and the number that decides it."""
+    """One sentence of a paper (`by="paper"`) or of this project's own notes on it (`by="notes"`), and the number that
+    decides it.
+    """
 
     id: str
     says: str
@@ -43,7 +45,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim beside its measurement. `measured` is None where nothing was measured, and `waits_for` then says what it needs."""
+    """A claim beside its measurement. `measured` is None where nothing was measured, and `waits_for` then says what it
+    needs.
+    """
 
     claim: Claim
     stated: float
@@ -69,7 +73,9 @@ class Verdict:
 def over_seeds(values: Sequence[float], numbers: Mapping[str, Any] | None = None, of: str = "seeds") -> Measured:
     """Mean over seeds, with twice its standard error."""
     x = torch.tensor(values, dtype=torch.float64)
-    return Measured(float(x.mean()), 2 * float(x.std()) / len(x) ** 0.5, f"2 standard errors over {len(x)} {of}", numbers or {})
+    return Measured(
+        float(x.mean()), 2 * float(x.std()) / len(x) ** 0.5, f"2 standard errors over {len(x)} {of}", numbers or {}
+    )
 
 
 def seeds_range(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measured:
@@ -84,8 +90,8 @@ def half_range(values: Sequence[float], of: str, numbers: Mapping[str, Any] | No
 
 
 def judge(claim: Claim, value: float, spread: float) -> Judgement:
-    """Whether all of value - spread ... value + spread is as stated, none of it, or some. An end that differs from what is stated by
-    rounding is there: rank correlations of a few seeds meet a bound exactly.
+    """Whether all of value - spread ... value + spread is as stated, none of it, or some. An end that differs from what
+    is stated by rounding is there: rank correlations of a few seeds meet a bound exactly.
 
     >>> claim = Claim("x1", "errors are small", "error", "at most", 0.1)
     >>> judge(claim, 0.05, 0.01), judge(claim, 0.2, 0.01), judge(claim, 0.1, 0.01)
@@ -111,7 +117,9 @@ def verdict_of(claim: Claim, found: Measured | None, command: str, waits_for: st
         return Verdict(claim, claim.stated, None, None, "undecided", False, command, waits_for=waits_for)
     said = judge(claim, found.value, found.spread)
     value, spread = (x if math.isfinite(x) else None for x in (found.value, found.spread))
-    return Verdict(claim, claim.stated, value, spread, said, said != "undecided", command, found.numbers, found.spread_of)
+    return Verdict(
+        claim, claim.stated, value, spread, said, said != "undecided", command, found.numbers, found.spread_of
+    )
 
 
 def _sided(all_of_it: bool, none_of_it: bool) -> Judgement:

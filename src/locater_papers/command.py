@@ -23,20 +23,40 @@ Name = Annotated[str | None, typer.Argument(help="A paper, as --list names it; a
 Quick = Annotated[bool, typer.Option("--quick", help="Minutes on two cores in place of long runs.")]
 Listed = Annotated[bool, typer.Option("--list", help="Show papers and their claims, and measure nothing.")]
 ClaimId = Annotated[str | None, typer.Option("--claim", metavar="ID", help="One claim (a2), or all of a letter (a).")]
-Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")]
-Report = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Write a page with figures: .html, or .md for Markdown.")]
-Images = Annotated[str | None, typer.Option("--images", metavar="FOLDER", help="Where figures of Markdown go; beside it unless given.")]
-Models = Annotated[str | None, typer.Option("--models", metavar="FOLDER", help="Folder of more trained models to test claims on.")]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")
+]
+Report = Annotated[
+    str | None, typer.Option("--report", metavar="PATH", help="Write a page with figures: .html, or .md for Markdown.")
+]
+Images = Annotated[
+    str | None, typer.Option("--images", metavar="FOLDER", help="Where figures of Markdown go; beside it unless given.")
+]
+Models = Annotated[
+    str | None, typer.Option("--models", metavar="FOLDER", help="Folder of more trained models to test claims on.")
+]
 Runs = Annotated[
-    str | None, typer.Option("--runs", metavar="PATH", help="Training runs to judge claims by; those kept in docs/results unless given.")
+    str | None,
+    typer.Option(
+        "--runs", metavar="PATH", help="Training runs to judge claims by; those kept in docs/results unless given."
+    ),
 ]
 Data = Annotated[
     str | None,
-    typer.Option("--data", metavar="FOLDER", help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, rte/ for dong2021."),
+    typer.Option(
+        "--data",
+        metavar="FOLDER",
+        help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, rte/ for dong2021.",
+    ),
 ]
-Jobs = Annotated[int, typer.Option("--jobs", min=0, help="Make the runs that --runs lacks, so many at a time (hours without a GPU).")]
+Jobs = Annotated[
+    int, typer.Option("--jobs", min=0, help="Make the runs that --runs lacks, so many at a time (hours without a GPU).")
+]
 Earlier = Annotated[
-    list[str] | None, typer.Option("--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring; several are joined.")
+    list[str] | None,
+    typer.Option(
+        "--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring; several are joined."
+    ),
 ]
 
 
@@ -80,7 +100,11 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
             files = [Path(runs)] if runs is not None else [] if jobs or earlier else _kept(each, claim, tell)
             path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
             setting = Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)
-            document = joined([_read(Path(x), each) for x in earlier], each) if earlier else reproduce(each, setting, claim).to_dict()
+            document = (
+                joined([_read(Path(x), each) for x in earlier], each)
+                if earlier
+                else reproduce(each, setting, claim).to_dict()
+            )
             _deliver(document, each, json, report, images, stdout_console())
 
 
@@ -94,7 +118,9 @@ def _wanted(name: str | None, claim: str | None) -> list[Paper]:
     return found
 
 
-def _check(json: str | None, report: str | None, images: str | None, models: str | None, earlier: list[str] | None, papers: int) -> None:
+def _check(
+    json: str | None, report: str | None, images: str | None, models: str | None, earlier: list[str] | None, papers: int
+) -> None:
     """Refuse what could not be written or read before hours of work."""
     check_writable(json, report)
     if papers > 1 and (json or report or earlier):
@@ -104,7 +130,9 @@ def _check(json: str | None, report: str | None, images: str | None, models: str
     if images is not None and report is None:
         raise LocaterError(f"--images {images}: figures belong to a page; give --report too")
     if images is not None and Path(str(report)).suffix == ".html":
-        raise LocaterError(f"--images {images}: {report} holds its figures itself: leave --images out, or give --report a .md")
+        raise LocaterError(
+            f"--images {images}: {report} holds its figures itself: leave --images out, or give --report a .md"
+        )
     for folder in (images, models):
         if folder is not None and not Path(folder).is_dir():
             raise LocaterError(f"{folder}: no such folder")
@@ -127,9 +155,15 @@ def _kept(paper: Paper, claim: str | None, tell: Callable[[str], None]) -> list[
         return []
     files = kept_runs(paper)
     if files:
-        tell(f"{paper.name}: training claims are judged by the kept runs in {' and '.join(map(str, files))}; --runs PATH for others")
+        tell(
+            f"{paper.name}: training claims are judged by the kept runs in {' and '.join(map(str, files))}; --runs PATH for others"
+        )
     else:
-        stay = f"{resting[0]} stays" if len(resting) == 1 else f"{len(resting)} claims ({resting[0]} ... {resting[-1]}) stay"
+        stay = (
+            f"{resting[0]} stays"
+            if len(resting) == 1
+            else f"{len(resting)} claims ({resting[0]} ... {resting[-1]}) stay"
+        )
         why = "no training runs come with this installation"
         tell(f"{paper.name}: {why}, so {stay} open: give --runs PATH (the project keeps them in docs/results)")
     return files
@@ -150,12 +184,19 @@ def _check_lines(runs: Path, papers: Iterable[Paper], claim: str | None) -> None
     """Refuse a file in which no line is a run that these claims ask for: all of them would stay open without a word."""
     from locater_papers.runs import Runs as Lines
 
-    held, studies = Lines(runs), [study for paper in papers for study in paper.studies if set(study.claims) & set(chosen(paper, claim))]
+    held, studies = (
+        Lines(runs),
+        [study for paper in papers for study in paper.studies if set(study.claims) & set(chosen(paper, claim))],
+    )
     if any(study.on_runs and study.rows is None for study in studies) and held.lines:
         return  # it takes whatever runs there are
     asked = [row for study in studies if study.rows is not None for row in study.rows(held)]
     if asked and not any(held.of(row) for row in asked):
-        what = f"none of its {len(held.lines)} training runs is one that these claims ask for" if held.lines else "no training run in it"
+        what = (
+            f"none of its {len(held.lines)} training runs is one that these claims ask for"
+            if held.lines
+            else "no training run in it"
+        )
         raise LocaterError(f"{runs}: {what}; give the lines that an earlier --jobs wrote")
 
 
@@ -177,7 +218,9 @@ def _read(path: Path, paper: Paper) -> dict[str, Any]:
     return held
 
 
-def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console) -> None:
+def _deliver(
+    document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console
+) -> None:
     from locater_papers.report import print_verdicts, write_report
 
     text = jsonlib.dumps(document, indent=1, allow_nan=False)

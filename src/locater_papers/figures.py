@@ -65,9 +65,11 @@ class Contour:
 
 @dataclass(frozen=True)
 class Field:
-    """Numbers from -1 to 1 over a plane with two logarithmic axes: coloured cells around the grid's points, lines and words on top.
+    """Numbers from -1 to 1 over a plane with two logarithmic axes: coloured cells around the grid's points, lines and
+    words on top.
 
-    Cells at 0 have the colour `clear`, cells without a number are grey. `lines` are contours on the same grid, `words` are (x, y, text).
+    Cells at 0 have the colour `clear`, cells without a number are grey. `lines` are contours on the same grid, `words`
+    are (x, y, text).
     """
 
     title: str
@@ -95,7 +97,9 @@ def draw(panels: Sequence[Panel | Cells | Field], columns: int = 0) -> str:
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
     ]
     for number, panel in enumerate(panels):
-        inside = _cells(panel) if isinstance(panel, Cells) else _field(panel) if isinstance(panel, Field) else _plot(panel)
+        inside = (
+            _cells(panel) if isinstance(panel, Cells) else _field(panel) if isinstance(panel, Field) else _plot(panel)
+        )
         place = f"{number % columns * WIDTH} {number // columns * HEIGHT}"
         parts += [f'<g transform="translate({place})">', *_frame(panel), *inside, "</g>"]
     return "\n".join([*parts, "</svg>", ""])
@@ -128,7 +132,11 @@ def _plot(panel: Panel) -> list[str]:
     if panel.clip:  # a document inside shows nothing beyond its edges
         box = f"{LEFT} {TOP} {WIDTH - LEFT - RIGHT} {HEIGHT - TOP - BOTTOM}"
         place = dict(zip(("x", "y", "width", "height"), box.split(), strict=True))
-        lines = [f'<svg {" ".join(f"{k}={chr(34)}{v}{chr(34)}" for k, v in place.items())} viewBox="{box}">', *lines, "</svg>"]
+        lines = [
+            f'<svg {" ".join(f"{k}={chr(34)}{v}{chr(34)}" for k, v in place.items())} viewBox="{box}">',
+            *lines,
+            "</svg>",
+        ]
     parts += lines
     return parts + _legend(panel.series, [point for at in drawn for point in at], panel.legend)
 
@@ -174,32 +182,58 @@ def _cells(panel: Cells) -> list[str]:
         for j, value in enumerate(row):
             x = LEFT + j * wide
             ink = "#fff" if abs(value) > 0.6 else "#222"
-            parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="{_shade(value)}"/>')
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="{_shade(value)}"/>'
+            )
             middle, base = x + wide / 2, y + high / 2 + 4
-            parts.append(f'<text x="{middle:.1f}" y="{base:.1f}" text-anchor="middle" fill="{ink}" font-size="10">{value:.2f}</text>')
+            parts.append(
+                f'<text x="{middle:.1f}" y="{base:.1f}" text-anchor="middle" fill="{ink}" font-size="10">{value:.2f}</text>'
+            )
     for j, name in enumerate(panel.columns):
-        parts.append(f'<text x="{LEFT + (j + 0.5) * wide:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{escape(name)}</text>')
+        parts.append(
+            f'<text x="{LEFT + (j + 0.5) * wide:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{escape(name)}</text>'
+        )
     return parts
 
 
 def _field(panel: Field) -> list[str]:
     x = _axis(
-        panel.columns[0] ** 1.5 / panel.columns[1] ** 0.5, panel.columns[-1] ** 1.5 / panel.columns[-2] ** 0.5, LEFT, WIDTH - RIGHT, "log"
+        panel.columns[0] ** 1.5 / panel.columns[1] ** 0.5,
+        panel.columns[-1] ** 1.5 / panel.columns[-2] ** 0.5,
+        LEFT,
+        WIDTH - RIGHT,
+        "log",
     )
-    y = _axis(panel.rows[0] ** 1.5 / panel.rows[1] ** 0.5, panel.rows[-1] ** 1.5 / panel.rows[-2] ** 0.5, HEIGHT - BOTTOM, TOP, "log")
+    y = _axis(
+        panel.rows[0] ** 1.5 / panel.rows[1] ** 0.5,
+        panel.rows[-1] ** 1.5 / panel.rows[-2] ** 0.5,
+        HEIGHT - BOTTOM,
+        TOP,
+        "log",
+    )
     wide, high = (WIDTH - LEFT - RIGHT) / len(panel.columns), (HEIGHT - TOP - BOTTOM) / len(panel.rows)
     parts = []
     for row, values in zip(panel.rows, panel.values, strict=True):
         for column, value in zip(panel.columns, values, strict=True):
-            fill = "#e9e9e9" if value is None else panel.clear if value == 0 else _shade(math.copysign(0.12 + 0.88 * abs(value), value))
+            fill = (
+                "#e9e9e9"
+                if value is None
+                else panel.clear
+                if value == 0
+                else _shade(math.copysign(0.12 + 0.88 * abs(value), value))
+            )
             at = f'x="{x(column) - wide / 2:.1f}" y="{y(row) - high / 2:.1f}"'
             parts.append(f'<rect {at} width="{wide + 0.3:.1f}" height="{high + 0.3:.1f}" fill="{fill}"/>')
     for line in panel.lines:
         dashes = {"line": "", "dashed": ' stroke-dasharray="6 3"', "dotted": ' stroke-dasharray="1.5 2.5"'}[line.style]
-        path = " ".join(f"M{x(a):.1f},{y(b):.1f}L{x(c):.1f},{y(d):.1f}" for (a, b), (c, d) in contour(panel.columns, panel.rows, line))
+        path = " ".join(
+            f"M{x(a):.1f},{y(b):.1f}L{x(c):.1f},{y(d):.1f}"
+            for (a, b), (c, d) in contour(panel.columns, panel.rows, line)
+        )
         parts.append(f'<path d="{path}" fill="none" stroke="{line.colour}" stroke-width="1.8"{dashes}/>')
     parts += [
-        f'<text x="{x(a):.1f}" y="{y(b):.1f}" text-anchor="middle" font-weight="600">{escape(text)}</text>' for a, b, text in panel.words
+        f'<text x="{x(a):.1f}" y="{y(b):.1f}" text-anchor="middle" font-weight="600">{escape(text)}</text>'
+        for a, b, text in panel.words
     ]
     for tick in _powers(panel.columns):
         parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{tick:g}</text>')
@@ -215,7 +249,8 @@ def _powers(values: Sequence[float]) -> list[float]:
 
 
 def contour(columns: Sequence[float], rows: Sequence[float], line: Contour) -> list[tuple[Point, Point]]:
-    """Segments between the points where the level is passed on the four edges of each cell of the grid; logarithmic in between.
+    """Segments between the points where the level is passed on the four edges of each cell of the grid; logarithmic in
+    between.
 
     >>> contour([1.0, 4.0], [1.0, 4.0], Contour([[0.0, 1.0], [0.0, 1.0]], 0.5))
     [((2.0, 1.0), (2.0, 4.0))]
@@ -257,7 +292,11 @@ def _axis(low: float, high: float, start: float, stop: float, scale: Scale) -> C
 
 def _number(tick: float) -> str:
     """As short as it can be: 1e-7, not 1e-07."""
-    return f"{tick:g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e") if not 1e-3 <= abs(tick) < 1e5 and tick else f"{tick:g}"
+    return (
+        f"{tick:g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+        if not 1e-3 <= abs(tick) < 1e5 and tick
+        else f"{tick:g}"
+    )
 
 
 def _limits(values: Sequence[float], scale: Scale = "linear") -> Point:

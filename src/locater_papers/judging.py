@@ -1,7 +1,7 @@
 """Claims judged by training runs: arms seed by seed against each other, from the lines of a file.
 
-Differences are taken within a seed, which fixes first weights and order of the data. A measurement is the middle of the seeds' range
-and its spread half of that range, so that a verdict asks all seeds to agree.
+Differences are taken within a seed, which fixes first weights and order of the data. A measurement is the middle of the
+seeds' range and its spread half of that range, so that a verdict asks all seeds to agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Judge = Callable[[Runs], Mapping[str, Measured | None]]
 NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER to make those that it lacks"
 
 
-def trained(title: str, claims: tuple[Claim, ...], arms: Sequence[Arm], judge: Judge, more: Sequence[Row] = ()) -> Study:
+def trained(
+    title: str, claims: tuple[Claim, ...], arms: Sequence[Arm], judge: Judge, more: Sequence[Row] = ()
+) -> Study:
     """A study of the runs of these arms, and of single rows."""
     return of_runs(title, claims, lambda runs: [*(row for arm in arms for row in arm.rows(runs)), *more], judge)
 
@@ -48,7 +50,9 @@ def known(found: Mapping[str, Measured | None]) -> dict[str, Measured]:
 
 
 def change(runs: Runs, arm: Arm, against: Arm, what: What, more: Mapping[str, Any] | None = None) -> Measured | None:
-    """Of the ends of two arms, by the seeds that both have; None where one is not whole, or the quantity is not known."""
+    """Of the ends of two arms, by the seeds that both have; None where one is not whole, or the quantity is not
+    known.
+    """
     of, base = arm.ends(runs), against.ends(runs)
     if of is None or base is None:
         return None
@@ -90,20 +94,26 @@ def uniform_first(length: int) -> float:
 
 
 def has_sink(runs: Runs, arm: Arm) -> bool:
-    """Whether the first token has more than uniform attention would give it, with every seed; else there is no sink to take away."""
+    """Whether the first token has more than uniform attention would give it, with every seed; else there is no sink to
+    take away.
+    """
     found, least = arm.ends(runs), uniform_first(arm.base.length)
     return bool(found) and all((value_of(line, "measures.first_mass") or 0.0) > least for line in found or ())
 
 
-def left_open(found: Mapping[str, Measured | None], keys: Iterable[str], why: str, room: float = 2.0) -> dict[str, Measured | None]:
-    """The same measurements, those of `keys` with a spread that decides nothing: all that a share or a correlation can be.
+def left_open(
+    found: Mapping[str, Measured | None], keys: Iterable[str], why: str, room: float = 2.0
+) -> dict[str, Measured | None]:
+    """The same measurements, those of `keys` with a spread that decides nothing: all that a share or a correlation can
+    be.
 
     >>> left_open({"a": Measured(0.1, 0.0, ""), "b": None}, ("a", "b"), "unknown: no sink")["a"].spread
     2.0
     """
     open_ = set(keys)
     return {
-        key: replace(value, spread=room, spread_of=why) if value is not None and key in open_ else value for key, value in found.items()
+        key: replace(value, spread=room, spread_of=why) if value is not None and key in open_ else value
+        for key, value in found.items()
     }
 
 
@@ -129,8 +139,16 @@ def end_of(line: Line) -> dict[str, Any]:
     """What pages show of a run."""
     held = line.get("measures") or {}
     last = (held.get("halves") or [{}])[-1]
-    own = {"loss": line["report_loss"], "accuracy": line.get("accuracy"), **{name: (line["heads"] or {}).get(name) for name in "MSF"}}
-    return own | {name: held.get(name) for name in SHOWN} | {"residual": last.get("residual"), "cosine": last.get("cosine")}
+    own = {
+        "loss": line["report_loss"],
+        "accuracy": line.get("accuracy"),
+        **{name: (line["heads"] or {}).get(name) for name in "MSF"},
+    }
+    return (
+        own
+        | {name: held.get(name) for name in SHOWN}
+        | {"residual": last.get("residual"), "cosine": last.get("cosine")}
+    )
 
 
 def ends_table(runs: Runs, arms: Iterable[Arm], end: Callable[[Line], dict[str, Any]] = end_of) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """What the papers on mechanisms train: one model, one text, the same seeds.
 
-A mechanism with its default settings has two learning rates with the first seed, then two more seeds at the better one. Variations of
-it, and of the blocks around it, keep the higher rate, which softmax prefers, and have two seeds; those that fail there with both seeds
-(norms after the sums) have two lower rates. All runs go to one file, and runs with the same plan are one, whichever paper asks for them.
+A mechanism with its default settings has two learning rates with the first seed, then two more seeds at the better one.
+Variations of it, and of the blocks around it, keep the higher rate, which softmax prefers, and have two seeds; those
+that fail there with both seeds (norms after the sums) have two lower rates. All runs go to one file, and runs with the
+same plan are one, whichever paper asks for them.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ NO_SINK = "unknown: the plain model gives its first token no more than uniform a
 
 def changed(attention: str, changes: Mapping[str, Any]) -> list[str]:
     """What an arm has that the plain one has not, in words."""
-    return ([attention] if attention != "softmax" or not changes else []) + [f"{key}={value}" for key, value in changes.items()]
+    return ([attention] if attention != "softmax" or not changes else []) + [
+        f"{key}={value}" for key, value in changes.items()
+    ]
 
 
-def arm(attention: str = "softmax", base: Plan = BASE, name: str | None = None, *, claim: str = "zoo", **changes: Any) -> Arm:
+def arm(
+    attention: str = "softmax", base: Plan = BASE, name: str | None = None, *, claim: str = "zoo", **changes: Any
+) -> Arm:
     """A way to train: a mechanism, or a variation.
 
     >>> arm("gated(per=element)").name, arm(mlp="none").name, arm("softmax", MASKED).name
@@ -47,7 +52,11 @@ def arm(attention: str = "softmax", base: Plan = BASE, name: str | None = None, 
     said = changed(attention, changes) + ([base.task] if base.task != "causal" else [])
     rates = IMAGE_RATES if base.task == "image" else RATES
     return Arm(
-        name or ", ".join(said), claim, replace(base, attention=attention, **changes), rates if tuned else rates[1:], 3 if tuned else 2
+        name or ", ".join(said),
+        claim,
+        replace(base, attention=attention, **changes),
+        rates if tuned else rates[1:],
+        3 if tuned else 2,
     )
 
 

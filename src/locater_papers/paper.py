@@ -30,8 +30,8 @@ Part = TypeVar("Part")
 class Setting:
     """What a study may use: how long it may take, where more trained models are, and the text that they are run on.
 
-    Studies of training runs read `runs`, lines of JSON, and `more_runs`; with `jobs` they make the lines that `runs` lacks, so many at
-    a time, on what is in the folder `data`. `tell` is given a line as each study begins.
+    Studies of training runs read `runs`, lines of JSON, and `more_runs`; with `jobs` they make the lines that `runs`
+    lacks, so many at a time, on what is in the folder `data`. `tell` is given a line as each study begins.
     """
 
     quick: bool = True
@@ -57,7 +57,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Study:
-    """One measurement and the claims it decides. `measure` returns a `Measured` per claim id; None where it cannot be run yet."""
+    """One measurement and the claims it decides. `measure` returns a `Measured` per claim id; None where it cannot be
+    run yet.
+    """
 
     title: str
     claims: tuple[Claim, ...]
@@ -76,7 +78,8 @@ class Paper:
     title: str
     source: str
     studies: tuple[Study, ...]
-    page: Callable[[dict[str, Any]], tuple[list[str], dict[str, str]]] | None = None  # more of a report: lines, and figures by name
+    # more of a report: lines, and figures by name
+    page: Callable[[dict[str, Any]], tuple[list[str], dict[str, str]]] | None = None
     lead: Callable[[dict[str, Any]], list[str]] | None = None  # what a report says first
 
     @property
@@ -108,7 +111,9 @@ class Reproduction:
 
 
 def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = None) -> Reproduction:
-    """Measure what can be measured and judge every claim, or those that `claim` names: an id (`a2`) or a letter for its group."""
+    """Measure what can be measured and judge every claim, or those that `claim` names: an id (`a2`) or a letter for its
+    group.
+    """
     setting = setting or Setting()
     wanted = {c.id for c in chosen(paper, claim)}
     verdicts: list[Verdict] = []
@@ -119,16 +124,21 @@ def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = 
         asked = [c for c in study.claims if c.id in wanted]
         began = time.perf_counter(), _processor()
         setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({began[0] - start:.0f} s so far)")
-        with one_thread() if setting.quick else nullcontext():  # quick studies are small: a team of threads costs more than it brings
+        # quick studies are small: a team of threads costs more than it brings
+        with one_thread() if setting.quick else nullcontext():
             found = {} if study.measure is None else study.measure(setting)
         if study.measure is not None:
             seconds[study.title] = [round(time.perf_counter() - began[0], 1), round(_processor() - began[1], 1)]
-        verdicts += [verdict_of(c, found.get(c.id), command(paper, c, study, setting, c.id in found), study.needs) for c in asked]
+        verdicts += [
+            verdict_of(c, found.get(c.id), command(paper, c, study, setting, c.id in found), study.needs) for c in asked
+        ]
     return Reproduction(paper, tuple(verdicts), _assumptions(setting, seconds))
 
 
 def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
-    """Several runs as one document: of a claim that several measured, the last; in the paper's order. `command` tells how each was run."""
+    """Several runs as one document: of a claim that several measured, the last; in the paper's order. `command` tells
+    how each was run.
+    """
     claims: dict[str, dict[str, Any]] = {}
     for document in documents:
         claims |= {x["id"]: x for x in document["claims"] if x["measured"] is not None or x["id"] not in claims}
@@ -138,7 +148,9 @@ def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
         held[name] = {k: v for document in documents for k, v in document["assumptions"][name].items()}
     held["quick"] = all(document["assumptions"]["quick"] for document in documents)
     for name in ("torch", "python"):
-        held[name] = ", ".join(sorted({part for document in documents for part in document["assumptions"][name].split(", ")}))
+        held[name] = ", ".join(
+            sorted({part for document in documents for part in document["assumptions"][name].split(", ")})
+        )
     if len(documents) > 1:
         held["joined"] = len(documents)
     return {**documents[-1], "assumptions": held, "claims": [claims[name] for name in order]}
@@ -148,7 +160,9 @@ def chosen(paper: Paper, claim: str | None) -> list[Claim]:
     """The claims that a name stands for, all without one."""
     found = [c for c in paper.claims if claim is None or c.id == claim or c.id[0] == claim]
     if not found:
-        raise LocaterError(f"--claim {claim}: {paper.name} has no such claim; there are {', '.join(c.id for c in paper.claims)}")
+        raise LocaterError(
+            f"--claim {claim}: {paper.name} has no such claim; there are {', '.join(c.id for c in paper.claims)}"
+        )
     return found
 
 
@@ -163,14 +177,20 @@ def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str,
     from locater.data.corpus import fingerprint
 
     held: dict[str, Any] = {"quick": setting.quick, "seconds": {k: x[0] for k, x in seconds.items()}}
-    held |= {"processor_seconds": {k: x[1] for k, x in seconds.items()}, "torch": torch.__version__, "python": platform.python_version()}
+    held |= {
+        "processor_seconds": {k: x[1] for k, x in seconds.items()},
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     held["threads"] = 1 if setting.quick else torch.get_num_threads()
     if setting.runs is not None and setting.runs.is_file():
         text = "".join(path.read_text(encoding="utf-8") for path in (*setting.more_runs, setting.runs))
         held["runs"] = {"lines": len(text.splitlines()), "sha256": fingerprint(text)}
     if "text" in vars(setting):
         held["text_sha256"] = fingerprint(setting.text)
-    held["verdict"] = "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else undecided"
+    held["verdict"] = (
+        "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else undecided"
+    )
     return held
 
 

@@ -1,6 +1,8 @@
-"""Parts of a study, several at a time in processes of their own where the setting has jobs; and the device of what they train.
+"""Parts of a study, several at a time in processes of their own where the setting has jobs; and the device of what they
+train.
 
-A part sets its own seeds, so that it finds the same wherever it runs. What it returns travels between processes: plain numbers.
+A part sets its own seeds, so that it finds the same wherever it runs. What it returns travels between processes: plain
+numbers.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ def every(work: Callable[[Setting, Part], Found], parts: list[Part], setting: Se
     if setting.jobs < 2:
         return [work(setting, part) for part in setting.each(parts)]
     sent = replace(setting, progress=None, tell=print)  # bars and closures stay here
-    context, alone = get_context("spawn"), torch.set_num_threads  # a team of threads in each would only fight over the cores
+    # a team of threads in each would only fight over the cores
+    context, alone = get_context("spawn"), torch.set_num_threads
     with ProcessPoolExecutor(min(setting.jobs, len(parts)), context, alone, (1,)) as pool:
-        found = pool.map(work, repeat(sent), parts)  # the first that breaks is raised, and what has not begun is dropped
+        # the first that breaks is raised, and what has not begun is dropped
+        found = pool.map(work, repeat(sent), parts)
         return [one for _, one in zip(setting.each(parts), found, strict=True)]
 
 

@@ -48,7 +48,11 @@ def reasons(claims: Iterable[Mapping[str, Any]]) -> list[str]:
     """Why claims are open or not measured, each reason once with the claims it is of."""
     found: dict[str, list[str]] = {}
     for entry in claims:
-        why = entry["spread_of"].removeprefix("unknown: ") if is_open(entry) else entry["waits_for"] and f"waits for {entry['waits_for']}"
+        why = (
+            entry["spread_of"].removeprefix("unknown: ")
+            if is_open(entry)
+            else entry["waits_for"] and f"waits for {entry['waits_for']}"
+        )
         if why:
             found.setdefault(why, []).append(entry["id"])
     return [f"{', '.join(ids)}: {why}" for why, ids in found.items()]
@@ -100,7 +104,9 @@ def print_claims(paper: Paper, console: Console) -> None:
 
 
 def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: Path) -> list[Path]:
-    """Write the page, as HTML with its figures inside (.html) or as Markdown with figures in files; returns the files written."""
+    """Write the page, as HTML with its figures inside (.html) or as Markdown with figures in files; returns the files
+    written.
+    """
     more, figures = paper.page(dict(document)) if paper.page is not None else ([], {})
     if path.suffix == ".html":
         write_whole(path, prose_page("\n".join([*page(document, paper), *more, ""]), figures))
@@ -132,7 +138,10 @@ def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
         cells = (entry["id"], f"{entry['claim']}{by}", entry["quantity"], stated(entry), measured(entry), said)
         lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
     took = ", ".join(f"{name} {_time(held, name)}" for name in held["processor_seconds"])
-    lines += ["", f"torch {held['torch']}, Python {held['python']}, threads: {held['threads']}. Processor time: {took}."]
+    lines += [
+        "",
+        f"torch {held['torch']}, Python {held['python']}, threads: {held['threads']}. Processor time: {took}.",
+    ]
     why = [entry for entry in claims if is_open(entry)]
     if why:
         lines += ["", "Open, whatever was measured:", "", *(f"- {text}." for text in reasons(why))]

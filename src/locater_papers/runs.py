@@ -1,7 +1,8 @@
 """Training runs that claims rest on: named rows, run several at a time, one line of JSON for each that is done.
 
-Lines are written as runs end, so that a sitting cut short loses what was under way and nothing else. A row's plan names its data by
-file alone (`speeches.tar.xz`), and the folder is given when it is run: a line means the same wherever it was made.
+Lines are written as runs end, so that a sitting cut short loses what was under way and nothing else. A row's plan names
+its data by file alone (`speeches.tar.xz`), and the folder is given when it is run: a line means the same wherever it
+was made.
 """
 
 from __future__ import annotations
@@ -77,9 +78,14 @@ class Runs:
 
 
 def complete(
-    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, tell: Callable[[str], None] = lambda text: None
+    rows: Callable[[Runs], Sequence[Row]],
+    runs: Runs,
+    data: Path,
+    jobs: int,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Run every row that has no line, `jobs` at a time. `rows` is asked again after each, since some wait for the outcome of others.
+    """Run every row that has no line, `jobs` at a time. `rows` is asked again after each, since some wait for the
+    outcome of others.
 
     A run that breaks, rather than diverges, leaves no line and stops no other; the first of them is raised at the end.
     """
@@ -141,14 +147,18 @@ def placed(plan: Plan, data: Path, out: Path) -> Plan:
 
 
 def moments(model: str) -> dict[str, float] | None:
-    """Means over heads of the moments in logit units, from the weights as they were saved; None where heads are not read."""
+    """Means over heads of the moments in logit units, from the weights as they were saved; None where heads are not
+    read.
+    """
     from locater.verbs.scanning import scan
 
     try:
         rows = scan(model).rows
     except LocaterError:
         return None
-    return {name: statistics.fmean(float(getattr(row, name)) for row in rows) for name in ("M", "S", "F", "concentration")}
+    return {
+        name: statistics.fmean(float(getattr(row, name)) for row in rows) for name in ("M", "S", "F", "concentration")
+    }
 
 
 def machine(plan: Plan) -> dict[str, str]:
@@ -165,7 +175,9 @@ def _present(rows: Sequence[Row], data: Path) -> None:
     for row in rows:
         for name in (*row.plan.corpus, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
-                raise LocaterError(f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER")
+                raise LocaterError(
+                    f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
+                )
 
 
 def _outcome(line: Mapping[str, Any]) -> str:
@@ -198,7 +210,9 @@ RATES = (1e-3, 2.5e-3, 6e-3)
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to train: what it changes in a base plan. Tuned: each rate with the first seed, then the other seeds at the best one."""
+    """A way to train: what it changes in a base plan. Tuned: each rate with the first seed, then the other seeds at the
+    best one.
+    """
 
     name: str
     claim: str
@@ -210,11 +224,17 @@ class Arm:
         return Row(self.claim, self.name, replace(self.base, rate=rate, seed=seed))
 
     def rate(self, runs: Runs) -> float | None:
-        """The rate of the least select loss with the first seed; None until all are known, or where none was survived."""
+        """The rate of the least select loss with the first seed; None until all are known, or where none was
+        survived.
+        """
         lines = [runs.of(self.row(rate, 0)) for rate in self.rates]
         if any(line is None for line in lines):
             return None
-        done = [(line["select_loss"], rate) for line, rate in zip(lines, self.rates, strict=True) if line and line["status"] == "done"]
+        done = [
+            (line["select_loss"], rate)
+            for line, rate in zip(lines, self.rates, strict=True)
+            if line and line["status"] == "done"
+        ]
         return min(done)[1] if done else None
 
     def rows(self, runs: Runs) -> Iterator[Row]:

@@ -1,10 +1,12 @@
-"""Runs in which softmax attention has a sink: one layer on a made-up source (`locater train --task copy`), for claims about sinks.
+"""Runs in which softmax attention has a sink: one layer on a made-up source (`locater train --task copy`), for claims
+about sinks.
 
-After three triggers the token before is copied; elsewhere the current token is all one needs, and a head has nothing to add.
-The rate is one at which softmax has a sink with seeds 0, 1 and 2, looked for before the arms were fixed; seeds 3 to 5 chose nothing.
+After three triggers the token before is copied; elsewhere the current token is all one needs, and a head has nothing to
+add. The rate is one at which softmax has a sink with seeds 0, 1 and 2, looked for before the arms were fixed; seeds 3
+to 5 chose nothing.
 
-A sink has two measures. The share of the first token in a row made to sum to 1 is that of the papers: of the map behind a gate. The weight
-is what acts, gates and row sums included.
+A sink has two measures. The share of the first token in a row made to sum to 1 is that of the papers: of the map behind
+a gate. The weight is what acts, gates and row sums included.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ SINK = 0.3  # and from where on it is a sink
 LEFT = 0.1  # of the plain model's weight: what counts as taken away
 SHORT = 0.1  # nats above the plain model: an arm that has not learned the source
 HERE = "one layer on the copy source"
-WEIGHT, SHARE, VALUE, SPIKE = (f"measures.{name}" for name in ("first_weight", "first_mass", "first_value", "spike_ratio"))
+WEIGHT, SHARE, VALUE, SPIKE = (
+    f"measures.{name}" for name in ("first_weight", "first_mass", "first_value", "spike_ratio")
+)
 COLUMNS = {
     "first_weight": ("weight on the first token", 3), "first_mass": ("share of a row", 3), "row_mass": ("row mass", 2),
     "first_value": ("its value over others'", 2), "gate": ("mean gate", 2), "spike_ratio": ("spike", 0),
@@ -45,7 +49,9 @@ def sink_arm(attention: str = "softmax", **changes: Any) -> Arm:
     >>> sink_arm("gated").name, sink_arm(heads=4).name
     ('gated', 'heads=4')
     """
-    return Arm(", ".join(changed(attention, changes)), "sinks", replace(COPY, attention=attention, **changes), (RATE,), SEEDS)
+    return Arm(
+        ", ".join(changed(attention, changes)), "sinks", replace(COPY, attention=attention, **changes), (RATE,), SEEDS
+    )
 
 
 PLAIN = sink_arm()
@@ -72,7 +78,11 @@ def _end(line: Line) -> dict[str, Any]:
 def arm_means(found: Mapping[str, Mapping[str, Any]], what: str = "first_weight") -> dict[str, float]:
     """A measure by arm, means over seeds; of arms that have it."""
     held = next((numbers["sinks"] for numbers in found.values() if numbers.get("sinks")), ())
-    return {arm["arm"]: fmean(end[what] for end in arm["ends"]) for arm in held if all(end[what] is not None for end in arm["ends"])}
+    return {
+        arm["arm"]: fmean(end[what] for end in arm["ends"])
+        for arm in held
+        if all(end[what] is not None for end in arm["ends"])
+    }
 
 
 def sinks_section(found: Mapping[str, Mapping[str, Any]], letter: str, names: Mapping[str, str] | None = None) -> Part:
@@ -94,6 +104,10 @@ def sinks_section(found: Mapping[str, Mapping[str, Any]], letter: str, names: Ma
         *means_table(arms, COLUMNS),
     ]  # fmt: skip
     lost = failed_said(failed(arms, arms[0], SHORT), SHORT)
-    weights = {arm["arm"]: [end["first_weight"] for end in arm["ends"] if end["first_weight"] is not None] for arm in arms}
-    figure = strips("weight on the first token", "a dot for each seed", {name: values for name, values in weights.items() if values})
+    weights = {
+        arm["arm"]: [end["first_weight"] for end in arm["ends"] if end["first_weight"] is not None] for arm in arms
+    }
+    figure = strips(
+        "weight on the first token", "a dot for each seed", {name: values for name, values in weights.items() if values}
+    )
     return [*lines, *(["", lost] if lost else [])], {"sink": figure}

@@ -41,8 +41,12 @@ def strips(title: str, x: str, rows: Mapping[str, Sequence[float]]) -> str:
     for number, (name, held) in enumerate(rows.items()):
         y, mean = TOP + ROW * (number + 0.5), sum(held) / len(held)
         parts.append(f'<text x="{LABELS - 8}" y="{y + 4}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<line x1="{at(mean):.1f}" y1="{y - 7}" x2="{at(mean):.1f}" y2="{y + 7}" stroke="{COLOURS[1]}" stroke-width="2"/>')
-        parts += [f'<circle cx="{at(value):.1f}" cy="{y}" r="3.5" fill="{COLOURS[0]}" fill-opacity="0.75"/>' for value in held]
+        parts.append(
+            f'<line x1="{at(mean):.1f}" y1="{y - 7}" x2="{at(mean):.1f}" y2="{y + 7}" stroke="{COLOURS[1]}" stroke-width="2"/>'
+        )
+        parts += [
+            f'<circle cx="{at(value):.1f}" cy="{y}" r="3.5" fill="{COLOURS[0]}" fill-opacity="0.75"/>' for value in held
+        ]
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -1,4 +1,6 @@
-"""Trained models at hand, and their attention layers on real text: what each reads, so that logits and maps can be measured."""
+"""Trained models at hand, and their attention layers on real text: what each reads, so that logits and maps can be
+measured.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def inputs(model: nn.Module, held: list[dict[str, Tensor]]) -> list[tuple[Attent
     return [(layer, torch.cat(kept[number])) for number, layer in enumerate(layers) if number in kept]
 
 
-def read_each(folders: Iterable[tuple[str, Path]], read: Callable[[str, Path], Found]) -> tuple[dict[str, Found], dict[str, str]]:
+def read_each(
+    folders: Iterable[tuple[str, Path]], read: Callable[[str, Path], Found]
+) -> tuple[dict[str, Found], dict[str, str]]:
     """What `read` finds in each model, and those that cannot be read, with the reason.
 
     >>> def read(name: str, folder: Path) -> int:
@@ -82,7 +86,9 @@ def read_each(folders: Iterable[tuple[str, Path]], read: Callable[[str, Path], F
 
 @dataclass(frozen=True)
 class TrainedLayer:
-    """One self-attention layer of a trained model, and what came out of the norm in front of it on one half of the text."""
+    """One self-attention layer of a trained model, and what came out of the norm in front of it on one half of the
+    text.
+    """
 
     model: str
     number: int
@@ -114,4 +120,6 @@ def trained_layers(setting: Setting) -> Iterator[TrainedLayer]:
             text = setting.text[half * size : (half + 1) * size]
             held = batches(model, text, length=LENGTH, tokens=LENGTH * SEQUENCES[setting.quick])
             for number, (layer, x) in enumerate(inputs(model, held)):
-                yield TrainedLayer(name, number, half, replace(layer, norm=Norm(), memory_norm=None), x[: SEQUENCES[setting.quick]])
+                yield TrainedLayer(
+                    name, number, half, replace(layer, norm=Norm(), memory_norm=None), x[: SEQUENCES[setting.quick]]
+                )

@@ -8,7 +8,14 @@ from torch import nn
 
 from tests.parity import EPS, Case, decoder_sites, tokens
 
-SHAPE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=64, max_position_embeddings=64)
+SHAPE = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    vocab_size=64,
+    max_position_embeddings=64,
+)
 GROUPED = dict(SHAPE, num_key_value_heads=2, rms_norm_eps=EPS)
 
 
@@ -22,7 +29,9 @@ def make(name: str, **kw: Any) -> nn.Module:
 
 
 def case(label: str, name: str, spread: float = 1.0, how: tuple[str, ...] = ("eager", "sdpa"), **kw: Any) -> Case:
-    return Case(label, lambda: make(name, **{**GROUPED, **kw}), tokens, decoder_sites(2), spread=spread, implementations=how)
+    return Case(
+        label, lambda: make(name, **{**GROUPED, **kw}), tokens, decoder_sites(2), spread=spread, implementations=how
+    )
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -46,14 +55,29 @@ CASES = [
     case("qwen3", "Qwen3", head_dim=8),
     case("qwen3_moe", "Qwen3Moe", **EXPERTS, head_dim=8, num_experts=2, moe_intermediate_size=16),
     case("gemma3", "Gemma3", **GEMMA, sliding_window=4, layer_types=WINDOWS),
-    case("gemma3-both-ways", "Gemma3", **GEMMA, sliding_window=6, layer_types=WINDOWS, use_bidirectional_attention=True),
+    case(
+        "gemma3-both-ways", "Gemma3", **GEMMA, sliding_window=6, layer_types=WINDOWS, use_bidirectional_attention=True
+    ),
     # transformers refuses fused attention for these two: it can neither cap logits nor add sinks
     case("gemma2", "Gemma2", how=("eager",), **GEMMA, sliding_window=4, attn_logit_softcapping=3.0, spread=1.2),
     case(
-        "gpt_oss", "GptOss", how=("eager",), spread=0.85, **EXPERTS, head_dim=8, sliding_window=4, num_local_experts=2, rope_parameters=YARN
+        "gpt_oss",
+        "GptOss",
+        how=("eager",),
+        spread=0.85,
+        **EXPERTS,
+        head_dim=8,
+        sliding_window=4,
+        num_local_experts=2,
+        rope_parameters=YARN,
     ),
     Case("gpt2", lambda: make_gpt2(), tokens, decoder_sites(2, "transformer.h", "attn", "ln_1", "c_proj"), spread=1.25),
-    Case("gpt_neox", lambda: make_neox(), tokens, decoder_sites(2, "gpt_neox.layers", "attention", "input_layernorm", "dense")),
+    Case(
+        "gpt_neox",
+        lambda: make_neox(),
+        tokens,
+        decoder_sites(2, "gpt_neox.layers", "attention", "input_layernorm", "dense"),
+    ),
 ]
 
 

@@ -42,6 +42,9 @@ CASES = [
         "vit",
         vit,
         pixels,
-        [Site(f"layers.{i}.attention", f"layers.{i}.layernorm_before", f"layers.{i}.attention.o_proj") for i in range(2)],
+        [
+            Site(f"layers.{i}.attention", f"layers.{i}.layernorm_before", f"layers.{i}.attention.o_proj")
+            for i in range(2)
+        ],
     ),
 ]

@@ -1,4 +1,6 @@
-"""More tiny decoders: BLOOM, OPT, Falcon, Phi, GPT-J, DeepSeek and other relatives; three of them need a tap of their own."""
+"""More tiny decoders: BLOOM, OPT, Falcon, Phi, GPT-J, DeepSeek and other relatives; three of them need a tap of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def gptj_tap(model: nn.Module, implementation: str, records: dict[str, Record]) 
 
 @contextlib.contextmanager
 def falcon_tap(model: Any, implementation: str, records: dict[str, Record]) -> Iterator[None]:
-    """sdpa: what the fused function is given. eager: queries and keys from their rotation, maps from what the module returns."""
+    """sdpa: what the fused function is given. eager: queries and keys from their rotation, maps from what the module
+    returns.
+    """
     from transformers.models.falcon import modeling_falcon
 
     running: list[Record] = []
@@ -130,7 +134,8 @@ def falcon_tap(model: Any, implementation: str, records: dict[str, Record]) -> I
 
 
 def bloom(label: str, **kw: Any) -> Case:
-    settings = dict(hidden_size=48, n_layer=2, n_head=6, vocab_size=64, layer_norm_epsilon=EPS, **kw)  # 6: no power of 2
+    # 6: no power of 2
+    settings = dict(hidden_size=48, n_layer=2, n_head=6, vocab_size=64, layer_norm_epsilon=EPS, **kw)
     sites = decoder_sites(2, "transformer.h", "self_attention", "input_layernorm", "dense")
     return Case(label, lambda: make("Bloom", **settings), tokens, sites, ("eager",), bloom_tap, shift_free=True)
 
@@ -139,7 +144,12 @@ def opt(label: str, sites: list[Site], spread: float = 1.0, **kw: Any) -> Case:
     settings = dict(SHAPE, ffn_dim=48, **kw)
     settings.pop("intermediate_size")
     return Case(
-        label, lambda: make("OPT", **settings), tokens, sites, spread=spread, redraw_more=quiet_embeddings if sites is OPT_PRE else None
+        label,
+        lambda: make("OPT", **settings),
+        tokens,
+        sites,
+        spread=spread,
+        redraw_more=quiet_embeddings if sites is OPT_PRE else None,
     )
 
 
@@ -158,15 +168,28 @@ def falcon(label: str, norm: str, **kw: Any) -> Case:
 
 
 def deepseek(label: str, name: str, spread: float = 1.0, **kw: Any) -> Case:
-    sizes = dict(kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, num_key_value_heads=4, num_attention_heads=4)
-    experts = dict(first_k_dense_replace=1, n_routed_experts=2, n_shared_experts=1, num_experts_per_tok=1, moe_intermediate_size=16)
+    sizes = dict(
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        num_key_value_heads=4,
+        num_attention_heads=4,
+    )
+    experts = dict(
+        first_k_dense_replace=1, n_routed_experts=2, n_shared_experts=1, num_experts_per_tok=1, moe_intermediate_size=16
+    )
     settings = dict(GROUPED, **experts, n_group=1, topk_group=1)
     settings.update(sizes, **kw)
-    return Case(label, lambda: make(name, **settings), tokens, decoder_sites(2), spread=spread, redraw_more=quiet_latents)
+    return Case(
+        label, lambda: make(name, **settings), tokens, decoder_sites(2), spread=spread, redraw_more=quiet_latents
+    )
 
 
 def quiet_latents(model: nn.Module) -> None:
-    """DeepSeek fixes the latents' eps at 1e-6: they must be small for it to show. Shared rotary keys keep their size."""
+    """DeepSeek fixes the latents' eps at 1e-6: they must be small for it to show. Shared rotary keys keep their
+    size.
+    """
     for name, p in model.named_parameters():
         if "q_a_proj" in name:
             p.mul_(0.01)
@@ -181,13 +204,18 @@ def wide_gains(model: nn.Module) -> None:
             p.copy_(1 + p)
 
 
-PHI = dict(layer_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5})
+PHI = dict(
+    layer_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+)
 LONG = dict(max_position_embeddings=64, original_max_position_embeddings=16)
 LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [9.0] * 4,
             "original_max_position_embeddings": 16}  # fmt: skip
 DEEP_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 OPT_PRE = decoder_sites(2, "model.decoder.layers", "self_attn", "self_attn_layer_norm", "out_proj")
-OPT_POST = [Site(s.attention, f"model.decoder.layers.{i - 1}.final_layer_norm" if i else None, s.out) for i, s in enumerate(OPT_PRE)]
+OPT_POST = [
+    Site(s.attention, f"model.decoder.layers.{i - 1}.final_layer_norm" if i else None, s.out)
+    for i, s in enumerate(OPT_PRE)
+]
 MLP_NORM = dict(new_decoder_architecture=True, num_kv_heads=2)
 ALIBI: dict[str, Any] = dict(implementations=("sdpa",), shift_free=True)
 ROUNDED = dict(alibi=True, num_attention_heads=16, hidden_size=64)
@@ -207,12 +235,24 @@ CASES = [
     # transformers' eager path adds ALiBi twice
     replace(falcon("falcon-alibi", "input_layernorm", alibi=True), **ALIBI),
     # slopes that are no powers of 2 are rounded by position, counted from the first real token
-    replace(falcon("falcon-alibi-rounded", "input_layernorm", **ROUNDED), **ALIBI, spread=0.85, batch=partial(tokens, pads=0)),
+    replace(
+        falcon("falcon-alibi-rounded", "input_layernorm", **ROUNDED),
+        **ALIBI,
+        spread=0.85,
+        batch=partial(tokens, pads=0),
+    ),
     replace(case("phi", "Phi", **PHI), sites=decoder_sites(2, out="dense")),
     replace(case("phi-normed", "Phi", **PHI, qk_layernorm=True), sites=decoder_sites(2, out="dense")),
     case("phi3", "Phi3", sliding_window=4, pad_token_id=0),
     case("phi3-longrope", "Phi3", **LONG, rope_parameters=LONGROPE, pad_token_id=0),
-    Case("gptj", lambda: make("GPTJ", **GPTJ), tokens, decoder_sites(2, "transformer.h", "attn", "ln_1", "out_proj"), ("eager",), gptj_tap),
+    Case(
+        "gptj",
+        lambda: make("GPTJ", **GPTJ),
+        tokens,
+        decoder_sites(2, "transformer.h", "attn", "ln_1", "out_proj"),
+        ("eager",),
+        gptj_tap,
+    ),
     deepseek("deepseek_v3", "DeepseekV3", q_lora_rank=12),
     deepseek("deepseek_v3-plain-query", "DeepseekV3", q_lora_rank=None, rope_interleave=False),
     deepseek("deepseek_v3-yarn-biased", "DeepseekV3", q_lora_rank=12, rope_parameters=DEEP_YARN, attention_bias=True),

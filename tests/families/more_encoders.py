@@ -74,7 +74,8 @@ def distilbert() -> nn.Module:
     return make("DistilBert", dim=32, n_layers=2, n_heads=4, hidden_dim=48, **VOCABULARY)
 
 
-# MPNet computes attention inline: read its queries and keys where they are made, its mask and bias where they are passed
+# MPNet computes attention inline: read its queries and keys where they are made, its mask and bias where they are
+# passed
 
 MPNET_SITES = [
     Site(
@@ -108,7 +109,10 @@ def mpnet_tap(model: nn.Module, implementation: str, records: dict[str, Record])
     handles = []
     for module in paths:
         handles += [module.q.register_forward_hook(keep), module.k.register_forward_hook(keep)]
-        handles += [module.register_forward_pre_hook(ask_for_maps, with_kwargs=True), module.register_forward_hook(see, with_kwargs=True)]
+        handles += [
+            module.register_forward_pre_hook(ask_for_maps, with_kwargs=True),
+            module.register_forward_hook(see, with_kwargs=True),
+        ]
     try:
         yield
     finally:
@@ -144,17 +148,29 @@ def albert(label: str, depths: int, groups: int, inner: int, before: list[str | 
     """`before` names, module by module, the block whose norm its last call read."""
     blocks = [f"encoder.albert_layer_groups.{g}.albert_layers.{i}" for g in range(groups) for i in range(inner)]
     sites = [
-        Site(f"{block}.attention", b and f"encoder.albert_layer_groups.{b}.full_layer_layer_norm", f"{block}.attention.dense")
+        Site(
+            f"{block}.attention",
+            b and f"encoder.albert_layer_groups.{b}.full_layer_layer_norm",
+            f"{block}.attention.dense",
+        )
         for block, b in zip(blocks, before, strict=True)
     ]
-    kw = {**SHAPE, **VOCABULARY, "embedding_size": 16, "num_hidden_layers": depths, "num_hidden_groups": groups, "inner_group_num": inner}
+    kw = {
+        **SHAPE,
+        **VOCABULARY,
+        "embedding_size": 16,
+        "num_hidden_layers": depths,
+        "num_hidden_groups": groups,
+        "inner_group_num": inner,
+    }
     return Case(label, lambda: make("Albert", **kw), tokens, sites, tap=albert_tap, spread=spread)
 
 
 # XLNet runs time first, keeps its output map inside a method, and computes logits in `rel_attn_core`
 
 XLNET_SITES = [
-    Site(f"layer.{i}.rel_attn", f"layer.{i - 1}.ff.layer_norm" if i else None, f"layer.{i}.rel_attn.layer_norm") for i in range(2)
+    Site(f"layer.{i}.rel_attn", f"layer.{i - 1}.ff.layer_norm" if i else None, f"layer.{i}.rel_attn.layer_norm")
+    for i in range(2)
 ]
 
 
@@ -167,7 +183,9 @@ def xlnet_tap(model: nn.Module, implementation: str, records: dict[str, Record])
     def core(path: str, module: Any) -> Any:
         inner = module.rel_attn_core
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, k_r: Tensor, seg_mat: None, attn_mask: Tensor, output_attentions: bool) -> Tensor:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, k_r: Tensor, seg_mat: None, attn_mask: Tensor, output_attentions: bool
+        ) -> Tensor:
             out, maps = inner(q, k, v, k_r, seg_mat, attn_mask, True)
             content = torch.einsum("ibnd,jbnd->bnij", q + module.r_w_bias, k)
             place = module.rel_shift_bnij(torch.einsum("ibnd,jbnd->bnij", q + module.r_r_bias, k_r), klen=k.shape[0])
@@ -184,7 +202,10 @@ def xlnet_tap(model: nn.Module, implementation: str, records: dict[str, Record])
 
     handles = []
     for path, module in modules.items():
-        handles += [module.register_forward_pre_hook(keep(given, path)), module.layer_norm.register_forward_pre_hook(keep(summed, path))]
+        handles += [
+            module.register_forward_pre_hook(keep(given, path)),
+            module.layer_norm.register_forward_pre_hook(keep(summed, path)),
+        ]
         module.rel_attn_core = core(path, module)
     try:
         yield
@@ -201,7 +222,9 @@ def xlnet_tap(model: nn.Module, implementation: str, records: dict[str, Record])
 
 def xlnet(label: str, batch: Any = tokens, **kw: Any) -> Case:
     shape = dict(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=64, layer_norm_eps=EPS)
-    return Case(label, lambda: make("XLNet", **shape, **kw), batch, XLNET_SITES, implementations=("eager",), tap=xlnet_tap)
+    return Case(
+        label, lambda: make("XLNet", **shape, **kw), batch, XLNET_SITES, implementations=("eager",), tap=xlnet_tap
+    )
 
 
 # DeBERTa adds its terms in a method of its own, which is given queries and keys
@@ -221,7 +244,9 @@ def deberta_tap(model: nn.Module, implementation: str, records: dict[str, Record
         def add(q: Tensor, k: Tensor, place: Tensor, embeddings: Tensor, factor: int) -> Tensor:
             found = inner(q, k, place, embeddings, factor)
             records[path].calls += 1
-            records[path].logits = (q @ k.mT * (q.shape[-1] * factor) ** -0.5 + found).unflatten(0, (-1, module.num_attention_heads))
+            records[path].logits = (q @ k.mT * (q.shape[-1] * factor) ** -0.5 + found).unflatten(
+                0, (-1, module.num_attention_heads)
+            )
             return found
 
         return add
@@ -238,7 +263,10 @@ def deberta_tap(model: nn.Module, implementation: str, records: dict[str, Record
     handles = []
     for path, module in modules.items():
         module.disentangled_attention_bias = terms(path, module)
-        handles += [module.register_forward_pre_hook(ask_for_maps, with_kwargs=True), module.register_forward_hook(see(path))]
+        handles += [
+            module.register_forward_pre_hook(ask_for_maps, with_kwargs=True),
+            module.register_forward_hook(see(path)),
+        ]
     try:
         yield
     finally:
@@ -261,7 +289,12 @@ CASES = [
     case("xlm-roberta", "XLMRoberta"),
     case("camembert", "Camembert"),
     case("electra", "Electra", embedding_size=32),
-    case("electra-widened", "Electra", [Site(BERT_SITES[0].attention, None, BERT_SITES[0].out), BERT_SITES[1]], embedding_size=16),
+    case(
+        "electra-widened",
+        "Electra",
+        [Site(BERT_SITES[0].attention, None, BERT_SITES[0].out), BERT_SITES[1]],
+        embedding_size=16,
+    ),
     Case("distilbert", distilbert, tokens, DISTILBERT_SITES),
     Case(
         "mpnet",

@@ -73,6 +73,15 @@ SHAPES = {
     "locater-image": Shape(**{**SIZES, "length": 4}, causal=False, positions="learned", image=(8, 8, 3)),
 }
 CASES = [
-    Case(label, lambda shape=shape: Tiny(shape), pictures if shape.image else ids, decoder_sites(2), ("sdpa",), tap, save=write, spread=1.3)  # type: ignore[misc]
+    Case(
+        label,
+        lambda shape=shape: Tiny(shape),
+        pictures if shape.image else ids,
+        decoder_sites(2),
+        ("sdpa",),
+        tap,
+        save=write,
+        spread=1.3,
+    )  # type: ignore[misc]
     for label, shape in SHAPES.items()
 ]

@@ -66,7 +66,9 @@ def encode(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 
 
 def alone(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    return model(batch["src"], batch["src"], batch["src"], key_padding_mask=batch["attention_mask"] == 0, need_weights=False)
+    return model(
+        batch["src"], batch["src"], batch["src"], key_padding_mask=batch["attention_mask"] == 0, need_weights=False
+    )
 
 
 def both(model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -74,19 +76,25 @@ def both(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 
 
 def encoder(norm_first: bool) -> nn.Module:
-    block = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, dropout=0.0, batch_first=True, norm_first=norm_first, layer_norm_eps=EPS)
+    block = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 48, dropout=0.0, batch_first=True, norm_first=norm_first, layer_norm_eps=EPS
+    )
     return nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
 
 
 def whole(norm_first: bool) -> nn.Module:
-    return nn.Transformer(WIDTH, HEADS, 2, 2, 48, dropout=0.0, batch_first=True, norm_first=norm_first, layer_norm_eps=EPS)
+    return nn.Transformer(
+        WIDTH, HEADS, 2, 2, 48, dropout=0.0, batch_first=True, norm_first=norm_first, layer_norm_eps=EPS
+    )
 
 
 def save(model: nn.Module, folder: Path, **config: Any) -> None:
     from safetensors.torch import save_file
 
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "torch", "num_heads": HEADS, "layer_norm_eps": EPS, **config}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "torch", "num_heads": HEADS, "layer_norm_eps": EPS, **config})
+    )
 
 
 def site(stack: str, i: int, attention: str, norm: str | None, memory: str | None = None) -> Site:
@@ -116,9 +124,18 @@ DECODER_POST = [
     )
 ]
 CASES = [
-    make("torch-encoder-pre", lambda: encoder(True), encode, [site("", i, "self_attn", f"layers.{i}.norm1") for i in range(2)], **PRE),
     make(
-        "torch-encoder-post", lambda: encoder(False), encode, [site("", 0, "self_attn", None), site("", 1, "self_attn", "layers.0.norm2")]
+        "torch-encoder-pre",
+        lambda: encoder(True),
+        encode,
+        [site("", i, "self_attn", f"layers.{i}.norm1") for i in range(2)],
+        **PRE,
+    ),
+    make(
+        "torch-encoder-post",
+        lambda: encoder(False),
+        encode,
+        [site("", 0, "self_attn", None), site("", 1, "self_attn", "layers.0.norm2")],
     ),
     make("torch-attention", lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), alone, [Site("", None, "")]),
     make(

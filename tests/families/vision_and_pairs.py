@@ -1,4 +1,6 @@
-"""Tiny vision models, pairs of towers and pairs of stacks: DINOv2, CLIP, SigLIP, Gemma 3 with images, timm, T5, Whisper, BART."""
+"""Tiny vision models, pairs of towers and pairs of stacks: DINOv2, CLIP, SigLIP, Gemma 3 with images, timm, T5,
+Whisper, BART.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from tests.families.encoders import pixels
 from tests.parity import EPS, Case, Record, Site, decoder_sites, interface_tap, tokens
 
 STACK = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-TEXT = dict(STACK, layer_norm_eps=EPS, vocab_size=64, max_position_embeddings=64, eos_token_id=1, bos_token_id=0, pad_token_id=0)
-VISION = dict(STACK, hidden_size=24, layer_norm_eps=EPS, image_size=8, patch_size=4)  # another width than the text tower
+TEXT = dict(
+    STACK, layer_norm_eps=EPS, vocab_size=64, max_position_embeddings=64, eos_token_id=1, bos_token_id=0, pad_token_id=0
+)
+# another width than the text tower
+VISION = dict(STACK, hidden_size=24, layer_norm_eps=EPS, image_size=8, patch_size=4)
 
 
 def build(config: str, model: str, **kw: Any) -> nn.Module:
@@ -73,7 +78,9 @@ def dino(name: str) -> Case:
     stems = [f"encoder.layer.{i}" for i in range(2)]
     return Case(
         {"Dinov2": "dinov2", "Dinov2WithRegisters": "dinov2_with_registers"}[name],
-        lambda: build(f"{name}Config", f"{name}Model", **shape, layer_norm_eps=EPS, mlp_ratio=2, image_size=8, patch_size=4),
+        lambda: build(
+            f"{name}Config", f"{name}Model", **shape, layer_norm_eps=EPS, mlp_ratio=2, image_size=8, patch_size=4
+        ),
         pixels,
         [Site(f"{s}.attention", f"{s}.norm1", f"{s}.layer_scale1") for s in stems],
     )
@@ -110,7 +117,9 @@ TOWERS = [
         tap=tap_with_pooling,
         spread=0.9,
     ),
-    Case("siglip-text", lambda: build("SiglipTextConfig", "SiglipTextModel", **TEXT), tokens, tower("", "attention_mask")),
+    Case(
+        "siglip-text", lambda: build("SiglipTextConfig", "SiglipTextModel", **TEXT), tokens, tower("", "attention_mask")
+    ),
     Case(
         "siglip-vision",
         lambda: build("SiglipVisionConfig", "SiglipVisionModel", **VISION),
@@ -202,7 +211,15 @@ def bart_sites() -> list[Site]:
         own, cross = f"decoder.layers.{i}.self_attn", f"decoder.layers.{i}.encoder_attn"
         before = f"decoder.layers.{i - 1}.final_layer_norm" if i else "decoder.layernorm_embedding"
         found.append(Site(own, before, f"{own}.out_proj", padding="decoder_attention_mask"))
-        found.append(Site(cross, f"{own}_layer_norm", f"{cross}.out_proj", "encoder.layers.1.final_layer_norm", "decoder_attention_mask"))
+        found.append(
+            Site(
+                cross,
+                f"{own}_layer_norm",
+                f"{cross}.out_proj",
+                "encoder.layers.1.final_layer_norm",
+                "decoder_attention_mask",
+            )
+        )
     return found
 
 
@@ -257,7 +274,12 @@ class LayerScale(nn.Module):
 
 class Block(nn.Module):
     def __init__(
-        self, width: int, heads: int, norm: Callable[[int], nn.Module], head_norm: Callable[[int], nn.Module], scaled: bool
+        self,
+        width: int,
+        heads: int,
+        norm: Callable[[int], nn.Module],
+        head_norm: Callable[[int], nn.Module],
+        scaled: bool,
     ) -> None:
         super().__init__()
         self.norm1, self.attn = norm(width), Attention(width, heads, head_norm, bias=scaled)
@@ -268,7 +290,12 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self, norm: Callable[[int], nn.Module], head_norm: Callable[[int], nn.Module] = nn.Identity, scaled: bool = False) -> None:
+    def __init__(
+        self,
+        norm: Callable[[int], nn.Module],
+        head_norm: Callable[[int], nn.Module] = nn.Identity,
+        scaled: bool = False,
+    ) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(32, 4, norm, head_norm, scaled) for _ in range(2)))
 
@@ -314,7 +341,11 @@ def save_timm(model: nn.Module, folder: Path, **config: Any) -> None:
 
 
 def timm(
-    label: str, make: Callable[[], nn.Module], heads: int | None = None, more: Callable[[Any], None] | None = None, **config: Any
+    label: str,
+    make: Callable[[], nn.Module],
+    heads: int | None = None,
+    more: Callable[[Any], None] | None = None,
+    **config: Any,
 ) -> Case:
     return Case(
         label, make, lambda: {"x": torch_modules.stream()},
@@ -328,7 +359,12 @@ OURS = dict(model_type="timm", num_heads=4, layer_norm_eps=EPS)
 TIMM = [
     timm("timm", lambda: Blocks(LAYER, scaled=True), **OURS),
     timm("timm-head-norms", lambda: Blocks(LAYER, LAYER), **OURS),
-    timm("timm-rms", lambda: Blocks(RMS, RMS, scaled=True), more=lambda model: sharpen(*(b.attn.q_norm for b in model.blocks)), **OURS),
+    timm(
+        "timm-rms",
+        lambda: Blocks(RMS, RMS, scaled=True),
+        more=lambda model: sharpen(*(b.attn.q_norm for b in model.blocks)),
+        **OURS,
+    ),
     timm("timm-architecture", lambda: Blocks(partial(nn.LayerNorm, eps=1e-6)), 4, architecture="vit_tiny_patch16_224"),
 ]
 

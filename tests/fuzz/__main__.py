@@ -1,4 +1,5 @@
-"""`python -m tests.fuzz`: mutated files of every format, none of which may give a traceback, a hang, a gigabyte or a wrong number.
+"""`python -m tests.fuzz`: mutated files of every format, none of which may give a traceback, a hang, a gigabyte or a
+wrong number.
 
     make fuzz                                            # 20,000 files, at most ten minutes
     python -m tests.fuzz --format gguf --seed 17         # one file once more, with its traceback
@@ -28,7 +29,10 @@ def run(name: str, seeds: range, folder: Path, deadline: float) -> list[Outcome]
     for outcome in supervised(name, folder / name / "originals", folder / name / "work", [GOOD, *seeds], kept):
         outcomes.append(outcome)
         if outcome.kind == "fault":
-            print(f"{name}: seed {outcome.seed}: {outcome.detail.strip().splitlines()[-1]:.200} (kept in {kept})", flush=True)
+            print(
+                f"{name}: seed {outcome.seed}: {outcome.detail.strip().splitlines()[-1]:.200} (kept in {kept})",
+                flush=True,
+            )
         if time.monotonic() > deadline:
             break
     print(f"{name:15} {summary(outcomes)}", flush=True)
@@ -57,12 +61,18 @@ def main() -> None:
         folder = Path(place)
         made(chosen, folder)
         if args.format and args.seed is not None:
-            print(attempt(FORMATS[args.format], folder / args.format / "originals", FAULTS / "repeated", args.seed).detail or "no fault")
+            print(
+                attempt(FORMATS[args.format], folder / args.format / "originals", FAULTS / "repeated", args.seed).detail
+                or "no fault"
+            )
             return
         total, deadline = sum(FORMATS[name].share for name in chosen), time.monotonic() + 60 * args.minutes
         with ThreadPoolExecutor(args.jobs) as pool:
             counts = {name: args.files * FORMATS[name].share // total for name in chosen}
-            jobs = [pool.submit(run, name, range(args.first, args.first + count), folder, deadline) for name, count in counts.items()]
+            jobs = [
+                pool.submit(run, name, range(args.first, args.first + count), folder, deadline)
+                for name, count in counts.items()
+            ]
             outcomes = [outcome for job in jobs for outcome in job.result()]
     print(f"{'in all':15} {summary(outcomes)}")
     sys.exit(any(outcome.kind == "fault" for outcome in outcomes))

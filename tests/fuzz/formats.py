@@ -1,4 +1,6 @@
-"""Each format: how a good file is made, mutated and read, and what the library that defines the format makes of the same file."""
+"""Each format: how a good file is made, mutated and read, and what the library that defines the format makes of the
+same file.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Tensors = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Format:
-    """`read` gives what is compared, or raises LocaterError; `reference` gives the same from the library, or raises what it likes."""
+    """`read` gives what is compared, or raises LocaterError; `reference` gives the same from the library, or raises
+    what it likes.
+    """
 
     make: Callable[[Path], None]
     mutate: Callable[[Random, Path], None]
@@ -35,17 +39,23 @@ class Format:
 def raw(tensor: Tensor) -> bytes:
     """A tensor's bytes and what they mean: NaN equals itself, and 0 is not -0."""
     flat = tensor.detach().contiguous().flatten()
-    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + (flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"")
+    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + (
+        flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+    )
 
 
 def every_tensor(weights: Any) -> Tensors:
-    """All tensors that can be read, whole and once more by rows; those refused one by one (quantised, sparse) are left out."""
+    """All tensors that can be read, whole and once more by rows; those refused one by one (quantised, sparse) are left
+    out.
+    """
     found = {}
     for name in weights.names():
         try:
             tensor = weights.read(name)
             if tensor.ndim and len(tensor):
-                assert raw(weights.read(name, [(0, 1), (len(tensor) - 1, len(tensor))])) == raw(torch.cat([tensor[:1], tensor[-1:]])), name
+                assert raw(weights.read(name, [(0, 1), (len(tensor) - 1, len(tensor))])) == raw(
+                    torch.cat([tensor[:1], tensor[-1:]])
+                ), name
         except LocaterError:
             continue
         found[name] = raw(tensor)
@@ -101,7 +111,11 @@ def shards_reference(load: Callable[[Path], Tensors]) -> Callable[[Path], Tensor
 def pickle_reference(path: Path) -> Tensors:
     held = torch.load(path, map_location="cpu", weights_only=True)
     held = held["state_dict"] if isinstance(held.get("state_dict"), Mapping) else held
-    return {str(name): raw(value) for name, value in held.items() if isinstance(value, Tensor) and value.layout == torch.strided}
+    return {
+        str(name): raw(value)
+        for name, value in held.items()
+        if isinstance(value, Tensor) and value.layout == torch.strided
+    }
 
 
 def read_gguf(folder: Path) -> tuple[Any, Tensors]:
@@ -117,7 +131,9 @@ def read_gguf(folder: Path) -> tuple[Any, Tensors]:
                 found[f"{path.name} {name}"] = raw(_floats(path, header, name))
         with suppress(LocaterError):
             scan(path)
-        kept |= {f"{path.name} {name}": repr(value) for name, value in header.fields.items() if not isinstance(value, Array)}
+        kept |= {
+            f"{path.name} {name}": repr(value) for name, value in header.fields.items() if not isinstance(value, Array)
+        }
     return kept, found
 
 
@@ -150,14 +166,20 @@ def edit_gguf(rng: Random, folder: Path) -> None:
         path.write_bytes(mutate.of_bytes(rng, bytes(data)))
         return
     reader = gguf.GGUFReader(path)
-    fields = [*reader.fields.values(), *(tensor.field for tensor in reader.tensors), *(tensor.field for tensor in reader.tensors)]
+    fields = [
+        *reader.fields.values(),
+        *(tensor.field for tensor in reader.tensors),
+        *(tensor.field for tensor in reader.tensors),
+    ]
     origin = reader.data.ctypes.data
     for _ in range(rng.randint(1, 2)):
         parts = [part for part in rng.choice(fields).parts if part.nbytes]
         part = rng.choice(parts)
         at, size = part.ctypes.data - origin, part.nbytes
         old = int.from_bytes(data[at : at + min(size, 8)], "little")
-        new = rng.choice((rng.choice(mutate.NUMBERS), old + rng.choice((-32, -4, -1, 1, 4, 32, 64)), rng.randrange(256)))
+        new = rng.choice(
+            (rng.choice(mutate.NUMBERS), old + rng.choice((-32, -4, -1, 1, 4, 32, 64)), rng.randrange(256))
+        )
         width = min(size, 8)
         data[at : at + width] = (new % 2 ** (8 * width)).to_bytes(width, "little")
     del reader
@@ -241,7 +263,9 @@ def in_folder(name: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 
 SHARDS = edit("part-*.safetensors", mutate.of_safetensors)
-INDEX = edit("*.index.json", edit_json(("part-0.safetensors", "part-1.safetensors", "config.json", "../part-0.safetensors")))
+INDEX = edit(
+    "*.index.json", edit_json(("part-0.safetensors", "part-1.safetensors", "config.json", "../part-0.safetensors"))
+)
 PICKLE = edit("*.bin", mutate.of_zip)
 FORMATS = {
     "safetensors": Format(

@@ -2,8 +2,9 @@
 
 A good file, one that is not mutated, has to be read with every name of the reference.
 
-A fault is an exception other than LocaterError, a number that the reference library refuses or reads differently, more than LIMIT_S
-seconds, or more than a gigabyte. `attempt` works in this process; `supervised` in a worker that may hang or die.
+A fault is an exception other than LocaterError, a number that the reference library refuses or reads differently, more
+than LIMIT_S seconds, or more than a gigabyte. `attempt` works in this process; `supervised` in a worker that may hang
+or die.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def attempt(form: Format, originals: Path, work: Path, seed: int) -> Outcome:
     try:
         read = form.read(work)
     except LocaterError as error:
-        outcome = Outcome(seed, "refused") if len(str(error).splitlines()) == 1 else Outcome(seed, "fault", f"not one line: {error!r}")
+        outcome = (
+            Outcome(seed, "refused")
+            if len(str(error).splitlines()) == 1
+            else Outcome(seed, "fault", f"not one line: {error!r}")
+        )
         outcome = Outcome(seed, "fault", f"a good file is refused: {error}") if seed == GOOD else outcome
     except BaseException:
         outcome = Outcome(seed, "fault", traceback.format_exc())
@@ -64,7 +69,11 @@ def _judge(form: Format, work: Path, read: Any, whole: bool) -> tuple[str, str]:
         return "fault", f"read where the reference library refuses: {error!r}"
     if whole and read != expected and _agree(read, expected):
         return "fault", f"names of the reference are missing: {_difference(expected, read)}"
-    return ("read", "") if _agree(read, expected) else ("fault", f"other than the reference: {_difference(read, expected)}")
+    return (
+        ("read", "")
+        if _agree(read, expected)
+        else ("fault", f"other than the reference: {_difference(read, expected)}")
+    )
 
 
 def _agree(read: Any, expected: Any) -> bool:
@@ -101,7 +110,9 @@ def _work(conn: Any, name: str, originals: Path, work: Path, seeds: Iterable[int
 def supervised(
     name: str, originals: Path, work: Path, seeds: Sequence[int], kept: Path | None = None, limit_s: float = LIMIT_S
 ) -> Iterator[Outcome]:
-    """The outcome of each seed from a worker process, which is replaced where it hangs or dies. Faults are kept in a folder."""
+    """The outcome of each seed from a worker process, which is replaced where it hangs or dies. Faults are kept in a
+    folder.
+    """
     context = multiprocessing.get_context("spawn")
     while seeds:
         ours, theirs = context.Pipe(duplex=False)

@@ -1,4 +1,6 @@
-"""Mutations: bytes at random, JSON by its structure, and zip archives record by record. All from one seeded generator."""
+"""Mutations: bytes at random, JSON by its structure, and zip archives record by record. All from one seeded
+generator.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def of_bytes(rng: Random, data: bytes, most: int = 4) -> bytes:
     """One to `most` edits: flips, numbers of two, four and eight bytes, cuts, copies, insertions."""
     made = bytearray(data)
     for _ in range(rng.randint(1, most)):
-        at = rng.choice((rng.randrange(len(made) + 1), rng.randrange(min(len(made), 600) + 1)))  # headers are worth more edits
+        # headers are worth more edits
+        at = rng.choice((rng.randrange(len(made) + 1), rng.randrange(min(len(made), 600) + 1)))
         match rng.randrange(8):
             case 0 if at < len(made):
                 made[at] ^= 1 << rng.randrange(8)
@@ -104,7 +107,9 @@ def as_json(rng: Random, document: Any) -> bytes:
 
 
 def of_safetensors(rng: Random, data: bytes) -> bytes:
-    """The header edited as JSON, with its length made right or wrong, and the data behind it, longer or shorter at times."""
+    """The header edited as JSON, with its length made right or wrong, and the data behind it, longer or shorter at
+    times.
+    """
     size = struct.unpack_from("<Q", data)[0]
     dtypes = ("F32", "F16", "BF16", "F64", "I8", "F4", "F8_E4M3", "BOOL", "F33")
     header = as_json(rng, of_value(rng, json.loads(data[8 : 8 + size]), 2, extra=dtypes))
@@ -118,7 +123,9 @@ def of_zip(rng: Random, data: bytes) -> bytes:
     """The archive written anew: a record edited, lost, doubled or compressed."""
     with zipfile.ZipFile(BytesIO(data)) as archive:
         records = [(info.filename, archive.read(info)) for info in archive.infolist()]
-    chosen = rng.choice([i for i, (name, _) in enumerate(records) if name.endswith("data.pkl")] * 3 + list(range(len(records))))
+    chosen = rng.choice(
+        [i for i, (name, _) in enumerate(records) if name.endswith("data.pkl")] * 3 + list(range(len(records)))
+    )
     name, content = records[chosen]
     match rng.randrange(6):
         case 0:
@@ -130,7 +137,10 @@ def of_zip(rng: Random, data: bytes) -> bytes:
         case _:
             records[chosen] = (name, of_bytes(rng, content, 2))
     made = BytesIO()
-    with warnings.catch_warnings(), zipfile.ZipFile(made, "w", rng.choice((zipfile.ZIP_STORED,) * 5 + (zipfile.ZIP_DEFLATED,))) as archive:
+    with (
+        warnings.catch_warnings(),
+        zipfile.ZipFile(made, "w", rng.choice((zipfile.ZIP_STORED,) * 5 + (zipfile.ZIP_DEFLATED,))) as archive,
+    ):
         warnings.simplefilter("ignore")  # a record twice is meant
         for name, content in records:
             archive.writestr(name, content)

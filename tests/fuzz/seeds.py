@@ -97,7 +97,9 @@ def make_gguf(folder: Path) -> None:
         for layer in range(2):
             writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.ones(32, dtype=np.float32))
             for name, rows in (("attn_q", 32), ("attn_k", 16), ("attn_v", 16), ("attn_output", 32)):
-                data = rng.standard_normal((rows, 32)).astype(np.float16 if name == "attn_v" and kind is None else np.float32)
+                data = rng.standard_normal((rows, 32)).astype(
+                    np.float16 if name == "attn_v" and kind is None else np.float32
+                )
                 quantised = data if kind is None else gguf.quantize(data, kind)
                 writer.add_tensor(f"blk.{layer}.{name}.weight", quantised, raw_dtype=kind)
         half = gguf.quantize(rng.standard_normal((4, 32)).astype(np.float32), gguf.GGMLQuantizationType.BF16)
@@ -150,7 +152,9 @@ def make_statistics(folder: Path) -> None:
 
     llama(folder)
     ids = torch.randint(0, 16, (4, 16), generator=torch.Generator().manual_seed(0))
-    locater.statistics(LlamaForCausalLM.from_pretrained(folder), ids, length=16, tokens=64).save(folder / "statistics.pt")
+    locater.statistics(LlamaForCausalLM.from_pretrained(folder), ids, length=16, tokens=64).save(
+        folder / "statistics.pt"
+    )
 
 
 def make_log(folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""All that the golden tests import from the project. Where a module moves, these lines follow it, and no golden file changes."""
+"""All that the golden tests import from the project. Where a module moves, these lines follow it, and no golden file
+changes.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _main() -> Callable[[], None]:
 
 
 def command(*arguments: object) -> None:
-    """`command("scan", folder)` as the shell would start it in the root of the repository, on one thread; refused unless it ends well."""
+    """`command("scan", folder)` as the shell would start it in the root of the repository, on one thread; refused
+    unless it ends well.
+    """
     before, threads, told = sys.argv, torch.get_num_threads(), io.StringIO()
     sys.argv = ["locater", *map(str, arguments)]
     torch.set_num_threads(1)  # sums are added in the same order on every machine
@@ -65,7 +69,9 @@ def command(*arguments: object) -> None:
             _main()()
     except SystemExit as stop:
         if stop.code:
-            raise RuntimeError(f"locater {' '.join(map(str, arguments))} ended with {stop.code}: {told.getvalue()[-500:]}") from None
+            raise RuntimeError(
+                f"locater {' '.join(map(str, arguments))} ended with {stop.code}: {told.getvalue()[-500:]}"
+            ) from None
     finally:
         sys.argv = before
         torch.set_num_threads(threads)
@@ -75,8 +81,13 @@ def names() -> dict[str, Any]:
     """Every name that is data: it stands in kept runs, in plans on disk, in scripts, or in documents."""
     held = {name: PAPERS[name] for name in PAPERS}  # imports the papers, which offer controls of their own
     return {
-        "claims": {name: {c.id: [c.relation, c.stated, c.tolerance] for c in paper.claims} for name, paper in held.items()},
-        "controls": {name: {option: _plain(value) for option, value in known_options(kind).items()} for name, kind in controls().items()},
+        "claims": {
+            name: {c.id: [c.relation, c.stated, c.tolerance] for c in paper.claims} for name, paper in held.items()
+        },
+        "controls": {
+            name: {option: _plain(value) for option, value in known_options(kind).items()}
+            for name, kind in controls().items()
+        },
         "mechanisms": {m.name: {"kind": m.kind, "causal": m.causal, **_defaults(m.attend)} for m in mechanisms()},
         "plan": Plan().to_dict(),
         "commands": commands(),
@@ -108,9 +119,12 @@ def commands() -> dict[str, dict[str, None]]:
     """Commands with their options and arguments."""
     root: Any = typer.main.get_command(sys.modules[_main().__module__].app)
     context = typer.Context(root)
-    parts = {"locater": root, **{name: root.resolve_command(context, [name])[1] for name in root.commands}}  # some are built late
+    # some are built late
+    parts = {"locater": root, **{name: root.resolve_command(context, [name])[1] for name in root.commands}}
     return {
-        name: _of_none(option for held in part.params for option in (*held.opts, *held.secondary_opts) if option != "--help")
+        name: _of_none(
+            option for held in part.params for option in (*held.opts, *held.secondary_opts) if option != "--help"
+        )
         for name, part in parts.items()
     }
 
@@ -121,7 +135,9 @@ def kept_runs_asked_for(files: dict[str, Path]) -> dict[str, dict[str, int]]:
     for name, path in files.items():
         runs = Runs(path)
         found[name] = {
-            paper: len({row.key for study in PAPERS[paper].studies if study.rows for row in study.rows(runs) if runs.of(row)})
+            paper: len(
+                {row.key for study in PAPERS[paper].studies if study.rows for row in study.rows(runs) if runs.of(row)}
+            )
             for paper in PAPERS
         }
     return found

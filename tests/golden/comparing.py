@@ -1,7 +1,7 @@
 """Comparing a document with its golden file: values by path, numbers within a tolerance, everything else equal.
 
-Numbers that float32 linear algebra made differ in their last digits between processors, and small ones that are differences of large
-ones differ more. `TOLERANCES` says what is allowed and why.
+Numbers that float32 linear algebra made differ in their last digits between processors, and small ones that are
+differences of large ones differ more. `TOLERANCES` says what is allowed and why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Tolerance:
         return abs(a - b) <= max(self.relative * max(abs(a), abs(b), scale), self.absolute)
 
 
-# The first that fits counts: kind or name of documents, pattern of paths, tolerance. docs/golden.md has what was measured.
+# The first that fits counts: kind or name of documents, pattern of paths, tolerance. docs/golden.md has what was
+# measured.
 TOLERANCES = (
     # eigenvalues near 0 are known to a part of the largest, not of themselves
     ("scan-eigenvalues", "heads[*].eigenvalues", Tolerance(1e-4, 2e-6)),
@@ -72,7 +73,11 @@ def compact(document: Any, kind: str, name: str = "") -> Any:
 def _compact(x: Any, path: str, excluded: list[re.Pattern[str]]) -> Any:
     if isinstance(x, dict):
         inside = {key: f"{path}.{key}" if path else str(key) for key in x}
-        return {key: _compact(x[key], at, excluded) for key, at in inside.items() if not any(rule.match(at) for rule in excluded)}
+        return {
+            key: _compact(x[key], at, excluded)
+            for key, at in inside.items()
+            if not any(rule.match(at) for rule in excluded)
+        }
     if isinstance(x, list | tuple):
         flat = list(_numbers(x))
         if len(flat) > LONGEST and None not in flat:
@@ -108,7 +113,11 @@ def problems(golden: Any, now: Any, kind: str, name: str = "") -> list[str]:
     found = [*_missing(old, new, kind, name), *_additional(old, new, kind, name)]
     reworded = [_regex(pattern) for pattern in _of(keys.REWORDED, kind, name)]
     for path in old.keys() & new.keys():
-        if any(rule.match(path) for rule in reworded) and isinstance(old[path].value, str) and isinstance(new[path].value, str):
+        if (
+            any(rule.match(path) for rule in reworded)
+            and isinstance(old[path].value, str)
+            and isinstance(new[path].value, str)
+        ):
             continue
         problem = difference(old[path], new[path], tolerance_of(path, kind, name))
         if problem:
@@ -129,7 +138,9 @@ class Leaf:
 
 
 def leaves(x: Any, path: str = "") -> Iterator[tuple[str, Leaf]]:
-    """Every value of a document with its path. A list of words is one value; names are one each (`names` holds nothing else)."""
+    """Every value of a document with its path. A list of words is one value; names are one each (`names` holds nothing
+    else).
+    """
     if isinstance(x, dict) and x:
         scale = x["root_mean_square"] if DIGEST in x else 0.0
         for key, value in x.items():
@@ -171,7 +182,10 @@ def _additional(old: dict[str, Leaf], new: dict[str, Leaf], kind: str, name: str
 def _by_row(paths: list[str], others: dict[str, Leaf], what: str) -> Iterable[str]:
     """Once for a row of which the other document has nothing, else value by value."""
     rows = {path[: path.rindex("]") + 1] for path in others if "]" in path}
-    told = [path[: path.rindex("]") + 1] if "]" in path and path[: path.rindex("]") + 1] not in rows else path for path in paths]
+    told = [
+        path[: path.rindex("]") + 1] if "]" in path and path[: path.rindex("]") + 1] not in rows else path
+        for path in paths
+    ]
     return [f"{path}: {what}" for path in dict.fromkeys(told)]
 
 

@@ -25,7 +25,9 @@ TINY = (
 
 @dataclass(frozen=True)
 class Document:
-    """A command and where its data is kept. `{demo}` in it is the folder of that model; `slow` ones are made in `make test-slow`."""
+    """A command and where its data is kept. `{demo}` in it is the folder of that model; `slow` ones are made in `make
+    test-slow`.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -63,9 +65,13 @@ DOCUMENTS = (
     Document("probe-MiniLM", ("probe", "{MiniLM}", *PROBED), slow=True),
     Document("train-plain", ("train", *TINY)),
     Document("train-locater", ("train", *TINY, "--control", "locater(target=2, shrink=0.3, hold=0.3)")),
-    Document("train-gated", ("train", *TINY, "--attention", "gated(per=element)", "--control", "temperature(init=1.5)")),
-    Document("reproduce-gerami2024", ("reproduce", "gerami2024", "--quick", "--runs", "{mechanisms}"), slow=True),  # numbers
-    Document("reproduce-qiu2025", ("reproduce", "qiu2025", "--quick", "--runs", "{mechanisms}"), slow=True),  # kept runs
+    Document(
+        "train-gated", ("train", *TINY, "--attention", "gated(per=element)", "--control", "temperature(init=1.5)")
+    ),
+    # numbers
+    Document("reproduce-gerami2024", ("reproduce", "gerami2024", "--quick", "--runs", "{mechanisms}"), slow=True),
+    # kept runs
+    Document("reproduce-qiu2025", ("reproduce", "qiu2025", "--quick", "--runs", "{mechanisms}"), slow=True),
     Document("reproduce-zhai2023-trained", ("reproduce", "zhai2023", "--quick", "--claim", "b"), slow=True),
     Document("reproduce-zhai2023-runs", ("reproduce", "zhai2023", "--quick", "--claim", "d", "--runs", "{bao2024}")),
 )
@@ -73,7 +79,9 @@ NAMES = FOLDER / "names.json"
 
 
 def make(document: Document, out: Path | None = None) -> Any:
-    """Run its command and take its data; a training run is made in the folder `out`, and goes on where one was begun in it."""
+    """Run its command and take its data; a training run is made in the folder `out`, and goes on where one was begun in
+    it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "data.json"
         arguments = [_filled(argument) for argument in document.arguments]
@@ -94,7 +102,12 @@ def _data(target: Path, *arguments: str) -> Any:
 
 
 def _filled(argument: str) -> str:
-    places = {**code.MODELS, **PAPER_RUNS, "checkpoint": FILES / "run" / "step-00000010", "statistics": FILES / "statistics.pt"}
+    places = {
+        **code.MODELS,
+        **PAPER_RUNS,
+        "checkpoint": FILES / "run" / "step-00000010",
+        "statistics": FILES / "statistics.pt",
+    }
     name = argument[1:-1]
     return str(places[name]) if argument == f"{{{name}}}" else argument
 

@@ -1,8 +1,9 @@
-"""How documents may differ from the golden ones, written down: the redesign fills these tables, and nothing else excuses a change.
+"""How documents may differ from the golden ones, written down: the redesign fills these tables, and nothing else
+excuses a change.
 
-A path is `heads[2.1].flags`: keys joined by dots, rows by what identifies them (layer 2, head 1; a claim by its id) or by number.
-In a pattern `*` stands for anything, and a pattern that ends at a branch means all of it. Tables are by kind of document (scan,
-probe, compare, train, reproduce, names) or by the name of one document; both apply.
+A path is `heads[2.1].flags`: keys joined by dots, rows by what identifies them (layer 2, head 1; a claim by its id) or
+by number. In a pattern `*` stands for anything, and a pattern that ends at a branch means all of it. Tables are by kind
+of document (scan, probe, compare, train, reproduce, names) or by the name of one document; both apply.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ EXCLUDED: dict[str, tuple[str, ...]] = {
     ),
     # seconds of a step, and ratios of such: they follow the machine and what else runs on it
     "reproduce-gerami2024": tuple(
-        f"claims[{claim}].{key}" for claim in ("d4", "d5") for key in ("measured", "spread", "verdict", "decided", "numbers")
+        f"claims[{claim}].{key}"
+        for claim in ("d4", "d5")
+        for key in ("measured", "spread", "verdict", "decided", "numbers")
     ),
 }

@@ -5,4 +5,13 @@ from locater.attention.qk_norm import qk_norm
 from locater.attention.registry import Mechanism, mechanism, mechanisms, register_mechanism
 from locater.attention.softcap import softcap, softcap_attention
 
-__all__ = ["Inputs", "Mechanism", "mechanism", "mechanisms", "qk_norm", "register_mechanism", "softcap", "softcap_attention"]
+__all__ = [
+    "Inputs",
+    "Mechanism",
+    "mechanism",
+    "mechanisms",
+    "qk_norm",
+    "register_mechanism",
+    "softcap",
+    "softcap_attention",
+]

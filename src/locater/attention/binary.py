@@ -1,11 +1,13 @@
 """Binary attention (Xiao, Zhang, Zhang 2026): queries and keys of one bit per channel, with a scale and a bias.
 
-Logits are scale mu_q mu_k sign(q).sign(k) + bias, where sign(0) = 1 and mu is the mean of |q| or |k|. They take at most D + 1
-levels, 2 scale mu_q mu_k apart. The gradient of the sign is that of the clipped identity (1 where |x| <= 1), and mu has its own.
+Logits are scale mu_q mu_k sign(q).sign(k) + bias, where sign(0) = 1 and mu is the mean of |q| or |k|. They take at most
+D + 1 levels, 2 scale mu_q mu_k apart. The gradient of the sign is that of the clipped identity (1 where |x| <= 1), and
+mu has its own.
 
-mu is one number per sample and head, over all its real tokens: that would tell a query of later ones. Where rows see different
-keys (causal, or a mask with a row per query) mu_q is the query's own and mu_k the mean over the keys it sees; both scale whole
-rows, so logits are still counts of equal bits. Emulated here: signs are multiplied as floating numbers.
+mu is one number per sample and head, over all its real tokens: that would tell a query of later ones. Where rows see
+different keys (causal, or a mask with a row per query) mu_q is the query's own and mu_k the mean over the keys it sees;
+both scale whole rows, so logits are still counts of equal bits. Emulated here: signs are multiplied as floating
+numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from locater.errors import LocaterError
 
 
 def binary_attention(x: Inputs, *, bias: Tensor | None = None) -> Tensor:
-    """softmax(scale mu_q mu_k sign(q) sign(k)^T + bias) v; `bias` (b, h, t, S) is what a model learns, axes of size 1 are shared.
+    """softmax(scale mu_q mu_k sign(q) sign(k)^T + bias) v; `bias` (b, h, t, S) is what a model learns, axes of size 1
+    are shared.
 
     >>> import torch
     >>> from locater.attention import mechanism
@@ -67,5 +70,7 @@ def _checked(x: Inputs, bias: Tensor | None) -> Tensor | None:
         bias = bias[None]
     for got, want in zip(bias.shape, (x.q.shape[0], x.heads, x.T, x.S), strict=True):
         if got not in (1, want):
-            raise LocaterError(f"bias has shape {list(bias.shape)}, not [{x.q.shape[0]}, {x.heads}, {x.T}, {x.S}] with axes of 1 shared")
+            raise LocaterError(
+                f"bias has shape {list(bias.shape)}, not [{x.q.shape[0]}, {x.heads}, {x.T}, {x.S}] with axes of 1 shared"
+            )
     return bias

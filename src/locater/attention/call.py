@@ -1,4 +1,6 @@
-"""One call of an attention layer, as it was intercepted: queries, keys, and everything else that decides its weights."""
+"""One call of an attention layer, as it was intercepted: queries, keys, and everything else that decides its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 from locater.attention import mechanism
 from locater.errors import LocaterError
 
-MASKED = -1e9  # additive masks: at or below, a key is out of sight. Half precision marks it with its lowest value, -65504
+# additive masks: at or below, a key is out of sight. Half precision marks it with its lowest value, -65504
+MASKED = -1e9
 DEFAULT_CAP = float(inspect.signature(mechanism("softcap").attend).parameters["cap"].default)
 DENSE = 1 << 31  # elements of a block mask that may be written out
 
@@ -22,9 +25,10 @@ DENSE = 1 << 31  # elements of a block mask that may be written out
 class Call:
     """Queries (B, H, T, D) and keys (B, K, S, D) after norms and rotation, as they meet.
 
-    `mask` is True where a query may look. `bias` is added to scaled logits. `documents` numbers sequences that are packed one
-    after another. `output` (B, T, H, V) is what the layer made of its values, before the output map; or (B, T, E) after it, where
-    heads are not handed over one by one. `cut` marks sequences whose first key is gone from a cache that holds a window.
+    `mask` is True where a query may look. `bias` is added to scaled logits. `documents` numbers sequences that are
+    packed one after another. `output` (B, T, H, V) is what the layer made of its values, before the output map; or (B,
+    T, E) after it, where heads are not handed over one by one. `cut` marks sequences whose first key is gone from a
+    cache that holds a window.
     """
 
     query: Float[Tensor, "B H T D"]
@@ -50,15 +54,20 @@ class Call:
             return replace(self, padding=given[:, -self.key.shape[2] :].bool())
         if given.dtype == torch.bool or not given.is_floating_point():
             return replace(self, mask=given.bool())
-        # a sum with a position bias (1, H, T, S) would be (B, H, T, S), and a soft-cap comes before the mask: there it only hides
+        # a sum with a position bias (1, H, T, S) would be (B, H, T, S), and a soft-cap comes before the mask: there it
+        # only hides
         floor = MASKED if torch.finfo(given.dtype).max > -MASKED else torch.finfo(given.dtype).min / 2
         if self.bias is not None or self.softcap is not None:
             return replace(self, mask=given > floor)
         return replace(self, bias=given.masked_fill(given <= floor, -torch.inf))
 
 
-def from_interface(module: nn.Module, name: str, query: Tensor, key: Tensor, mask: Any, kw: dict[str, Any], output: Tensor) -> Call:
-    """What transformers hands to an attention function called `name`; `kw["mechanism"]` says where it is no plain softmax."""
+def from_interface(
+    module: nn.Module, name: str, query: Tensor, key: Tensor, mask: Any, kw: dict[str, Any], output: Tensor
+) -> Call:
+    """What transformers hands to an attention function called `name`; `kw["mechanism"]` says where it is no plain
+    softmax.
+    """
     scale = kw.get("scaling")
     if scale is None:
         scale = getattr(module, "scaling", None)
@@ -80,7 +89,9 @@ def from_interface(module: nn.Module, name: str, query: Tensor, key: Tensor, mas
 
 
 def _as_softmax(call: Call, name: str, cap: float) -> Call:
-    """The call of a mechanism that is a softmax of other logits, or with a sink; refuses others, whose numbers would be wrong."""
+    """The call of a mechanism that is a softmax of other logits, or with a sink; refuses others, whose numbers would be
+    wrong.
+    """
     why = unread(name)
     if why is not None:
         raise LocaterError(why)
@@ -111,7 +122,9 @@ def unread(name: str) -> str | None:
 
 
 def _cut(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:
-    """Which sequences have left their first key behind, where a cache holds a window and is full; None where it is not."""
+    """Which sequences have left their first key behind, where a cache holds a window and is full; None where it is
+    not.
+    """
     queries, keys = query.shape[2], key.shape[2]
     window, positions = kw.get("sliding_window"), kw.get("position_ids")
     if window is None or queries == keys or keys < window - 1 + queries:
@@ -122,12 +135,16 @@ def _cut(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:
 
 
 def _documents(query: Tensor, key: Tensor, kw: dict[str, Any]) -> Tensor | None:
-    """Which document each token of a packed row belongs to: FlashAttention is told by lengths or positions, not by a mask."""
+    """Which document each token of a packed row belongs to: FlashAttention is told by lengths or positions, not by a
+    mask.
+    """
     lengths, positions, tokens = kw.get("cu_seq_lens_k"), kw.get("position_ids"), key.shape[2]
     if query.shape[0] != 1 or query.shape[2] != tokens:
         return None
     if isinstance(lengths, Tensor):
-        return torch.searchsorted(lengths[1:].contiguous(), torch.arange(tokens, device=key.device, dtype=lengths.dtype), right=True)[None]
+        return torch.searchsorted(
+            lengths[1:].contiguous(), torch.arange(tokens, device=key.device, dtype=lengths.dtype), right=True
+        )[None]
     if isinstance(positions, Tensor) and tuple(positions.shape) == (1, tokens):
         return (positions == positions.min()).cumsum(-1)
     return None
@@ -149,10 +166,14 @@ def _causal_alone(call: Call, module: nn.Module, name: str, kw: dict[str, Any]) 
 def _dense(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     """A FlexAttention block mask, written out."""
     if not hasattr(mask, "mask_mod"):
-        raise LocaterError(f"a mask of type {type(mask).__name__} cannot be read: observe under attn_implementation='sdpa'")
+        raise LocaterError(
+            f"a mask of type {type(mask).__name__} cannot be read: observe under attn_implementation='sdpa'"
+        )
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     if B * T * S > DENSE:
-        raise LocaterError(f"a block mask over {T} x {S} tokens is too large to write out: observe under attn_implementation='sdpa'")
+        raise LocaterError(
+            f"a block mask over {T} x {S} tokens is too large to write out: observe under attn_implementation='sdpa'"
+        )
     at = (torch.arange(n, device=query.device) for n in (B, T, S))
     b, q, k = (x.view(shape) for x, shape in zip(at, ((-1, 1, 1), (1, -1, 1), (1, 1, -1)), strict=True))
     seen = mask.mask_mod(b, torch.zeros_like(b), q, k)  # the masks of transformers are the same for every head

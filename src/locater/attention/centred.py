@@ -1,8 +1,8 @@
 """Attention without its outlier (Nait Saada, Naderi, Tanner 2025): A - U, with U uniform over the keys in view.
 
-The rows of A and U sum to 1, so (A - U) v = A (v - mean of v): values are centred, and the kernel of attention stays as it is.
-Where rows see different keys (causal, or a mask with a row per query) the mean is that of the keys each row sees: U_ij = 1/i for
-j <= i, a prefix sum. Rows sum to 0. (I - U) A would be another matrix.
+The rows of A and U sum to 1, so (A - U) v = A (v - mean of v): values are centred, and the kernel of attention stays as
+it is. Where rows see different keys (causal, or a mask with a row per query) the mean is that of the keys each row
+sees: U_ij = 1/i for j <= i, a prefix sum. Rows sum to 0. (I - U) A would be another matrix.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Changes to attention at the interface: an ordered list on a module, applied to queries, keys and function before each call.
+"""Changes to attention at the interface: an ordered list on a module, applied to queries, keys and function before each
+call.
 
-What is observed comes after them, so it is what really acts. A copy of a model, or a saved one, comes without changes, but for those
-of controls that change what it computes (`ForwardChange`).
+What is observed comes after them, so it is what really acts. A copy of a model, or a saved one, comes without changes,
+but for those of controls that change what it computes (`ForwardChange`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
 
 @dataclass(frozen=True)
 class Asked:
-    """What a module asks of its attention function, which transformers calls `name`; `mask` and `kw` are as it hands them over."""
+    """What a module asks of its attention function, which transformers calls `name`; `mask` and `kw` are as it hands
+    them over.
+    """
 
     module: nn.Module
     name: str
@@ -47,7 +50,9 @@ class Asked:
 
 
 class Change:
-    """One change. Those with a lower `order` come first, whichever was put on first; equal ones in the order they were put on."""
+    """One change. Those with a lower `order` come first, whichever was put on first; equal ones in the order they were
+    put on.
+    """
 
     order = 0
     number = -1  # of this change among all that were ever put on

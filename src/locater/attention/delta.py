@@ -1,7 +1,7 @@
 """The delta rule (DeltaNet), and with decay (Gated DeltaNet): a memory that is corrected, not only added to.
 
-M_t = a_t M_{t-1} + k_t u_t^T, u_t = beta_t (v_t - a_t M_{t-1}^T k_t), o_t = scale M_t^T q_t, with M (D, E), |q| = |k| = 1 and
-a_t = exp(log_decay_t), which is 1 for the plain rule. What is stored under a key is replaced when beta = 1.
+M_t = a_t M_{t-1} + k_t u_t^T, u_t = beta_t (v_t - a_t M_{t-1}^T k_t), o_t = scale M_t^T q_t, with M (D, E), |q| = |k| =
+1 and a_t = exp(log_decay_t), which is 1 for the plain rule. What is stored under a key is replaced when beta = 1.
 
 In a chunk of C tokens that starts from M_0, with g_i the sum of log decays up to i and G_ij = exp(g_i - g_j) for j <= i:
     (I + L) u = beta (v - exp(g) k M_0),  L_ij = beta_i G_ij k_i.k_j for j < i
@@ -24,7 +24,8 @@ CHUNK = 64  # tokens
 
 
 def delta_attention(x: Inputs, *, beta: Tensor, normalise: bool = True) -> Tensor:
-    """`beta` (B, K, S): how much of what a key holds is replaced, 0 to 1. Without `normalise` q and k are taken as they are.
+    """`beta` (B, K, S): how much of what a key holds is replaced, 0 to 1. Without `normalise` q and k are taken as they
+    are.
 
     >>> from locater.attention import mechanism
     >>> k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])[None, None]  # the first key comes again
@@ -39,12 +40,16 @@ def delta_map(x: Inputs, *, beta: Tensor, normalise: bool = True) -> Tensor:
 
 
 def gated_delta_attention(x: Inputs, *, beta: Tensor, log_decay: Tensor, normalise: bool = True) -> Tensor:
-    """`log_decay` (B, K, S), at most 0: the log of what is kept of the memory at each token. A padded key leaves the memory alone."""
+    """`log_decay` (B, K, S), at most 0: the log of what is kept of the memory at each token. A padded key leaves the
+    memory alone.
+    """
     q, k, v, beta, decay = _operands(x, beta, log_decay, normalise)
     chunk = min(CHUNK, x.S)
     short = -x.S % chunk
-    q, k, v = (functional.pad(y, (0, 0, 0, short)).unflatten(-2, (-1, chunk)) for y in (q, k, v))  # (B, K, G or 1, N, C, D or E)
-    beta, decay = (functional.pad(y, (0, short)).unflatten(-1, (-1, chunk))[..., None] for y in (beta, decay))  # (..., N, C, 1)
+    # (B, K, G or 1, N, C, D or E)
+    q, k, v = (functional.pad(y, (0, 0, 0, short)).unflatten(-2, (-1, chunk)) for y in (q, k, v))
+    # (..., N, C, 1)
+    beta, decay = (functional.pad(y, (0, short)).unflatten(-1, (-1, chunk))[..., None] for y in (beta, decay))
     gap, lower = _within(k, beta, decay)
     since = decay.cumsum(-2).exp()  # of what the chunk started from
     right = torch.cat([beta * v, beta * since * k], -1)
@@ -76,8 +81,12 @@ def _within(k: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     return gap, (beta * gap * (k @ k.mT)).tril(-1)
 
 
-def _operands(x: Inputs, beta: Tensor, log_decay: Tensor, normalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q (B, K, G, S, D) with zeros where keys came before; k, v (B, K, 1, S, ...); beta and decay (B, K, G or 1, S), 0 for padding."""
+def _operands(
+    x: Inputs, beta: Tensor, log_decay: Tensor, normalise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q (B, K, G, S, D) with zeros where keys came before; k, v (B, K, 1, S, ...); beta and decay (B, K, G or 1, S), 0
+    for padding.
+    """
     shape = tuple(x.k.shape[:3])
     for name, given in (("beta", beta), ("log_decay", log_decay)):
         if tuple(given.shape) != shape:

@@ -1,8 +1,8 @@
 """Differential attention (Ye et al. 2025): the difference of two softmax maps, so that what both look at cancels.
 
-A = softmax(scale q1 k1^T) - lam softmax(scale q2 k2^T), where q1, q2 are the halves of a query's channels and k1, k2 those of a
-key's; scale is 1 / sqrt(D / 2) unless given. Rows sum to 1 - lam and entries may be negative. The norm of heads and the factor
-1 - lam_init that follow in the paper belong to a module.
+A = softmax(scale q1 k1^T) - lam softmax(scale q2 k2^T), where q1, q2 are the halves of a query's channels and k1, k2
+those of a key's; scale is 1 / sqrt(D / 2) unless given. Rows sum to 1 - lam and entries may be negative. The norm of
+heads and the factor 1 - lam_init that follow in the paper belong to a module.
 """
 
 from __future__ import annotations

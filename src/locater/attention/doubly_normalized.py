@@ -1,10 +1,11 @@
 """Doubly normalized attention (Ding et al. 2020): over queries first, then over keys; so that no key is explained away.
 
-E_ij = scale q_i.k_j; xi_ij = exp(E_ij) / sum_i' exp(E_i'j); A_ij = xi_ij / sum_j' xi_ij'. Every key receives at least 1/S in all:
-sum_i A_ij >= 1/S. The hybrid is u A + (1 - u) softmax(E), which gives at least u/S.
+E_ij = scale q_i.k_j; xi_ij = exp(E_ij) / sum_i' exp(E_i'j); A_ij = xi_ij / sum_j' xi_ij'. Every key receives at least
+1/S in all: sum_i A_ij >= 1/S. The hybrid is u A + (1 - u) softmax(E), which gives at least u/S.
 
-log xi_ij = E_ij - L_j with L_j = log sum_i exp(E_ij), so it is softmax attention with -L_j added to the logits of key j. L is
-computed without a T x S matrix, and so is its gradient. The sum runs over later queries too: it cannot be causal.
+log xi_ij = E_ij - L_j with L_j = log sum_i exp(E_ij), so it is softmax attention with -L_j added to the logits of key
+j. L is computed without a T x S matrix, and so is its gradient. The sum runs over later queries too: it cannot be
+causal.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _over_queries(scores: Tensor, counted: Tensor) -> Tensor:
 
 
 def _log_sums(x: Inputs) -> Tensor:
-    """L (B, H, S). Its gradient is attention too, of keys to queries: with p_ij = exp(E_ij - L_j),
-    dL_j/dk_j = scale sum_i p_ij q_i and dL_j/dq_i = scale p_ij k_j, which is what y_j = scale k_j.(sum_i p_ij q_i) has at fixed p."""
+    """L (B, H, S). Its gradient is attention too, of keys to queries: with p_ij = exp(E_ij - L_j), dL_j/dk_j = scale
+    sum_i p_ij q_i and dL_j/dq_i = scale p_ij k_j, which is what y_j = scale k_j.(sum_i p_ij q_i) has at fixed p."""
     real, scale = x.real_queries(), x.usual_scale
     shared = None if real is None else real.mT  # (B, 1, 1, T)
     seen = _counted(x).mT if x.has_row_mask else shared  # of a key: queries that count
@@ -88,7 +89,9 @@ def _log_sums(x: Inputs) -> Tensor:
 
 
 class _Once(torch.autograd.Function):
-    """The identity; a second derivative, which y does not have, is refused. (`once_differentiable` says nothing to `autograd.grad`.)"""
+    """The identity; a second derivative, which y does not have, is refused. (`once_differentiable` says nothing to
+    `autograd.grad`.)
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -97,12 +100,16 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            raise LocaterError("doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, has all of them")
+            raise LocaterError(
+                "doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, has all of them"
+            )
         return grad
 
 
 def _values(x: Inputs, seen: Tensor | None) -> Tensor:
-    """L without its gradient: by the kernel that reads rows of attention on a GPU, for some keys at a time elsewhere."""
+    """L without its gradient: by the kernel that reads rows of attention on a GPU, for some keys at a time
+    elsewhere.
+    """
     q, k, scale = x.q.detach(), x.k.detach(), x.usual_scale
     if has_kernel(q, k):
         out: Tensor = _log_sum_exp(k, q, seen, scale)

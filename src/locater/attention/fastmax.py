@@ -1,8 +1,8 @@
 """Fastmax (Gerami et al. 2024): the exponential of softmax replaced by its Taylor polynomial, which factorises.
 
-f(x) = 1 + x (order 1) or 1 + x + x^2 / 2 (order 2) with x = q.k, A_ij = f(x_ij) / sum_j' f(x_ij'). Order 2 is at least 1/2
-everywhere; order 1 needs |x| <= 1, or weights turn negative. With |x| <= 1 no weight of order 2 exceeds 5 / (n + 4) among n
-keys: normalised Fastmax cannot localise.
+f(x) = 1 + x (order 1) or 1 + x + x^2 / 2 (order 2) with x = q.k, A_ij = f(x_ij) / sum_j' f(x_ij'). Order 2 is at least
+1/2 everywhere; order 1 needs |x| <= 1, or weights turn negative. With |x| <= 1 no weight of order 2 exceeds 5 / (n + 4)
+among n keys: normalised Fastmax cannot localise.
 
 At order 2 there are F = 1 + D + D (D + 8) / 2 features: they take T F numbers per head, and their sums F E.
 """
@@ -26,8 +26,9 @@ Norm = Literal["token", "sequence"]
 def fastmax_attention(x: Inputs, *, order: int = 2, norm: Norm | None = "token") -> Tensor:
     """`norm` bounds |q.k| by 1 before the scale (1 unless given).
 
-    "token" divides each query and key by its length. "sequence" takes off the mean over tokens and divides by the largest length:
-    what a token becomes depends on the others, so it is for encoders. None leaves them; the scale is then 1 / sqrt(D) unless given.
+    "token" divides each query and key by its length. "sequence" takes off the mean over tokens and divides by the
+    largest length: what a token becomes depends on the others, so it is for encoders. None leaves them; the scale is
+    then 1 / sqrt(D) unless given.
 
     >>> from locater.attention import mechanism
     >>> q, k = 100 * torch.randn(1, 1, 1, 4), torch.randn(1, 1, 46, 4)
@@ -39,7 +40,9 @@ def fastmax_attention(x: Inputs, *, order: int = 2, norm: Norm | None = "token")
     q, k = _operands(x, order, norm)
     _, _, v, keep = x.grouped()
     q, k = q.unflatten(1, (k.shape[1], -1)), k[:, :, None]
-    return factorised(q, k, v, keep, partial(taylor_features, order=order), partial(_polynomial, order=order), x).to(x.v.dtype)
+    return factorised(q, k, v, keep, partial(taylor_features, order=order), partial(_polynomial, order=order), x).to(
+        x.v.dtype
+    )
 
 
 def fastmax_map(x: Inputs, *, order: int = 2, norm: Norm | None = "token") -> Tensor:
@@ -50,8 +53,8 @@ def fastmax_map(x: Inputs, *, order: int = 2, norm: Norm | None = "token") -> Te
 def taylor_features(x: Tensor, order: int) -> Tensor:
     """Numbers whose products sum up to f(q.k): 1, x_a, and at order 2 the products x_a x_b.
 
-    x^2 / 2 is half the sum over all pairs (a, b): pairs in different blocks of 8 channels are taken once, those of one block in
-    both orders and by 1 / sqrt(2).
+    x^2 / 2 is half the sum over all pairs (a, b): pairs in different blocks of 8 channels are taken once, those of one
+    block in both orders and by 1 / sqrt(2).
 
     >>> q, k = torch.tensor([0.5, -1.0]), torch.tensor([2.0, 3.0])                    # q.k = -2
     >>> round(float(taylor_features(q, 2) @ taylor_features(k, 2)), 5)                # 1 - 2 + 4 / 2
@@ -77,7 +80,9 @@ def _operands(x: Inputs, order: int, norm: Norm | None) -> tuple[Tensor, Tensor]
     if norm not in ("token", "sequence", None):
         raise LocaterError(f"norm={norm!r}: token, sequence or None")
     if norm == "sequence" and x.causal:
-        raise LocaterError("fastmax: norm='sequence' takes mean and maximum over later tokens too, so it cannot be causal; norm='token'")
+        raise LocaterError(
+            "fastmax: norm='sequence' takes mean and maximum over later tokens too, so it cannot be causal; norm='token'"
+        )
     scale = x.scale_or(1.0) if norm else x.usual_scale
     if order == 1 and (norm is None or abs(scale) > 1):
         raise LocaterError(

@@ -1,4 +1,5 @@
-"""Layer fusion (Shi et al. 2022): the last output is made of what all layers gave, where tokens differ more, against over-smoothing.
+"""Layer fusion (Shi et al. 2022): the last output is made of what all layers gave, where tokens differ more, against
+over-smoothing.
 
 With H_1 .. H_L the hidden states of L layers (B, T, width):
     concat  H = [H_1 .. H_L] W^T + b, W (width, L width); at first W = [I .. I] / L, the mean
@@ -21,7 +22,9 @@ Fusion = Literal["concat", "max", "gate"]
 
 
 class LayerFusion(nn.Module):
-    """Hidden states of `layers` layers to one; `weights` says what each layer counts for, where that is one number per token."""
+    """Hidden states of `layers` layers to one; `weights` says what each layer counts for, where that is one number per
+    token.
+    """
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -32,7 +35,9 @@ class LayerFusion(nn.Module):
     def stacked(self, states: Sequence[Tensor]) -> Tensor:
         """(L, B, T, width), checked."""
         if len(states) != self.layers:
-            raise LocaterError(f"{len(states)} hidden states for a fusion of {self.layers} layers; transformers lists the embedding first")
+            raise LocaterError(
+                f"{len(states)} hidden states for a fusion of {self.layers} layers; transformers lists the embedding first"
+            )
         for state in states:
             if state.shape != states[0].shape or state.shape[-1] != self.width:
                 raise LocaterError(

@@ -1,4 +1,5 @@
-"""Gated attention (Qiu et al. 2025): softmax attention in which a sigmoid of the layer's input turns parts of a head down.
+"""Gated attention (Qiu et al. 2025): softmax attention in which a sigmoid of the layer's input turns parts of a head
+down.
 
 g = sigmoid(x W_g), in one of four places, for a whole head (one number per token) or element by element:
     gate        after attention:  o_i = g_i * sum_j A_ij v_j
@@ -7,8 +8,9 @@ g = sigmoid(x W_g), in one of four places, for a whole head (one number per toke
     query_gate  on the queries:   A = softmax(scale (g * q) k^T)
 The fifth place, after the output projection, is outside of attention: `y * Gate(width, 1, width, "element")(x)[:, 0]`.
 
-With gates per head the map is g_i A_ij g_j, whose rows sum to at most 1: a query may look away. Element by element there is a map
-per channel, and W_V and W_O no longer merge into one matrix. Either way the output of a head has rank at most E.
+With gates per head the map is g_i A_ij g_j, whose rows sum to at most 1: a query may look away. Element by element
+there is a map per channel, and W_V and W_O no longer merge into one matrix. Either way the output of a head has rank at
+most E.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def gated_attention(
 ) -> Tensor:
     """Gates are (batch, heads, tokens), or (batch, heads, tokens, 1 or size); axes of size 1 are shared.
 
-    Heads of `gate` and `query_gate` are those of queries, whose tokens may be counted with the keys before them: the last T are
-    taken. A gate is used as it is given: what it is made of is up to `Gate`.
+    Heads of `gate` and `query_gate` are those of queries, whose tokens may be counted with the keys before them: the
+    last T are taken. A gate is used as it is given: what it is made of is up to `Gate`.
 
     >>> from locater.attention import mechanism
     >>> q = k = v = torch.ones(1, 2, 3, 4)
@@ -64,7 +66,9 @@ def gated_map(
     """g_i A_ij g_j; of gates per head only."""
     for name, given in (("gate", gate), ("value_gate", value_gate)):
         if given is not None and given.ndim == 4 and given.shape[3] > 1:
-            raise LocaterError(f"gated: an element-wise {name} has a map per channel; its mean over channels, or the map of softmax")
+            raise LocaterError(
+                f"gated: an element-wise {name} has a map per channel; its mean over channels, or the map of softmax"
+            )
     x = _gated_logits(x, gate, value_gate, key_gate, query_gate)
     out = softmax_map(x)
     if value_gate is not None:
@@ -72,9 +76,13 @@ def gated_map(
     return out if gate is None else out * _fit(gate, "gate", x.q, x.S)
 
 
-def _gated_logits(x: Inputs, gate: Tensor | None, value_gate: Tensor | None, key_gate: Tensor | None, query_gate: Tensor | None) -> Inputs:
+def _gated_logits(
+    x: Inputs, gate: Tensor | None, value_gate: Tensor | None, key_gate: Tensor | None, query_gate: Tensor | None
+) -> Inputs:
     if gate is None and value_gate is None and key_gate is None and query_gate is None:
-        raise LocaterError("gated needs at least one of gate, value_gate, key_gate, query_gate; without any it is softmax")
+        raise LocaterError(
+            "gated needs at least one of gate, value_gate, key_gate, query_gate; without any it is softmax"
+        )
     q = x.q if query_gate is None else x.q * _fit(query_gate, "query_gate", x.q, x.S)
     k = x.k if key_gate is None else x.k * _fit(key_gate, "key_gate", x.k, x.S)
     return replace(x, q=q, k=k)
@@ -97,9 +105,9 @@ def _fit(given: Tensor, name: str, onto: Tensor, S: int) -> Tensor:
 class Gate(nn.Module):
     """Gates of the layer's input x (B, T, width): (B, heads, T, 1) per head, (B, heads, T, size) per element.
 
-    g = f(x W_g), with W_g (width, heads) or (width, heads size) and f the sigmoid; "ns_sigmoid" is (1 + sigmoid) / 2, which cannot
-    close. `shared`: the mean of element-wise gates over heads, for all of them. Without `from_input`: f of parameters alone, zero at
-    first. W_g is small at first, so that gates are about 1/2 and so is what they let pass.
+    g = f(x W_g), with W_g (width, heads) or (width, heads size) and f the sigmoid; "ns_sigmoid" is (1 + sigmoid) / 2,
+    which cannot close. `shared`: the mean of element-wise gates over heads, for all of them. Without `from_input`: f of
+    parameters alone, zero at first. W_g is small at first, so that gates are about 1/2 and so is what they let pass.
 
     >>> gate = Gate(8, heads=2, size=3, per="element")
     >>> gates = gate(torch.zeros(1, 5, 8))
@@ -119,7 +127,9 @@ class Gate(nn.Module):
         if shared and per == "head":
             raise LocaterError("shared gates are a mean of element-wise ones: per='element'")
         self.heads, self.score, self.shared, self.size = heads, score, shared, 1 if per == "head" else size
-        self.weight = nn.Parameter(torch.zeros(heads * self.size, width) if from_input else torch.zeros(heads, self.size))
+        self.weight = nn.Parameter(
+            torch.zeros(heads * self.size, width) if from_input else torch.zeros(heads, self.size)
+        )
         self.from_input = from_input
         if from_input:
             nn.init.normal_(self.weight, std=0.02)
@@ -129,7 +139,9 @@ class Gate(nn.Module):
         if not self.from_input:
             return self.weight[None, :, None]
         if x.ndim != 3 or x.shape[2] != self.weight.shape[1]:
-            raise LocaterError(f"x has shape {list(x.shape)}; a gate is made of the layer's input (batch, tokens, {self.weight.shape[1]})")
+            raise LocaterError(
+                f"x has shape {list(x.shape)}; a gate is made of the layer's input (batch, tokens, {self.weight.shape[1]})"
+            )
         return nn.functional.linear(x, self.weight).unflatten(-1, (self.heads, self.size)).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:

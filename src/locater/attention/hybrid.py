@@ -1,8 +1,9 @@
 """Hybrid stacks: which layers take which mechanism, few of full attention among many of linear cost.
 
 `hybrid("3:1", 12)` is three linear layers, then one full, and again (Qwen3-Next and Kimi Linear: layer i is full where
-(i + 1) % 4 == 0; MiniMax-01: "7:1"). `hybrid("SLLS")` writes layers out, S for full (softmax) and L for linear; "SLL..." repeats.
-Of what L + 1 full layers can do, composing L functions, L - 1 full layers among very many linear ones cannot (Ye et al. 2026).
+(i + 1) % 4 == 0; MiniMax-01: "7:1"). `hybrid("SLLS")` writes layers out, S for full (softmax) and L for linear;
+"SLL..." repeats. Of what L + 1 full layers can do, composing L functions, L - 1 full layers among very many linear ones
+cannot (Ye et al. 2026).
 """
 
 from __future__ import annotations
@@ -60,13 +61,18 @@ class Layout:
         ['delta', 'softmax']
         """
         own = settings or {}
-        return nn.ModuleList(attention_module(name, depth=i, **sizes, **own.get(name, {})) for i, name in enumerate(self.names))
+        return nn.ModuleList(
+            attention_module(name, depth=i, **sizes, **own.get(name, {})) for i, name in enumerate(self.names)
+        )
 
 
-def hybrid(layout: str | Sequence[str], layers: int | None = None, *, full: str = "softmax", linear: str = "gated_delta") -> Layout:
+def hybrid(
+    layout: str | Sequence[str], layers: int | None = None, *, full: str = "softmax", linear: str = "gated_delta"
+) -> Layout:
     """The layout of a stack: letters S and L, a ratio "linear:full", or names of mechanisms.
 
-    Letters with "..." behind them repeat, the last time perhaps in part; so does a ratio, which begins with its linear layers.
+    Letters with "..." behind them repeat, the last time perhaps in part; so does a ratio, which begins with its linear
+    layers.
 
     >>> hybrid("SLLS").names
     ('softmax', 'gated_delta', 'gated_delta', 'softmax')
@@ -84,7 +90,9 @@ def hybrid(layout: str | Sequence[str], layers: int | None = None, *, full: str 
             f"layout={layout!r}: letters S (full) and L (linear), with ... to repeat them, or a ratio linear:full such as 3:1"
         )
     if mechanism(full).cost == "linear":
-        raise LocaterError(f"full={full!r} has linear cost: a layer of full attention sees all tokens, such as softmax or gated")
+        raise LocaterError(
+            f"full={full!r} has linear cost: a layer of full attention sees all tokens, such as softmax or gated"
+        )
     if mechanism(linear).cost != "linear":
         raise LocaterError(f"linear={linear!r} has quadratic cost; linear, fastmax, delta or gated_delta")
     names = tuple(full if letter == "S" else linear for letter in letters)

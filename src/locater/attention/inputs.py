@@ -1,7 +1,7 @@
 """What every mechanism is given: queries, keys, values, who sees whom, and a scale; checked once.
 
-Axes: B batch, H query heads, K key heads, T queries, S keys, D size of a query, E size of a value. Query head h uses key head
-h // (H / K). Queries are the last T of S positions, so cached keys need nothing special.
+Axes: B batch, H query heads, K key heads, T queries, S keys, D size of a query, E size of a value. Query head h uses
+key head h // (H / K). Queries are the last T of S positions, so cached keys need nothing special.
 """
 
 from __future__ import annotations
@@ -70,11 +70,15 @@ class Inputs:
         return padding if shared is None else padding & shared
 
     def real_queries(self) -> Bool[Tensor, "B 1 T 1"] | None:
-        """Queries that are tokens, for what is summed over queries; those of the keys where there are as many of both."""
+        """Queries that are tokens, for what is summed over queries; those of the keys where there are as many of
+        both.
+        """
         real = self.query_padding
         if real is None and self.padding is not None:
             if self.T != self.S:
-                raise LocaterError(f"padding is of {self.S} keys, and sums over {self.T} queries need query_padding (batch, queries) too")
+                raise LocaterError(
+                    f"padding is of {self.S} keys, and sums over {self.T} queries need query_padding (batch, queries) too"
+                )
             real = self.padding
         return None if real is None else real[:, None, :, None]
 
@@ -83,7 +87,9 @@ class Inputs:
         return x if x.shape[1] == self.heads else x.repeat_interleave(self.heads // x.shape[1], 1)
 
     def grouped(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q (B, K, G, T, D), k (B, K, 1, S, D), v (B, K, 1, S, E), real keys (b, K or 1, G or 1, S, 1); float32 at least."""
+        """q (B, K, G, T, D), k (B, K, 1, S, D), v (B, K, 1, S, E), real keys (b, K or 1, G or 1, S, 1); float32 at
+        least.
+        """
         K, keep = self.k.shape[1], self.real_keys()
         if keep is not None:  # a mask per query head tells the heads of a group apart
             keep = keep.mT.unflatten(1, (K, -1) if keep.shape[1] > 1 else (1, 1))
@@ -92,7 +98,8 @@ class Inputs:
     def mean_in_view(self, values: Float[Tensor, "B K S n"]) -> Float[Tensor, "B h t n"]:
         """The mean of `values` over the keys that each query sees, zero where it sees none; float32 at least.
 
-        One row where all queries see the same keys, a prefix sum where they are causal; heads are those of keys unless masks differ.
+        One row where all queries see the same keys, a prefix sum where they are causal; heads are those of keys unless
+        masks differ.
         """
         values = widen(values)
         if self.has_row_mask:
@@ -124,7 +131,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 def prefix_sums(x: Float[Tensor, "b h S n"], chunk: int = 128) -> Float[Tensor, "b h S n"]:
-    """Sums over tokens up to each, chunks side by side: a GPU adds up one column after the other no faster than a thread does.
+    """Sums over tokens up to each, chunks side by side: a GPU adds up one column after the other no faster than a
+    thread does.
 
     >>> prefix_sums(torch.ones(1, 1, 5, 1), chunk=2).flatten()
     tensor([1., 2., 3., 4., 5.])
@@ -162,9 +170,13 @@ def checked(
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     if k.shape[0] != B or k.shape[3] != D or not K or H % K:
-        raise LocaterError(f"k has shape {list(k.shape)}, which does not fit q {list(q.shape)}: same batch and size, heads that divide")
+        raise LocaterError(
+            f"k has shape {list(k.shape)}, which does not fit q {list(q.shape)}: same batch and size, heads that divide"
+        )
     if v.shape[:3] != k.shape[:3]:
-        raise LocaterError(f"v has shape {list(v.shape)}, which does not fit k {list(k.shape)}: same batch, heads and tokens")
+        raise LocaterError(
+            f"v has shape {list(v.shape)}, which does not fit k {list(k.shape)}: same batch, heads and tokens"
+        )
     if not S:
         raise LocaterError("k has no tokens: there is nothing to look at")
     if causal and T > S:
@@ -173,7 +185,9 @@ def checked(
         raise LocaterError(f"scale={scale}: a finite number other than 0, or None for the mechanism's own")
     for name, given in (("mask", mask), ("padding", padding), ("query_padding", query_padding)):
         if given is not None and given.dtype != torch.bool:
-            raise LocaterError(f"{name} is {_kind(given)}: a boolean tensor, True for what is seen; of an additive mask, mask == 0")
+            raise LocaterError(
+                f"{name} is {_kind(given)}: a boolean tensor, True for what is seen; of an additive mask, mask == 0"
+            )
     terms = full_terms(Terms(1.0, mask=mask, padding=padding), B, H, T, S)
     if query_padding is not None and tuple(query_padding.shape) != (B, T):
         raise LocaterError(f"query_padding has shape {list(query_padding.shape)}, not [{B}, {T}] (batch, queries)")

@@ -1,9 +1,10 @@
-"""Listening at the attention interface of transformers, where every backend passes: eager, SDPA, FlashAttention, FlexAttention.
+"""Listening at the attention interface of transformers, where every backend passes: eager, SDPA, FlashAttention,
+FlexAttention.
 
-While anything is observed, each attention function in the library's table is replaced by one that reports the call and then
-runs the function it stands for. The name a model asks for stays the same, so its configuration is not edited, its masks are
-built by the builder of that name, and code that compares names takes the same way as before. The replacement adds nothing to
-modules that nobody listens to.
+While anything is observed, each attention function in the library's table is replaced by one that reports the call and
+then runs the function it stands for. The name a model asks for stays the same, so its configuration is not edited, its
+masks are built by the builder of that name, and code that compares names takes the same way as before. The replacement
+adds nothing to modules that nobody listens to.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from locater.attention.call import from_interface
 from locater.attention.changes import CHANGES, Asked, changed
 from locater.attention.listeners import KEY, described, listening
 
-_replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []  # table, name, what was there, ours
+# table, name, what was there, ours
+_replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []
 _users = 0
 _copied: set[int] = set()  # ids of changes that came with a copy of a model: they end with it
 _named: dict[type[nn.Module], Callable[..., Any] | None] = {}
-_lock = threading.RLock()  # models may be observed in several threads; a copy may be collected in the middle of what holds it
+# models may be observed in several threads; a copy may be collected in the middle of what holds it
+_lock = threading.RLock()
 
 
 def install() -> None:
@@ -100,7 +103,9 @@ def _tables() -> list[dict[str, Any]]:
 
 
 def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kw: Any) -> Any:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kw: Any
+    ) -> Any:
         base = eager_function(type(module)) if original is None else original
         if CHANGES in module.__dict__:  # by a control; who listens hears what is left of the call
             asked = changed(Asked(module, name, base, query, key, attention_mask, kw))
@@ -119,7 +124,9 @@ def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., A
 
 
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The plain attention function that a class of modules falls back on: the one its methods name, or else the one beside it."""
+    """The plain attention function that a class of modules falls back on: the one its methods name, or else the one
+    beside it.
+    """
     if kind not in _named and not torch.compiler.is_compiling():
         _named[kind] = _function_named_by(kind)
     found = _named.get(kind)
@@ -133,7 +140,9 @@ def eager_function(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _function_named_by(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """A file may hold several, one for pictures and one for text: a class names its own where it asks the table for another."""
+    """A file may hold several, one for pictures and one for text: a class names its own where it asks the table for
+    another.
+    """
     for base in kind.__mro__:
         for method in map(inspect.unwrap, filter(callable, vars(base).values())):
             code = getattr(method, "__code__", None)

@@ -1,8 +1,9 @@
-"""Linear attention (Katharopoulos et al. 2020), and how any map with finitely many features is applied without its matrix.
+"""Linear attention (Katharopoulos et al. 2020), and how any map with finitely many features is applied without its
+matrix.
 
-A_ij = f_ij / sum_j' f_ij' with f_ij = phi(q_i).phi(k_j) >= 0, so sum_j f_ij v_j = phi(q_i)^T sum_j phi(k_j) v_j^T: one matrix of
-sums, of a size that does not grow with T, is read by every query. Causal: every chunk of tokens reads the sums of those before it,
-and inside a chunk f is written out.
+A_ij = f_ij / sum_j' f_ij' with f_ij = phi(q_i).phi(k_j) >= 0, so sum_j f_ij v_j = phi(q_i)^T sum_j phi(k_j) v_j^T: one
+matrix of sums, of a size that does not grow with T, is read by every query. Causal: every chunk of tokens reads the
+sums of those before it, and inside a chunk f is written out.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ def _dot(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT
 
 
-def factorised(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: Features, kernel: Kernel, x: Inputs) -> Tensor:
-    """sum_j f_ij v_j / sum_j f_ij (B, H, T, E), zero where the sum of weights is. q, k, v, keep are as `Inputs.grouped` gives them.
+def factorised(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: Features, kernel: Kernel, x: Inputs
+) -> Tensor:
+    """sum_j f_ij v_j / sum_j f_ij (B, H, T, E), zero where the sum of weights is. q, k, v, keep are as `Inputs.grouped`
+    gives them.
 
     `kernel(q, k)` is f written out, for the chunks on the diagonal; it must equal features(q) features(k)^T.
     """
@@ -71,16 +75,22 @@ def factorised(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, features: F
 
 
 def _at_once(q: Tensor, k: Tensor, v: Tensor, features: Features, kernel: Kernel, x: Inputs) -> Tensor:
-    """sum_j f_ij v_j with a matrix of sums for each chunk: of few features all of them together are smaller than the operands."""
+    """sum_j f_ij v_j with a matrix of sums for each chunk: of few features all of them together are smaller than the
+    operands.
+    """
     past = x.S - x.T if x.causal else x.S  # keys that every query sees
     state = features(k[..., :past, :]).mT @ v[..., :past, :]  # (..., F, E + 1)
     if not x.causal:
         return features(q) @ state
     chunk = min(CHUNK, x.T)
     short = -x.T % chunk
-    q, k, v = (functional.pad(y, (0, 0, 0, short)).unflatten(-2, (-1, chunk)) for y in (q, k[..., past:, :], v[..., past:, :]))
+    q, k, v = (
+        functional.pad(y, (0, 0, 0, short)).unflatten(-2, (-1, chunk)) for y in (q, k[..., past:, :], v[..., past:, :])
+    )
     own = features(k).mT @ v  # (..., N, F, E + 1)
-    before = torch.cat([torch.zeros_like(own[..., :1, :, :]), own[..., :-1, :, :].cumsum(-3)], -3) + state[..., None, :, :]
+    before = (
+        torch.cat([torch.zeros_like(own[..., :1, :, :]), own[..., :-1, :, :].cumsum(-3)], -3) + state[..., None, :, :]
+    )
     sums = features(q) @ before + kernel(q, k).tril() @ v
     return sums.flatten(-3, -2)[..., : x.T, :]
 

@@ -1,4 +1,6 @@
-"""Who listens to an attention module: calls are announced to every listener that the module keeps and that is switched on."""
+"""Who listens to an attention module: calls are announced to every listener that the module keeps and that is switched
+on.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import nn
 
 from locater.attention.call import Call
 
-KEY = "_locater_sites"  # where a module keeps its sites; in its __dict__, so no buffer that DDP would broadcast or state_dict save
+# where a module keeps its sites; in its __dict__, so no buffer that DDP would broadcast or state_dict save
+KEY = "_locater_sites"
 
 
 missed: deque[Exception] = deque(maxlen=1)  # why a call was left out, the last time
@@ -19,7 +22,9 @@ missed: deque[Exception] = deque(maxlen=1)  # why a call was left out, the last 
 
 @dataclass
 class Switch:
-    """On or off, for all sites of one observation. Compiled graphs are guarded by it: two of them, and no operator in the second."""
+    """On or off, for all sites of one observation. Compiled graphs are guarded by it: two of them, and no operator in
+    the second.
+    """
 
     on: bool = True
     trained: nn.Module | None = None  # listen only while this module is in training mode
@@ -54,7 +59,9 @@ def is_on(switch: Switch) -> bool:
 
 
 def described(sites: Sequence[Listener], how: Callable[..., Call], *args: Any) -> Call | None:
-    """The call that `how` makes of what was intercepted; None where it cannot, and all who listen would rather miss it."""
+    """The call that `how` makes of what was intercepted; None where it cannot, and all who listen would rather miss
+    it.
+    """
     try:
         return how(*args)
     except Exception as error:

@@ -1,7 +1,8 @@
-"""Mechanisms that learn something, as modules: they hold the parameters, make the options of them, and call the mechanism.
+"""Mechanisms that learn something, as modules: they hold the parameters, make the options of them, and call the
+mechanism.
 
-`forward(q, k, v, x, causal=..., mask=...)` takes the operands of the mechanism and, where gates are made of it, the layer's input
-x (B, S, width), one row per key. `attention_module(name, ...)` makes the module of any mechanism.
+`forward(q, k, v, x, causal=..., mask=...)` takes the operands of the mechanism and, where gates are made of it, the
+layer's input x (B, S, width), one row per key. `attention_module(name, ...)` makes the module of any mechanism.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class AttentionModule(nn.Module):
     def _stream(self, x: Tensor | None, tokens: int, width: int) -> Tensor:
         if x is None or x.ndim != 3 or x.shape[1] != tokens or x.shape[2] != width:
             given = "none" if x is None else list(x.shape)
-            raise LocaterError(f"{self.name} makes its gates of the layer's input x (batch, {tokens} tokens, {width}); given: {given}")
+            raise LocaterError(
+                f"{self.name} makes its gates of the layer's input x (batch, {tokens} tokens, {width}); given: {given}"
+            )
         return x
 
 
@@ -111,7 +114,8 @@ class Delta(AttentionModule):
 
 
 class GatedDelta(Delta):
-    """And log_decay = -exp(a) softplus(x W_a + b) per key head, in float32 at least; at first exp(a) ~ U(0, 16) and b = 1.
+    """And log_decay = -exp(a) softplus(x W_a + b) per key head, in float32 at least; at first exp(a) ~ U(0, 16) and b =
+    1.
 
     >>> layer, x = GatedDelta(8, kv_heads=2), torch.randn(1, 5, 8)
     >>> made = layer.options(x, torch.zeros(1, 2, 5, 4), x)
@@ -134,10 +138,11 @@ class GatedDelta(Delta):
 
 
 class Differential(AttentionModule):
-    """lam = exp(a1.b1) - exp(a2.b2) + lam_init, lam_init = 0.8 - 0.6 exp(-0.3 depth); four vectors of half a query's size, N(0, 0.1).
+    """lam = exp(a1.b1) - exp(a2.b2) + lam_init, lam_init = 0.8 - 0.6 exp(-0.3 depth); four vectors of half a query's
+    size, N(0, 0.1).
 
-    `depth` is that of the layer, from 0. The output is (1 - lam_init) rms_norm(o), channel by channel gained, one gain for all heads;
-    without `norm` it is o. `map` is the map before the norm.
+    `depth` is that of the layer, from 0. The output is (1 - lam_init) rms_norm(o), channel by channel gained, one gain
+    for all heads; without `norm` it is o. `map` is the map before the norm.
 
     >>> layer = Differential(size=8, depth=0)
     >>> round(layer.lam_init, 3), sum(p.numel() for p in layer.parameters())
@@ -147,7 +152,9 @@ class Differential(AttentionModule):
     def __init__(self, size: int, value_size: int | None = None, *, depth: int = 0, norm: bool = True) -> None:
         super().__init__("differential")
         if size % 2 or depth < 0:
-            raise LocaterError(f"differential: size={size}, depth={depth}: an even size, which has two halves, and layers from 0")
+            raise LocaterError(
+                f"differential: size={size}, depth={depth}: an even size, which has two halves, and layers from 0"
+            )
         self.lam_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
         self.vectors = nn.Parameter(0.1 * torch.randn(4, size // 2))  # a1, b1, a2, b2
         self.gain = nn.Parameter(torch.ones(value_size or size)) if norm else None
@@ -170,15 +177,17 @@ class Differential(AttentionModule):
 class Binary(AttentionModule):
     """bias_ij = table[j - i] per query head, of distances up to `span`, further ones with it; or of an image's patches.
 
-    With `grid` (rows, columns) tokens are patches, and the table has an entry per difference of rows and of columns; with `extra`
-    (a class token in front) three more: from it to a patch, from a patch to it, to itself. At first N(0, 0.02), cut at 2. The scales
-    mu are not learned: they are means of |q| and |k|.
+    With `grid` (rows, columns) tokens are patches, and the table has an entry per difference of rows and of columns;
+    with `extra` (a class token in front) three more: from it to a patch, from a patch to it, to itself. At first N(0,
+    0.02), cut at 2. The scales mu are not learned: they are means of |q| and |k|.
 
     >>> Binary(heads=4, span=8).table.shape, Binary(heads=4, grid=(3, 2), extra=True).table.shape
     (torch.Size([17, 4]), torch.Size([18, 4]))
     """
 
-    def __init__(self, heads: int, span: int = 128, *, grid: tuple[int, int] | None = None, extra: bool = False) -> None:
+    def __init__(
+        self, heads: int, span: int = 128, *, grid: tuple[int, int] | None = None, extra: bool = False
+    ) -> None:
         super().__init__("binary")
         if span < 0 or (grid is not None and min(grid) < 1) or (extra and grid is None):
             raise LocaterError(
@@ -196,7 +205,9 @@ class Binary(AttentionModule):
             return apart.clamp(-self.span, self.span) + self.span
         rows, columns = self.grid
         if rows * columns + self.extra != S:
-            raise LocaterError(f"binary: a grid of {rows} x {columns} has {rows * columns + self.extra} tokens, and there are {S} keys")
+            raise LocaterError(
+                f"binary: a grid of {rows} x {columns} has {rows * columns + self.extra} tokens, and there are {S} keys"
+            )
         at = torch.arange(rows * columns, device=device)
         down, across = ((y - y[:, None]) for y in (at // columns, at % columns))
         out = (down + rows - 1) * (2 * columns - 1) + across + columns - 1
@@ -228,7 +239,9 @@ class Gated(AttentionModule):
         super().__init__("gated")
         places = {"output": "gate", "value": "value_gate", "key": "key_gate", "query": "query_gate"}
         if position not in places:
-            raise LocaterError(f"position={position!r}: choose {', '.join(places)}; after the output projection, a Gate of its own")
+            raise LocaterError(
+                f"position={position!r}: choose {', '.join(places)}; after the output projection, a Gate of its own"
+            )
         if additive and (position != "output" or not from_input or shared):
             raise LocaterError("additive is o + silu(x W): position='output', made of the input, and not shared")
         self.option, self.additive, self.width = places[position], additive, width
@@ -249,9 +262,11 @@ class Gated(AttentionModule):
 
 
 class Multiformer(AttentionModule):
-    """A letter per query head, f (full), l (local) or c (convolutional); one kernel for keys and one for values, of all c heads.
+    """A letter per query head, f (full), l (local) or c (convolutional); one kernel for keys and one for values, of all
+    c heads.
 
-    `depthwise` kernels have taps per channel and a bias; otherwise taps are shared by channels, values have no bias, and there is a map.
+    `depthwise` kernels have taps per channel and a bias; otherwise taps are shared by channels, values have no bias,
+    and there is a map.
 
     >>> layer = Multiformer("llcc", size=4)                                 # two kernels of 5 taps, two biases
     >>> sum(p.numel() for p in layer.parameters())
@@ -295,10 +310,14 @@ def attention_module(
         "binary": lambda **kw: Binary(heads, **kw),
         "differential": lambda **kw: Differential(size, values, depth=depth, **kw),
         "gated": lambda **kw: Gated(width, heads, size, kv_heads=few, value_size=values, **kw),
-        "multiformer": lambda **kw: Multiformer(**({"kinds": ("flc" * heads)[:heads]} | kw), size=size, value_size=values),
+        "multiformer": lambda **kw: Multiformer(
+            **({"kinds": ("flc" * heads)[:heads]} | kw), size=size, value_size=values
+        ),
     }
     try:
         return makers.get(name, lambda **kw: AttentionModule(name, **kw))(**settings)
     except TypeError as error:
         wrong = str(error).rpartition("argument ")[2]
-        raise LocaterError(f"{name} has no setting {wrong}" if "unexpected keyword" in str(error) else f"{name}: {error}") from error
+        raise LocaterError(
+            f"{name} has no setting {wrong}" if "unexpected keyword" in str(error) else f"{name}: {error}"
+        ) from error

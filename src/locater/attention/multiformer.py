@@ -6,7 +6,8 @@ values shortened by a convolution over tokens, one channel at a time:
 and likewise for values: o = softmax(scale q k'^T) v'. Tokens that padding or a mask hides are left out before the convolution, as if
 the sequence were shorter; the end is filled up with zeros until the kernel has met every token.
 
-For encoders: a convolution joins a token with later ones. Windows are centred on each token, not aligned to blocks as published.
+For encoders: a convolution joins a token with later ones. Windows are centred on each token, not aligned to blocks as
+published.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def multiformer_attention(
     x: Inputs, *, kinds: str = "flc", window: int = 64, stride: int = 2, key_kernel: Tensor | None = None,
     value_kernel: Tensor | None = None, key_bias: Tensor | None = None, value_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`kinds`: letters f, l, c, repeated over the heads. Kernels are (1, heads, taps, size), biases (1, heads, 1, size), axes of 1 shared.
+    """`kinds`: letters f, l, c, repeated over the heads. Kernels are (1, heads, taps, size), biases (1, heads, 1,
+    size), axes of 1 shared.
 
     >>> from locater.attention import mechanism
     >>> q = k = torch.zeros(1, 3, 6, 4)
@@ -43,23 +45,32 @@ def multiformer_attention(
     def short(some: Inputs, heads: list[int]) -> Tensor:
         kernels = _of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
         keep, order, count = _in_front(some, stride, kernels[0])
-        k, v = (_convolved(_ordered(y, keep, order), kernels[i], kernels[i + 2], stride) for i, y in enumerate((some.k, some.v)))
+        k, v = (
+            _convolved(_ordered(y, keep, order), kernels[i], kernels[i + 2], stride)
+            for i, y in enumerate((some.k, some.v))
+        )
         seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
         return softmax_attention(replace(some, k=k, v=v, mask=seen, padding=None))
 
-    return _by_kind(x, kinds, {"f": lambda some, _: softmax_attention(some), "l": lambda some, _: _local(some, window), "c": short})
+    return _by_kind(
+        x, kinds, {"f": lambda some, _: softmax_attention(some), "l": lambda some, _: _local(some, window), "c": short}
+    )
 
 
 def multiformer_map(
     x: Inputs, *, kinds: str = "flc", window: int = 64, stride: int = 2, key_kernel: Tensor | None = None,
     value_kernel: Tensor | None = None, key_bias: Tensor | None = None, value_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of convolutional heads it is softmax(scale q k'^T) C with v' = C v: it takes one kernel for all channels of a value, without bias."""
+    """Of convolutional heads it is softmax(scale q k'^T) C with v' = C v: it takes one kernel for all channels of a
+    value, without bias.
+    """
 
     def short(some: Inputs, heads: list[int]) -> Tensor:
         kernels = _of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
         if value_bias is not None or (kernels[1] is not None and kernels[1].shape[3] > 1):
-            raise LocaterError("multiformer: a value kernel per channel, or a bias, has no map of tokens; (1, heads, taps, 1) and no bias")
+            raise LocaterError(
+                "multiformer: a value kernel per channel, or a bias, has no map of tokens; (1, heads, taps, 1) and no bias"
+            )
         keep, order, count = _in_front(some, stride, kernels[0])
         k = _convolved(_ordered(some.k, keep, order), kernels[0], kernels[2], stride)
         unit = torch.eye(x.S, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
@@ -75,19 +86,24 @@ def multiformer_map(
 
 
 def head_relevance(
-    heads: Float[Tensor, "B H T E"], output_weight: Float[Tensor, "width HE"], padding: Bool[Tensor, "B T"] | None = None
+    heads: Float[Tensor, "B H T E"],
+    output_weight: Float[Tensor, "width HE"],
+    padding: Bool[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, " H"]:
-    """r_h = median over samples of c_h / sum_h' c_h', c_h = sum_t |W_O^h o_ht|_1: what a head adds to the stream, as a share.
+    """r_h = median over samples of c_h / sum_h' c_h', c_h = sum_t |W_O^h o_ht|_1: what a head adds to the stream, as a
+    share.
 
-    `heads` is what attention gives, `output_weight` the matrix of the output projection; `padding` is True for tokens. The even
-    layer has 1 / H everywhere. A median of shares need not sum to 1.
+    `heads` is what attention gives, `output_weight` the matrix of the output projection; `padding` is True for tokens.
+    The even layer has 1 / H everywhere. A median of shares need not sum to 1.
 
     >>> head_relevance(torch.ones(2, 2, 3, 1), torch.tensor([[1.0, 3.0]]))
     tensor([0.2500, 0.7500])
     """
     H, E = heads.shape[1], heads.shape[3]
     if output_weight.ndim != 2 or output_weight.shape[1] != H * E:
-        raise LocaterError(f"output_weight has shape {list(output_weight.shape)}; it maps {H} heads of {E}: [width, {H * E}]")
+        raise LocaterError(
+            f"output_weight has shape {list(output_weight.shape)}; it maps {H} heads of {E}: [width, {H * E}]"
+        )
     parts = torch.einsum("bhte,whe->bhtw", widen(heads), widen(output_weight).unflatten(1, (H, E))).abs().sum(-1)
     if padding is not None:
         parts = parts.masked_fill(~padding[:, None], 0.0)
@@ -98,7 +114,9 @@ def head_relevance(
 def _by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]], Tensor]]) -> Tensor:
     """Each kind over its heads, and heads back in their order."""
     if not kinds or set(kinds) - set(KINDS):
-        raise LocaterError(f"kinds={kinds!r}: letters of " + ", ".join(f"{letter} ({name})" for letter, name in KINDS.items()))
+        raise LocaterError(
+            f"kinds={kinds!r}: letters of " + ", ".join(f"{letter} ({name})" for letter, name in KINDS.items())
+        )
     letters = (kinds * x.heads)[: x.heads]
     if set(letters) == {"f"}:
         return run["f"](x, list(range(x.heads)))
@@ -129,7 +147,8 @@ def _near(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
 def _local(x: Inputs, window: int) -> Tensor:
     """Fused: blocks of queries, each with the keys around it, as samples of one batch (B N, h, R, D)."""
     half, ahead = min(window // 2, x.S - 1), x.S - x.T
-    block = min(max(ROWS, 2 * half), x.T)  # at least as many queries as keys at their sides, or these would be held many times
+    # at least as many queries as keys at their sides, or these would be held many times
+    block = min(max(ROWS, 2 * half), x.T)
     N = -(-x.T // block)
     short = N * block - x.T
     q = functional.pad(x.q, (0, 0, 0, short)).unflatten(2, (N, block))  # (B, h, N, R, D)
@@ -162,9 +181,13 @@ def _of_heads(x: Inputs, heads: list[int], *given: Tensor | None) -> list[Tensor
 
 
 def _in_front(x: Inputs, stride: int, kernel: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Keys that count (b, h, S, 1), an order with these in front (b, h, S), and how many shortened keys they make (b, h, 1, 1)."""
+    """Keys that count (b, h, S, 1), an order with these in front (b, h, S), and how many shortened keys they make (b,
+    h, 1, 1).
+    """
     if x.has_row_mask:
-        raise LocaterError("multiformer: convolutional heads shorten keys before queries see them; padding, or a mask of one row")
+        raise LocaterError(
+            "multiformer: convolutional heads shorten keys before queries see them; padding, or a mask of one row"
+        )
     taps = 0 if kernel is None else kernel.shape[2]
     if not 1 <= stride <= taps:
         raise LocaterError(f"stride={stride} with {taps} taps: at least 1, and no token passed over")
@@ -191,5 +214,7 @@ def _convolved(y: Tensor, kernel: Tensor | None, bias: Tensor | None, stride: in
     n = -(-max(0, S + 2 * front - taps) // stride) + 1
     padded = functional.pad(widen(y), (0, 0, front, max(0, (n - 1) * stride + taps - S - front)))
     wide = widen(kernel)
-    out = torch.stack([padded[:, :, t : t + (n - 1) * stride + 1 : stride] * wide[:, :, t : t + 1] for t in range(taps)]).sum(0)
+    out = torch.stack(
+        [padded[:, :, t : t + (n - 1) * stride + 1 : stride] * wide[:, :, t : t + 1] for t in range(taps)]
+    ).sum(0)
     return (out if bias is None else out + widen(bias)).to(y.dtype)

@@ -1,4 +1,6 @@
-"""QK-norm: queries and keys of a fixed length, so that logits are bounded by the gains (Dehghani et al. 2023; Qwen3, Gemma 3)."""
+"""QK-norm: queries and keys of a fixed length, so that logits are bounded by the gains (Dehghani et al. 2023; Qwen3,
+Gemma 3).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from locater.errors import LocaterError
 NormKind = Literal["rms", "layer"]
 
 
-def qk_norm(x: Float[Tensor, "B H T D"], gain: Float[Tensor, " H"], kind: NormKind = "rms", eps: float = 1e-6) -> Float[Tensor, "B H T D"]:
+def qk_norm(
+    x: Float[Tensor, "B H T D"], gain: Float[Tensor, " H"], kind: NormKind = "rms", eps: float = 1e-6
+) -> Float[Tensor, "B H T D"]:
     """g_h x / sqrt(mean_c x_c^2 + eps) for every head vector x; `kind="layer"` takes the mean over channels off first.
 
     One gain per head, not per channel: it commutes with rotation, and a rotation keeps lengths, so "rms" gives the same logits
@@ -39,14 +43,24 @@ def unit(x: Tensor, kind: NormKind, eps: float) -> Tensor:
 
 
 def qk_norm_attention(
-    x: Inputs, *, query_gain: Tensor | None = None, key_gain: Tensor | None = None, kind: NormKind = "rms", eps: float = 1e-6
+    x: Inputs,
+    *,
+    query_gain: Tensor | None = None,
+    key_gain: Tensor | None = None,
+    kind: NormKind = "rms",
+    eps: float = 1e-6,
 ) -> Tensor:
     """Softmax attention of normalised queries and keys; gains (H,) and (K,) are 1 unless given."""
     return softmax_attention(_normed(x, query_gain, key_gain, kind, eps))
 
 
 def qk_norm_map(
-    x: Inputs, *, query_gain: Tensor | None = None, key_gain: Tensor | None = None, kind: NormKind = "rms", eps: float = 1e-6
+    x: Inputs,
+    *,
+    query_gain: Tensor | None = None,
+    key_gain: Tensor | None = None,
+    kind: NormKind = "rms",
+    eps: float = 1e-6,
 ) -> Tensor:
     return softmax_map(_normed(x, query_gain, key_gain, kind, eps))
 

@@ -43,11 +43,11 @@ Path = Literal["sdpa", "factorised", "chunked", "kernel"]
 class Mechanism:
     """One way to attend, and what it declares.
 
-    `kind` of its map: "stochastic" (weights of at least 0 that sum to 1 in a row), "sub-stochastic" (at most 1), "non-negative"
-    (any sum), "signed" (negative weights too: no entropy). `causal`: "either", "never" (refused) or "only". `cost`: growth of
-    time with T. `path`: "sdpa" (PyTorch's fused attention), "factorised" (sums of features), "chunked" (a recurrence, some tokens
-    at a time), or "kernel" (one of this package on a GPU; elsewhere the map is built for some queries at a time). `learned` names
-    the options that a model would learn, or make of its stream.
+    `kind` of its map: "stochastic" (weights of at least 0 that sum to 1 in a row), "sub-stochastic" (at most 1),
+    "non-negative" (any sum), "signed" (negative weights too: no entropy). `causal`: "either", "never" (refused) or
+    "only". `cost`: growth of time with T. `path`: "sdpa" (PyTorch's fused attention), "factorised" (sums of features),
+    "chunked" (a recurrence, some tokens at a time), or "kernel" (one of this package on a GPU; elsewhere the map is
+    built for some queries at a time). `learned` names the options that a model would learn, or make of its stream.
 
     >>> m = mechanism("softmax_plus_one")
     >>> m.kind, m.causal, m.cost, m.path
@@ -103,9 +103,10 @@ class Mechanism:
     ) -> Float[Tensor, "B H T E"]:
         """What it makes of q, k and v. Query head h uses key head h // (H / K); queries are the last T of S positions.
 
-        `mask` is True where a query may look, with axes that fit (B, H, T, S) or are 1; `padding` is True for keys that are
-        tokens, `query_padding` for queries, which matters where something is summed over queries (that of keys where T = S and it
-        is not given). A row that sees no key is zero. `scale` multiplies q.k, 1 / sqrt(D) unless the mechanism has its own.
+        `mask` is True where a query may look, with axes that fit (B, H, T, S) or are 1; `padding` is True for keys that
+        are tokens, `query_padding` for queries, which matters where something is summed over queries (that of keys
+        where T = S and it is not given). A row that sees no key is zero. `scale` multiplies q.k, 1 / sqrt(D) unless the
+        mechanism has its own.
         """
         x = checked(q, k, v, causal, mask, padding, query_padding, scale)
         self._check(x, options)

@@ -13,7 +13,8 @@ from locater.kernels.weighted import has_kernel, weighed_attention
 def sigmoid_attention(x: Inputs, *, bias: float | Tensor | None = None) -> Tensor:
     """sigmoid(scale q k^T + b) v. Unless given, b = -ln n with n the keys that a query sees, row by row.
 
-    With b = -ln n and logits of 0 a row sums to n / (n + 1). It is not bounded by 1: each weight can be 1, so a row by n.
+    With b = -ln n and logits of 0 a row sums to n / (n + 1). It is not bounded by 1: each weight can be 1, so a row by
+    n.
 
     >>> from locater.attention import mechanism
     >>> q = k = v = torch.ones(1, 1, 4, 4)
@@ -27,8 +28,14 @@ def sigmoid_attention(x: Inputs, *, bias: float | Tensor | None = None) -> Tenso
         return by_rows(x, lambda some: sigmoid_map(some, bias=bias).to(some.v.dtype) @ some.per_query_head(some.v))
     keys = x.real_keys()
     shift = _shift(x, bias)
-    rows = shift.expand(*x.q.shape[:3], 1)[..., 0] if isinstance(shift, Tensor) else x.q.new_full(x.q.shape[:3], shift, dtype=torch.float32)
-    return weighed_attention(x.q, x.k, x.v, scale=x.usual_scale, shift=rows, keys=None if keys is None else keys[:, :, 0], causal=x.causal)
+    rows = (
+        shift.expand(*x.q.shape[:3], 1)[..., 0]
+        if isinstance(shift, Tensor)
+        else x.q.new_full(x.q.shape[:3], shift, dtype=torch.float32)
+    )
+    return weighed_attention(
+        x.q, x.k, x.v, scale=x.usual_scale, shift=rows, keys=None if keys is None else keys[:, :, 0], causal=x.causal
+    )
 
 
 def sigmoid_map(x: Inputs, *, bias: float | Tensor | None = None) -> Tensor:

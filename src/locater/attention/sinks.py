@@ -1,7 +1,7 @@
 """Softmax that may look away: a key of zero value takes weight, so that a row sums to less than 1.
 
-softmax_plus_one (its sink has logit 0): p_j = exp(x_j) / (1 + sum_j' exp(x_j')). learned_sink (gpt-oss): the 1 is exp(s_h), one
-number per query head, not multiplied by the scale. No mask covers the sink.
+softmax_plus_one (its sink has logit 0): p_j = exp(x_j) / (1 + sum_j' exp(x_j')). learned_sink (gpt-oss): the 1 is
+exp(s_h), one number per query head, not multiplied by the scale. No mask covers the sink.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def learned_sink_map(x: Inputs, *, sinks: Tensor) -> Tensor:
 def _with_zero_key(x: Inputs) -> Inputs:
     """One more key and value at the front, zero and always seen."""
     mask, padding = (None if y is None else functional.pad(y, (1, 0), value=True) for y in (x.mask, x.padding))
-    return replace(x, k=functional.pad(x.k, (0, 0, 1, 0)), v=functional.pad(x.v, (0, 0, 1, 0)), mask=mask, padding=padding)
+    return replace(
+        x, k=functional.pad(x.k, (0, 0, 1, 0)), v=functional.pad(x.v, (0, 0, 1, 0)), mask=mask, padding=padding
+    )
 
 
 def _check(x: Inputs, sinks: Tensor) -> None:

@@ -17,7 +17,8 @@ from locater.kernels.weighted import has_kernel, weighed_attention
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap): the identity near 0, never beyond the cap. Its slope 1 - tanh^2 vanishes once it is reached.
+    """cap * tanh(logits / cap): the identity near 0, never beyond the cap. Its slope 1 - tanh^2 vanishes once it is
+    reached.
 
     >>> softcap(torch.tensor([0.0, 25.0, 1e4]), 50.0).round().tolist()
     [0.0, 23.0, 50.0]
@@ -33,10 +34,11 @@ def softcap_attention(
     added: Float[Tensor, "b h t S"] | None = None,
     dropout: float = 0.0,
 ) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T S"]]:
-    """softmax(cap tanh((scale q.k + bias) / cap) + mask) v, and the weights. T x S matrices are built, as by plain attention.
+    """softmax(cap tanh((scale q.k + bias) / cap) + mask) v, and the weights. T x S matrices are built, as by plain
+    attention.
 
-    The cap is `terms.softcap`. `added` comes after it, like a mask. Products in the precision of q, softmax in float32 at least;
-    a row that sees no key is zero. Sinks take weight and are not capped.
+    The cap is `terms.softcap`. `added` comes after it, like a mask. Products in the precision of q, softmax in float32
+    at least; a row that sees no key is zero. Sinks take weight and are not capped.
 
     >>> q = k = v = torch.full((1, 1, 2, 4), 100.0)
     >>> softcap_attention(q, k, v, Terms(scale=0.5, causal=True, softcap=30.0))[1].tolist()
@@ -56,7 +58,8 @@ def softcap_attention(
     hidden = ~terms.visible(slice(0, T), T, S, query.device)
     if terms.bias is not None:  # of -inf is a mask
         hidden = hidden | (terms.bias == -torch.inf)
-    logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)  # not -inf: the gradient of an empty row would be NaN
+    # not -inf: the gradient of an empty row would be NaN
+    logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
     if terms.sinks is not None:
         logits = torch.cat([logits, terms.sinks.to(logits).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
     weights = logits.softmax(-1)[..., :S].masked_fill(hidden, 0.0).to(query.dtype)
@@ -70,7 +73,9 @@ def capped_attention(x: Inputs, *, cap: float = 50.0) -> Tensor:
     if x.has_row_mask or cap > LARGEST_CAP or not has_kernel(x.q, x.v):
         return by_rows(x, lambda some: softcap_attention(some.q, some.k, some.v, _terms(some, cap))[0])
     keys = x.real_keys()
-    return weighed_attention(x.q, x.k, x.v, scale=terms.scale, cap=cap, keys=None if keys is None else keys[:, :, 0], causal=x.causal)
+    return weighed_attention(
+        x.q, x.k, x.v, scale=terms.scale, cap=cap, keys=None if keys is None else keys[:, :, 0], causal=x.causal
+    )
 
 
 def capped_map(x: Inputs, *, cap: float = 50.0) -> Tensor:

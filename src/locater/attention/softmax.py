@@ -1,4 +1,6 @@
-"""Softmax attention, fused; and the same with its map written out. Most mechanisms are one of the two with other operands."""
+"""Softmax attention, fused; and the same with its map written out. Most mechanisms are one of the two with other
+operands.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ def softmax_map(x: Inputs) -> Tensor:
 def fused(x: Inputs, scale: float, bias: Tensor | None = None) -> Tensor:
     """`scaled_dot_product_attention` with this package's masks; `bias` (b, h, t, S) is added to scaled logits.
 
-    Fused kernels want queries and values of one size: the smaller is filled up with zeros. They know causal masks for T = S only:
-    with keys before the queries, rows are put in front of these where that is cheap. Any other mask is written out as booleans.
-    A row that sees no key is zero, with a gradient of zero.
+    Fused kernels want queries and values of one size: the smaller is filled up with zeros. They know causal masks for T
+    = S only: with keys before the queries, rows are put in front of these where that is cheap. Any other mask is
+    written out as booleans. A row that sees no key is zero, with a gradient of zero.
     """
     T, S, size = x.T, x.S, x.v.shape[3]
     q, k, v = _of_one_size(x.q, x.k, x.v)
@@ -48,13 +50,22 @@ def fused(x: Inputs, scale: float, bias: Tensor | None = None) -> Tensor:
         q = functional.pad(q, (0, 0, front, 0))
     if not flag and (not plain or (x.causal and T > 1)):
         keys = x.real_keys()
-        seen = x.visible() if x.has_row_mask or x.causal else q.new_ones(1, 1, 1, S, dtype=torch.bool) if keys is None else keys
+        seen = (
+            x.visible()
+            if x.has_row_mask or x.causal
+            else q.new_ones(1, 1, 1, S, dtype=torch.bool)
+            if keys is None
+            else keys
+        )
         empty = ~seen.any(-1, keepdim=True)
-        seen = seen | empty  # a softmax over nothing is not a number on some devices: such rows see all, and are taken out again
+        # a softmax over nothing is not a number on some devices: such rows see all, and are taken out again
+        seen = seen | empty
         mask = seen if bias is None else bias.to(q).masked_fill(~seen, -torch.inf)
     if mask is not None:  # grouped keys and a mask at once are not fused on a GPU
         k, v = x.per_query_head(k), x.per_query_head(v)
-    out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=flag, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = functional.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=flag, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     out = out[:, :, front:, :size]
     return out if empty is None else out.masked_fill(empty, 0.0)
 
@@ -67,10 +78,11 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
 
 
 def with_channels(x: Inputs, of_queries: Tensor, of_keys: Tensor) -> Inputs:
-    """Operands for which of_queries * of_keys is added to q.k, before the scale: one more channel, so any fused kernel can do it.
+    """Operands for which of_queries * of_keys is added to q.k, before the scale: one more channel, so any fused kernel
+    can do it.
 
-    `of_queries` is (b, h, T or 1, 1) and `of_keys` (b, h, S or 1, 1). In half precision a number takes two channels: its rounded
-    value, and what rounding left.
+    `of_queries` is (b, h, T or 1, 1) and `of_keys` (b, h, S or 1, 1). In half precision a number takes two channels:
+    its rounded value, and what rounding left.
     """
     pairs = [(a, b) for a in _parts(of_queries, x.q.dtype) for b in _parts(of_keys, x.q.dtype)]
     q = torch.cat([x.q, *(a.expand(*x.q.shape[:3], 1) for a, _ in pairs)], -1)
@@ -91,16 +103,20 @@ def logits(x: Inputs, scale: float) -> Tensor:
 
 
 def normalized(x: Inputs, scores: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """softmax over the keys in view; a row that sees none is zero. `sinks` (H,) are logits that take weight and give none."""
+    """softmax over the keys in view; a row that sees none is zero. `sinks` (H,) are logits that take weight and give
+    none.
+    """
     hidden = ~x.visible()
-    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)  # not -inf: the gradient of an empty row would be NaN
+    # not -inf: the gradient of an empty row would be NaN
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], -1)
     return scores.softmax(-1)[..., : x.S].masked_fill(hidden, 0.0)
 
 
 def by_rows(x: Inputs, run: Callable[[Inputs], Tensor]) -> Tensor:
-    """run(x), some queries at a time, for maps that no fused kernel knows. Causal ones look no further than they need to.
+    """run(x), some queries at a time, for maps that no fused kernel knows. Causal ones look no further than they need
+    to.
 
     What `run` makes of a block is made again for the gradient, so no T x S matrix is ever kept.
     """

@@ -1,8 +1,10 @@
-"""What taps are made of: methods replaced on one module and on its parts, to keep what passes through them during one call.
+"""What taps are made of: methods replaced on one module and on its parts, to keep what passes through them during one
+call.
 
-No hooks: a compiled model does not notice hooks that come after its first call, but it does notice a replaced method. What
-is put in place is a `functools.partial` that copies and pickles as the method it stands for, unless a control put it there: then a
-copy of the model has its own. Queries, keys and outputs are kept as they were made, without their history.
+No hooks: a compiled model does not notice hooks that come after its first call, but it does notice a replaced method.
+What is put in place is a `functools.partial` that copies and pickles as the method it stands for, unless a control put
+it there: then a copy of the model has its own. Queries, keys and outputs are kept as they were made, without their
+history.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def instead(module: nn.Module, name: str, heard: Callable[..., Any], control: st
     return partial(_restore, module, name, over)
 
 
-def _stand(module: nn.Module, name: str, heard: Callable[..., Any], control: str | None, before: Any, over: list[bool]) -> Any:
+def _stand(
+    module: nn.Module, name: str, heard: Callable[..., Any], control: str | None, before: Any, over: list[bool]
+) -> Any:
     method = getattr(module, name) if before is None else before
     stand = partial(heard, module, method)
     copied = partial(_as_before, module, name, before)
@@ -57,7 +61,9 @@ def _restore(module: nn.Module, name: str, over: list[bool]) -> None:
 
 
 def _as_before(module: nn.Module, name: str, before: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """How a stand-in is copied and saved: as what it stands for, so that neither a copy nor a saved model knows of Locater."""
+    """How a stand-in is copied and saved: as what it stands for, so that neither a copy nor a saved model knows of
+    Locater.
+    """
     return (getattr, (module, name)) if before is None else (partial, (before,))
 
 
@@ -91,12 +97,16 @@ class Passage:
         return None if held is None else held.unflatten(-1, (count, -1))
 
     def keep(self, name: str, passed: Tensor) -> None:
-        """The first that passes: a part may be called again for other things, as DeBERTa's maps are for its table of places."""
+        """The first that passes: a part may be called again for other things, as DeBERTa's maps are for its table of
+        places.
+        """
         if name not in self.kept and listening(self.owner):
             self.kept[name] = passed.detach()
 
 
-def along(module: nn.Module, describe: Described, outputs: Sequence[str] = (), inputs: Sequence[str] = ()) -> Iterator[Undo]:
+def along(
+    module: nn.Module, describe: Described, outputs: Sequence[str] = (), inputs: Sequence[str] = ()
+) -> Iterator[Undo]:
     """Keep what the named parts return or are given, and describe each call of the module when it ends."""
     passage = Passage(module)
     yield instead(module, "forward", partial(_whole, passage, describe))
@@ -106,7 +116,9 @@ def along(module: nn.Module, describe: Described, outputs: Sequence[str] = (), i
         yield instead(getattr(module, name), "forward", partial(_keep_input, passage, name))
 
 
-def _whole(passage: Passage, describe: Described, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _whole(
+    passage: Passage, describe: Described, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     sites = listening(module)
     if not sites:
         return forward(*args, **kwargs)
@@ -122,13 +134,17 @@ def _whole(passage: Passage, describe: Described, module: nn.Module, forward: Ca
     return out
 
 
-def _keep_output(passage: Passage, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _keep_output(
+    passage: Passage, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     out = forward(*args, **kwargs)
     passage.keep(name, out)
     return out
 
 
-def _keep_input(passage: Passage, name: str, part: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _keep_input(
+    passage: Passage, name: str, part: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     passage.keep(name, x)
     return forward(x, *args, **kwargs)
 
@@ -145,7 +161,9 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str)
 
 
 def cached(module: Any, past: Any, key: Tensor, length: int | None) -> Tensor:
-    """Keys as they meet the queries: those in the cache, which holds the new ones by now; `length` is how many there must be."""
+    """Keys as they meet the queries: those in the cache, which holds the new ones by now; `length` is how many there
+    must be.
+    """
     if past is None:
         return key
     layers = getattr(past, "layers", None)

@@ -1,6 +1,7 @@
 """Attention in words, as `locater train --attention` takes it: a mechanism with its settings, or a stack of several.
 
-`sigmoid`, `gated(per=element, position=value)`, `fastmax(order=1)`; `hybrid(layout=3:1, linear=gated_delta)` gives layers their own.
+`sigmoid`, `gated(per=element, position=value)`, `fastmax(order=1)`; `hybrid(layout=3:1, linear=gated_delta)` gives
+layers their own.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ class Named:
         return attention_module(self.name, **sizes, **self.settings)
 
     def check(self, tokens: int | None = None, **sizes: Any) -> None:
-        """Raises where a setting is none, or has a value that it cannot have: some of that is seen when the module is called.
+        """Raises where a setting is none, or has a value that it cannot have: some of that is seen when the module is
+        called.
 
-        A grid has as many tokens as its image: it is checked where `tokens`, how many there are in a sequence, is given.
+        A grid has as many tokens as its image: it is checked where `tokens`, how many there are in a sequence, is
+        given.
         """
         grid = "grid" in self.settings
         try:
@@ -77,12 +80,16 @@ def parse_attention(text: str, layers: int) -> tuple[Named, ...]:
         return (Named(_known(name), options),) * layers
     wrong = [option for option in options if option not in ("layout", "full", "linear")]
     if wrong or not isinstance(options.get("layout"), str):
-        raise LocaterError(f"attention {text!r}: {STACK}(layout=3:1, full=softmax, linear=gated_delta); layout may be letters, S and L")
+        raise LocaterError(
+            f"attention {text!r}: {STACK}(layout=3:1, full=softmax, linear=gated_delta); layout may be letters, S and L"
+        )
     return tuple(Named(name) for name in hybrid(options.pop("layout"), layers, **options).names)
 
 
 def _known(name: str) -> str:
     names = [m.name for m in mechanisms()]
     if name not in names:
-        raise LocaterError(f"no attention mechanism {name!r}; there are {', '.join(names)}, and {STACK}(layout=...) of several")
+        raise LocaterError(
+            f"no attention mechanism {name!r}; there are {', '.join(names)}, and {STACK}(layout=...) of several"
+        )
     return name

@@ -1,8 +1,9 @@
 """GGUF files: their tensors under the names that the families know, their metadata as a configuration.
 
-Files of architecture "llama" store the rows of queries and keys in another order (neighbouring channels turn together); it is
-undone here. Moments at offset 0 cannot see that order, logits and drives can. Gemma's gains are stored as 1 + w and handed on as w.
-The header is read in `gguf_header.py`; quantised blocks are turned into numbers by the `gguf` package.
+Files of architecture "llama" store the rows of queries and keys in another order (neighbouring channels turn together);
+it is undone here. Moments at offset 0 cannot see that order, logits and drives can. Gemma's gains are stored as 1 + w
+and handed on as w. The header is read in `gguf_header.py`; quantised blocks are turned into numbers by the `gguf`
+package.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def open_gguf(path: Path) -> tuple[GGUFWeights, dict[str, Any]]:
         known = ", ".join(sorted(MODEL_TYPES))
         raise LocaterError(f"{path}: GGUF architecture {architecture!r:.40} is not supported (known: {known})")
     settings = Settings(path, architecture, header.fields)
-    factors = _floats(path, header, "rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in header.tensors else None
+    factors = (
+        _floats(path, header, "rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in header.tensors else None
+    )
     config = _config(settings, factors)
     return GGUFWeights(path, header, architecture, config), config
 
@@ -70,10 +73,16 @@ def _floats(path: Path, header: Header, name: str) -> Tensor:
     shape = tuple(reversed(tensor.shape))
     data = header.data[tensor.start : tensor.start + tensor.size]
     try:
-        data = data.view(plain).reshape(shape) if plain else data.reshape(quant_shape_to_byte_shape(shape or (1,), tensor.kind))
+        data = (
+            data.view(plain).reshape(shape)
+            if plain
+            else data.reshape(quant_shape_to_byte_shape(shape or (1,), tensor.kind))
+        )
         return torch.from_numpy(dequantize(data, tensor.kind).copy()).view(shape)
     except NotImplementedError:
-        raise LocaterError(f"{path}: {name} is stored as {tensor.kind.name}, which is no weight: give another file") from None
+        raise LocaterError(
+            f"{path}: {name} is stored as {tensor.kind.name}, which is no weight: give another file"
+        ) from None
 
 
 class GGUFWeights:
@@ -99,7 +108,9 @@ class GGUFWeights:
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
         data = _floats(Path(self.where), self._header, self._stored[name])
         if self._architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
-            data = _turn_halves(data, self._config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"])
+            data = _turn_halves(
+                data, self._config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+            )
         if self._architecture.startswith("gemma") and name.endswith("norm.weight"):
             data = data - 1
         return take_rows(data, rows)
@@ -140,7 +151,8 @@ def _config(settings: Settings, factors: list[float] | None) -> dict[str, Any]:
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if width and heads:
         config.setdefault("head_dim", width // heads)
-    if architecture in ("gemma2", "gemma3"):  # the file leaves the query scale to the program: the largest of each has its own
+    # the file leaves the query scale to the program: the largest of each has its own
+    if architecture in ("gemma2", "gemma3"):
         largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[architecture]
         config["query_pre_attn_scalar"] = width // heads if largest and width and heads else config.get("head_dim")
     rope = _rope(settings, config, factors)

@@ -1,8 +1,9 @@
-"""The header of a GGUF file: settings by key, and where each tensor lies. Read in one pass, and as strict as llama.cpp is.
+"""The header of a GGUF file: settings by key, and where each tensor lies. Read in one pass, and as strict as llama.cpp
+is.
 
-Counts and lengths are held against the size of the file before anything is made of them, so no number in the file can take more
-memory or time than the file itself is worth. Tensors have to follow one another, each padded to the alignment, in the order of their
-entries: then no offset can point to another tensor's bytes.
+Counts and lengths are held against the size of the file before anything is made of them, so no number in the file can
+take more memory or time than the file itself is worth. Tensors have to follow one another, each padded to the
+alignment, in the order of their entries: then no offset can point to another tensor's bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
 }.items()}  # fmt: skip
 BOOL, TEXT, ARRAY, UINT32 = 7, 8, 9, 4
-LEAST = {TEXT: 8, ARRAY: 12} | {kind: scalar.size for kind, scalar in SCALARS.items()}  # bytes that a value takes at least
+# bytes that a value takes at least
+LEAST = {TEXT: 8, ARRAY: 12} | {kind: scalar.size for kind, scalar in SCALARS.items()}
 DEEPEST = 4  # arrays in arrays
 AXES = 4
 VERSIONS = (2, 3)
@@ -78,7 +80,9 @@ def read_header(path: Path) -> Header:
     except struct.error:
         raise LocaterError(f"{path}: not a readable GGUF file (truncated in its header): fetch it again") from None
     except UnicodeDecodeError:
-        raise LocaterError(f"{path}: not a readable GGUF file (a name or a text is not UTF-8): fetch it again") from None
+        raise LocaterError(
+            f"{path}: not a readable GGUF file (a name or a text is not UTF-8): fetch it again"
+        ) from None
     return Header(fields, tensors, data)
 
 
@@ -188,7 +192,9 @@ def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, T
     tensors = {}
     for name, (shape, kind, offset, size) in entries.items():
         if offset != expected:
-            cursor.refuse(f"the tensor {name:.80} begins at byte {offset:,} of the data and not at {expected:,}, where the last one ends")
+            cursor.refuse(
+                f"the tensor {name:.80} begins at byte {offset:,} of the data and not at {expected:,}, where the last one ends"
+            )
         if begin + offset + size > cursor.size:
             cursor.refuse(f"truncated: the tensor {name:.80} ends at byte {begin + offset + size:,} of {cursor.size:,}")
         tensors[name] = Tensor(shape, kind, begin + offset, size)
@@ -208,7 +214,9 @@ def _entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Any, int, int]:
         cursor.refuse(f"the tensor {name:.80} has the shape {shape}")
     number, offset = cursor.take(KIND), cursor.take(COUNT)
     if number not in GGMLQuantizationType._value2member_map_:
-        cursor.refuse(f"the tensor {name:.80} is stored as type {number}, which the installed gguf package does not know")
+        cursor.refuse(
+            f"the tensor {name:.80} is stored as type {number}, which the installed gguf package does not know"
+        )
     kind = GGMLQuantizationType(number)
     block, size = GGML_QUANT_SIZES[kind]
     if (shape[0] if shape else 1) % block:

@@ -1,7 +1,8 @@
 """Where the tensors of a live model are, and what they are worth: plain, parametrized, sharded, or under an adapter.
 
-A layer with a LoRA adapter (peft) computes with W + scale B A, one with DoRA with m (W + scale B A) / |W + scale B A| row by row,
-and a parametrized one with what its parametrization makes of its parameters. Names are those of the model without all that.
+A layer with a LoRA adapter (peft) computes with W + scale B A, one with DoRA with m (W + scale B A) / |W + scale B A|
+row by row, and a parametrized one with what its parametrization makes of its parameters. Names are those of the model
+without all that.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Place:
 
 
 def places(module: nn.Module) -> tuple[list[Place], dict[str, nn.Module]]:
-    """Every parameter, then every buffer; and every module by its path. What is used twice is there under both names."""
+    """Every parameter, then every buffer; and every module by its path. What is used twice is there under both
+    names.
+    """
     parameters: list[Place] = []
     buffers: list[Place] = []
     modules: dict[str, nn.Module] = {}
@@ -60,7 +63,9 @@ def places(module: nn.Module) -> tuple[list[Place], dict[str, nn.Module]]:
     return [*parameters, *buffers], modules
 
 
-def _walk(part: nn.Module, path: str, adapters: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+def _walk(
+    part: nn.Module, path: str, adapters: tuple[nn.Module, ...]
+) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     if is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer") and hasattr(part, "base_layer"):
         yield from _walk(part.base_layer, path, (part, *adapters))  # type: ignore[arg-type]
         return
@@ -104,9 +109,13 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
     if adapter.disable_adapters or adapter.merged:
         return base
     active = [one for one in adapter.active_adapters if one in getattr(adapter, "lora_A", {})]
-    variants = {type(adapter.lora_variant[one]).__name__ for one in active if one in adapter.lora_variant} if active else set()
+    variants = (
+        {type(adapter.lora_variant[one]).__name__ for one in active if one in adapter.lora_variant} if active else set()
+    )
     if not is_a(adapter, "peft.tuners.lora.layer", "Linear") or variants - {"DoraLinearVariant"}:
-        raise LocaterError(f"{name}: adapters of kind {' '.join([kind, *variants])} are not read: merge_and_unload() them first")
+        raise LocaterError(
+            f"{name}: adapters of kind {' '.join([kind, *variants])} are not read: merge_and_unload() them first"
+        )
     if not base.is_floating_point():
         raise LocaterError(f"{name} is stored as {base.dtype} (quantised): dequantise the model first")
     if not active:
@@ -125,7 +134,9 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
 
 def _product(adapter: Any, one: str) -> Tensor:
     """scale B A, as the weight under it is stored."""
-    delta = upcast(_whole(adapter.lora_B[one].weight)) @ upcast(_whole(adapter.lora_A[one].weight)) * adapter.scaling[one]
+    delta = (
+        upcast(_whole(adapter.lora_B[one].weight)) @ upcast(_whole(adapter.lora_A[one].weight)) * adapter.scaling[one]
+    )
     return delta.mT if adapter.fan_in_fan_out else delta
 
 

@@ -1,7 +1,8 @@
-"""Pickled weights (`pytorch_model.bin`, `*.pt`): opened with weights_only, mapped and not loaded where they are a zip archive.
+"""Pickled weights (`pytorch_model.bin`, `*.pt`): opened with weights_only, mapped and not loaded where they are a zip
+archive.
 
-Mapping takes the bytes of a record as they lie in the file, so the archive has to be what torch.save writes: nothing compressed,
-no record twice, no two records in one place.
+Mapping takes the bytes of a record as they lie in the file, so the archive has to be what torch.save writes: nothing
+compressed, no record twice, no two records in one place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from locater.files import regular_file
 
 MARK = b"PK\x03\x04"
 FOLDER = 0x10  # attribute of a zip record
-LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its mark, and the lengths of its name and of the field before the data
+# of a zip record: its mark, and the lengths of its name and of the field before the data
+LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 def open_pickles(files: Sequence[Path], where: str, places: Mapping[str, Path] | None = None) -> DictWeights:
@@ -34,7 +36,8 @@ def open_pickles(files: Sequence[Path], where: str, places: Mapping[str, Path] |
 def _load(path: Path) -> dict[str, Tensor]:
     try:
         records = archive_records(path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=records is not None)  # the older format cannot be mapped
+        # the older format cannot be mapped
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=records is not None)
     except LocaterError:
         raise
     except pickle.UnpicklingError as error:
@@ -67,19 +70,26 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
 
 
 def _check_places(path: Path, tensors: Mapping[str, Tensor], records: Mapping[int, int]) -> None:
-    """Each tensor's storage is one whole record: mapped, it would reach into the next where the pickle says another size.
+    """Each tensor's storage is one whole record: mapped, it would reach into the next where the pickle says another
+    size.
 
     Where the file is mapped is not told; it is the one address from which all storages begin at records of their size.
     """
     storages = {
-        tensor.untyped_storage().data_ptr(): (tensor.untyped_storage().nbytes(), name) for name, tensor in tensors.items() if plain(tensor)
+        tensor.untyped_storage().data_ptr(): (tensor.untyped_storage().nbytes(), name)
+        for name, tensor in tensors.items()
+        if plain(tensor)
     }
     empty = {
-        tensor.untyped_storage()._cdata: name for name, tensor in tensors.items() if plain(tensor) and not tensor.untyped_storage().nbytes()
+        tensor.untyped_storage()._cdata: name
+        for name, tensor in tensors.items()
+        if plain(tensor) and not tensor.untyped_storage().nbytes()
     }
     if len(empty) > sum(not length for length in records.values()):  # they have no address, so they are counted
         name = next(iter(empty.values()))
-        raise LocaterError(f"{path}: {name} or another empty tensor has a record that is not: the file is damaged, fetch it again")
+        raise LocaterError(
+            f"{path}: {name} or another empty tensor has a record that is not: the file is damaged, fetch it again"
+        )
     bases: set[int] | None = None
     for place, (size, name) in storages.items():
         if not size:
@@ -96,7 +106,8 @@ def _check_places(path: Path, tensors: Mapping[str, Tensor], records: Mapping[in
 def archive_records(path: Path) -> dict[int, int] | None:
     """Where the data of each record of a zip archive begins, and its size; None for a file that is no archive.
 
-    An archive whose records do not lie in the file as they are is refused: compressed ones can be a thousand times their size.
+    An archive whose records do not lie in the file as they are is refused: compressed ones can be a thousand times
+    their size.
     """
     regular_file(path)
     with open(path, "rb") as file:
@@ -116,7 +127,11 @@ def _records(path: Path, file: Any, archive: zipfile.ZipFile) -> dict[int, int]:
         raise LocaterError(f"{path}: its record {twice} stands twice: save it again")
     for record in records:
         where, damaged = f"{path}: its record {record.filename}", "the file is damaged, fetch it again"
-        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size or record.flag_bits & 1:
+        if (
+            record.compress_type != zipfile.ZIP_STORED
+            or record.file_size != record.compress_size
+            or record.flag_bits & 1
+        ):
             raise LocaterError(f"{where} is compressed or encrypted: load it with torch and save it again")
         if record.is_dir() or record.external_attr & FOLDER:
             raise LocaterError(f"{where} is marked as a folder: {damaged}")  # torch would give memory that nobody wrote

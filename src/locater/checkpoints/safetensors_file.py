@@ -1,7 +1,7 @@
 """Safetensors files, read by byte range: fused maps need row ranges, and no tensor is loaded that nobody asked for.
 
-The format leaves no room: a header that is JSON, tensors that fill the rest of the file without gap or overlap. All of it is demanded,
-so that a damaged file is refused and never read as other numbers.
+The format leaves no room: a header that is JSON, tensors that fill the rest of the file without gap or overlap. All of
+it is demanded, so that a damaged file is refused and never read as other numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class SafetensorsWeights:
         self.where = where
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._entries: dict[str, tuple[Path, int, Entry]] = joined(((path, _located(path)) for path in files), where, places)
+        self._entries: dict[str, tuple[Path, int, Entry]] = joined(
+            ((path, _located(path)) for path in files), where, places
+        )
 
     def names(self) -> Collection[str]:
         return self._entries.keys()
@@ -53,7 +55,9 @@ class SafetensorsWeights:
         path, start, entry = self._entries[name]
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise LocaterError(f"{path}: tensor {name} is stored as {entry['dtype']} (quantised?): dequantise the checkpoint first")
+            raise LocaterError(
+                f"{path}: tensor {name} is stored as {entry['dtype']} (quantised?): dequantise the checkpoint first"
+            )
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if rows is None:
@@ -63,7 +67,9 @@ class SafetensorsWeights:
         return torch.cat(parts).view(sum(b - a for a, b in rows), *shape[1:])
 
     def _bytes(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
-        """`size` bytes from `offset` on. The file is opened anew each time, so threads do not share a position in it."""
+        """`size` bytes from `offset` on. The file is opened anew each time, so threads do not share a position in
+        it.
+        """
         if not size:
             return torch.empty(0, dtype=dtype)
         buffer = bytearray(size)
@@ -103,7 +109,9 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
     try:
         header = _parsed(text)
     except RecursionError:
-        raise LocaterError(f"{path}: its safetensors header is not readable (nested too deep): fetch it again") from None
+        raise LocaterError(
+            f"{path}: its safetensors header is not readable (nested too deep): fetch it again"
+        ) from None
     except ValueError as error:
         raise LocaterError(f"{path}: its safetensors header is not readable ({error}): fetch it again") from None
     _check_entries(path, header, size - 8 - length)
@@ -111,7 +119,9 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """The header without its metadata. Python's JSON is wider than the format's: fractions, NaN and negative numbers are refused."""
+    """The header without its metadata. Python's JSON is wider than the format's: fractions, NaN and negative numbers
+    are refused.
+    """
     if text[:1] != b"{":
         raise ValueError("it does not begin with '{'")
     try:
@@ -119,7 +129,11 @@ def _parsed(text: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     header: dict[str, Any] = json.loads(
-        decoded, object_pairs_hook=no_duplicates, parse_float=_refuse_number, parse_constant=_refuse_number, parse_int=_natural
+        decoded,
+        object_pairs_hook=no_duplicates,
+        parse_float=_refuse_number,
+        parse_constant=_refuse_number,
+        parse_int=_natural,
     )
     metadata = header.pop("__metadata__", None)
     strings = [*header]
@@ -161,7 +175,9 @@ def _check_entries(path: Path, header: Mapping[str, Any], room: int) -> None:
         raise LocaterError(f"{path}: truncated, {room:,} bytes of data and not {end:,}: fetch it again")
     if end < room:
         more = room - end
-        raise LocaterError(f"{path}: {more:,} byte{'s' * (more > 1)} more than its tensors have: the file is damaged, fetch it again")
+        raise LocaterError(
+            f"{path}: {more:,} byte{'s' * (more > 1)} more than its tensors have: the file is damaged, fetch it again"
+        )
 
 
 def _fault(entry: Any) -> str | None:

@@ -1,8 +1,9 @@
-"""What a configuration may say. Every setting is checked here when a family takes it; what no family takes may be anything.
+"""What a configuration may say. Every setting is checked here when a family takes it; what no family takes may be
+anything.
 
-JSON has no types to speak of, and Python's reader lets NaN and Infinity pass. A base of 0 or a soft-cap of NaN would run through to
-numbers that look like results, so a value that no model can have is refused, with its key and the source. A key that is missing or
-null is not touched, but for the few without which no model runs.
+JSON has no types to speak of, and Python's reader lets NaN and Infinity pass. A base of 0 or a soft-cap of NaN would
+run through to numbers that look like results, so a value that no model can have is refused, with its key and the
+source. A key that is missing or null is not touched, but for the few without which no model runs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ WEIGHT: Rule = ("a number from 0, or null", lambda x: x is None or (_finite(x) a
 SHARE: Rule = ("a number above 0 and up to 1, or null", lambda x: x is None or (_finite(x) and 0 < x <= 1))
 FLAG: Rule = ("true or false", lambda x: x is None or x in (0, 1))
 FACTORS: Rule = ("a list of positive numbers", _numbers)
-NAMES: Rule = ("a list of names", lambda x: x is None or (isinstance(x, list | tuple) and all(isinstance(y, str) for y in x)))
+NAMES: Rule = (
+    "a list of names",
+    lambda x: x is None or (isinstance(x, list | tuple) and all(isinstance(y, str) for y in x)),
+)
 NESTED: Rule = ("a table of settings", lambda x: x is None or isinstance(x, Mapping))
 
 RULES: dict[str, Rule] = {
@@ -97,7 +101,9 @@ TABLES = {"rope_parameters": ROPE, "rope_scaling": ROPE} | dict.fromkeys(PARTS, 
 class CheckedConfig(dict[str, Any]):
     """A configuration that refuses a value which no model can have when it is read; `{**config}` reads all of it."""
 
-    def __init__(self, values: Mapping[str, Any], where: str, remedy: str, path: str = "", rules: Mapping[str, Rule] = RULES) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], where: str, remedy: str, path: str = "", rules: Mapping[str, Rule] = RULES
+    ) -> None:
         super().__init__(values)
         self._where, self._remedy, self._path, self._rules = where, remedy, path, rules
 
@@ -113,7 +119,9 @@ class CheckedConfig(dict[str, Any]):
             self._refuse(f"its configuration says {self._path}{key} = {shown}, not {what}: {self._remedy}")
         deep: Any = super().get("num_hidden_layers")
         if key == "layer_types" and value and _whole(deep) and len(value) < deep:
-            self._refuse(f"{self._path}layer_types has {len(value)} entries but the configuration says {deep} (num_hidden_layers)")
+            self._refuse(
+                f"{self._path}layer_types has {len(value)} entries but the configuration says {deep} (num_hidden_layers)"
+            )
         if not isinstance(value, Mapping) or (key not in TABLES and self._rules is not ROPE):
             return value
         return CheckedConfig(value, self._where, self._remedy, f"{self._path}{key}.", TABLES.get(key, ROPE))

@@ -50,7 +50,8 @@ def open_source(source: Source) -> tuple[Weights, Config]:
 
 def config_of(module: nn.Module) -> Config:
     """The configuration that a Hugging Face model carries, as a dictionary; empty for other modules."""
-    for part in module.modules():  # the first is the module itself; wrappers (DDP, compiled, peft) come before the model
+    # the first is the module itself; wrappers (DDP, compiled, peft) come before the model
+    for part in module.modules():
         config = getattr(part, "config", None)
         if config is None:
             continue
@@ -100,13 +101,19 @@ def _open_index(index: Path, open_files: Opener) -> Weights:
             raise LocaterError(f"{index}: names the shard {shard!r:.80}, which is not in its folder: refused")
     missing = [shard for shard in shards if not is_there(index.parent / shard)]
     if missing:
-        raise LocaterError(f"{index}: names the shard {missing[0]:.80}, which is not there ({len(missing)} of {len(shards)} missing)")
+        raise LocaterError(
+            f"{index}: names the shard {missing[0]:.80}, which is not there ({len(missing)} of {len(shards)} missing)"
+        )
     paths = {shard: index.parent / shard for shard in shards}
-    weights = open_files(list(paths.values()), str(index.parent), {name: paths[shard] for name, shard in places.items()})
+    weights = open_files(
+        list(paths.values()), str(index.parent), {name: paths[shard] for name, shard in places.items()}
+    )
     names = set(weights.names())
     lost = [name for name in places if name not in names]
     if lost:
-        raise LocaterError(f"{index}: names the tensor {lost[0]}, which {places[lost[0]]} does not hold ({len(lost)} missing)")
+        raise LocaterError(
+            f"{index}: names the tensor {lost[0]}, which {places[lost[0]]} does not hold ({len(lost)} missing)"
+        )
     return weights
 
 
@@ -124,7 +131,9 @@ def _open_file(path: Path) -> Weights:
         return open_pickles([path], str(path))
     if path.name.endswith(".index.json"):
         return _open_index(path, SafetensorsWeights if "safetensors" in path.name else open_pickles)
-    raise LocaterError(f"{path}: not a kind of weights file that is read (.safetensors, .gguf, .bin, .pt, .pth or an index)")
+    raise LocaterError(
+        f"{path}: not a kind of weights file that is read (.safetensors, .gguf, .bin, .pt, .pth or an index)"
+    )
 
 
 def _refuse_a_shard(path: Path) -> None:
@@ -134,7 +143,9 @@ def _refuse_a_shard(path: Path) -> None:
         places = document.get("weight_map") if isinstance(document, dict) else None
         shards = {shard for shard in places.values() if isinstance(shard, str)} if isinstance(places, dict) else set()
         if path.name in shards and len(shards) > 1:
-            raise LocaterError(f"{path}: one of the {len(shards)} shards of {index.name}: give the folder {path.parent}")
+            raise LocaterError(
+                f"{path}: one of the {len(shards)} shards of {index.name}: give the folder {path.parent}"
+            )
     _refuse_missing_shards([path], str(path))
 
 
@@ -146,7 +157,9 @@ def _refuse_missing_shards(files: Sequence[Path], where: str) -> None:
             sets.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
     for (stem, count), numbers in sets.items():
         if len(numbers) < count:
-            raise LocaterError(f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder that holds all")
+            raise LocaterError(
+                f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder that holds all"
+            )
 
 
 def _read_config(path: Path) -> Config:
@@ -172,7 +185,12 @@ def _from_hub(name: str) -> Path:
 def hub_folder(name: str, patterns: Sequence[str] = ("config.json",)) -> Path:
     """Files of a hub model, downloaded or cached. Refuses at once what is no hub id or cannot be reached."""
     parts = name.split("/")
-    if len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth")):
+    if (
+        len(parts) > 2
+        or not all(parts)
+        or name.startswith((".", "~"))
+        or name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth"))
+    ):
         raise LocaterError(f"{name}: no such file or folder")
     try:
         from huggingface_hub import snapshot_download
@@ -190,7 +208,8 @@ def hub_folder(name: str, patterns: Sequence[str] = ("config.json",)) -> Path:
 
 def _is_network(error: BaseException | None) -> bool:
     """Whether an exception comes from a connection that did not come about."""
-    while error is not None and type(error).__name__ != "OfflineModeIsEnabled":  # of HF_HUB_OFFLINE, which says so itself
+    # of HF_HUB_OFFLINE, which says so itself
+    while error is not None and type(error).__name__ != "OfflineModeIsEnabled":
         if isinstance(error, socket.gaierror | ConnectionError | TimeoutError):
             return True
         error = error.__cause__ or error.__context__

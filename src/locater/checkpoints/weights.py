@@ -50,7 +50,9 @@ class DictWeights:
             )
         claimed, backed = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
         if claimed > backed:
-            raise LocaterError(f"{self.where}: {name} claims {claimed:,} bytes, of which {backed:,} are stored: save it again, contiguous")
+            raise LocaterError(
+                f"{self.where}: {name} claims {claimed:,} bytes, of which {backed:,} are stored: save it again, contiguous"
+            )
         return take_rows(tensor, rows)
 
 
@@ -59,16 +61,24 @@ def plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def joined(parts: Iterable[tuple[Path, Mapping[str, T]]], where: str, places: Mapping[str, Path] | None) -> dict[str, T]:
-    """The tensors of several files under their names. One that is in two files, or not in the file that the index names, is refused."""
+def joined(
+    parts: Iterable[tuple[Path, Mapping[str, T]]], where: str, places: Mapping[str, Path] | None
+) -> dict[str, T]:
+    """The tensors of several files under their names. One that is in two files, or not in the file that the index
+    names, is refused.
+    """
     whole: dict[str, T] = {}
     origin: dict[str, Path] = {}
     for path, tensors in parts:
         for name in tensors:
             if name in origin:
-                raise LocaterError(f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files")
+                raise LocaterError(
+                    f"{where}: {name} is in {origin[name].name} and in {path.name}: name one of the files"
+                )
             if places and places.get(name, path) != path:
-                raise LocaterError(f"{where}: {name} is in {path.name}, the index says {places[name].name}: fetch the checkpoint again")
+                raise LocaterError(
+                    f"{where}: {name} is in {path.name}, the index says {places[name].name}: fetch the checkpoint again"
+                )
             origin[name] = path
         whole.update(tensors)
     return whole
@@ -80,8 +90,8 @@ WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_w
 class ModuleWeights:
     """The tensors that a live model computes with, not copied and not detached: gradients flow through `read`.
 
-    Wrappers that compile, checkpoint or shard a part put their own name into its path; it is taken out again here. Adapters,
-    parametrizations and shards are looked through (`checkpoints/live_tensors.py`), at each `read` anew.
+    Wrappers that compile, checkpoint or shard a part put their own name into its path; it is taken out again here.
+    Adapters, parametrizations and shards are looked through (`checkpoints/live_tensors.py`), at each `read` anew.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -112,7 +122,9 @@ class ModuleWeights:
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
         tensor = self._places[name].read()
         if tensor.device.type == "meta" or not tensor.numel():
-            raise LocaterError(f"{self.where}: {name} holds no data (meta device, or sharded away): load or gather the weights first")
+            raise LocaterError(
+                f"{self.where}: {name} holds no data (meta device, or sharded away): load or gather the weights first"
+            )
         return take_rows(tensor, rows)
 
 
@@ -128,7 +140,9 @@ def numbered(weights: Weights, pattern: str) -> Iterator[tuple[re.Match[str], st
     found = [(m, n) for n in weights.names() if (m := re.fullmatch(pattern, n))]
     padded = next((n for m, n in found if not re.fullmatch("0|[1-9][0-9]{0,8}", m["layer"])), None)
     if padded is not None:  # layers are asked for by number: 00 would be read as another 0
-        raise LocaterError(f"{weights.where}: {padded} does not write the number of its layer as 0, 1, 2, ...: rename it")
+        raise LocaterError(
+            f"{weights.where}: {padded} does not write the number of its layer as 0, 1, 2, ...: rename it"
+        )
     yield from sorted(found, key=lambda pair: (pair[0].groupdict().get("prefix", ""), int(pair[0]["layer"])))
 
 

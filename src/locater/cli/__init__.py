@@ -1,4 +1,5 @@
-"""The command line: one command per verb. Exit status 0 done, 1 findings crossed --fail-on, 2 bad usage or unreadable input.
+"""The command line: one command per verb. Exit status 0 done, 1 findings crossed --fail-on, 2 bad usage or unreadable
+input.
 
 Whatever imports torch is imported inside the commands, so that the help is there at once.
 """
@@ -44,20 +45,28 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
-JsonPath = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")]
-ReportPath = Annotated[str | None, typer.Option("--report", metavar="PATH", help="Write an HTML page that works offline.")]
+JsonPath = Annotated[
+    str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")
+]
+ReportPath = Annotated[
+    str | None, typer.Option("--report", metavar="PATH", help="Write an HTML page that works offline.")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Take parameters as stored, without folding norms.")]
 Length = Annotated[int, typer.Option(help="Tokens in view, for entropy and sharpness.")]
 FailOn = Annotated[
     str | None,
-    typer.Option(metavar="WHAT", help="Exit with 1 if a head has a flag (sharp,nonfinite) or crosses a bound ('M<-1')."),
+    typer.Option(
+        metavar="WHAT", help="Exit with 1 if a head has a flag (sharp,nonfinite) or crosses a bound ('M<-1')."
+    ),
 ]
 
 
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; also after a command.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; also after a command.")
+    ] = False,
 ) -> None:
     if version:
         print(f"locater {__version__}")
@@ -75,15 +84,25 @@ def root(
 def scan_command(
     model: Annotated[str, typer.Argument(help="A folder, a weights file or a hub id.")],
     json: JsonPath = None,
-    eigenvalues: Annotated[bool, typer.Option("--eigenvalues", help="Put every head's eigenvalues into the JSON.")] = False,
+    eigenvalues: Annotated[
+        bool, typer.Option("--eigenvalues", help="Put every head's eigenvalues into the JSON.")
+    ] = False,
     raw: Raw = False,
     length: Length = LENGTH,
     fail_on: FailOn = None,
-    query: Annotated[str | None, typer.Option(metavar="PATTERN", help="Query tensors of an unknown architecture, * for the layer.")] = None,
-    key: Annotated[str | None, typer.Option(metavar="PATTERN", help="Key tensors of an unknown architecture, * for the layer.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads per layer, where no configuration tells.")] = None,
+    query: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Query tensors of an unknown architecture, * for the layer.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Key tensors of an unknown architecture, * for the layer.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Query heads per layer, where no configuration tells.")
+    ] = None,
     report: ReportPath = None,
-    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Read the I-th of N parts of the layers, for job arrays.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Read the I-th of N parts of the layers, for job arrays.")
+    ] = None,
     statistics: Annotated[
         str | None, typer.Option(metavar="PATH", help="Statistics of the layers' inputs, from probe --save-statistics.")
     ] = None,
@@ -112,16 +131,30 @@ def scan_command(
 )  # fmt: skip
 def probe_command(
     model: Annotated[str, typer.Argument(help="A folder as save_pretrained writes it, or a hub id.")],
-    text: Annotated[str | None, typer.Option(metavar="FILE", help="Text to run it on (.xz and .gz too); - for standard input.")] = None,
-    corpus: Annotated[bool, typer.Option("--corpus", help="Run it on the documentation inside Python, which is the default.")] = False,
-    images: Annotated[str | None, typer.Option(metavar="PATH", help="A folder of pictures, or an .npy array, for vision models.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="PATH", help="Tokenizer, where the model's folder has none.")] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text to run it on (.xz and .gz too); - for standard input.")
+    ] = None,
+    corpus: Annotated[
+        bool, typer.Option("--corpus", help="Run it on the documentation inside Python, which is the default.")
+    ] = False,
+    images: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A folder of pictures, or an .npy array, for vision models.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Tokenizer, where the model's folder has none.")
+    ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = LENGTH,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to measure, about; half as many again give the statistics.")] = TOKENS,
-    rows: Annotated[int | None, typer.Option(min=1, help="Measure so many rows of attention in each batch, not all.")] = None,
+    tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens to measure, about; half as many again give the statistics.")
+    ] = TOKENS,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Measure so many rows of attention in each batch, not all.")
+    ] = None,
     json: JsonPath = None,
     report: ReportPath = None,
-    save_statistics: Annotated[str | None, typer.Option(metavar="PATH", help="Keep the statistics for scan --statistics.")] = None,
+    save_statistics: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Keep the statistics for scan --statistics.")
+    ] = None,
     fail_on: FailOn = None,
 ) -> None:
     """Run a model on text or images: measure every head, beside what is predicted of it."""
@@ -146,9 +179,13 @@ def probe_command(
 def demo(
     json: JsonPath = None,
     report: ReportPath = None,
-    twin: Annotated[str | None, typer.Option(metavar="PATH", help="Write a page that sets the model beside its LocAteR twin.")] = None,
+    twin: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Write a page that sets the model beside its LocAteR twin.")
+    ] = None,
 ) -> None:
-    """Scan the small trained model that comes with the package, and set it beside its twin that was trained with LocAteR."""
+    """Scan the small trained model that comes with the package, and set it beside its twin that was trained with
+    LocAteR.
+    """
     from locater.verbs.comparing import compare
     from locater.verbs.scanning import scan
 
@@ -209,12 +246,16 @@ def compare_command(
     _hand_over(found, title, lambda console: print_comparison(found, console), json, report)
 
 
-@app.command(cls=Command, epilog=examples("locater watch runs/first --open", "locater watch runs/first --report run.html"))
+@app.command(
+    cls=Command, epilog=examples("locater watch runs/first --open", "locater watch runs/first --report run.html")
+)
 def watch(
     run: Annotated[str, typer.Argument(help="A run's log (.jsonl), or the folder that holds it.")],
     json: JsonPath = None,
     report: ReportPath = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the live page on this machine; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the live page on this machine; 0 takes a free one.")
+    ] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
 ) -> None:
     """Look at a training run: live in a browser while it goes on, or as a page and data with --report and --json."""
@@ -238,7 +279,9 @@ def train() -> None:
 
 @app.command(cls=Command)
 def reproduce() -> None:
-    """Run a paper's claims: stated beside measured, with spread and verdict. A claim that fails is a finding, not an error."""
+    """Run a paper's claims: stated beside measured, with spread and verdict. A claim that fails is a finding, not an
+    error.
+    """
 
 
 def _late_train() -> Any:
@@ -246,7 +289,10 @@ def _late_train() -> Any:
 
     late = typer.Typer(add_completion=False)
     more = "\n\nThe same command again goes on where a run was cut off."
-    lines = examples("locater train --steps 500 --out runs/first", "locater train --control 'locater(target=2)' --seeds 3 --out runs/held")
+    lines = examples(
+        "locater train --steps 500 --out runs/first",
+        "locater train --control 'locater(target=2)' --seeds 3 --out runs/held",
+    )
     add_train(late, cls=Command, help=f"{train.__doc__}{more}", epilog=lines)
     return typer.main.get_command(late)
 
@@ -256,7 +302,9 @@ def _late_reproduce() -> Any:
 
     late = typer.Typer(add_completion=False)
     lines = examples(
-        "locater reproduce --list", "locater reproduce bao2024 --quick --report bao2024.html", "locater reproduce zoo --claim f"
+        "locater reproduce --list",
+        "locater reproduce bao2024 --quick --report bao2024.html",
+        "locater reproduce zoo --claim f",
     )
     add_reproduce(late, cls=Command, help=reproduce.__doc__, epilog=lines)
     return typer.main.get_command(late)
@@ -283,9 +331,16 @@ def _deliver_probe(found: Probe, json: str | None, report: str | None, statistic
 
 
 def _hand_over(
-    data: Any, title: str, show: Callable[[Console], None], json: str | None, report: str | None, statistics: str | None = None
+    data: Any,
+    title: str,
+    show: Callable[[Console], None],
+    json: str | None,
+    report: str | None,
+    statistics: str | None = None,
 ) -> None:
-    """The data alone on standard output for `--json -`; else a title, the tables, the data in a file, and what was written where."""
+    """The data alone on standard output for `--json -`; else a title, the tables, the data in a file, and what was
+    written where.
+    """
     if json == "-":
         print(data.to_json())
         return

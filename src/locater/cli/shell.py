@@ -1,4 +1,6 @@
-"""The command line and its shell: help with examples, commands built when they are called, targets, consoles, and how failures end."""
+"""The command line and its shell: help with examples, commands built when they are called, targets, consoles, and how
+failures end.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """The commands. The options of some come from modules that import torch: those are built when they are called.
 
-    Typer ends with status 1 where a pipe is closed or a file ends too soon. Here status 1 means that --fail-on was crossed.
+    Typer ends with status 1 where a pipe is closed or a file ends too soon. Here status 1 means that --fail-on was
+    crossed.
     """
 
     late: dict[str, Callable[[], Any]] = {}  # name of a command: what builds it  # noqa: RUF012
@@ -65,8 +68,12 @@ def untyped_switches(params: Any) -> Any:
     return params
 
 
-def check_writable(json: str | None, report: str | None, other: str | None = None, refusal: str = "{}: give it a file of its own") -> None:
-    """Refuse a target that cannot be written before any work is done; `refusal` is said of an `other` that is one of the first two."""
+def check_writable(
+    json: str | None, report: str | None, other: str | None = None, refusal: str = "{}: give it a file of its own"
+) -> None:
+    """Refuse a target that cannot be written before any work is done; `refusal` is said of an `other` that is one of
+    the first two.
+    """
     if report is not None and report in (json, "-"):
         raise LocaterError(f"--report {report}: give the page a file of its own")
     if other is not None and other in (json, report, "-"):
@@ -101,7 +108,9 @@ def stdout_console() -> Console:
     """For tables: as wide as the terminal, or as COLUMNS says, 140 on a pipe."""
     console = _Console()
     columns = os.environ.get("COLUMNS", "")
-    return console if console.is_terminal else _Console(width=int(columns) if columns.isdigit() and int(columns) else 140)
+    return (
+        console if console.is_terminal else _Console(width=int(columns) if columns.isdigit() and int(columns) else 140)
+    )
 
 
 def without_debug(args: list[str]) -> tuple[bool, list[str]]:

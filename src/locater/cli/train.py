@@ -19,10 +19,19 @@ from locater.processor import avoid_broken_amx
 from locater.train.plan import Plan, Result
 
 OWN = {
-    "plan": (str | None, typer.Option("--plan", metavar="FILE", help="Take the plan from JSON; command-line options override it.")),
+    "plan": (
+        str | None,
+        typer.Option("--plan", metavar="FILE", help="Take the plan from JSON; command-line options override it."),
+    ),
     "seeds": (int | None, typer.Option("--seeds", min=1, help="Run it with so many seeds, from --seed on: 0, 1, ...")),
-    "sweep": (list[str] | None, typer.Option("--sweep", metavar="OPTION=A,B", help="Run it with each value; may be repeated.")),
-    "json": (str | None, typer.Option("--json", metavar="PATH", help="Write the result as JSON; - for standard output.")),
+    "sweep": (
+        list[str] | None,
+        typer.Option("--sweep", metavar="OPTION=A,B", help="Run it with each value; may be repeated."),
+    ),
+    "json": (
+        str | None,
+        typer.Option("--json", metavar="PATH", help="Write the result as JSON; - for standard output."),
+    ),
 }
 
 
@@ -48,7 +57,10 @@ def add_train(app: typer.Typer, **about: Any) -> None:
     options = {item.name: _option(item, hints[item.name]) for item in fields(Plan)} | OWN
     kind = inspect.Parameter.KEYWORD_ONLY
     train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(n, kind, default=None, annotation=Annotated[hint, option]) for n, (hint, option) in options.items()]
+        [
+            inspect.Parameter(n, kind, default=None, annotation=Annotated[hint, option])
+            for n, (hint, option) in options.items()
+        ]
     )
     train.__annotations__ = {name: Annotated[hint, option] for name, (hint, option) in options.items()}
     app.command("train", **about)(train)
@@ -61,7 +73,9 @@ def plan_of(path: str | None, given: dict[str, Any]) -> Plan:
 
 
 def check_asked(asked: Collection[str], over: Collection[str], plans: Sequence[Plan], seeds: bool) -> None:
-    """Refuse options that would be passed over: given and swept both, or read by none of the plans. `seeds` begin at --seed."""
+    """Refuse options that would be passed over: given and swept both, or read by none of the plans. `seeds` begin at
+    --seed.
+    """
     for name in {*asked, *over}:
         option = f"--{name.replace('_', '-')}"
         if name in asked and name in over and not (name == "seed" and seeds):
@@ -75,7 +89,11 @@ def _option(item: Any, hint: Any) -> tuple[Any, Any]:
     """Every option may be left out: None is told from a value, so that a plan in a file keeps its own."""
     flag = f"--{item.name.replace('_', '-')}"
     default = item.default if item.default not in (None, (), False) else None
-    choices = f" One of {', '.join(item.metadata['choices'])}." if item.metadata["choices"] and "positions" != item.name else ""
+    choices = (
+        f" One of {', '.join(item.metadata['choices'])}."
+        if item.metadata["choices"] and "positions" != item.name
+        else ""
+    )
     shown = "" if default is None else f" Default {default}."
     made = typer.Option(flag, help=item.metadata["help"] + choices + shown, show_default=False)
     return (list[str] if hint == tuple[str, ...] else hint) | None, made
@@ -103,7 +121,10 @@ def _one(plan: Plan, json: str | None) -> None:
     if json is not None:
         write_whole(Path(json), result.to_json() + "\n")
         print(f"Data written to {json}")
-    print(f"Model written to {result.model}." + (f" Now: locater scan {result.model}" if is_scanned(plan.attention, plan.layers) else ""))
+    print(
+        f"Model written to {result.model}."
+        + (f" Now: locater scan {result.model}" if is_scanned(plan.attention, plan.layers) else "")
+    )
 
 
 def _what_is_kept(plan: Plan) -> str:

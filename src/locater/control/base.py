@@ -1,4 +1,5 @@
-"""What every control offers: attach, loss, after_step, detach. Controls compose: attach several, add their losses, step them all.
+"""What every control offers: attach, loss, after_step, detach. Controls compose: attach several, add their losses, step
+them all.
 
     control = locater.LocAteR().attach(model)
     (loss + control.loss()).backward(); optimizer.step(); control.after_step()
@@ -25,12 +26,13 @@ Layers = Sequence[int] | None
 class Control:
     """A change to a model, or to its training, that can be taken off again.
 
-    Subclasses say what they do in `_attach` and `_detach`, what they add to the loss in `loss`, and what they do after an
-    optimizer step in `after_step`; each of these does nothing unless said.
+    Subclasses say what they do in `_attach` and `_detach`, what they add to the loss in `loss`, and what they do after
+    an optimizer step in `after_step`; each of these does nothing unless said.
     """
 
     model: nn.Module | None = None
-    penalty_of_forward = False  # whether `loss` needs the graph of the last forward pass, and so must come before backward
+    # whether `loss` needs the graph of the last forward pass, and so must come before backward
+    penalty_of_forward = False
 
     def attach(self, model: nn.Module) -> Self:
         """Begin; the model must have attention that Locater can read."""

@@ -2,11 +2,11 @@
 
     penalty = sum over heads of   shrink * V + hold * (M - target)^2
 
-M = s tr W is the mean logit of a unit token with itself and V the scale of the spectrum in the same units, s^2 tr W_sym^2
-(`part="symmetric"`, the paper's) or s^2 (2 ||W||_F^2 + tr W^2) / 3 (`part="full"`, which charges the antisymmetric part too and is
-what the variance of the paper's delta, averaged over positions, asks for). W is the effective map, norms folded in, so one
-setting fits every width and head size, and scaling W_Q where a norm follows changes nothing. Raw tr W^2 is no such penalty: it
-has no lower bound, since a rotation makes it negative.
+M = s tr W is the mean logit of a unit token with itself and V the scale of the spectrum in the same units, s^2 tr
+W_sym^2 (`part="symmetric"`, the paper's) or s^2 (2 ||W||_F^2 + tr W^2) / 3 (`part="full"`, which charges the
+antisymmetric part too and is what the variance of the paper's delta, averaged over positions, asks for). W is the
+effective map, norms folded in, so one setting fits every width and head size, and scaling W_Q where a norm follows
+changes nothing. Raw tr W^2 is no such penalty: it has no lower bound, since a rotation makes it negative.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 class LocAteR(Control):
     """The regularizer of Bao, Hataya and Karakida (2024) in logit units.
 
-    `target="free"` asks for concentration at whatever mean there is: shrink * (V - M^2 / d_head), never negative. `layers` are
-    numbers as in a scan; cross-attention has no mean and is left out. A layer that several depths share counts once.
+    `target="free"` asks for concentration at whatever mean there is: shrink * (V - M^2 / d_head), never negative.
+    `layers` are numbers as in a scan; cross-attention has no mean and is left out. A layer that several depths share
+    counts once.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> control = LocAteR(target=2.0).attach(nn.TransformerEncoder(block, 2, enable_nested_tensor=False))
@@ -53,14 +54,25 @@ class LocAteR(Control):
         if schedule is not None and not callable(schedule):
             raise LocaterError(f"schedule={schedule!r}: a function of the step, which a text cannot be")
         if shrink < 0 or hold < 0:
-            raise LocaterError(f"shrink={shrink}, hold={hold}: both count from 0, or the penalty would reward what it should charge")
-        self.shrink, self.hold, self.target, self.part, self.layers, self.schedule = shrink, hold, target, part, layers, schedule
+            raise LocaterError(
+                f"shrink={shrink}, hold={hold}: both count from 0, or the penalty would reward what it should charge"
+            )
+        self.shrink, self.hold, self.target, self.part, self.layers, self.schedule = (
+            shrink,
+            hold,
+            target,
+            part,
+            layers,
+            schedule,
+        )
         self.step = 0
 
     def _attach(self, model: nn.Module) -> None:
         layers = self_layers(model, self.layers)
         if not any(part.weight().requires_grad for layer in layers for part in (layer.query, layer.key)):
-            raise LocaterError(f"{type(model).__name__}: none of its query and key maps is trained, so a penalty would change nothing")
+            raise LocaterError(
+                f"{type(model).__name__}: none of its query and key maps is trained, so a penalty would change nothing"
+            )
         self.maps, self.step = FoldedMaps(model, self.layers), 0
         self._set_strength()
 
@@ -89,7 +101,9 @@ class LocAteR(Control):
         self._set_strength()
 
     def _set_strength(self) -> None:
-        """What the schedule says of this step; a tensor, because a compiled step would be compiled anew for another number."""
+        """What the schedule says of this step; a tensor, because a compiled step would be compiled anew for another
+        number.
+        """
         self.strength = None if self.schedule is None else torch.tensor(float(self.schedule(self.step)))
 
 

@@ -2,9 +2,10 @@
 
     penalty = weight * mean of  max(0, floor + margin - r)^2 + max(0, r - ceiling + margin)^2,      r = H / log(keys in sight)
 
-Jha and Reagen (2025) compare the entropy of every row with the log of the context length. Row i of a causal map has at most
-log(i + 1), so there early rows are always too low; here each row is compared with the keys it can see. Theirs also jumps at the
-margin and is a sum over batch and tokens, so its weight must be tuned anew for every size; this one is smooth and a mean.
+Jha and Reagen (2025) compare the entropy of every row with the log of the context length. Row i of a causal map has at
+most log(i + 1), so there early rows are always too low; here each row is compared with the keys it can see. Theirs also
+jumps at the margin and is a sum over batch and tokens, so its weight must be tuned anew for every size; this one is
+smooth and a mean.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from locater.errors import LocaterError
 class EntropyPenalty(ForwardControl):
     """A squared hinge on the entropy ratio of every row outside [floor, ceiling], as part of the loss.
 
-    `margin` begins the pull that far inside the band. Rows of padding and rows that see one key do not count. With sinks, entropy is
-    that of the weights as they act. Collected while the model trains with gradients; `loss()` gives the mean over all rows, heads
-    and calls since it was last asked, and forgets them, so its size depends neither on batch nor length nor number of passes.
-    Gradients go to queries and keys, and through them to other controls; a position bias gets none.
+    `margin` begins the pull that far inside the band. Rows of padding and rows that see one key do not count. With
+    sinks, entropy is that of the weights as they act. Collected while the model trains with gradients; `loss()` gives
+    the mean over all rows, heads and calls since it was last asked, and forgets them, so its size depends neither on
+    batch nor length nor number of passes. Gradients go to queries and keys, and through them to other controls; a
+    position bias gets none.
 
     Accumulating gradients, ask in every micro-batch and divide it like the loss:
 
         ((task_loss + control.loss()) / count).backward()
 
-    With activation checkpointing (use_reentrant=False) the second forward pass is not counted; the reentrant kind, which cuts the
-    graph, is refused when its backward pass comes. Compiled, it stays in one graph; compiled and checkpointed, the numbers are right
-    and the graph breaks at every layer, since the penalty leaves the region that is run again.
+    With activation checkpointing (use_reentrant=False) the second forward pass is not counted; the reentrant kind,
+    which cuts the graph, is refused when its backward pass comes. Compiled, it stays in one graph; compiled and
+    checkpointed, the numbers are right and the graph breaks at every layer, since the penalty leaves the region that is
+    run again.
 
     >>> EntropyPenalty(floor=0.2)
     EntropyPenalty(floor=0.2, ceiling=None, weight=0.1, margin=0.0, layers=None)
@@ -44,13 +47,22 @@ class EntropyPenalty(ForwardControl):
     penalty_of_forward = True
 
     def __init__(
-        self, floor: float | None = None, ceiling: float | None = None, weight: float = 0.1, margin: float = 0.0, layers: Layers = None
+        self,
+        floor: float | None = None,
+        ceiling: float | None = None,
+        weight: float = 0.1,
+        margin: float = 0.0,
+        layers: Layers = None,
     ) -> None:
         if floor is None and ceiling is None:
-            raise LocaterError("EntropyPenalty: give floor, ceiling or both, as parts of the largest entropy a row can have")
+            raise LocaterError(
+                "EntropyPenalty: give floor, ceiling or both, as parts of the largest entropy a row can have"
+            )
         low, high = 0.0 if floor is None else floor, 1.0 if ceiling is None else ceiling
         if not 0 <= low <= high <= 1:
-            raise LocaterError(f"floor={floor}, ceiling={ceiling}: both between 0 and 1, the floor not above the ceiling")
+            raise LocaterError(
+                f"floor={floor}, ceiling={ceiling}: both between 0 and 1, the floor not above the ceiling"
+            )
         if not (weight >= 0 and math.isfinite(weight)):
             raise LocaterError(f"weight={weight}: counts from 0")
         if margin < 0 or (floor is not None and ceiling is not None and 2 * margin > high - low):
@@ -63,9 +75,13 @@ class EntropyPenalty(ForwardControl):
         return _Collected(place.of, place.device, low, high)
 
     def loss(self) -> Tensor:
-        """The penalty of the forward passes since it was last asked, or since the last step; with its gradients, float32 at least."""
+        """The penalty of the forward passes since it was last asked, or since the last step; with its gradients,
+        float32 at least.
+        """
         device = device_of(self.attached)
-        total = torch.stack([change.taken().to(device) for _, change in self._made if isinstance(change, _Collected)]).sum(0)
+        total = torch.stack(
+            [change.taken().to(device) for _, change in self._made if isinstance(change, _Collected)]
+        ).sum(0)
         return self.weight * total[0] / total[1].clamp_min(1)
 
     def after_step(self) -> None:
@@ -77,7 +93,9 @@ class EntropyPenalty(ForwardControl):
 
 
 class _Collected(ForwardChange):
-    """Adds up what its module does: (sum of means, calls), one tensor, so that a compiled graph need not know how many there were."""
+    """Adds up what its module does: (sum of means, calls), one tensor, so that a compiled graph need not know how many
+    there were.
+    """
 
     order = MEASURE
 

@@ -1,9 +1,10 @@
 """The effective maps of a live model as one function of its tensors, found once and replayed at each step.
 
-To find the heads takes names, patterns and a configuration, which costs milliseconds and which torch.compile cannot trace. What
-remains is a fixed sequence of tensor operations, from the tensors that are read to the folded maps: it is recorded at the first
-call and replayed from then on, with the tensors as they are at that moment. A model that moves to another device or dtype is
-recorded anew, though not from inside a compiled step: attach when the model is where it will be trained.
+To find the heads takes names, patterns and a configuration, which costs milliseconds and which torch.compile cannot
+trace. What remains is a fixed sequence of tensor operations, from the tensors that are read to the folded maps: it is
+recorded at the first call and replayed from then on, with the tensors as they are at that moment. A model that moves to
+another device or dtype is recorded anew, though not from inside a compiled step: attach when the model is where it will
+be trained.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """What controls of the forward pass share. They act at the attention interface of transformers, under any backend.
 
-Whichever is attached first, what acts on one call comes in this order: QKNorm, Temperature, LogitSoftcap, EntropyPenalty; then
-`observe` and `Monitor` see the result. So a temperature is not normalised away, and entropy is that of the map which acts. A scan
-reads weights and knows of none of them.
+Whichever is attached first, what acts on one call comes in this order: QKNorm, Temperature, LogitSoftcap,
+EntropyPenalty; then `observe` and `Monitor` see the result. So a temperature is not normalised away, and entropy is
+that of the map which acts. A scan reads weights and knows of none of them.
 
-Parameters of a control are its own: give `control.parameters()` to the optimizer, save `control.state_dict()` beside the model's,
-and average their gradients over ranks in a distributed run, since DDP and FSDP do not know of them.
+Parameters of a control are its own: give `control.parameters()` to the optimizer, save `control.state_dict()` beside
+the model's, and average their gradients over ranks in a distributed run, since DDP and FSDP do not know of them.
 
-A copy of the model (`copy.deepcopy`, pickling, `torch.save(model)`, a running average) computes what the model computes: it carries
-what controls changed, with parameters of its own, and keeps it when the control is detached from the original. `carried(copy)` says
-what that is. `state_dict` holds nothing of it.
+A copy of the model (`copy.deepcopy`, pickling, `torch.save(model)`, a running average) computes what the model
+computes: it carries what controls changed, with parameters of its own, and keeps it when the control is detached from
+the original. `carried(copy)` says what that is. `state_dict` holds nothing of it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Place:
 
 
 class ForwardChange(Change):
-    """A change with parameters by name. `of` says which layer's it is, `control` in words which control put it there."""
+    """A change with parameters by name. `of` says which layer's it is, `control` in words which control put it
+    there.
+    """
 
     of: Heads
     control = ""
@@ -115,7 +117,8 @@ class Carried:
 
 
 def carried(model: nn.Module) -> list[Carried]:
-    """What acts in the forward pass of a model and is not its own: of controls attached to it, or to the model it is a copy of.
+    """What acts in the forward pass of a model and is not its own: of controls attached to it, or to the model it is a
+    copy of.
 
     >>> import copy
     >>> from locater.control import Temperature
@@ -135,7 +138,9 @@ def carried(model: nn.Module) -> list[Carried]:
 
 
 class ForwardControl(Control):
-    """A control that puts a change on each chosen attention module; `layers` are numbers as in a scan, all where None."""
+    """A control that puts a change on each chosen attention module; `layers` are numbers as in a scan, all where
+    None.
+    """
 
     layers: Layers = None
 
@@ -160,7 +165,9 @@ class ForwardControl(Control):
         interface.remove(change for _, change in self._made)
 
     def __setstate__(self, held: dict[str, Any]) -> None:
-        """Copied together with its model, as a part of it may be: then it is the copy's control, and can be detached from it."""
+        """Copied together with its model, as a part of it may be: then it is the copy's control, and can be detached
+        from it.
+        """
         vars(self).update(held)
         if self.model is not None:
             self._made = [(module, change) for module, change in self._made if change is not None]
@@ -181,7 +188,9 @@ class ForwardControl(Control):
         """Into an attached control of the same kind."""
         held = self._named()
         if held.keys() != state.keys() or any(held[name].shape != value.shape for name, value in state.items()):
-            raise LocaterError(f"{type(self).__name__}: this state is of other layers or heads than those it is attached to")
+            raise LocaterError(
+                f"{type(self).__name__}: this state is of other layers or heads than those it is attached to"
+            )
         with torch.no_grad():
             for name, value in state.items():
                 held[name].copy_(value)
@@ -233,5 +242,7 @@ def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
 def per_head(values: Tensor, count: int, what: str, layer: Heads) -> Tensor:
     """`values` (heads,), which must be as many as there are heads in the call."""
     if len(values) != count:
-        raise LocaterError(f"{layer.name}: {count} {what} heads arrived and {len(values)} were expected; split heads are not controlled")
+        raise LocaterError(
+            f"{layer.name}: {count} {what} heads arrived and {len(values)} were expected; split heads are not controlled"
+        )
     return values

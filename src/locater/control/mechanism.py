@@ -24,12 +24,13 @@ from locater.errors import LocaterError
 class Mechanism(ForwardControl):
     """Attention becomes that of `locater.attention.mechanism(name)`, on the model's own queries, keys and values.
 
-    The scale is the model's, but for mechanisms of linear cost, which have one of their own (1, of queries as they are before any
-    scale). Masks are translated: padding, causality and windows hold. A row that sees no key is zero. Under eager attention maps are
-    returned, as they act. Weights cannot be dropped at random: attention dropout has to be 0 in training.
+    The scale is the model's, but for mechanisms of linear cost, which have one of their own (1, of queries as they are
+    before any scale). Masks are translated: padding, causality and windows hold. A row that sees no key is zero. Under
+    eager attention maps are returned, as they act. Weights cannot be dropped at random: attention dropout has to be 0
+    in training.
 
-    Refused: mechanisms with parameters to learn; those that cannot be causal, in causal layers; layers with a soft-cap, sinks or a
-    position bias, for which a mechanism has no place; masks with numbers in them.
+    Refused: mechanisms with parameters to learn; those that cannot be causal, in causal layers; layers with a soft-cap,
+    sinks or a position bias, for which a mechanism has no place; masks with numbers in them.
 
     >>> Mechanism("sigmoid")
     Mechanism(name='sigmoid', layers=None)
@@ -43,16 +44,22 @@ class Mechanism(ForwardControl):
         where = layer.name or type(place.module).__name__
         fits(held, layer.causal, where)
         if held.causal == "never" and layer.kind == "cross":
-            raise LocaterError(f"{where}: {held.name} sums over queries, and cross-attention is not told which are padding; layers=[...]")
+            raise LocaterError(
+                f"{where}: {held.name} sums over queries, and cross-attention is not told which are padding; layers=[...]"
+            )
         for term, what in (
             (layer.softcap, "a soft-cap"), (layer.sinks, "sinks"), (layer.bias, "a position bias"), (layer.relative, "relative terms"),
         ):  # fmt: skip
             if term is not None:
-                raise LocaterError(f"{where}: its attention has {what}, for which {held.name} has no place; layers=[...] leaves it out")
+                raise LocaterError(
+                    f"{where}: its attention has {what}, for which {held.name} has no place; layers=[...] leaves it out"
+                )
         capped = any(isinstance(c, _Capped) for c in changes(place.module))
         first = "LogitSoftcap" if capped else acting(place.module)
         if first != "softmax":
-            raise LocaterError(f"{where}: its attention is that of {first} already, and {held.name} would take its place: one of them")
+            raise LocaterError(
+                f"{where}: its attention is that of {first} already, and {held.name} would take its place: one of them"
+            )
         return _Replaced(place.of, held.name)
 
 
@@ -66,7 +73,9 @@ def without_parameters(name: str) -> Declared:
     if found.has_parameters or found.needs:
         lone = ", ".join(m.name for m in mechanisms() if not (m.has_parameters or m.needs))
         what = ", ".join(found.learned or found.needs)
-        raise LocaterError(f"{name} attention has something to learn ({what}), which nothing here makes; without: {lone}")
+        raise LocaterError(
+            f"{name} attention has something to learn ({what}), which nothing here makes; without: {lone}"
+        )
     return found
 
 
@@ -80,7 +89,9 @@ def fits(held: Declared, causal: bool, where: str) -> None:
 
 def acting(module: nn.Module) -> str:
     """The mechanism by which a module attends: that of a control, or its own."""
-    held = next((c.name for c in changes(module) if isinstance(c, _Replaced)), None) or getattr(module, "attention", None)
+    held = next((c.name for c in changes(module) if isinstance(c, _Replaced)), None) or getattr(
+        module, "attention", None
+    )
     return held if isinstance(held, str) else "softmax"
 
 
@@ -99,7 +110,9 @@ def _attend(
     held: Declared, causal: bool, scaled: float, name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any,
     *args: Any, dropout: float = 0.0, mechanism: str = "", **kw: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Stands for the attention function called `name`; `scaled` is what the model has multiplied its queries by before."""
+    """Stands for the attention function called `name`; `scaled` is what the model has multiplied its queries by
+    before.
+    """
     if dropout and module.training:
         raise LocaterError(
             f"{held.name} attention has no dropout of weights, and {type(module).__name__} asks for {dropout}: set the model's to 0"
@@ -110,7 +123,11 @@ def _attend(
     if own and abs(scaled - 1) > 1e-6:
         query = query / scaled
     given: dict[str, Any] = {**_sight(call, held, causal), "scale": None if own else scale}
-    with torch.autocast(query.device.type, enabled=False) if torch.is_autocast_enabled(query.device.type) else nullcontext():
+    with (
+        torch.autocast(query.device.type, enabled=False)
+        if torch.is_autocast_enabled(query.device.type)
+        else nullcontext()
+    ):
         out = held(query, key, value, **given).to(value.dtype)
         weights = None
         if name == "eager":  # which would return its maps
@@ -131,7 +148,9 @@ def _sight(call: Call, held: Declared, causal: bool) -> dict[str, Any]:
     if call.bias is not None:
         shown = call.bias > -torch.inf
         if not torch.compiler.is_compiling() and bool((call.bias != 0)[shown].any()):
-            raise LocaterError(f"{held.name} attention has no place for numbers that are added to logits: give a mask that only hides")
+            raise LocaterError(
+                f"{held.name} attention has no place for numbers that are added to logits: give a mask that only hides"
+            )
         seen = seen & shown
     if held.causal == "never":  # sums over queries: a token that nobody may look at is padding, and so is its row
         return {"mask": seen, "query_padding": real_tokens(call, own=True)[0]}
@@ -141,7 +160,9 @@ def _sight(call: Call, held: Declared, causal: bool) -> dict[str, Any]:
 
 
 def _without_rows(seen: Tensor, causal: bool) -> dict[str, Any]:
-    """Padding and a flag, where that is all that a mask says; the mask as it is where not, which a linear mechanism refuses."""
+    """Padding and a flag, where that is all that a mask says; the mask as it is where not, which a linear mechanism
+    refuses.
+    """
     T, S = seen.shape[2:]
     keys = seen.any(2, keepdim=True)  # (b, h, 1, S)
     whole = keys.expand_as(seen)

@@ -1,4 +1,5 @@
-"""Mimetic initialisation: start each head with the mean self-logit that training would give it. docs/theory.md section 8.
+"""Mimetic initialisation: start each head with the mean self-logit that training would give it. docs/theory.md section
+8.
 
     W_K <- W_K + c W_Q    with c such that    M = s tr(W_Q^T W_K) = target
 
@@ -26,11 +27,12 @@ STEPS = 100  # of Newton's method; without a norm on the keys the first is exact
 
 
 class Mimetic(Control):
-    """Give every head the mean self-logit M = target when attached. An initialisation: `loss()` is zero, and `detach` leaves the
-    weights as training has made them since.
+    """Give every head the mean self-logit M = target when attached. An initialisation: `loss()` is zero, and `detach`
+    leaves the weights as training has made them since.
 
-    M is that of the effective map at offset 0, norms folded in. Heads that share a key share c, and get the target in their mean.
-    After Trockman and Kolter (2023), who copy a share of the spectrum; here the share is what the target asks for.
+    M is that of the effective map at offset 0, norms folded in. Heads that share a key share c, and get the target in
+    their mean. After Trockman and Kolter (2023), who copy a share of the spectrum; here the share is what the target
+    asks for.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
@@ -56,7 +58,10 @@ class Mimetic(Control):
 
     def _key(self, layer: AttentionLayer) -> Tensor:
         """The key map (K h, d) with which every group has the wanted mean."""
-        query = _stored(layer.query, layer.name).weight().double().unflatten(0, (layer.kv_heads, layer.group, -1)).mean(1)  # (K, h, d)
+        # (K, h, d)
+        query = (
+            _stored(layer.query, layer.name).weight().double().unflatten(0, (layer.kv_heads, layer.group, -1)).mean(1)
+        )
         key = _stored(layer.key, layer.name).weight().double().unflatten(0, (layer.kv_heads, -1))
         share = torch.zeros(layer.kv_heads, dtype=torch.float64, device=key.device)
         for _ in range(STEPS):
@@ -88,7 +93,11 @@ def _mean_logits(layer: AttentionLayer, key: Tensor) -> Tensor:
 def _with(layer: AttentionLayer, projection: Projection, weight: Tensor) -> Projection:
     """A projection with another weight stored."""
     new = replace(_stored(projection, layer.name), weight=lambda: weight)
-    return replace(projection, down=new).linear(partial(folded, norm=layer.norm)) if isinstance(projection, NormedProjection) else new
+    return (
+        replace(projection, down=new).linear(partial(folded, norm=layer.norm))
+        if isinstance(projection, NormedProjection)
+        else new
+    )
 
 
 def _stored(projection: Projection, name: str) -> Projection:
@@ -96,5 +105,7 @@ def _stored(projection: Projection, name: str) -> Projection:
     if not isinstance(projection, NormedProjection):
         return projection
     if projection.up is not None:
-        raise LocaterError(f"{name}: its keys pass a narrow latent, which has no room for a share of the query map: leave this layer out")
+        raise LocaterError(
+            f"{name}: its keys pass a narrow latent, which has no room for a share of the query map: leave this layer out"
+        )
     return projection.down

@@ -2,8 +2,9 @@
 
     gamma = limit / max logit        W_Q <- gamma^alpha W_Q        W_K <- gamma^(1 - alpha) W_K        biases alike
 
-Only heads over the limit are touched, and on the same batch their largest logit is then the limit itself. The maximum is that of
-the forward passes since the last step, over all ranks; it is of the weights before the optimizer's step, as in the paper.
+Only heads over the limit are touched, and on the same batch their largest logit is then the limit itself. The maximum
+is that of the forward passes since the last step, over all ranks; it is of the weights before the optimizer's step, as
+in the paper.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ Part = Callable[[AttentionLayer], Projection]
 
 
 class QKClip(Control):
-    """Keep every head's largest logit at or below `limit`, by its weights. Acts in `after_step`, on every `every`-th step.
+    """Keep every head's largest logit at or below `limit`, by its weights. Acts in `after_step`, on every `every`-th
+    step.
 
-    Heads that share a key are clipped through their queries alone, which reaches the limit without touching the others. Latent
-    attention (DeepSeek): sqrt(gamma) for the channels that do not turn, gamma for the query's rotary channels, and the rotary
-    key that all heads share stays. Models with norms on queries and keys are refused: the norm undoes the scaling. So are
-    logits with a position bias, relative terms or a soft cap, where scaling the maps does not scale the logit. `clipped` counts
-    the heads scaled so far. The optimizer's moments are left as they are.
+    Heads that share a key are clipped through their queries alone, which reaches the limit without touching the others.
+    Latent attention (DeepSeek): sqrt(gamma) for the channels that do not turn, gamma for the query's rotary channels,
+    and the rotary key that all heads share stays. Models with norms on queries and keys are refused: the norm undoes
+    the scaling. So are logits with a position bias, relative terms or a soft cap, where scaling the maps does not scale
+    the logit. `clipped` counts the heads scaled so far. The optimizer's moments are left as they are.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
@@ -69,12 +71,16 @@ class QKClip(Control):
         model, seen = self.attached, self.observation
         if seen.switch.on:
             seen.reduce()
-            tops = [site.maxima[:, 0].cpu().clone() for site in seen.sites]  # (H,) of each layer; -inf where it was not called
+            # (H,) of each layer; -inf where it was not called
+            tops = [site.maxima[:, 0].cpu().clone() for site in seen.sites]
             if all(bool((top == -torch.inf).all()) for top in tops):
-                raise LocaterError(f"{type(model).__name__}: no training pass was seen since the last step, so no logit is known")
+                raise LocaterError(
+                    f"{type(model).__name__}: no training pass was seen since the last step, so no logit is known"
+                )
             seen.clear()
             for number, top in enumerate(tops):
-                over = top.isfinite() & (top > self.limit)  # a head that has no finite logit is past what scaling can mend
+                # a head that has no finite logit is past what scaling can mend
+                over = top.isfinite() & (top > self.limit)
                 if bool(over.any()):
                     self._clip(model, number, torch.where(over, self.limit / top, torch.ones_like(top)).double())
                     self.clipped += int(over.sum())
@@ -133,6 +139,12 @@ def _refuse(layer: AttentionLayer) -> None:
         raise LocaterError(
             f"{layer.name}: a norm follows its queries and keys, so scaling their maps changes nothing: QK-Clip is not for it"
         )
-    for term, what in ((layer.bias, "a position bias"), (layer.relative, "relative terms"), (layer.softcap, "a soft cap")):
+    for term, what in (
+        (layer.bias, "a position bias"),
+        (layer.relative, "relative terms"),
+        (layer.softcap, "a soft cap"),
+    ):
         if term is not None:
-            raise LocaterError(f"{layer.name}: its logits have {what}, so scaling its maps does not scale them: QK-Clip is not for it")
+            raise LocaterError(
+                f"{layer.name}: its logits have {what}, so scaling its maps does not scale them: QK-Clip is not for it"
+            )

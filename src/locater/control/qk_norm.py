@@ -20,21 +20,28 @@ from locater.errors import LocaterError
 class QKNorm(ForwardControl):
     """q and k become g_q q / rms(q) and g_k k / rms(k), with one learned gain per query head and per key head.
 
-    So |logit| <= scale head_dim |g_q g_k|, which is sqrt(head_dim) |g_q g_k| for the usual scale: `bounds()`. It acts where queries
-    meet keys, after rotation. One gain per head commutes with rotation, and rotation keeps lengths, so the logits are those of a norm
-    before it; gains per channel would not do. For the same reason `kind="layer"`, which takes the mean over channels off first, is
-    refused where there is rotation: it would make logits depend on absolute positions.
+    So |logit| <= scale head_dim |g_q g_k|, which is sqrt(head_dim) |g_q g_k| for the usual scale: `bounds()`. It acts
+    where queries meet keys, after rotation. One gain per head commutes with rotation, and rotation keeps lengths, so
+    the logits are those of a norm before it; gains per channel would not do. For the same reason `kind="layer"`, which
+    takes the mean over channels off first, is refused where there is rotation: it would make logits depend on absolute
+    positions.
 
-    `init="keep"` starts from the lengths that the first call of each layer brings (root mean square over its tokens, padding left
-    out), so that the scale of logits is kept; a number starts every gain there, 1.0 as in Qwen3. Keys come out of a cache as they
-    went in and are normalised at every call. Where a model scales its queries before the call (OPT, Whisper), it is scaled again.
+    `init="keep"` starts from the lengths that the first call of each layer brings (root mean square over its tokens,
+    padding left out), so that the scale of logits is kept; a number starts every gain there, 1.0 as in Qwen3. Keys come
+    out of a cache as they went in and are normalised at every call. Where a model scales its queries before the call
+    (OPT, Whisper), it is scaled again.
 
     >>> QKNorm(init=1.0)
     QKNorm(kind='rms', learn=True, eps=1e-06, init=1.0, layers=None)
     """
 
     def __init__(
-        self, kind: NormKind = "rms", learn: bool = True, eps: float = 1e-6, init: float | Literal["keep"] = "keep", layers: Layers = None
+        self,
+        kind: NormKind = "rms",
+        learn: bool = True,
+        eps: float = 1e-6,
+        init: float | Literal["keep"] = "keep",
+        layers: Layers = None,
     ) -> None:
         if kind not in ("rms", "layer"):
             raise LocaterError(f"kind={kind!r}: choose rms or layer")
@@ -49,7 +56,9 @@ class QKNorm(ForwardControl):
     def _change(self, place: Place) -> ForwardChange:
         layer, kind = place.layer, self.kind
         if kind == "layer" and layer.rotary is not None:
-            raise LocaterError(f"{layer.name}: kind='layer' after rotation would break relative positions; kind='rms' commutes with it")
+            raise LocaterError(
+                f"{layer.name}: kind='layer' after rotation would break relative positions; kind='rms' commutes with it"
+            )
         start = 1.0 if isinstance(self.init, str) else self.init
         gains = [place.parameter(torch.full((n,), start), self.learn) for n in (layer.heads, layer.kv_heads)]
         return _Normed(place.of, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
@@ -61,7 +70,9 @@ class QKNorm(ForwardControl):
             change.ready = True
 
     def bounds(self) -> dict[str, list[float]]:
-        """The largest |logit| there can be, of every head by layer; before the first call of `init="keep"` it is that of gains of 1."""
+        """The largest |logit| there can be, of every head by layer; before the first call of `init="keep"` it is that
+        of gains of 1.
+        """
         _ = self.attached
         return {change.of.name: change.bound().tolist() for _, change in self._made if isinstance(change, _Normed)}
 
@@ -69,7 +80,9 @@ class QKNorm(ForwardControl):
 class _Normed(ForwardChange):
     order = NORM
 
-    def __init__(self, of: Heads, kind: NormKind, eps: float, query_gain: nn.Parameter, key_gain: nn.Parameter, ready: bool) -> None:
+    def __init__(
+        self, of: Heads, kind: NormKind, eps: float, query_gain: nn.Parameter, key_gain: nn.Parameter, ready: bool
+    ) -> None:
         self.of, self.kind, self.eps, self.ready = of, kind, eps, ready
         self.query_gain, self.key_gain = query_gain, key_gain
 
@@ -93,7 +106,11 @@ class _Normed(ForwardChange):
                 query_gain.copy_(self._length(q, rows) / again)
                 key_gain.copy_(self._length(call.key, keys))
             self.ready = True
-        return replace(asked, query=qk_norm(q, query_gain * again, self.kind, self.eps), key=qk_norm(k, key_gain, self.kind, self.eps))
+        return replace(
+            asked,
+            query=qk_norm(q, query_gain * again, self.kind, self.eps),
+            key=qk_norm(k, key_gain, self.kind, self.eps),
+        )
 
     def _length(self, x: Tensor, real: Tensor) -> Tensor:
         """Root mean square (H,) of x (B, H, T, D) over channels and real tokens (B, T)."""

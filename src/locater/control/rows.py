@@ -1,7 +1,7 @@
 """Entropy of every row of an intercepted call, with gradients, and which rows count.
 
-The numbers are those of `kernels.attention_entropy`. As an operator of its own it leaves a compiled model one graph, and gives the
-number of keys in sight from the same pass.
+The numbers are those of `kernels.attention_entropy`. As an operator of its own it leaves a compiled model one graph,
+and gives the number of keys in sight from the same pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from locater.kernels.terms import full_terms
 
 
 def row_entropy(call: Call, own: bool) -> tuple[Tensor, Tensor]:
-    """Entropy and number of visible keys, both (B, H, T); none visible in rows of padding. `own`: queries and keys are the same tokens.
+    """Entropy and number of visible keys, both (B, H, T); none visible in rows of padding. `own`: queries and keys are
+    the same tokens.
 
     >>> x = torch.zeros(1, 1, 3, 4)
     >>> entropy, visible = row_entropy(Call(x, x, 0.5, causal=True), own=True)
@@ -36,14 +37,25 @@ def row_entropy(call: Call, own: bool) -> tuple[Tensor, Tensor]:
 def terms_of(call: Call) -> Terms:
     """What decides its rows besides queries and keys."""
     terms = Terms(
-        call.scale, call.causal, call.window, call.softcap, call.padding, call.documents, call.mask, call.bias, call.alibi, call.sinks
+        call.scale,
+        call.causal,
+        call.window,
+        call.softcap,
+        call.padding,
+        call.documents,
+        call.mask,
+        call.bias,
+        call.alibi,
+        call.sinks,
     )
     B, H, T, _ = call.query.shape
     return full_terms(terms, B, H, T, call.key.shape[2])
 
 
 def real_tokens(call: Call, own: bool) -> tuple[Tensor, Tensor]:
-    """Which queries (B, T) and keys (B, S) are no padding: a key is that no query may look at, and its query where they are the same."""
+    """Which queries (B, T) and keys (B, S) are no padding: a key is that no query may look at, and its query where they
+    are the same.
+    """
     return _real(call.query, call.key, own, terms_of(call))
 
 
@@ -101,7 +113,9 @@ def _gradient(
 
 @_gradient.register_fake
 def _(q: Tensor, k: Tensor, *given: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(k, memory_format=torch.contiguous_format)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(
+        k, memory_format=torch.contiguous_format
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

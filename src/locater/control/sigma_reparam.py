@@ -28,13 +28,14 @@ Only = Literal["linear", "query-key"]
 
 
 class SigmaReparam(Control):
-    """Every linear map of the blocks that hold the chosen attention layers, or only query and key maps with only="query-key".
+    """Every linear map of the blocks that hold the chosen attention layers, or only query and key maps with
+    only="query-key".
 
-    gamma="spectral" starts each gamma at the map's own norm, so that outputs do not change when attached (Apple's PyTorch
-    release); a number starts all of them there (the paper: 1.0). Attach before the optimizer is made, so that it gets the
-    gammas, and before torch.compile. A fused map has one gamma; experts stored as one tensor are left as they are. `detach`
-    leaves the weights that were in effect: outputs stay, and the names of parameters are as they were. A copy of the model carries it,
-    gammas included; pickling is refused.
+    gamma="spectral" starts each gamma at the map's own norm, so that outputs do not change when attached (Apple's
+    PyTorch release); a number starts all of them there (the paper: 1.0). Attach before the optimizer is made, so that
+    it gets the gammas, and before torch.compile. A fused map has one gamma; experts stored as one tensor are left as
+    they are. `detach` leaves the weights that were in effect: outputs stay, and the names of parameters are as they
+    were. A copy of the model carries it, gammas included; pickling is refused.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
@@ -44,7 +45,9 @@ class SigmaReparam(Control):
     >>> control.detach()
     """
 
-    def __init__(self, layers: Layers = None, gamma: Literal["spectral"] | float = "spectral", only: Only = "linear") -> None:
+    def __init__(
+        self, layers: Layers = None, gamma: Literal["spectral"] | float = "spectral", only: Only = "linear"
+    ) -> None:
         if isinstance(gamma, str) and gamma != "spectral":
             raise LocaterError(f"gamma={gamma!r}: a number, or spectral")
         if only not in ("linear", "query-key"):
@@ -66,7 +69,9 @@ class SigmaReparam(Control):
         self._hook = model.register_forward_pre_hook(self._before_pass)
 
     def _before_pass(self, model: nn.Module, args: Any) -> None:
-        """One step of power iteration; on the model, because checkpointing calls its blocks again in the backward pass."""
+        """One step of power iteration; on the model, because checkpointing calls its blocks again in the backward
+        pass.
+        """
         if model.training:
             for (place, _), part in zip(self.places, self.parts, strict=True):
                 part.advance(place.module.parametrizations[place.attribute].original)  # type: ignore[index,union-attr]
@@ -120,7 +125,8 @@ class SpectralScale(nn.Module):
             return (self.gamma / self.sigma(upcast(weight).flatten(1)) * upcast(weight)).to(weight.dtype)
 
     def sigma(self, W: Tensor) -> Tensor:
-        return self.v.clone() @ (W @ self.u.clone())  # copies: the next pass changes them in place, maybe before this one's backward
+        # copies: the next pass changes them in place, maybe before this one's backward
+        return self.v.clone() @ (W @ self.u.clone())
 
     @torch.no_grad()
     def advance(self, weight: Tensor) -> None:
@@ -158,7 +164,11 @@ def _blocks(model: nn.Module, weights: Recorder, layers: list[AttentionLayer]) -
     wanted = {id(weights.submodule(layer.name)) for layer in layers}
     names = [path for path, module in model.named_modules() if id(module) in wanted]
     blocks = list(dict.fromkeys(stream.name for stream in streams(model, names)))
-    return list(dict.fromkeys(next((b for b in blocks if f"{name}.".startswith(f"{b}.")), name.rpartition(".")[0]) for name in names))
+    return list(
+        dict.fromkeys(
+            next((b for b in blocks if f"{name}.".startswith(f"{b}.")), name.rpartition(".")[0]) for name in names
+        )
+    )
 
 
 def _linear(path: str, block: nn.Module) -> list[Place]:

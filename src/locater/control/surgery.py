@@ -1,7 +1,7 @@
 """Surgery: attention skips, MLPs and norms taken out of a live model and put back (Dong, Cordonnier and Loukas 2021).
 
-What is left decides whether tokens stay apart. Attention alone makes them equal at a doubly exponential rate; it is the skip that
-holds them apart, and MLPs and norms alone do not (`locater.measures.rank_residual` over the layers).
+What is left decides whether tokens stay apart. Attention alone makes them equal at a doubly exponential rate; it is the
+skip that holds them apart, and MLPs and norms alone do not (`locater.measures.rank_residual` over the layers).
 
     switch            pre-norm block: y = x + attn(norm(x))          post-norm block: y = norm(x + attn(x))
                                       y + mlp(norm(y))                                norm(y + mlp(y))
@@ -10,8 +10,8 @@ holds them apart, and MLPs and norms alone do not (`locater.measures.rank_residu
     no_mlp=sublayer   y                                              y
     no_norm           y = x + attn(x), y + mlp(y)                    y = x + attn(x), y + mlp(y)
 
-Nothing is copied and no code of a model is written anew. Methods of single modules are replaced, and what is left out of a sum is
-a zero there, so that what remains is exact:
+Nothing is copied and no code of a model is written anew. Methods of single modules are replaced, and what is left out
+of a sum is a zero there, so that what remains is exact:
 
     pre-norm blocks   the block runs on zeros, and the norm in front of attention is handed what came in; the MLP returns zeros
     BERT              attention's output module is handed zeros for the input that it adds; that of the MLP is its norm alone
@@ -56,16 +56,18 @@ class Switch:
 
 
 class Surgery(Control):
-    """A model without attention skips, MLPs or the norms of its blocks, each by its own switch; `detach` puts them back.
+    """A model without attention skips, MLPs or the norms of its blocks, each by its own switch; `detach` puts them
+    back.
 
-    no_skip takes off the skip around self-attention; that around the MLP stays, as does one around cross-attention. no_mlp takes
-    off the whole branch. A post-norm block then still has the norm that closed it: no_mlp="sublayer" takes that too, as the paper
-    did with BERT and XLNet. no_norm takes off the norms of the blocks: those of embeddings, of the end, and of queries and keys
-    stay. `layers` are numbers as in a scan; ALBERT has one module for many depths, so what is taken out is missing at each.
+    no_skip takes off the skip around self-attention; that around the MLP stays, as does one around cross-attention.
+    no_mlp takes off the whole branch. A post-norm block then still has the norm that closed it: no_mlp="sublayer" takes
+    that too, as the paper did with BERT and XLNet. no_norm takes off the norms of the blocks: those of embeddings, of
+    the end, and of queries and keys stay. `layers` are numbers as in a scan; ALBERT has one module for many depths, so
+    what is taken out is missing at each.
 
-    Parameters keep their names, and those that are out of use get no gradient. Attach it before `observe` and `Monitor`, which then
-    see what is left. A scan reads weights and knows nothing of it. A copy of the model is without the same parts, whatever becomes of
-    the original.
+    Parameters keep their names, and those that are out of use get no gradient. Attach it before `observe` and
+    `Monitor`, which then see what is left. A scan reads weights and knows nothing of it. A copy of the model is without
+    the same parts, whatever becomes of the original.
 
     >>> from locater.measures import rank_residual
     >>> from locater.train import Shape, Transformer
@@ -81,7 +83,11 @@ class Surgery(Control):
     """
 
     def __init__(
-        self, no_skip: bool = False, no_mlp: bool | Literal["sublayer"] = False, no_norm: bool = False, layers: Layers = None
+        self,
+        no_skip: bool = False,
+        no_mlp: bool | Literal["sublayer"] = False,
+        no_norm: bool = False,
+        layers: Layers = None,
     ) -> None:
         for name, value in (("no_skip", no_skip), ("no_norm", no_norm)):
             if not isinstance(value, bool):
@@ -99,7 +105,9 @@ class Surgery(Control):
         self._switch, self._undo = Switch(), list[Callable[[], None]]()
         try:
             for cut in cuts:
-                self._undo.append(instead(cut.module, cut.name, partial(_while_on, self._switch, cut.heard), repr(self)))
+                self._undo.append(
+                    instead(cut.module, cut.name, partial(_while_on, self._switch, cut.heard), repr(self))
+                )
         except BaseException:
             self._detach(model)
             raise
@@ -179,12 +187,16 @@ def _nothing(module: nn.Module, forward: Forward, x: Tensor, *args: Any, **kw: A
 # Pre-norm blocks. `held` is what came into the block, from there to its first norm.
 
 
-def _without_stream(held: list[Tensor], block: nn.Module, forward: Forward, hidden_states: Tensor, *args: Any, **kw: Any) -> Any:
+def _without_stream(
+    held: list[Tensor], block: nn.Module, forward: Forward, hidden_states: Tensor, *args: Any, **kw: Any
+) -> Any:
     held[:] = [hidden_states]
     try:
         out = forward(torch.zeros_like(hidden_states), *args, **kw)
         if held:
-            raise LocaterError(f"{type(block).__name__} did not call the norm in front of its attention: Surgery cannot take off its skip")
+            raise LocaterError(
+                f"{type(block).__name__} did not call the norm in front of its attention: Surgery cannot take off its skip"
+            )
         return out
     finally:
         held.clear()
@@ -216,7 +228,9 @@ def _bert_skip(part: Part) -> Iterator[Cut]:
     yield Cut(part("attention.output"), "forward", _added_to_zeros)
 
 
-def _input_alone(norm: nn.Module | None, module: nn.Module, forward: Forward, hidden_states: Tensor, input_tensor: Tensor) -> Any:
+def _input_alone(
+    norm: nn.Module | None, module: nn.Module, forward: Forward, hidden_states: Tensor, input_tensor: Tensor
+) -> Any:
     return input_tensor if norm is None else norm(input_tensor)
 
 
@@ -289,14 +303,21 @@ def _pre_norm(attention: str, *norms: str, maybe: tuple[str, ...] = ()) -> Anato
 
 
 BERT = Anatomy(
-    "attention.self", ("attention.output.LayerNorm", "output.LayerNorm"), _bert_skip, _bert_mlp, ("crossattention.output.LayerNorm",)
+    "attention.self",
+    ("attention.output.LayerNorm", "output.LayerNorm"),
+    _bert_skip,
+    _bert_mlp,
+    ("crossattention.output.LayerNorm",),
 )
 ALBERT = Anatomy("attention", ("attention.LayerNorm", "full_layer_layer_norm"), _albert_skip, _albert_mlp)
 XLNET = Anatomy("rel_attn", ("rel_attn.layer_norm", "ff.layer_norm"), _xlnet_skip, _xlnet_mlp)
 GPT2 = _pre_norm("attn", "ln_1", "ln_2", maybe=("ln_cross_attn",))
 VIT = _pre_norm("attention", "layernorm_before", "layernorm_after")
 LLAMA = _pre_norm(
-    "self_attn", "input_layernorm", "post_attention_layernorm", maybe=("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    "self_attn",
+    "input_layernorm",
+    "post_attention_layernorm",
+    maybe=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 
 ANATOMIES: dict[str, Anatomy] = {
@@ -305,5 +326,8 @@ ANATOMIES: dict[str, Anatomy] = {
     "vit": VIT,
     "xlnet": XLNET,
     **dict.fromkeys(("bert", "camembert", "electra", "roberta", "xlm-roberta"), BERT),
-    **dict.fromkeys(("gemma2", "gemma3_text", "granite", "llama", "locater", "mistral", "phi3", "qwen2", "qwen3", "starcoder2"), LLAMA),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "granite", "llama", "locater", "mistral", "phi3", "qwen2", "qwen3", "starcoder2"),
+        LLAMA,
+    ),
 }

@@ -17,8 +17,8 @@ from locater.errors import LocaterError
 class Temperature(ForwardControl):
     """q.k becomes q.k / t_h, with log t_h learned for every head.
 
-    Queries are divided by t, in float32, so any backend and any cache will do. Position biases (T5), sinks and a soft-cap come
-    after it and are not divided. Above 1 it spreads attention, below 1 it sharpens.
+    Queries are divided by t, in float32, so any backend and any cache will do. Position biases (T5), sinks and a
+    soft-cap come after it and are not divided. Above 1 it spreads attention, below 1 it sharpens.
 
         control = locater.Temperature().attach(model)
         optimizer = torch.optim.AdamW([*model.parameters(), *control.parameters()])

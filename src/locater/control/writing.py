@@ -1,8 +1,9 @@
 """Change a head's query or key map in place, whatever its layout: fused, interleaved, transposed, grouped, sharded.
 
-`projection.weight()` is a selection of parameter entries, W = J theta with one 1 in each row of J. So J^T applied to the wanted W,
-a vector-Jacobian product, puts each of its entries where it belongs, and J^T applied to ones says which entries those are. What
-was written is read again; a map that is more than a selection (an adapter, a parametrization) is put back and refused.
+`projection.weight()` is a selection of parameter entries, W = J theta with one 1 in each row of J. So J^T applied to
+the wanted W, a vector-Jacobian product, puts each of its entries where it belongs, and J^T applied to ones says which
+entries those are. What was written is read again; a map that is more than a selection (an adapter, a parametrization)
+is put back and refused.
 """
 
 from __future__ import annotations
@@ -43,10 +44,16 @@ def _write(model: nn.Module, name: str, read: Callable[[], Tensor], wanted: Tens
         held = read()
         wanted = wanted.detach().to(held)
         if not held.requires_grad:
-            raise LocaterError(f"{name}: its query and key maps hold no parameter of the model, so there is nothing to write to")
+            raise LocaterError(
+                f"{name}: its query and key maps hold no parameter of the model, so there is nothing to write to"
+            )
         placed = torch.autograd.grad(held, leaves, wanted, allow_unused=True, retain_graph=True)
         chosen = torch.autograd.grad(held, leaves, torch.ones_like(held), allow_unused=True)
-    moved = [(leaf, leaf.detach().clone(), x, at) for leaf, x, at in zip(leaves, placed, chosen, strict=True) if x is not None]
+    moved = [
+        (leaf, leaf.detach().clone(), x, at)
+        for leaf, x, at in zip(leaves, placed, chosen, strict=True)
+        if x is not None
+    ]
     with torch.no_grad():
         for leaf, before, x, at in moved:
             leaf.copy_(torch.where(at != 0, x.to(leaf.dtype), before))

@@ -1,7 +1,8 @@
 """Made-up text on which small models form attention sinks: the bigram-backcopy task of Guo and others 2024.
 
-After a start token, each token is drawn by a fixed chain from the one before it. After a trigger comes the token before the trigger
-once more. Bigrams need no attention, copies need a head that looks one back; elsewhere that head has nothing to add.
+After a start token, each token is drawn by a fixed chain from the one before it. After a trigger comes the token before
+the trigger once more. Bigrams need no attention, copies need a head that looks one back; elsewhere that head has
+nothing to add.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ SKEW = 1.0, 1.5  # standard deviation of log chances: of tokens, and of pairs
 class Source:
     """Tokens 0 to V - 1 and a start token V. Float64.
 
-    The first token is never a trigger, so there is always one to copy; and what comes after a trigger is none, so that no copy repeats
-    for ever.
+    The first token is never a trigger, so there is always one to copy; and what comes after a trigger is none, so that
+    no copy repeats for ever.
 
     >>> source = copy_source(8)
     >>> rows = source.sample(2, 6, torch.Generator().manual_seed(0))
@@ -46,7 +47,8 @@ class Source:
     def first(self) -> Float[Tensor, " V"]:
         """Chances of the first token: how often each is where the next one is drawn, in the long run."""
         others = ~self.is_trigger[:-1]
-        onward = self.chain[others][:, others] + torch.diag(self.chain[others][:, ~others].sum(1))  # past a trigger, if there is one
+        # past a trigger, if there is one
+        onward = self.chain[others][:, others] + torch.diag(self.chain[others][:, ~others].sum(1))
         held = onward.T - torch.eye(len(onward), dtype=torch.float64)
         held[-1] = 1.0  # one of the equations follows from the others: in its place, that chances sum to 1
         right = torch.zeros(len(onward), dtype=torch.float64)
@@ -55,7 +57,9 @@ class Source:
 
     @cached_property
     def _steps(self) -> Tensor:
-        """Cumulative chances of what follows each token and the start, each row 1 above the one before: a single sorted list."""
+        """Cumulative chances of what follows each token and the start, each row 1 above the one before: a single sorted
+        list.
+        """
         rows = torch.cat([self.chain, self.first[None]]).cumsum(1)
         return ((rows / rows[:, -1:]) + torch.arange(self.start + 1)[:, None]).flatten()
 
@@ -70,12 +74,16 @@ class Source:
         return found.T.contiguous()
 
     def surprise(self, rows: Int[Tensor, "B T"]) -> Float[Tensor, "B T-1"]:
-        """-log chance of each token but the first under the source, nats: the least loss on these very sequences; a copy has none."""
+        """-log chance of each token but the first under the source, nats: the least loss on these very sequences; a
+        copy has none.
+        """
         chances = torch.cat([self.chain, self.first[None]])
         return -chances[rows[:, :-1], rows[:, 1:]].log().masked_fill(self.is_trigger[rows[:, :-1]], 0.0)
 
     def entropy(self, length: int) -> float:
-        """Least mean loss over `length` tokens behind the start, nats: exact, by the chance of each token at each place."""
+        """Least mean loss over `length` tokens behind the start, nats: exact, by the chance of each token at each
+        place.
+        """
         held, again = self.first, torch.zeros_like(self.first)  # being at a token, and at a trigger behind it
         each, to_trigger = entropies(self.chain), self.chain[:, self.triggers].sum(1)
         total = float(entropies(self.first))
@@ -93,7 +101,9 @@ def copy_source(vocabulary: int) -> Source:
     True
     """
     rng = torch.Generator().manual_seed(vocabulary)
-    tokens, pairs = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((vocabulary,), (vocabulary, vocabulary)))
+    tokens, pairs = (
+        torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((vocabulary,), (vocabulary, vocabulary))
+    )
     chain = (SKEW[0] * tokens + SKEW[1] * pairs).softmax(1)
     return Source(chain, chain.mean(0).topk(TRIGGERS).indices)
 

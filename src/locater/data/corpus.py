@@ -1,6 +1,8 @@
-"""Text to learn from: what every Python carries, built at run time so that nothing has to be downloaded, or files of one's own.
+"""Text to learn from: what every Python carries, built at run time so that nothing has to be downloaded, or files of
+one's own.
 
-Text is kept as documents, because that is how it is split: train, select (choose settings by it) and report (publish that).
+Text is kept as documents, because that is how it is split: train, select (choose settings by it) and report (publish
+that).
 """
 
 from __future__ import annotations
@@ -64,12 +66,15 @@ def read_documents(paths: Sequence[str | Path]) -> list[str]:
 
 
 def split(documents: Sequence[str], share: float = SHARE) -> dict[str, list[str]]:
-    """Documents by split: shuffled with a fixed seed, then `share` of the characters to report, as much to select, the rest to train.
+    """Documents by split: shuffled with a fixed seed, then `share` of the characters to report, as much to select, the
+    rest to train.
 
     >>> {name: len(held) for name, held in split([f"document {n:4}" for n in range(100)]).items()}
     {'report': 5, 'select': 5, 'train': 90}
     """
-    pieces = list(documents) if len(documents) >= FEW else [piece for text in documents for piece in _cut(text, documents)]
+    pieces = (
+        list(documents) if len(documents) >= FEW else [piece for text in documents for piece in _cut(text, documents)]
+    )
     random.Random(0).shuffle(pieces)
     wanted, found, at = share * sum(map(len, pieces)), {}, 0
     for name in ("report", "select"):
@@ -110,7 +115,9 @@ def _docstrings(root: Path) -> Iterator[str]:
 
 
 def _cut(text: str, documents: Sequence[str]) -> Iterator[str]:
-    """Pieces of a long document, ends at blank lines (at lines, where there are none): about 2 FEW of all documents together."""
+    """Pieces of a long document, ends at blank lines (at lines, where there are none): about 2 FEW of all documents
+    together.
+    """
     size = max(1, sum(map(len, documents)) // (2 * FEW))
     joint = JOINT if text.count(JOINT) >= FEW else "\n"
     held: list[str] = []
@@ -128,7 +135,9 @@ def _cut(text: str, documents: Sequence[str]) -> Iterator[str]:
 def _texts(path: Path) -> Iterator[str]:
     if path.is_dir():
         for file in sorted(
-            p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
+            p
+            for p in path.rglob("*")
+            if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
         ):
             yield from _kept(_members(file))
     elif tarfile.is_tarfile(path):

@@ -17,18 +17,27 @@ PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 
 
 def image_batches(model: nn.Module, path: str | Path, count: int = 64, batch: int = 8) -> list[Batch]:
-    """Batches of `pixel_values` from a folder of pictures, one picture, or an .npy or .npz of images (N, H, W) or (N, H, W, C).
+    """Batches of `pixel_values` from a folder of pictures, one picture, or an .npy or .npz of images (N, H, W) or (N,
+    H, W, C).
 
-    Images are resized to the model's size and normalised with the mean and spread of its preprocessor_config.json, or 0.5.
+    Images are resized to the model's size and normalised with the mean and spread of its preprocessor_config.json, or
+    0.5.
     """
     config: Any = getattr(model, "config", None)
     vision = getattr(config, "vision_config", None) or config
     size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
     if not size:
-        raise LocaterError(f"{type(model).__name__}: its configuration names no image size, so it does not take images: use --text")
+        raise LocaterError(
+            f"{type(model).__name__}: its configuration names no image size, so it does not take images: use --text"
+        )
     height, width = (size, size) if isinstance(size, int) else tuple(size)
-    images = [torch.nn.functional.interpolate(x[None], (height, width), mode="bilinear", antialias=True)[0] for x in _read(path, count)]
-    pixels = torch.stack([x.mean(0, keepdim=True).expand(channels, -1, -1) if len(x) != channels else x for x in images])
+    images = [
+        torch.nn.functional.interpolate(x[None], (height, width), mode="bilinear", antialias=True)[0]
+        for x in _read(path, count)
+    ]
+    pixels = torch.stack(
+        [x.mean(0, keepdim=True).expand(channels, -1, -1) if len(x) != channels else x for x in images]
+    )
     mean, spread = (torch.tensor(x, dtype=torch.float32).view(1, -1, 1, 1) for x in _range(model))
     return [{"pixel_values": part} for part in ((pixels - mean) / spread).split(batch)]
 
@@ -46,7 +55,9 @@ def _read(path: str | Path, count: int) -> list[Tensor]:
     try:
         from PIL import Image
     except ImportError:
-        raise LocaterError("reading pictures needs the pillow package: pip install pillow, or give an .npy array") from None
+        raise LocaterError(
+            "reading pictures needs the pillow package: pip install pillow, or give an .npy array"
+        ) from None
     found = []
     for name in names[:count]:
         try:

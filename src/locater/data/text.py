@@ -24,13 +24,20 @@ LONGEST_NAME = 1000  # characters: no path is longer, most texts are
 
 
 def batches(
-    model: nn.Module, text: Text, *, tokenizer: Any = None, length: int = 256, tokens: int = 4096, batch: int = 8, skip: int = 0
+    model: nn.Module,
+    text: Text,
+    *,
+    tokenizer: Any = None,
+    length: int = 256,
+    tokens: int = 4096,
+    batch: int = 8,
+    skip: int = 0,
 ) -> list[Batch]:
     """Batches of sequences of `length` tokens, about `tokens` in all, after the first `skip` tokens of the text.
 
-    `text` is a string, the path of a text file, several of either, token ids (N,) or (B, T), or batches as the model takes them,
-    which are passed on as they are. A string that names a file is that file (`as_text`). A tokenizer is looked for where the model
-    came from unless given.
+    `text` is a string, the path of a text file, several of either, token ids (N,) or (B, T), or batches as the model
+    takes them, which are passed on as they are. A string that names a file is that file (`as_text`). A tokenizer is
+    looked for where the model came from unless given.
     """
     if isinstance(text, Tensor):
         if text.ndim not in (1, 2) or text.is_floating_point():
@@ -47,10 +54,11 @@ def batches(
 
 
 def as_text(parts: Sequence[Any]) -> str:
-    """Strings and text files as one text. A string that names a file is read, one that looks like a missing file is refused.
+    """Strings and text files as one text. A string that names a file is read, one that looks like a missing file is
+    refused.
 
-    A list is one of files where every string in it looks like a file, otherwise they are all text: a line of a corpus may well be
-    `and/or`.
+    A list is one of files where every string in it looks like a file, otherwise they are all text: a line of a corpus
+    may well be `and/or`.
     """
     if not all(isinstance(part, str | Path) for part in parts):
         wrong = next(type(part).__name__ for part in parts if not isinstance(part, str | Path))
@@ -70,7 +78,9 @@ def files_named(parts: Sequence[Any]) -> list[Path | None]:
 
 
 def _file_named(text: str) -> Path | None:
-    """The path that a string is, or looks like: there is such a file or folder, or it has the form of a path and no words."""
+    """The path that a string is, or looks like: there is such a file or folder, or it has the form of a path and no
+    words.
+    """
     if len(text) > LONGEST_NAME or "\n" in text or not text.strip():
         return None
     path = os.path.expanduser(text)
@@ -113,7 +123,9 @@ def tokenizer_for(model: Any, given: Any = None) -> Any:
     if given is not None and not isinstance(given, str | Path):
         return given
     config = getattr(model, "config", None)
-    where = str(given) if given is not None else getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
+    where = (
+        str(given) if given is not None else getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
+    )
     if not where:
         raise LocaterError(f"{type(model).__name__}: it does not say where its tokenizer is: {WAY_OUT}")
     try:
@@ -184,14 +196,23 @@ def _checked(model: Any, found: list[Batch]) -> list[Batch]:
         if ids is None:
             continue
         if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
-            raise LocaterError("a batch's input_ids must be a tensor (sequences, tokens): pad ragged sequences and give an attention_mask")
+            raise LocaterError(
+                "a batch's input_ids must be a tensor (sequences, tokens): pad ragged sequences and give an attention_mask"
+            )
         if most and ids.shape[1] > most:
-            raise LocaterError(f"sequences of {ids.shape[1]} tokens, but the model has {most} positions: use length={most} or less")
+            raise LocaterError(
+                f"sequences of {ids.shape[1]} tokens, but the model has {most} positions: use length={most} or less"
+            )
         low, high = int(ids.min()), int(ids.max())
         if rows and (low < 0 or high >= rows):
             wrong = low if low < 0 else high
-            raise LocaterError(f"token id {wrong} is beyond the model's vocabulary of {rows}: is this the model's own tokenizer?")
-        if getattr(config, "is_encoder_decoder", False) and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & held.keys():
+            raise LocaterError(
+                f"token id {wrong} is beyond the model's vocabulary of {rows}: is this the model's own tokenizer?"
+            )
+        if (
+            getattr(config, "is_encoder_decoder", False)
+            and not {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & held.keys()
+        ):
             held["decoder_input_ids"] = ids
             if "attention_mask" in held:
                 held["decoder_attention_mask"] = held["attention_mask"]

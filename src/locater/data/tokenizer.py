@@ -41,7 +41,9 @@ class ByteTokenizer:
     size = BYTES
 
     def encode(self, text: str) -> Tensor:
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        )
 
     def to_json(self) -> str:
         """As the tokenizers package would write it: byte pairs, of which none are merged."""
@@ -85,7 +87,9 @@ def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
     held.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     held.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    held.train_from_iterator(texts, library.trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False))
+    held.train_from_iterator(
+        texts, library.trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    )
     return PairTokenizer(held)
 
 
@@ -99,11 +103,15 @@ def kept_tokenizer(folder: Path, vocabulary: int, make: Callable[[], Tokenizer])
     except LocaterError:
         raise
     except Exception as error:  # the package raises plain exceptions
-        raise LocaterError(f"{path}: not a readable tokenizer ({error}): remove the run's folder and start anew") from None
+        raise LocaterError(
+            f"{path}: not a readable tokenizer ({error}): remove the run's folder and start anew"
+        ) from None
 
 
 def byte_signs() -> list[str]:
-    """A printable sign for every byte, as GPT-2 chose them: itself where it has one, else the next from code point 256 on."""
+    """A printable sign for every byte, as GPT-2 chose them: itself where it has one, else the next from code point 256
+    on.
+    """
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     free = iter(range(BYTES, 2 * BYTES))
     return [chr(b if b in shown else next(free)) for b in range(BYTES)]

@@ -1,6 +1,7 @@
 """Parts of a layer as they were for one input: all linear in x (n, B, T, d).
 
-Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at once.
+Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ INPUT, CONSTANTS, MLP = range(3)
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """gain * (x - mean) * factor, with `factor` (B, T, 1) one over each token's deviation as it was; `shift` is what it adds."""
+    """gain * (x - mean) * factor, with `factor` (B, T, 1) one over each token's deviation as it was; `shift` is what it
+    adds.
+    """
 
     factor: Tensor
     gain: Tensor | None
@@ -64,7 +67,9 @@ class Heads:
         return self.count // self.value.shape[0]
 
     def _mixed(self, x: Tensor) -> Tensor:
-        """Values mixed by each head: (n, B, T, H, h). One product per head with the n fields side by side as columns."""
+        """Values mixed by each head: (n, B, T, H, h). One product per head with the n fields side by side as
+        columns.
+        """
         n, size = x.shape[0], self.value.shape[1]
         values = normed(self.before, x) @ self.value.flatten(0, 1).mT
         side = values.unflatten(-1, (-1, size)).permute(1, 3, 2, 0, 4).flatten(-2)  # (B, K, S, n h)

@@ -9,7 +9,9 @@ from locater.families.norm import NormKind
 
 @dataclass(frozen=True)
 class Layout:
-    """Paths of modules under a block, which is `<base><stack>.<number>`; `final` is under the base. None: there is none."""
+    """Paths of modules under a block, which is `<base><stack>.<number>`; `final` is under the base. None: there is
+    none.
+    """
 
     stack: str
     attention: str
@@ -25,10 +27,32 @@ class Layout:
 
 
 LLAMA = Layout(
-    "layers", "self_attn", "rms", "input_layernorm", None, "post_attention_layernorm", None, "mlp", "mlp.up_proj", "mlp.down_proj", "norm"
+    "layers",
+    "self_attn",
+    "rms",
+    "input_layernorm",
+    None,
+    "post_attention_layernorm",
+    None,
+    "mlp",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "norm",
 )
 GPT2 = Layout("h", "attn", "layer", "ln_1", None, "ln_2", None, "mlp", "mlp.c_fc", "mlp.c_proj", "ln_f")
-VIT = Layout("layers", "attention", "layer", "layernorm_before", None, "layernorm_after", None, "mlp", "mlp.fc1", "mlp.fc2", "layernorm")
+VIT = Layout(
+    "layers",
+    "attention",
+    "layer",
+    "layernorm_before",
+    None,
+    "layernorm_after",
+    None,
+    "mlp",
+    "mlp.fc1",
+    "mlp.fc2",
+    "layernorm",
+)
 BERT = Layout(
     "encoder.layer", "attention.self", "layer", None, "attention.output.LayerNorm", None, "output.LayerNorm",
     "output.dense", "intermediate.dense", "output.dense", None,

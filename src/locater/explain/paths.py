@@ -1,22 +1,27 @@
-"""Paths through a transformer: its output as a sum over ways through the layers, each layer by one head or past all of them.
+"""Paths through a transformer: its output as a sum over ways through the layers, each layer by one head or past all of
+them.
 
-For one input everything that is not linear is frozen as it was: attention maps A_h and the denominators of norms. Then a layer is
+For one input everything that is not linear is frozen as it was: attention maps A_h and the denominators of norms. Then
+a layer is
 
     x  ->  x + sum_h A_h N(x) W_h + b          (pre-norm; a post-norm layer puts its frozen norm around the whole)
 
-and the output is a sum over paths: in each layer the skip or one head (Dong, Cordonnier, Loukas 2021). A path's length is the number
-of heads it passes. It starts at one of three origins, kept apart because their sum is the output and none of them alone:
+and the output is a sum over paths: in each layer the skip or one head (Dong, Cordonnier, Loukas 2021). A path's length
+is the number of heads it passes. It starts at one of three origins, kept apart because their sum is the output and none
+of them alone:
 
     input       what enters the first block
     constants   biases and shifts of norms, each at its own layer; a value bias or a shift in front of attention has passed a head
     mlp         outputs of MLPs as they were, each at its own layer (mlp="source")
 
-An MLP is not linear. With mlp="source", the default, its output is a vector that starts a path: what went into it ends there, and
-the paths of the input are those of attention alone, [H + skip]^L as in the paper. With mlp="linear" the ratio of each hidden unit's
-value to its pre-activation is frozen (the gate of SwiGLU; Phi(z) of GELU), and the MLP is a branch that paths may take, beside
-the skip; lengths still count heads. Both sums are exact. A block whose MLP was taken out has no such step.
+An MLP is not linear. With mlp="source", the default, its output is a vector that starts a path: what went into it ends
+there, and the paths of the input are those of attention alone, [H + skip]^L as in the paper. With mlp="linear" the
+ratio of each hidden unit's value to its pre-activation is frozen (the gate of SwiGLU; Phi(z) of GELU), and the MLP is a
+branch that paths may take, beside the skip; lengths still count heads. Both sums are exact. A block whose MLP was taken
+out has no such step.
 
-Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at once.
+Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at
+once.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.explain.frozen import CONSTANTS, INPUT, MLP, Step, normed
 
-Path = Sequence[int | None]  # one entry per step of `Paths.steps`: None is the skip, a number the head; an MLP is number 0
+# one entry per step of `Paths.steps`: None is the skip, a number the head; an MLP is number 0
+Path = Sequence[int | None]
 AT_ONCE = 32  # paths that are walked together
 
 
@@ -54,7 +60,9 @@ class ByLength:
 
 @dataclass(frozen=True)
 class HeadShares:
-    """What passes through each head, of all that arrives: (L, H). A path passes several heads, so shares do not sum to 1."""
+    """What passes through each head, of all that arrives: (L, H). A path passes several heads, so shares do not sum to
+    1.
+    """
 
     norm: Tensor  # |c| / |y|
     projection: Tensor  # <c, y> / <y, y>
@@ -64,20 +72,25 @@ class HeadShares:
         if by not in ("norm", "projection"):
             raise LocaterError(f"by={by!r} is not known: use 'norm' or 'projection'")
         table: Tensor = getattr(self, by)
-        rows = [(layer, head, share) for layer, shares in enumerate(table.tolist()) for head, share in enumerate(shares)]
+        rows = [
+            (layer, head, share) for layer, shares in enumerate(table.tolist()) for head, share in enumerate(shares)
+        ]
         return sorted(rows, key=lambda row: -abs(row[2]))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Paths:
-    """A model, frozen at one input. Made by `decompose`. It shares the model's weights: ask before these are trained on."""
+    """A model, frozen at one input. Made by `decompose`. It shares the model's weights: ask before these are trained
+    on.
+    """
 
     name: str
     input: Float[Tensor, "B T d"]  # what enters the first block
     output: Float[Tensor, "B T d"]  # what the model itself made of it
     real: Bool[Tensor, "B T"]  # tokens that are not padding
     frozen: Sequence[Step]
-    streams: Sequence[Tensor] = field(init=False)  # (B, T, d) in front of each frozen step, replayed; the last is the end
+    # (B, T, d) in front of each frozen step, replayed; the last is the end
+    streams: Sequence[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         streams = [self.input]
@@ -137,7 +150,9 @@ class Paths:
         return total
 
     def by_length(self) -> ByLength:
-        """What all paths of length 0, 1, ..., L bring, without listing them: partial sums by length are carried from step to step."""
+        """What all paths of length 0, 1, ..., L bring, without listing them: partial sums by length are carried from
+        step to step.
+        """
         state = self.input.new_zeros(3, 1, *self.input.shape)
         state[INPUT, 0] = self.input
         for step in self.frozen:
@@ -153,13 +168,17 @@ class Paths:
         return [self._drawn(length, draw) for _ in range(n)]
 
     def sampled_sum(self, length: int, n: int, seed: int = 0) -> Float[Tensor, "B T d"]:
-        """The sum of `n` sampled paths; times count(length) / n it estimates `by_length().input[length]` without bias."""
+        """The sum of `n` sampled paths; times count(length) / n it estimates `by_length().input[length]` without
+        bias.
+        """
         return self.sum_of(self.sample(length, n, seed))
 
     def through(self, layer: int, head: int) -> Float[Tensor, "B T d"]:
         """What all paths that pass a head bring, from every origin."""
         if not (0 <= layer < self.layers and 0 <= head < self.heads):
-            raise LocaterError(f"layer {layer}, head {head}: there are {self.layers} layers of {self.heads} heads, numbered from 0")
+            raise LocaterError(
+                f"layer {layer}, head {head}: there are {self.layers} layers of {self.heads} heads, numbered from 0"
+            )
         return self._through(layer)[head]
 
     def through_heads(self, tokens: Bool[Tensor, "B T"] | None = None) -> HeadShares:
@@ -188,7 +207,8 @@ class Paths:
         for layer in draw.sample(range(self.layers), length):
             kept[layer] = True
         return tuple(
-            (draw.randrange(self.heads) if next(visited) else None) if step.longer else draw.choice((None, 0)) for step in self.steps
+            (draw.randrange(self.heads) if next(visited) else None) if step.longer else draw.choice((None, 0))
+            for step in self.steps
         )
 
     def _check_length(self, length: int) -> None:
@@ -198,8 +218,12 @@ class Paths:
     def _check(self, path: Path) -> None:
         steps = self.steps
         if len(path) != len(steps):
-            raise LocaterError(f"path {list(path)}: {self.name} has {len(steps)} steps, and a path names a head or None for each")
+            raise LocaterError(
+                f"path {list(path)}: {self.name} has {len(steps)} steps, and a path names a head or None for each"
+            )
         for step, choice in zip(steps, path, strict=True):
             count = 0 if step.branches is None else step.branches.count
             if choice is not None and not 0 <= choice < count:
-                raise LocaterError(f"path {list(path)}: {step.name} has {count} branches, numbered from 0; None is the skip")
+                raise LocaterError(
+                    f"path {list(path)}: {step.name} has {count} branches, numbered from 0; None is the skip"
+                )

@@ -1,6 +1,7 @@
 """`decompose()`: a model run once on an input, and frozen.
 
-Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at once.
+Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at
+once.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ from locater.observing.site import Site, Wanted
 Mlp = Literal["source", "linear"]
 
 
-def decompose(model: nn.Module, batch: Mapping[str, Tensor] | Tensor, *, mlp: Mlp = "source", final_norm: bool = True) -> Paths:
+def decompose(
+    model: nn.Module, batch: Mapping[str, Tensor] | Tensor, *, mlp: Mlp = "source", final_norm: bool = True
+) -> Paths:
     """Run `model` once on `batch` (keywords, or its first argument) and freeze it into paths.
 
-    `mlp` is "source" or "linear" (above). The output is what the model's head reads: the stream after the final norm, whose
-    denominators are frozen too, or before it with `final_norm=False`. Families: BERT and RoBERTa, GPT-2, Llama and its relatives,
-    ViT, Locater's own blocks. Everything is computed in the model's precision, float32 at least. transformers computes Llama's norms,
-    and the eager softmax of some, in float32 whatever the model's precision, which shows in `gap`.
+    `mlp` is "source" or "linear" (above). The output is what the model's head reads: the stream after the final norm,
+    whose denominators are frozen too, or before it with `final_norm=False`. Families: BERT and RoBERTa, GPT-2, Llama
+    and its relatives, ViT, Locater's own blocks. Everything is computed in the model's precision, float32 at least.
+    transformers computes Llama's norms, and the eager softmax of some, in float32 whatever the model's precision, which
+    shows in `gap`.
 
     >>> from locater.train import Shape, Transformer
     >>> _ = torch.manual_seed(0)
@@ -62,12 +66,16 @@ def decompose(model: nn.Module, batch: Mapping[str, Tensor] | Tensor, *, mlp: Ml
     if mlp not in ("source", "linear"):
         raise LocaterError(f"mlp={mlp!r} is not known: use 'source' or 'linear'")
     if not isinstance(batch, Mapping | Tensor):
-        raise LocaterError(f"batch is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes")
+        raise LocaterError(
+            f"batch is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes"
+        )
     layout = _layout(model)
     layers = list(attention_layers(model))
     cross = next((layer.name for layer in layers if layer.kind != "self"), None)
     if cross is not None:
-        raise LocaterError(f"{cross}: paths go through one stack, and cross-attention joins two: leave it out of the model")
+        raise LocaterError(
+            f"{cross}: paths go through one stack, and cross-attention joins two: leave it out of the model"
+        )
     reading = _Reading(ModuleWeights(model), layout, layers)
     with reading.listening():
         given = _named(model, batch)
@@ -86,7 +94,9 @@ def _layout(model: nn.Module) -> Layout:
     kind = config_of(model).get("model_type")
     if kind not in LAYOUTS:
         what = f"model_type {kind!r}" if kind else "a model without a model_type"
-        raise LocaterError(f"{type(model).__name__}: {what} is not decomposed into paths; those that are: {', '.join(sorted(LAYOUTS))}")
+        raise LocaterError(
+            f"{type(model).__name__}: {what} is not decomposed into paths; those that are: {', '.join(sorted(LAYOUTS))}"
+        )
     return LAYOUTS[kind]
 
 
@@ -140,7 +150,9 @@ class _Reading:
             stack.callback(interface.remove)
             for number, layer in enumerate(self.layers):
                 module = self.weights.submodule(layer.name)
-                site = _Kept(layer.name, number, "self", module, layer.group, layer.heads, [], Switch(), Wanted(), layer)
+                site = _Kept(
+                    layer.name, number, "self", module, layer.group, layer.heads, [], Switch(), Wanted(), layer
+                )
                 self.sites.append(site)
                 enter(site)
                 stack.callback(leave, site)
@@ -179,7 +191,13 @@ class _Reading:
             constant = constant + value @ before.shift
         out = layer.out.weight().detach().to(maps).mT.unflatten(0, (layer.heads, -1))
         bias = _like(layer.out.bias, maps)
-        return Step(layer.name, Heads(maps, value, out, before, constant), 1, bias, after=self._norm(_under(block, self.layout.after)))
+        return Step(
+            layer.name,
+            Heads(maps, value, out, before, constant),
+            1,
+            bias,
+            after=self._norm(_under(block, self.layout.after)),
+        )
 
     def _mlp(self, block: str, mlp: Mlp) -> list[Step]:
         """None where it was taken out, one otherwise; its norm may have stayed."""
@@ -196,7 +214,9 @@ class _Reading:
     def _gates(self, block: str, like: Tensor) -> tuple[Gates, Tensor | None]:
         up, down = f"{block}.{self.layout.up}", f"{block}.{self.layout.down}"
         if not (self._ran(up) and self._ran(down)):
-            raise LocaterError(f"{block}: no {self.layout.up} and {self.layout.down}, so its MLP is not made linear: use mlp='source'")
+            raise LocaterError(
+                f"{block}: no {self.layout.up} and {self.layout.down}, so its MLP is not made linear: use mlp='source'"
+            )
         before = self._norm(_under(block, self.layout.mlp_before))
         (W_up, b_up), (W_down, b_down) = self._linear(up, like), self._linear(down, like)
         z, value = upcast(self._once(up).returned), upcast(self._once(down).given)
@@ -225,7 +245,15 @@ class _Reading:
     def _watched(self) -> list[str]:
         layout, found = self.layout, [self._block(self.layers[0]), self._block(self.layers[-1])]
         for block in map(self._block, self.layers):
-            parts = (layout.before, layout.after, layout.mlp_before, layout.mlp_after, layout.mlp, layout.up, layout.down)
+            parts = (
+                layout.before,
+                layout.after,
+                layout.mlp_before,
+                layout.mlp_after,
+                layout.mlp,
+                layout.up,
+                layout.down,
+            )
             found += [path for part in parts if part is not None and self._has(path := f"{block}.{part}")]
         final = self._final()
         return list(dict.fromkeys([*found, *([] if final is None else [final])]))
@@ -265,10 +293,22 @@ class _Reading:
 
 
 def attention_maps(call: Call) -> Float[Tensor, "B H T S"]:
-    """The weights that a call gave its keys, computed again from its queries, keys and masks. A row that sees no key is zero."""
+    """The weights that a call gave its keys, computed again from its queries, keys and masks. A row that sees no key is
+    zero.
+    """
     q, k = upcast(call.query), upcast(call.key)
     (B, H, T, _), S = q.shape, k.shape[2]
-    terms = Terms(call.scale, call.causal, call.window, call.softcap, call.padding, call.documents, call.mask, call.bias, call.alibi)
+    terms = Terms(
+        call.scale,
+        call.causal,
+        call.window,
+        call.softcap,
+        call.padding,
+        call.documents,
+        call.mask,
+        call.bias,
+        call.alibi,
+    )
     terms = full_terms(terms, B, H, T, S)
     logits = terms.logits(q, k.repeat_interleave(H // k.shape[1], 1), slice(0, T), T)
     hidden = ~terms.visible(slice(0, T), T, S, q.device) | (logits == -torch.inf)

@@ -2,9 +2,10 @@
 
 `num_hidden_groups` x `inner_group_num` attention modules exist, and their heads are what there is to count, to train or
 to control. What differs between the calls of a module is the norm that its input came out of. A group that is called
-repeatedly reads its own closing norm each time but the first, so that norm is the one recorded: `x` enters it. The first
-call is the exception: it reads the norm of the group before, or at depth 0 the embeddings, which are widened after
-their norm. To follow that call, `dataclasses.replace` the norm: with `Norm()`, `x` is what attention itself is given.
+repeatedly reads its own closing norm each time but the first, so that norm is the one recorded: `x` enters it. The
+first call is the exception: it reads the norm of the group before, or at depth 0 the embeddings, which are widened
+after their norm. To follow that call, `dataclasses.replace` the norm: with `Norm()`, `x` is what attention itself is
+given.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         stem = f"{block}.attention"
         query, key = projection(weights, f"{stem}.query"), projection(weights, f"{stem}.key")
         for name, got in (("query", query), ("key", key)):
-            expect(weights, f"{stem}.{name}.weight", got.shape, (heads * head_dim, width), "num_attention_heads x head_dim, hidden_size")
+            expect(
+                weights,
+                f"{stem}.{name}.weight",
+                got.shape,
+                (heads * head_dim, width),
+                "num_attention_heads x head_dim, hidden_size",
+            )
         before = block_before(group, step, inner, config)
         yield AttentionLayer(
             name=stem,

@@ -1,4 +1,6 @@
-"""BART: an encoder and a decoder, post-norm, so a layer's input comes out of the norm before it: the embeddings' for layer 0."""
+"""BART: an encoder and a decoder, post-norm, so a layer's input comes out of the norm before it: the embeddings' for
+layer 0.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from locater.families.encoder_decoder import encoder_decoder_layers
 from locater.families.layer import AttentionLayer
 
 MODEL_TYPES = ("bart",)
-LARGE = {"d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 16, "decoder_attention_heads": 16}
+LARGE = {
+    "d_model": 1024,
+    "encoder_layers": 12,
+    "decoder_layers": 12,
+    "encoder_attention_heads": 16,
+    "decoder_attention_heads": 16,
+}
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

@@ -1,7 +1,8 @@
-"""BERT: post-norm, so a layer's input comes out of the norm before it; also RoBERTa, XLM-RoBERTa, CamemBERT and ELECTRA.
+"""BERT: post-norm, so a layer's input comes out of the norm before it; also RoBERTa, XLM-RoBERTa, CamemBERT and
+ELECTRA.
 
-As an encoder or a decoder, with cross-attention where it was added. A small ELECTRA widens its embeddings after their norm, so
-no norm stands right before its layer 0: `x` is there what attention itself is given.
+As an encoder or a decoder, with cross-attention where it was added. A small ELECTRA widens its embeddings after their
+norm, so no norm stands right before its layer 0: `x` is there what attention itself is given.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for layer in encoder_layers(weights, config, BERT, eps):
         block = layer.name.removesuffix(".attention.self")
         widened = f"{block.removesuffix(f'encoder.layer.{layer.index}')}embeddings_project.weight" in weights.names()
-        layer = replace(layer, causal=bool(config.get("is_decoder")), norm=Norm() if widened and not layer.index else layer.norm)
+        layer = replace(
+            layer, causal=bool(config.get("is_decoder")), norm=Norm() if widened and not layer.index else layer.norm
+        )
         yield layer
         cross = f"{block}.crossattention"
         if f"{cross}.self.query.weight" in weights.names():

@@ -1,4 +1,6 @@
-"""Biases that depend on position alone and are added to the scaled logits: ALiBi slopes and tables over relative distance."""
+"""Biases that depend on position alone and are added to the scaled logits: ALiBi slopes and tables over relative
+distance.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Alibi:
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " H"]:
-    """The published slopes: a geometric sequence from 2^(-8/n), interleaved with the next one's when heads is no power of 2.
+    """The published slopes: a geometric sequence from 2^(-8/n), interleaved with the next one's when heads is no power
+    of 2.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -35,7 +38,9 @@ def alibi_slopes(heads: int) -> Float[Tensor, " H"]:
 
 @dataclass(frozen=True)
 class RelativeBias:
-    """A learned table over buckets of key minus query position (T5, MPNet): near distances exactly, far ones by logarithm."""
+    """A learned table over buckets of key minus query position (T5, MPNet): near distances exactly, far ones by
+    logarithm.
+    """
 
     table: Float[Tensor, "buckets H"]
     both_ways: bool

@@ -28,7 +28,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for prefix, index, name in found:
         block = f"{prefix}h.{index}"
         stem = f"{block}.self_attention"
-        expect(weights, name, shape_of(weights, name), (3 * heads * head_dim, width), "3 x n_head x head size, hidden_size")
+        expect(
+            weights, name, shape_of(weights, name), (3 * heads * head_dim, width), "3 x n_head x head size, hidden_size"
+        )
         q, k, v = (projection(weights, f"{stem}.query_key_value", per_head(heads, head_dim, 3, i)) for i in range(3))
         out = projection(weights, f"{stem}.dense")
         if config.get("slow_but_exact") and (config.get("pretraining_tp") or 1) > 1:

@@ -1,4 +1,6 @@
-"""The few steps that every family file shares: read a projection, read a norm, check shapes against the configuration."""
+"""The few steps that every family file shares: read a projection, read a norm, check shapes against the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None =
             f"{weights.where}: {name} has shape {list(shape)}; a query or key map has two axes, and so have values and outputs"
         )
     stem = name.removesuffix(".weight")
-    scales = [other for other in (f"{name}_scale_inv", f"{name}_scale", f"{stem}.scales", f"{stem}.SCB") if other in weights.names()]
+    scales = [
+        other
+        for other in (f"{name}_scale_inv", f"{name}_scale", f"{stem}.scales", f"{stem}.SCB")
+        if other in weights.names()
+    ]
     if scales:
-        raise LocaterError(f"{weights.where}: {name} is quantised ({scales[0]} scales it): dequantise the checkpoint first (to bfloat16)")
+        raise LocaterError(
+            f"{weights.where}: {name} is quantised ({scales[0]} scales it): dequantise the checkpoint first (to bfloat16)"
+        )
     out = shape[0] if rows is None else sum(b - a for a, b in rows)
     return Projection(lambda: read_floats(weights, name, rows), (out, shape[1]), bias)
 
@@ -46,7 +54,9 @@ def read_floats(weights: Weights, name: str, rows: Rows | None = None) -> Tensor
     """A big tensor, refused where its numbers are not what they seem."""
     tensor = weights.read(name, rows)
     if not tensor.is_floating_point():
-        raise LocaterError(f"{weights.where}: {name} is stored as {tensor.dtype} (quantised): dequantise the checkpoint first")
+        raise LocaterError(
+            f"{weights.where}: {name} is stored as {tensor.dtype} (quantised): dequantise the checkpoint first"
+        )
     return tensor
 
 
@@ -66,7 +76,9 @@ def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float 
     gain = first(weights, f"{stem}.weight", f"{stem}.gamma")
     bias = first(weights, f"{stem}.bias", f"{stem}.beta")
     if gain is None and affine:
-        raise LocaterError(f"{weights.where}: the gain {stem}.weight is missing; the checkpoint is incomplete or of another architecture")
+        raise LocaterError(
+            f"{weights.where}: the gain {stem}.weight is missing; the checkpoint is incomplete or of another architecture"
+        )
     return Norm(kind, upcast(gain) + offset if gain is not None and offset else gain, bias, eps)
 
 
@@ -101,24 +113,34 @@ def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         if value is not None:
-            raise LocaterError(f"{weights.where}: its configuration says {key} = {value!r}, not a positive whole number: {remedy(weights)}")
+            raise LocaterError(
+                f"{weights.where}: its configuration says {key} = {value!r}, not a positive whole number: {remedy(weights)}"
+            )
     kind = config.get("model_type")
-    raise LocaterError(f"{weights.where}: its configuration (model_type {kind!r}) has no {keys[0]}: add it to config.json")
+    raise LocaterError(
+        f"{weights.where}: its configuration (model_type {kind!r}) has no {keys[0]}: add it to config.json"
+    )
 
 
 def expect(weights: Weights, name: str, got: tuple[int, ...], want: tuple[int, ...], why: str) -> None:
     """Refuse a tensor whose shape is not what the configuration says."""
     if got != want:
-        raise LocaterError(f"{weights.where}: {name} has shape {list(got)} but the configuration says {list(want)} ({why})")
+        raise LocaterError(
+            f"{weights.where}: {name} has shape {list(got)} but the configuration says {list(want)} ({why})"
+        )
 
 
 def check_layer(weights: Weights, layer: AttentionLayer) -> None:
-    """Refuse gains and biases that do not fit their maps (one of a single number would spread over all channels without a word),
-    and settings that are no numbers."""
+    """Refuse gains and biases that do not fit their maps (one of a single number would spread over all channels without
+    a word), and settings that are no numbers."""
     width, norms = layer.query.shape[1], [(layer.query_norm, layer.head_dim), (layer.key_norm, layer.head_dim)]
     norms += [(layer.norm, width), (layer.memory_norm, layer.key.shape[1])]
     vectors = [(tensor, size) for norm, size in norms if norm is not None for tensor in (norm.gain, norm.bias)]
-    maps = [part for part in (layer.query, layer.key, layer.value, layer.out) if part is not None and type(part) is Projection]
+    maps = [
+        part
+        for part in (layer.query, layer.key, layer.value, layer.out)
+        if part is not None and type(part) is Projection
+    ]
     vectors += [(part.bias, part.shape[0]) for part in maps]
     for tensor, size in vectors:
         if tensor is not None and (not tensor.ndim or tensor.shape[-1] != size or not tensor.is_floating_point()):
@@ -129,16 +151,23 @@ def check_layer(weights: Weights, layer: AttentionLayer) -> None:
     settings: list[tuple[str, Any]] = [("epsilon", norm.eps) for norm, _ in norms if norm is not None]
     settings += [("scale", layer.scale), ("softcap", layer.softcap or 0.0), ("window", layer.window or 0)]
     if layer.rotary is not None:
-        settings += [("rotary amplitude", layer.rotary.amplitude), ("rotary frequency", float(layer.rotary.frequencies.sum()))]
+        settings += [
+            ("rotary amplitude", layer.rotary.amplitude),
+            ("rotary frequency", float(layer.rotary.frequencies.sum())),
+        ]
     for name, value in settings:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise LocaterError(f"{weights.where}: {layer.name} has the {name} {value!r:.40}: {remedy(weights)}")
     if layer.heads % layer.kv_heads:
-        raise LocaterError(f"{weights.where}: {layer.name} has {layer.heads} heads for {layer.kv_heads} key heads: {remedy(weights)}")
+        raise LocaterError(
+            f"{weights.where}: {layer.name} has {layer.heads} heads for {layer.kv_heads} key heads: {remedy(weights)}"
+        )
 
 
 def expect_layers(weights: Weights, found: int, config: Mapping[str, Any], *keys: str) -> None:
     """Refuse a checkpoint with another number of layers than its configuration."""
     want = integer(config, weights, *keys)
     if found != want:
-        raise LocaterError(f"{weights.where}: holds {found} attention layers but the configuration says {want} ({keys[0]})")
+        raise LocaterError(
+            f"{weights.where}: holds {found} attention layers but the configuration says {want} ({keys[0]})"
+        )

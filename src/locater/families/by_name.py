@@ -11,7 +11,9 @@ from locater.families.build import matrix, optional
 from locater.families.layer import AttentionLayer
 
 
-def layers_by_name(weights: Weights, query: str, key: str, heads: int, kv_heads: int | None = None) -> Iterator[AttentionLayer]:
+def layers_by_name(
+    weights: Weights, query: str, key: str, heads: int, kv_heads: int | None = None
+) -> Iterator[AttentionLayer]:
     """Layers from patterns such as `blocks.*.attn.wq.weight`; `*` stands for the same text in both.
 
     Weights are taken as (heads x head_dim, width), the layout of nn.Linear. Key heads are counted from the rows.
@@ -21,9 +23,14 @@ def layers_by_name(weights: Weights, query: str, key: str, heads: int, kv_heads:
         if where not in keys:
             raise LocaterError(f"{weights.where}: {q_name} has no partner that matches --key {key!r}")
         k_name = keys[where]
-        q, k = (matrix(weights, name, optional(weights, f"{name.removesuffix('.weight')}.bias")) for name in (q_name, k_name))
+        q, k = (
+            matrix(weights, name, optional(weights, f"{name.removesuffix('.weight')}.bias"))
+            for name in (q_name, k_name)
+        )
         if q.shape[0] % heads:
-            raise LocaterError(f"{weights.where}: {q_name} has {q.shape[0]} rows, which {heads} heads do not divide: change --heads")
+            raise LocaterError(
+                f"{weights.where}: {q_name} has {q.shape[0]} rows, which {heads} heads do not divide: change --heads"
+            )
         head_dim = q.shape[0] // heads
         groups = kv_heads or k.shape[0] // head_dim
         if groups == 0 or groups * head_dim != k.shape[0] or heads % groups or q.shape[1] != k.shape[1]:
@@ -48,6 +55,11 @@ def _matches(weights: Weights, pattern: str, option: str) -> dict[tuple[str, ...
 def examples(weights: Weights, most: int = 6) -> str:
     """Some matrices of the source, the likeliest first, layer numbers folded: for error messages."""
     folded = {re.sub(r"\.\d+\.", ".*.", n): weights.shape(n) for n in weights.names() if len(weights.shape(n)) == 2}
-    likely = sorted(folded, key=lambda n: (not re.search(r"(^|[._])(q|k|w[qk]|query|key|qkv|q_proj|k_proj|attn|attention)([._]|$)", n), n))
+    likely = sorted(
+        folded,
+        key=lambda n: (not re.search(r"(^|[._])(q|k|w[qk]|query|key|qkv|q_proj|k_proj|attn|attention)([._]|$)", n), n),
+    )
     shown = [f"{name} {list(folded[name])}" for name in likely[:most]]
-    return ", ".join(shown) + (f" and {len(folded) - most} more" if len(folded) > most else "") if shown else "no matrices"
+    return (
+        ", ".join(shown) + (f" and {len(folded) - most} more" if len(folded) > most else "") if shown else "no matrices"
+    )

@@ -1,4 +1,6 @@
-"""CLIP: a causal text tower and a vision tower, each a pre-norm encoder with settings of its own; both, or one alone."""
+"""CLIP: a causal text tower and a vision tower, each a pre-norm encoder with settings of its own; both, or one
+alone.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,26 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 
 
 def towers(weights: Weights, config: Config, text: Config, vision: Config) -> Iterator[tuple[str, str, Config]]:
-    """(text or vision, pattern of its tensors' prefix, settings) of every tower that is there; `text` and `vision` are defaults."""
+    """(text or vision, pattern of its tensors' prefix, settings) of every tower that is there; `text` and `vision` are
+    defaults.
+    """
     single = re.fullmatch(r".+_(text|vision)_model", config["model_type"])
     if single:
         yield single[1], r"(.*\.)?", {**(text if single[1] == "text" else vision), **config}
         return
-    pairs = [(name, rf"(.*\.)?{name}_model\.", sub_config(config, name, held)) for name, held in (("text", text), ("vision", vision))]
+    pairs = [
+        (name, rf"(.*\.)?{name}_model\.", sub_config(config, name, held))
+        for name, held in (("text", text), ("vision", vision))
+    ]
     there = [pair for pair in pairs if any(re.match(pair[1] + PATTERN, tensor) for tensor in weights.names())]
-    yield from there or pairs  # a model for classification has one tower; where there is none, reading the first says so
+    # a model for classification has one tower; where there is none, reading the first says so
+    yield from there or pairs
 
 
 def sub_config(config: Config, name: str, defaults: Config) -> Config:
-    """Settings of one tower. Where an old file has `text_config_dict` as well as `text_config`, the former rules, whole."""
+    """Settings of one tower. Where an old file has `text_config_dict` as well as `text_config`, the former rules,
+    whole.
+    """
     held: dict[str, Any] | None = config.get(f"{name}_config_dict")
     return {**defaults, **((config.get(f"{name}_config") or {}) if held is None else held)}
 
@@ -50,7 +60,13 @@ def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) ->
         stem = f"{block}.self_attn"
         query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")
         for name, got in (("q", query), ("k", key)):
-            expect(weights, f"{stem}.{name}_proj.weight", got.shape, (heads * head_dim, width), "num_attention_heads, hidden_size")
+            expect(
+                weights,
+                f"{stem}.{name}_proj.weight",
+                got.shape,
+                (heads * head_dim, width),
+                "num_attention_heads, hidden_size",
+            )
         yield AttentionLayer(
             name=stem,
             index=index,

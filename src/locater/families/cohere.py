@@ -1,6 +1,7 @@
 """Cohere Command R, R+ and R7B: LayerNorm without bias, rotary positions on neighbouring channels.
 
-R+ normalises queries and keys with gains of each head's own. R7B (cohere2) slides a window, and turns channels only there.
+R+ normalises queries and keys with gains of each head's own. R7B (cohere2) slides a window, and turns channels only
+there.
 """
 
 from __future__ import annotations
@@ -43,5 +44,7 @@ def _normed(whole: Projection, inner: Norm, before: Norm, heads: int, order: lis
 
 def _window(config: Config, index: int) -> int | None:
     types = config.get("layer_types")
-    sliding = types[index] == "sliding_attention" if types else (index + 1) % (config.get("sliding_window_pattern") or 4)
+    sliding = (
+        types[index] == "sliding_attention" if types else (index + 1) % (config.get("sliding_window_pattern") or 4)
+    )
     return config.get("sliding_window", 4096) if sliding else None

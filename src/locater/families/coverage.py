@@ -1,8 +1,9 @@
 """What looks like attention in a source, so that no part of a model is read as the whole of it.
 
-A reader knows the attention that it knows. The rest of a model, a second tower or layers of another kind, would be left out without
-a word. So the modules that look like attention are found once more here, by the names of their tensors (a query map beside a key map,
-or one map for both) and, in a live model, by their class; those that no layer stands for are named.
+A reader knows the attention that it knows. The rest of a model, a second tower or layers of another kind, would be left
+out without a word. So the modules that look like attention are found once more here, by the names of their tensors (a
+query map beside a key map, or one map for both) and, in a live model, by their class; those that no layer stands for
+are named.
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ def attention_like(weights: Weights) -> list[str]:
 
 
 def unread(weights: Weights, read: Iterable[str], deep: int | None = None) -> list[str]:
-    """Those of `attention_like` that none of the paths `read` stands for: the same module, a part of it, or one that holds it.
+    """Those of `attention_like` that none of the paths `read` stands for: the same module, a part of it, or one that
+    holds it.
 
-    Checkpoints may hold layers beyond the number `deep` that their configuration says, which predict further tokens and which the
-    model does not run: they are not counted.
+    Checkpoints may hold layers beyond the number `deep` that their configuration says, which predict further tokens and
+    which the model does not run: they are not counted.
     """
     read = set(read)
     if "" in read:
         return []
     above = {path[:at] for path in read for at in _ends(path)}  # every path on the way to what was read, itself too
-    stays = [path for path in attention_like(weights) if path not in above and not any(path[:at] in read for at in _ends(path))]
+    stays = [
+        path
+        for path in attention_like(weights)
+        if path not in above and not any(path[:at] in read for at in _ends(path))
+    ]
     if isinstance(weights, ModuleWeights):  # one module under two names is one module
         modules = weights.modules()
         known = {id(modules.get(path)) for path in read}
@@ -81,7 +87,9 @@ def _by_tensors(weights: Weights) -> Iterator[str]:
 
 @lru_cache(maxsize=1 << 16)
 def _places(name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(path of the attention that a tensor may belong to, names of which one must be there too); a fused map needs none."""
+    """(path of the attention that a tensor may belong to, names of which one must be there too); a fused map needs
+    none.
+    """
     found: list[tuple[str, tuple[str, ...]]] = []
     parts = name.split(".")
     for at, part in enumerate(parts):
@@ -100,7 +108,9 @@ def _cased(word: str, like: str) -> str:
 
 
 def _by_class(weights: ModuleWeights, known: Collection[str]) -> Iterator[str]:
-    """Modules called attention that have a number of heads and two maps or more, unless they hold one of those `known`."""
+    """Modules called attention that have a number of heads and two maps or more, unless they hold one of those
+    `known`.
+    """
     above = {path[:at] for path in known for at in _ends(path)}
     for path, module in weights.modules().items():
         if path not in above and NAMED_SO.search(type(module).__name__) and _has_heads(module) and _maps(module) > 1:

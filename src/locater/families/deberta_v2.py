@@ -64,7 +64,13 @@ def _code(weights: Weights, config: Config, encoder: str, width: int) -> Callabl
         farthest = integer(config, weights, "max_position_embeddings")
     buckets = config.get("position_buckets", -1)
     span = buckets if buckets > 0 else farthest
-    expect(weights, table, shape_of(weights, table), (2 * span, width), "2 x position_buckets or max_relative_positions, hidden_size")
+    expect(
+        weights,
+        table,
+        shape_of(weights, table),
+        (2 * span, width),
+        "2 x position_buckets or max_relative_positions, hidden_size",
+    )
     normed = "layer_norm" in _listed(config.get("norm_rel_ebd", "none"))
     after = norm(weights, f"{encoder}LayerNorm", "layer", config.get("layer_norm_eps", 1e-7)) if normed else Norm()
 
@@ -77,7 +83,9 @@ def _code(weights: Weights, config: Config, encoder: str, width: int) -> Callabl
 
 
 def bucket(distances: Tensor, buckets: int, farthest: int) -> Tensor:
-    """Near distances exactly, those beyond half the buckets by logarithm up to `farthest`; float32 as in the model, for equal rounding."""
+    """Near distances exactly, those beyond half the buckets by logarithm up to `farthest`; float32 as in the model, for
+    equal rounding.
+    """
     half = buckets // 2
     reach = torch.log(torch.tensor((farthest - 1) / half, device=distances.device))
     far = (torch.log(distances.abs().clamp_min(1) / half) / reach * (half - 1)).ceil() + half

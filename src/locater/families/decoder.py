@@ -18,7 +18,13 @@ PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight
 
 
 def decoder_layers(
-    weights: Weights, config: Config, *, gain_offset: float = 0.0, pattern: str = PATTERN, out: str = "o_proj", normed: bool = True
+    weights: Weights,
+    config: Config,
+    *,
+    gain_offset: float = 0.0,
+    pattern: str = PATTERN,
+    out: str = "o_proj",
+    normed: bool = True,
 ) -> Iterator[AttentionLayer]:
     """Layers with the configuration's own defaults: scale 1/sqrt(head_dim), causal, no window."""
     heads = integer(config, weights, "num_attention_heads")
@@ -31,8 +37,20 @@ def decoder_layers(
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
         query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")
-        expect(weights, f"{stem}.q_proj.weight", query.shape, (heads * head_dim, width), "num_attention_heads x head_dim, hidden_size")
-        expect(weights, f"{stem}.k_proj.weight", key.shape, (kv_heads * head_dim, width), "num_key_value_heads x head_dim, hidden_size")
+        expect(
+            weights,
+            f"{stem}.q_proj.weight",
+            query.shape,
+            (heads * head_dim, width),
+            "num_attention_heads x head_dim, hidden_size",
+        )
+        expect(
+            weights,
+            f"{stem}.k_proj.weight",
+            key.shape,
+            (kv_heads * head_dim, width),
+            "num_key_value_heads x head_dim, hidden_size",
+        )
         yield AttentionLayer(
             name=stem,
             index=index,
@@ -44,7 +62,9 @@ def decoder_layers(
             value=projection(weights, f"{stem}.v_proj"),
             out=projection(weights, f"{stem}.{out}"),
             scale=head_dim**-0.5,
-            norm=norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset) if normed else Norm(),
+            norm=norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6), gain_offset)
+            if normed
+            else Norm(),
             rotary=rotary_from_config(config, head_dim),
             causal=True,
         )

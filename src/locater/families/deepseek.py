@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 (latent attention): queries and keys pass a narrow normalised latent; rotary channels, shared by all
-heads in the keys, come on top. They stand last in a head on disk and first here, where `Rotary` expects them.
+"""DeepSeek V2 and V3 (latent attention): queries and keys pass a narrow normalised latent; rotary channels, shared by
+all heads in the keys, come on top. They stand last in a head on disk and first here, where `Rotary` expects them.
 
 The norms on the latents keep their own eps: the configuration's is that of the norms on the stream.
 """
@@ -74,7 +74,13 @@ def _query(weights: Weights, config: Config, stem: str, before: Norm, sizes: _Si
     wide = projection(weights, last)
     head_dim = sizes.still + sizes.turning
     width = config.get("q_lora_rank") or 1536 if narrow else sizes.width
-    expect(weights, f"{last}.weight", wide.shape, (sizes.heads * head_dim, width), "num_attention_heads x head size, width or q_lora_rank")
+    expect(
+        weights,
+        f"{last}.weight",
+        wide.shape,
+        (sizes.heads * head_dim, width),
+        "num_attention_heads x head size, width or q_lora_rank",
+    )
     order = [*(sizes.still + i for i in _turning_order(config, sizes.turning)), *range(sizes.still)]
     wide = within_heads(wide, sizes.heads, order)
     if not narrow:
@@ -83,10 +89,16 @@ def _query(weights: Weights, config: Config, stem: str, before: Norm, sizes: _Si
     return normed(projection(weights, f"{stem}.q_a_proj"), inner, before, up=wide)
 
 
-def _key_and_value(weights: Weights, config: Config, stem: str, before: Norm, sizes: _Sizes) -> tuple[Projection, Projection]:
+def _key_and_value(
+    weights: Weights, config: Config, stem: str, before: Norm, sizes: _Sizes
+) -> tuple[Projection, Projection]:
     both, whole = f"{stem}.kv_a_proj_with_mqa", projection(weights, f"{stem}.kv_a_proj_with_mqa")
     expect(
-        weights, f"{both}.weight", whole.shape, (sizes.rank + sizes.turning, sizes.width), "kv_lora_rank + qk_rope_head_dim, hidden_size"
+        weights,
+        f"{both}.weight",
+        whole.shape,
+        (sizes.rank + sizes.turning, sizes.width),
+        "kv_lora_rank + qk_rope_head_dim, hidden_size",
     )
     shape = (sizes.heads * (sizes.still + sizes.value), sizes.rank)
     why = "num_attention_heads x (qk_nope_head_dim + v_head_dim), kv_lora_rank"
@@ -95,9 +107,13 @@ def _key_and_value(weights: Weights, config: Config, stem: str, before: Norm, si
     shared = projection(weights, both, [(sizes.rank, sizes.rank + sizes.turning)])
     shared = within_heads(shared, 1, _turning_order(config, sizes.turning))
     inner = norm(weights, f"{stem}.kv_a_layernorm", "rms", LATENT_EPS)
-    keys: Rows = [(h * (sizes.still + sizes.value), h * (sizes.still + sizes.value) + sizes.still) for h in range(sizes.heads)]
+    keys: Rows = [
+        (h * (sizes.still + sizes.value), h * (sizes.still + sizes.value) + sizes.still) for h in range(sizes.heads)
+    ]
     values: Rows = [(end, end + sizes.value) for _, end in keys]
-    key = normed(down, inner, before, up=projection(weights, f"{stem}.kv_b_proj", keys), shared=shared, heads=sizes.heads)
+    key = normed(
+        down, inner, before, up=projection(weights, f"{stem}.kv_b_proj", keys), shared=shared, heads=sizes.heads
+    )
     return key, normed(down, inner, before, up=projection(weights, f"{stem}.kv_b_proj", values))
 
 

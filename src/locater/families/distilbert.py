@@ -1,4 +1,6 @@
-"""DistilBERT: BERT's layers under other names, in its tensors and in its configuration; the norms' eps is fixed in the code."""
+"""DistilBERT: BERT's layers under other names, in its tensors and in its configuration; the norms' eps is fixed in the
+code.
+"""
 
 from __future__ import annotations
 

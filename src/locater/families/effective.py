@@ -1,4 +1,5 @@
-"""The effective maps: what acts on the standardised residual stream z, once norms are folded in. docs/theory.md section 2.
+"""The effective maps: what acts on the standardised residual stream z, once norms are folded in. docs/theory.md section
+2.
 
     z -> gain * z + bias -> W_Q . + b_q -> (query norm) -> (rotation)
 
@@ -47,7 +48,9 @@ class Effective:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Mean and covariance of what a layer reads, after the norm in front of it; `memory` is what the keys of cross-attention read."""
+    """Mean and covariance of what a layer reads, after the norm in front of it; `memory` is what the keys of
+    cross-attention read.
+    """
 
     mean: Float[Tensor, " d"]
     covariance: Float[Tensor, "d d"]
@@ -57,8 +60,8 @@ class Tokens:
 def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = None) -> Effective:
     """Fold a layer's norms into its query and key maps; `raw` takes the parameters as stored, without biases.
 
-    With measured `tokens` the stream is mean + R z with R R^T its covariance, in place of gain * z + bias: the same folding with
-    another affine map, after which traces are those of W C and norms those of C^(1/2) W C^(1/2).
+    With measured `tokens` the stream is mean + R z with R R^T its covariance, in place of gain * z + bias: the same
+    folding with another affine map, after which traces are those of W C and norms those of C^(1/2) W C^(1/2).
     """
     cross = layer.kind == "cross"
     if raw:
@@ -140,8 +143,11 @@ def centred(x: Tensor, norm: Norm) -> Tensor:
 
 
 def mean_field_gain(weight: Tensor, shift: Tensor, norm: Norm) -> Tensor:
-    """What the norm multiplies (centred) queries or keys by, in mean field: (heads, head_dim), or (heads, 1) without a gain."""
+    """What the norm multiplies (centred) queries or keys by, in mean field: (heads, head_dim), or (heads, 1) without a
+    gain.
+    """
     energy = weight.square().sum((1, 2)) + shift.square().sum(-1)
     factor = math.sqrt(weight.shape[1]) * torch.rsqrt(energy.clamp_min(torch.finfo(weight.dtype).tiny))
-    factor = torch.where(energy.isinf(), torch.nan, factor)  # 1 / sqrt(inf) would make a head of zeros of weights that are too large
+    # 1 / sqrt(inf) would make a head of zeros of weights that are too large
+    factor = torch.where(energy.isinf(), torch.nan, factor)
     return factor[:, None] if norm.gain is None else factor[:, None] * norm.gain.to(weight)

@@ -45,7 +45,10 @@ def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -
         raise LocaterError(
             f"{weights.where}: position_embedding_type {config['position_embedding_type']!r} is not supported, only 'absolute'"
         )
-    heads, width = integer(config, weights, "num_attention_heads", "n_heads"), integer(config, weights, "hidden_size", "dim")
+    heads, width = (
+        integer(config, weights, "num_attention_heads", "n_heads"),
+        integer(config, weights, "hidden_size", "dim"),
+    )
     head_dim = width // heads
     pattern = rf"(?P<prefix>(.*\.)?){re.escape(names.stack)}\.(?P<layer>\d+)\.{re.escape(names.query)}\.weight"
     found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
@@ -55,7 +58,13 @@ def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -
         block = f"{stack}.{index}"
         query, key = projection(weights, f"{block}.{names.query}"), projection(weights, f"{block}.{names.key}")
         for name, got in ((names.query, query), (names.key, key)):
-            expect(weights, f"{block}.{name}.weight", got.shape, (heads * head_dim, width), "num_attention_heads x head_dim, hidden_size")
+            expect(
+                weights,
+                f"{block}.{name}.weight",
+                got.shape,
+                (heads * head_dim, width),
+                "num_attention_heads x head_dim, hidden_size",
+            )
         yield AttentionLayer(
             name=f"{block}.{names.query.rpartition('.')[0]}",
             index=index,
@@ -67,5 +76,10 @@ def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -
             value=projection(weights, f"{block}.{names.value}"),
             out=projection(weights, f"{block}.{names.out}"),
             scale=head_dim**-0.5,
-            norm=norm(weights, f"{stack}.{index - 1}.{names.last_norm}" if index else f"{prefix}embeddings.LayerNorm", "layer", eps),
+            norm=norm(
+                weights,
+                f"{stack}.{index - 1}.{names.last_norm}" if index else f"{prefix}embeddings.LayerNorm",
+                "layer",
+                eps,
+            ),
         )

@@ -1,4 +1,5 @@
-"""The shape that Whisper and BART share: separate q, k, v and o maps, LayerNorm, `self_attn` in both stacks, `encoder_attn` between.
+"""The shape that Whisper and BART share: separate q, k, v and o maps, LayerNorm, `self_attn` in both stacks,
+`encoder_attn` between.
 
 Not a family: families say whether norms come before a step (Whisper) or after it (BART).
 """
@@ -30,14 +31,22 @@ def encoder_decoder_layers(weights: Weights, config: Config, *, norm_first: bool
                 yield _layer(weights, config, stack, index, side, "cross", norm_first)
 
 
-def _layer(weights: Weights, config: Config, stack: str, index: int, side: str, kind: Kind, norm_first: bool) -> AttentionLayer:
+def _layer(
+    weights: Weights, config: Config, stack: str, index: int, side: str, kind: Kind, norm_first: bool
+) -> AttentionLayer:
     heads, width = integer(config, weights, f"{side}_attention_heads"), integer(config, weights, "d_model")
     block = f"{stack}layers.{index}"
     stem = f"{block}.{'encoder_attn' if kind == 'cross' else 'self_attn'}"
     head_dim = width // heads
     query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")
     for name, found in (("q", query), ("k", key)):
-        expect(weights, f"{stem}.{name}_proj.weight", found.shape, (heads * head_dim, width), f"{side}_attention_heads, d_model")
+        expect(
+            weights,
+            f"{stem}.{name}_proj.weight",
+            found.shape,
+            (heads * head_dim, width),
+            f"{side}_attention_heads, d_model",
+        )
     if norm_first:
         before = f"{stem}_layer_norm"
     elif kind == "cross":

@@ -26,7 +26,8 @@ PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_valu
 
 @dataclass(frozen=True)
 class RoundedAlibi(Alibi):
-    """scale * (slope * key position, rounded to bfloat16, less slope * query position): a staircase of -slope * distance.
+    """scale * (slope * key position, rounded to bfloat16, less slope * query position): a staircase of -slope *
+    distance.
 
     The steps depend on the key's own position, counted from the first real token.
     """
@@ -50,7 +51,13 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         block = f"{prefix}h.{index}"
         stem = f"{block}.self_attention"
         rows = (heads + 2 * kv_heads) * head_dim
-        expect(weights, name, shape_of(weights, name), (rows, width), "(query heads + 2 x key heads) x head size, hidden_size")
+        expect(
+            weights,
+            name,
+            shape_of(weights, name),
+            (rows, width),
+            "(query heads + 2 x key heads) x head size, hidden_size",
+        )
         q, k, v = (projection(weights, f"{stem}.query_key_value", rows) for rows in grouped(heads, kv_heads, head_dim))
         own = f"{block}.ln_attn"  # where attention and MLP run side by side each may have a norm of its own
         before = own if f"{own}.weight" in weights.names() else f"{block}.input_layernorm"

@@ -1,9 +1,10 @@
 """The effective maps of a live model, layers alike folded together, found once and replayed at each call.
 
-To find the heads takes names, patterns and a configuration, and to fold each layer apart takes a dozen small operations: milliseconds
-for a model of twelve layers, and as much again on a GPU that waits for them to be launched. So the operations that lead from the
-tensors to each layer's maps are recorded once, without data. Layers whose operations are the same are stacked and folded as one from
-then on, with the tensors as they are at that moment. What cannot be recorded can still be folded layer by layer.
+To find the heads takes names, patterns and a configuration, and to fold each layer apart takes a dozen small
+operations: milliseconds for a model of twelve layers, and as much again on a GPU that waits for them to be launched. So
+the operations that lead from the tensors to each layer's maps are recorded once, without data. Layers whose operations
+are the same are stacked and folded as one from then on, with the tensors as they are at that moment. What cannot be
+recorded can still be folded layer by layer.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ class Stack:
     scales: list[float]
     kv_heads: int
     cross: bool
-    fold: Callable[..., tuple[Tensor, Tensor, Tensor]]  # stacked tensors -> queries (L, H, h, d), keys (L, K, h, d), key terms (L, H, d)
+    # stacked tensors -> queries (L, H, h, d), keys (L, K, h, d), key terms (L, H, d)
+    fold: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Spectra:
-    """Of the stacked layers numbered `layers`, on their device: what logits over unit tokens are made of, before the scale."""
+    """Of the stacked layers numbered `layers`, on their device: what logits over unit tokens are made of, before the
+    scale.
+    """
 
     layers: list[int]
     scales: list[float]
@@ -129,7 +133,9 @@ class FoldedStacks:
     @torch.no_grad()
     def _record(self) -> None:
         if any(is_a(part, "peft.utils.other", "ModulesToSaveWrapper") for part in self.model.modules()):
-            raise LocaterError(f"{type(self.model).__name__}: which copy of a module is in use may change, so it cannot be recorded")
+            raise LocaterError(
+                f"{type(self.model).__name__}: which copy of a module is in use may change, so it cannot be recorded"
+            )
         self._weights = weights = _Shapes(self.model)
         with weights.mode:
             list(self._fold())
@@ -154,7 +160,9 @@ class FoldedStacks:
 
 
 class _ChangedError(Exception):
-    """A tensor has moved or has another shape, or a module has come between, such as an adapter: the operations may be others."""
+    """A tensor has moved or has another shape, or a module has come between, such as an adapter: the operations may be
+    others.
+    """
 
 
 class _Shapes(Recorder):
@@ -181,7 +189,12 @@ def _kind(x: Tensor) -> Any:
 
 def _edges(model: nn.Module, wanted: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, child) on the way from the model to these modules."""
-    above = {child: (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is not None}
+    above = {
+        child: (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None
+    }
     found: dict[nn.Module, tuple[nn.Module, str, nn.Module]] = {}
     for module in wanted:
         while module is not model and module not in found:
@@ -211,7 +224,8 @@ def _stacks(whole: fx.GraphModule, layers: list[int], names: list[str], made: li
             fold = make_fx(one, tracing_mode="fake")(*(torch.stack([x] * len(part)) for x in read))
             for name in {str(node.target) for node in fold.graph.nodes if node.op == "get_attr"}:
                 held = getattr(fold, name)
-                setattr(fold, name, held.to(read[0].device) if held.ndim else held)  # an order of rows that is elsewhere makes a GPU wait
+                # an order of rows that is elsewhere makes a GPU wait
+                setattr(fold, name, held.to(read[0].device) if held.ndim else held)
             yield Stack(
                 [layer for layer, *_ in part],
                 [[inputs[node] for node in nodes if node.op == "placeholder"] for _, _, nodes, _ in part],
@@ -223,7 +237,9 @@ def _stacks(whole: fx.GraphModule, layers: list[int], names: list[str], made: li
 
 
 def _leading_to(ends: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that these depend on and themselves, each after those it needs; in an order that does not know who else reads them."""
+    """The nodes that these depend on and themselves, each after those it needs; in an order that does not know who else
+    reads them.
+    """
     found: dict[fx.Node, None] = {}
     left = [(node, False) for node in reversed(ends)]
     while left:

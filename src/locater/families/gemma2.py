@@ -1,4 +1,6 @@
-"""Gemma 2: gains stored as w for 1 + w, soft-capped logits, a query scale of its own, every other layer slides a window."""
+"""Gemma 2: gains stored as w for 1 + w, soft-capped logits, a query scale of its own, every other layer slides a
+window.
+"""
 
 from __future__ import annotations
 

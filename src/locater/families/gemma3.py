@@ -1,7 +1,7 @@
 """Gemma 3: gains stored as w for 1 + w, normalised queries and keys, five sliding layers to one full, two rotary bases.
 
-The model that also sees images holds a SigLIP vision tower, read last. Its text tower lets the tokens of one image look at each
-other both ways, which depends on the input: `causal` here is what text gets.
+The model that also sees images holds a SigLIP vision tower, read last. Its text tower lets the tokens of one image look
+at each other both ways, which depends on the input: `causal` here is what text gets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from locater.families.rotary import Rotary, rotary_from_config
 from locater.families.siglip import TOWER
 
 MODEL_TYPES = ("gemma3_text", "gemma3")
-PATTERN = r"(?P<prefix>((?!.*vision).*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"  # a vision tower is not this family
+# a vision tower is not this family
+PATTERN = r"(?P<prefix>((?!.*vision).*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -30,7 +31,13 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 
 
 def _text_layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    smallest = {"hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    smallest = {
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    }
     config = {**smallest, **config}
     eps = config.get("rms_norm_eps", 1e-6)
     both_ways = bool(config.get("use_bidirectional_attention"))

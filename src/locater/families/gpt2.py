@@ -1,4 +1,6 @@
-"""GPT-2: queries, keys and values fused in one transposed map (Conv1D), LayerNorm in front, learned absolute positions."""
+"""GPT-2: queries, keys and values fused in one transposed map (Conv1D), LayerNorm in front, learned absolute
+positions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""GPT-NeoX and Pythia: one fused map whose rows are ordered head by head (q, k, v of head 0, then of head 1), partial rotary."""
+"""GPT-NeoX and Pythia: one fused map whose rows are ordered head by head (q, k, v of head 0, then of head 1), partial
+rotary.
+"""
 
 from __future__ import annotations
 

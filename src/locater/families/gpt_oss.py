@@ -1,4 +1,6 @@
-"""gpt-oss: a learned sink per head joins every softmax, biases everywhere, yarn rotary positions, every other layer slides a window."""
+"""gpt-oss: a learned sink per head joins every softmax, biases everywhere, yarn rotary positions, every other layer
+slides a window.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""GPT-J: rotary positions turn neighbouring channels, so rows of queries and keys are read in half layout; LayerNorm in front."""
+"""GPT-J: rotary positions turn neighbouring channels, so rows of queries and keys are read in half layout; LayerNorm in
+front.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,17 @@ PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.q_proj\.weight"
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    heads, width = integer(config, weights, "n_head", "num_attention_heads"), integer(config, weights, "n_embd", "hidden_size")
+    heads, width = (
+        integer(config, weights, "n_head", "num_attention_heads"),
+        integer(config, weights, "n_embd", "hidden_size"),
+    )
     head_dim = width // heads
     turning = config.get("rotary_dim", 64)
     turning = head_dim if turning is None else turning  # null: all channels turn
     if turning > head_dim:
-        raise LocaterError(f"{weights.where}: the configuration turns {turning} channels (rotary_dim) of heads that have {head_dim}")
+        raise LocaterError(
+            f"{weights.where}: the configuration turns {turning} channels (rotary_dim) of heads that have {head_dim}"
+        )
     order = [*halves(turning), *range(turning, head_dim)]
     found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
     expect_layers(weights, len(found), config, "n_layer", "num_hidden_layers")

@@ -1,8 +1,8 @@
 """`AttentionLayer`: everything about one attention layer that decides its logits and its output, in one record.
 
-Axes: B batch, T queries, S keys, H query heads, K key heads, h head size, d width.
-`x` is the residual stream as it enters the norm in front of attention (for a post-norm model, the norm that produced the
-layer's input). With `normalized=True`, `x` is the standardised stream z, before gain and bias: the theory's unit token.
+Axes: B batch, T queries, S keys, H query heads, K key heads, h head size, d width. `x` is the residual stream as it
+enters the norm in front of attention (for a post-norm model, the norm that produced the layer's input). With
+`normalized=True`, `x` is the standardised stream z, before gain and bias: the theory's unit token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from locater.families.relative import RelativeTerms
 from locater.families.rotary import Rotary
 
 Kind = Literal["self", "cross"]
-# (weight (blocks, rows, d), the projection it is of) -> (what acts on unit tokens (blocks, rows, d), the constant part (blocks, rows))
+# (weight (blocks, rows, d), the projection it is of) -> (what acts on unit tokens (blocks, rows, d), the constant part
+# (blocks, rows))
 Fold = Callable[[Tensor, "Projection"], tuple[Tensor, Tensor]]
 
 
@@ -38,7 +39,9 @@ class Projection:
         return torch.nn.functional.linear(x, self.weight().to(x), None if self.bias is None else self.bias.to(x))
 
     def linear(self, fold: Fold) -> Projection:
-        """The linear map that stands for this one on tokens that `fold` folds in; only a map with a norm inside asks."""
+        """The linear map that stands for this one on tokens that `fold` folds in; only a map with a norm inside
+        asks.
+        """
         return self
 
 
@@ -83,15 +86,21 @@ class AttentionLayer:
         """Query heads per key head; query head h uses key head h // group."""
         return self.heads // self.kv_heads
 
-    def queries(self, x: Float[Tensor, "B T d"], positions: Tensor | None = None, normalized: bool = False) -> Float[Tensor, "B H T h"]:
+    def queries(
+        self, x: Float[Tensor, "B T d"], positions: Tensor | None = None, normalized: bool = False
+    ) -> Float[Tensor, "B H T h"]:
         """Queries as they meet the keys: after norm, bias, query norm and rotation, before the scale."""
         norm = self.norm.affine if normalized else self.norm
         return self._placed(self._heads(self.query(norm(x)), self.heads), self.query_norm, positions)
 
-    def keys(self, x: Float[Tensor, "B S d"], positions: Tensor | None = None, normalized: bool = False) -> Float[Tensor, "B K S h"]:
+    def keys(
+        self, x: Float[Tensor, "B S d"], positions: Tensor | None = None, normalized: bool = False
+    ) -> Float[Tensor, "B K S h"]:
         """Keys as the queries meet them; one per key head, not repeated for its group."""
         norm = self.key_side_norm
-        return self._placed(self._heads(self.key((norm.affine if normalized else norm)(x)), self.kv_heads), self.key_norm, positions)
+        return self._placed(
+            self._heads(self.key((norm.affine if normalized else norm)(x)), self.kv_heads), self.key_norm, positions
+        )
 
     def logits(
         self,
@@ -154,7 +163,9 @@ class AttentionLayer:
     ) -> Float[Tensor, "B T d"]:
         """What the layer adds to the residual stream: attention, values, output projection."""
         if self.value is None or self.out is None:
-            raise LocaterError(f"{self.name}: its value and output maps are not known, so its output cannot be computed")
+            raise LocaterError(
+                f"{self.name}: its value and output maps are not known, so its output cannot be computed"
+            )
         weights = self.attention(x, x_k, padding=padding, normalized=normalized)
         norm = self.key_side_norm
         source = x if x_k is None else x_k

@@ -13,7 +13,8 @@ from locater.families.encoder import Names, encoder_layers
 from locater.families.layer import AttentionLayer
 
 MODEL_TYPES = ("mpnet",)
-BUCKETS = 32  # the model's code uses these many whatever relative_attention_num_buckets says: further rows are never read
+# the model's code uses these many whatever relative_attention_num_buckets says: further rows are never read
+BUCKETS = 32
 NAMES = Names(
     "encoder.layer",
     "attention.attn.q",
@@ -28,5 +29,11 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for layer in encoder_layers(weights, config, NAMES, config.get("layer_norm_eps", 1e-12)):
         table = f"{layer.name.removesuffix(f'layer.{layer.index}.attention.attn')}relative_attention_bias.weight"
         rows = config.get("relative_attention_num_buckets", BUCKETS)
-        expect(weights, table, shape_of(weights, table), (rows, layer.heads), "relative_attention_num_buckets, num_attention_heads")
+        expect(
+            weights,
+            table,
+            shape_of(weights, table),
+            (rows, layer.heads),
+            "relative_attention_num_buckets, num_attention_heads",
+        )
         yield replace(layer, bias=RelativeBias(weights.read(table, [(0, BUCKETS)]), both_ways=True))

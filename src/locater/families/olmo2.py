@@ -1,4 +1,6 @@
-"""OLMo 2 and 3: queries and keys are normalised over all heads at once, and the stream enters attention without a norm."""
+"""OLMo 2 and 3: queries and keys are normalised over all heads at once, and the stream enters attention without a
+norm.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def _windowed(layer: AttentionLayer, config: Config) -> AttentionLayer:
     types = config.get("layer_types")
     kind = types[layer.index] if types else "sliding_attention" if (layer.index + 1) % 4 else "full_attention"
     config = {"rope_theta": 500_000.0, **config}
-    if kind == "sliding_attention" and not config.get("rope_parameters"):  # older configurations: only full layers are extended
+    # older configurations: only full layers are extended
+    if kind == "sliding_attention" and not config.get("rope_parameters"):
         config = {**config, "rope_scaling": None}
     return replace(
         layer,

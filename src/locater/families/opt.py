@@ -1,4 +1,6 @@
-"""OPT: LayerNorm in front of attention, or, in the 350M model, behind the layer before; its eps is not in the configuration."""
+"""OPT: LayerNorm in front of attention, or, in the 350M model, behind the layer before; its eps is not in the
+configuration.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models that `locater train` saves and no other library knows: Llama's blocks that attend by any mechanism, and their variants."""
+"""Models that `locater train` saves and no other library knows: Llama's blocks that attend by any mechanism, and their
+variants.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,24 @@ def is_scanned(attention: str, layers: int) -> bool:
 
 @dataclass(frozen=True)
 class OtherAttention(AttentionLayer):
-    """A layer whose weights are those of another mechanism than softmax; `learned` makes the module of one with parameters."""
+    """A layer whose weights are those of another mechanism than softmax; `learned` makes the module of one with
+    parameters.
+    """
 
     learned: Callable[[], AttentionModule] | None = None
 
-    def attention(self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False) -> Tensor:
+    def attention(
+        self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False
+    ) -> Tensor:
         """Weights as they act, whatever they sum to."""
         q, k, stream = self._operands(x, x_k, normalized)
         if self.learned is None:
             return mechanism(self.mechanism).map(q, k, causal=self.causal, padding=padding)
         return self.learned().to(q.dtype).map(q, k, stream, causal=self.causal, padding=padding)
 
-    def output(self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False) -> Tensor:
+    def output(
+        self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False
+    ) -> Tensor:
         """What the layer gives; of some mechanisms there is more to it than a map of values."""
         if self.learned is None or self.value is None or self.out is None:
             return super().output(x, x_k, padding=padding, normalized=normalized)
@@ -79,7 +87,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             behind = "attention_out_norm" if config["mlp"] == "none" else "mlp_out_norm"
             before = place.sub(f"layers.{layer.index - 1}.{behind}", layer.name)
             layer = replace(layer, norm=norm(weights, before, "rms", EPS))
-        placed = replace(layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None)
+        placed = replace(
+            layer, causal=config["is_causal"], rotary=layer.rotary if config["positions"] == "rotary" else None
+        )
         if config.get("qk_norm"):
             query, key = (norm(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
             placed = replace(placed, query_norm=query, key_norm=key)
@@ -97,14 +107,19 @@ def _attending(layer: AttentionLayer, held: Named, config: Config, weights: Weig
     if held.name == "softmax":
         return layer
     learned = None if held.is_bare else partial(_module, held, config, weights, layer.name, layer.index)
-    return OtherAttention(**{item.name: getattr(layer, item.name) for item in fields(layer)} | {"mechanism": held.name, "learned": learned})
+    return OtherAttention(
+        **{item.name: getattr(layer, item.name) for item in fields(layer)}
+        | {"mechanism": held.name, "learned": learned}
+    )
 
 
 def _module(held: Named, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
     """What a layer has learned, as a module; made when the layer is run, since one that is only read may be traced."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     with torch.device("meta"):
-        made = held.module(width=width, heads=heads, size=width // heads, kv_heads=config["num_key_value_heads"], depth=depth)
+        made = held.module(
+            width=width, heads=heads, size=width // heads, kv_heads=config["num_key_value_heads"], depth=depth
+        )
     read = {part: weights.read(f"{name}.mechanism.{part}").detach() for part in made.state_dict()}
     made.load_state_dict(read, assign=True)
     return made.requires_grad_(False)

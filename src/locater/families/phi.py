@@ -1,4 +1,6 @@
-"""Phi 1, 1.5 and 2: LayerNorm in front, half of the channels turn, biases everywhere, queries and keys may be normalised."""
+"""Phi 1, 1.5 and 2: LayerNorm in front, half of the channels turn, biases everywhere, queries and keys may be
+normalised.
+"""
 
 from __future__ import annotations
 

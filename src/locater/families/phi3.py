@@ -24,7 +24,13 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for prefix, index, name in found:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
-        expect(weights, name, shape_of(weights, name), (ends[3], width), "(query heads + 2 x key heads) x head size, hidden_size")
+        expect(
+            weights,
+            name,
+            shape_of(weights, name),
+            (ends[3], width),
+            "(query heads + 2 x key heads) x head size, hidden_size",
+        )
         parts: list[Rows] = [[(ends[i], ends[i + 1])] for i in range(3)]
         q, k, v = (projection(weights, f"{stem}.qkv_proj", rows) for rows in parts)
         yield AttentionLayer(

@@ -66,23 +66,31 @@ _readers: dict[str, Reader] = {**BUILT_IN, **dict.fromkeys(own.MODEL_TYPES, own.
 def register(model_types: str | Iterable[str], layers: Reader) -> None:
     """Teach Locater an architecture: `layers(weights, config)` yields one `AttentionLayer` per attention layer.
 
-    `model_types` are values of `model_type` in config.json; a name that is taken is replaced. What such a reader leaves out, and what it
-    makes of the configuration, is its own affair: neither is checked. Of the layers that it makes of a checkpoint, gains, biases and
-    numbers are: they have to fit the maps. docs/add-a-family.md.
+    `model_types` are values of `model_type` in config.json; a name that is taken is replaced. What such a reader leaves
+    out, and what it makes of the configuration, is its own affair: neither is checked. Of the layers that it makes of a
+    checkpoint, gains, biases and numbers are: they have to fit the maps. docs/add-a-family.md.
     """
     for model_type in [model_types] if isinstance(model_types, str) else model_types:
         _readers[model_type] = layers
 
 
 def families() -> tuple[str, ...]:
-    """Every `model_type` that can be read: those of docs/families.md, those of `locater train`, and what was registered."""
+    """Every `model_type` that can be read: those of docs/families.md, those of `locater train`, and what was
+    registered.
+    """
     return tuple(sorted(_readers))
 
 
 def attention_layers(
-    source: Source, *, query: str | None = None, key: str | None = None, heads: int | None = None, kv_heads: int | None = None
+    source: Source,
+    *,
+    query: str | None = None,
+    key: str | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
 ) -> list[AttentionLayer]:
-    """Every attention layer of a model or a checkpoint. Maps stay where they are until a layer is used; only gains and biases are read.
+    """Every attention layer of a model or a checkpoint. Maps stay where they are until a layer is used; only gains and
+    biases are read.
 
     >>> from torch import nn
     >>> layers = attention_layers(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -125,7 +133,9 @@ def layers_of(
 
 
 def _read(reader: Reader, weights: Weights, config: Config) -> list[AttentionLayer]:
-    """Families take the values of config.json for what they should be; where one of a checkpoint is not, the file is at fault."""
+    """Families take the values of config.json for what they should be; where one of a checkpoint is not, the file is at
+    fault.
+    """
     on_disk = not isinstance(weights, ModuleWeights)
     try:
         layers = list(reader(weights, config))
@@ -147,7 +157,9 @@ def _read(reader: Reader, weights: Weights, config: Config) -> list[AttentionLay
 def _named(
     weights: Weights, config: Config, query: str | None, key: str | None, heads: int | None, kv_heads: int | None
 ) -> list[AttentionLayer]:
-    """Layers whose tensors the user named; of a known architecture the configuration has the last word on the number of heads."""
+    """Layers whose tensors the user named; of a known architecture the configuration has the last word on the number of
+    heads.
+    """
     if not (query and key):
         raise LocaterError("--query and --key go together: name both tensors")
     told = next((name for name in ("num_attention_heads", "n_head") if config.get(name) is not None), None)
@@ -180,7 +192,11 @@ def _expect_heads(weights: Weights, layers: list[AttentionLayer], heads: int | N
     for option, count, attribute in (("--heads", heads, "heads"), ("kv_heads", kv_heads, "kv_heads")):
         other = next((layer for layer in layers if count not in (None, getattr(layer, attribute))), None)
         if other is not None:
-            raise LocaterError(_contradiction(weights, f"{option} {count}", f"{getattr(other, attribute)} for {other.name or 'itself'}"))
+            raise LocaterError(
+                _contradiction(
+                    weights, f"{option} {count}", f"{getattr(other, attribute)} for {other.name or 'itself'}"
+                )
+            )
 
 
 def _contradiction(weights: Weights, given: str, told: str) -> str:
@@ -243,13 +259,17 @@ def _ways_out(weights: Weights, read: list[str], left: list[str]) -> str:
 
 
 def _readable_parts(weights: ModuleWeights, read: list[str], left: list[str]) -> list[str]:
-    """Paths of the outermost modules that carry a configuration of a known architecture and would not be refused again, or, where the
-    model is of none, a path that holds only what was read."""
+    """Paths of the outermost modules that carry a configuration of a known architecture and would not be refused again,
+    or, where the model is of none, a path that holds only what was read."""
     parts: list[str] = []
     tried = config_of(weights.module).get("model_type")  # a part of this type is read as the whole was
     for path, module in weights.modules().items():
         kind = getattr(getattr(module, "config", None), "model_type", None)
-        whole = path not in read and all(_within(name, path) for name in read) and not any(_within(name, path) for name in left)
+        whole = (
+            path not in read
+            and all(_within(name, path) for name in read)
+            and not any(_within(name, path) for name in left)
+        )
         if path and kind in _readers and (kind != tried or whole) and not any(_within(path, outer) for outer in parts):
             parts.append(path)
     if parts or tried in _readers or not read:

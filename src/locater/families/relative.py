@@ -1,4 +1,6 @@
-"""Terms of the logits in which content meets distance: distances have keys that queries meet, or queries that keys meet."""
+"""Terms of the logits in which content meets distance: distances have keys that queries meet, or queries that keys
+meet.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ class RelativeTerms:
     shift: Callable[[], Float[Tensor, "H h"]] | None = None
 
     def __call__(
-        self, q: Float[Tensor, "B H T h"], k: Float[Tensor, "B H S h"], queries: Int[Tensor, " T"], keys: Int[Tensor, " S"]
+        self,
+        q: Float[Tensor, "B H T h"],
+        k: Float[Tensor, "B H S h"],
+        queries: Int[Tensor, " T"],
+        keys: Int[Tensor, " S"],
     ) -> Float[Tensor, "B H T S"]:
         distances, place = (queries[:, None] - keys).to(q.device).unique(return_inverse=True)  # (n,), (T, S)
         p = self.code(distances).to(q)

@@ -1,7 +1,7 @@
 """Rotary positions: frequencies from a model's configuration, the rotation, and what it does to a head's drive.
 
-Only frequencies are kept; a pair of channels (i, i + n/2) turns by `frequency_i` per position. Frequencies and angles are
-float32, as in the models themselves: at position 8,000 the rounding of an angle is no longer small, and it is the
+Only frequencies are kept; a pair of channels (i, i + n/2) turns by `frequency_i` per position. Frequencies and angles
+are float32, as in the models themselves: at position 8,000 the rounding of an angle is no longer small, and it is the
 model's own rounding that has to be met.
 """
 
@@ -73,7 +73,9 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
     channels = int(head_dim * share)
     frequencies = 1.0 / base ** (torch.arange(0, channels, 2).float() / channels)
     if 2 * len(frequencies) > head_dim:
-        raise LocaterError(f"the configuration turns {channels} channels of heads that have {head_dim}: only pairs can turn")
+        raise LocaterError(
+            f"the configuration turns {channels} channels of heads that have {head_dim}: only pairs can turn"
+        )
     how = rope.get("rope_type", rope.get("type", "default"))
     try:
         if how == "default":
@@ -87,7 +89,9 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
         if how == "longrope":
             return _longrope(base, channels, rope, config)
     except KeyError as missing:
-        raise LocaterError(f"the configuration has rotary positions of type {how!r} without {missing}: add it") from None
+        raise LocaterError(
+            f"the configuration has rotary positions of type {how!r} without {missing}: add it"
+        ) from None
     raise LocaterError(
         f"rotary positions of type {how!r} are not supported (default, linear, llama3, longrope and yarn are); "
         "moments do not need them: name the tensors with --query and --key"
@@ -99,13 +103,17 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     length = _needed("original_max_position_embeddings", rope)
     low, high = _needed("low_freq_factor", rope), _needed("high_freq_factor", rope)
     if high <= low:
-        raise LocaterError(f"the configuration says high_freq_factor = {high:g}, not above low_freq_factor = {low:g}: mend it")
+        raise LocaterError(
+            f"the configuration says high_freq_factor = {high:g}, not above low_freq_factor = {low:g}: mend it"
+        )
     turns = length * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / _needed("factor", rope))
 
 
-def _yarn(frequencies: Tensor, base: float, channels: int, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
+def _yarn(
+    frequencies: Tensor, base: float, channels: int, rope: Mapping[str, Any], config: Mapping[str, Any]
+) -> Rotary:
     factor = _needed("factor", rope)
     length = float(rope.get("original_max_position_embeddings") or _needed("max_position_embeddings", config))
     if base <= 1:
@@ -122,12 +130,18 @@ def _yarn(frequencies: Tensor, base: float, channels: int, rope: Mapping[str, An
     amplitude = rope.get("attention_factor")
     if amplitude is None:
         mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
-        amplitude = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all) if mscale and mscale_all else yarn_scale(factor, 1.0)
+        amplitude = (
+            yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all)
+            if mscale and mscale_all
+            else yarn_scale(factor, 1.0)
+        )
     return Rotary(frequencies * (ramp / factor + 1 - ramp), float(amplitude))
 
 
 def _longrope(base: float, channels: int, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
-    """A factor per channel. Of its two sets, the one for sequences up to the trained length: longer ones use `long_factor`."""
+    """A factor per channel. Of its two sets, the one for sequences up to the trained length: longer ones use
+    `long_factor`.
+    """
     amplitude = rope.get("attention_factor")
     if amplitude is None:
         length = _needed("original_max_position_embeddings", rope, config)
@@ -135,7 +149,9 @@ def _longrope(base: float, channels: int, rope: Mapping[str, Any], config: Mappi
         amplitude = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
     slowed = torch.tensor(rope["short_factor"], dtype=torch.float32)
     if len(slowed) != channels // 2:
-        raise LocaterError(f"the configuration slows {len(slowed)} pairs of channels (short_factor) of heads that turn {channels // 2}")
+        raise LocaterError(
+            f"the configuration slows {len(slowed)} pairs of channels (short_factor) of heads that turn {channels // 2}"
+        )
     return Rotary(1.0 / (slowed * base ** (torch.arange(0, channels, 2).float() / channels)), float(amplitude))
 
 

@@ -24,7 +24,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 
 
 def _pooling(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    """The last step is PyTorch's own attention: `head.probe` asks, without a norm; keys read the norm that closed the tower."""
+    """The last step is PyTorch's own attention: `head.probe` asks, without a norm; keys read the norm that closed the
+    tower.
+    """
     for layer in torch_mha.layers(weights, config):
         tower = layer.name.removesuffix("head.attention")
         closing = norm(weights, f"{tower}post_layernorm", "layer", config["layer_norm_eps"])

@@ -1,4 +1,6 @@
-"""StableLM: the plain decoder with LayerNorm, a quarter of the channels turns, queries and keys may have a norm for each head."""
+"""StableLM: the plain decoder with LayerNorm, a quarter of the channels turns, queries and keys may have a norm for
+each head.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """T5, mT5 and UMT5: logits are not scaled, and a learned table over relative distance is added to them.
 
-The first layer of a stack holds the table and all its layers use it (in UMT5 every layer holds its own); cross-attention
-has none, whatever old checkpoints store there.
+The first layer of a stack holds the table and all its layers use it (in UMT5 every layer holds its own);
+cross-attention has none, whatever old checkpoints store there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ PATTERN = r"(?P<prefix>(.*\.)?)block\.(?P<layer>\d+)\.layer\.0\.SelfAttention\.q
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     first_release = config["model_type"] == "t5"
-    config = {"d_model": 512, "d_kv": 64, "num_heads": 8 if first_release else 6, "num_layers": 6 if first_release else 8, **config}
+    config = {
+        "d_model": 512,
+        "d_kv": 64,
+        "num_heads": 8 if first_release else 6,
+        "num_layers": 6 if first_release else 8,
+        **config,
+    }
     stacks = Counter(match["prefix"] for match, _ in numbered(weights, PATTERN)) or {"": 0}
     for stack, count in sorted(stacks.items(), reverse=True):  # the encoder before the decoder
         named = stack.endswith(("encoder.", "decoder."))
-        decoder = stack.endswith("decoder.") if named else bool(config.get("is_decoder"))  # a stack taken out of its model
+        # a stack taken out of its model
+        decoder = stack.endswith("decoder.") if named else bool(config.get("is_decoder"))
         expect_layers(weights, count, config, *(["num_decoder_layers"] if decoder else []), "num_layers")
         for index in range(count):
             yield _layer(weights, config, stack, index, decoder, "self")
@@ -54,7 +61,9 @@ def _layer(weights: Weights, config: Config, stack: str, index: int, decoder: bo
         out=projection(weights, f"{stem}.o"),
         scale=1.0,
         norm=norm(weights, f"{block}.layer_norm", "rms", eps),
-        memory_norm=norm(weights, closing, "rms", eps) if kind == "cross" and f"{closing}.weight" in weights.names() else None,
+        memory_norm=norm(weights, closing, "rms", eps)
+        if kind == "cross" and f"{closing}.weight" in weights.names()
+        else None,
         bias=_bias(weights, config, stack, stem, decoder) if kind == "self" else None,
         causal=decoder and kind == "self",
         kind=kind,
@@ -64,4 +73,6 @@ def _layer(weights: Weights, config: Config, stack: str, index: int, decoder: bo
 def _bias(weights: Weights, config: Config, stack: str, stem: str, decoder: bool) -> RelativeBias | None:
     shared = f"{stack}block.0.layer.0.SelfAttention"
     table = first(weights, *(f"{holder}.relative_attention_bias.weight" for holder in (stem, shared)))
-    return None if table is None else RelativeBias(table, not decoder, config.get("relative_attention_max_distance", 128))
+    return (
+        None if table is None else RelativeBias(table, not decoder, config.get("relative_attention_max_distance", 128))
+    )

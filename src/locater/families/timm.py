@@ -1,8 +1,10 @@
-"""timm's blocks: one fused map `qkv` (queries, keys, values, each head by head), `norm1` in front, norms per head where asked for.
+"""timm's blocks: one fused map `qkv` (queries, keys, values, each head by head), `norm1` in front, norms per head where
+asked for.
 
-A live module is recognised by what it offers: Linear `qkv` and `proj`, `num_heads` and `scale`. A checkpoint does not say how
-many heads there are: put `{"model_type": "timm", "num_heads": n}` into config.json beside it, or add --heads. timm's own
-config.json names an architecture instead; those whose attention is not this plain one are refused, not misread.
+A live module is recognised by what it offers: Linear `qkv` and `proj`, `num_heads` and `scale`. A checkpoint does not
+say how many heads there are: put `{"model_type": "timm", "num_heads": n}` into config.json beside it, or add --heads.
+timm's own config.json names an architecture instead; those whose attention is not this plain one are refused, not
+misread.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from locater.families.norm import Norm
 
 MODEL_TYPES = ("timm",)
 PATTERN = r"(?P<prefix>(.*\.)?blocks\.(\d+\.)?)(?P<layer>\d+)\.attn\.qkv\.weight"
-PARTS = r"(qkv|proj|q_norm|k_norm|norm)\.(weight|bias)"  # of plain attention; more (tables over distance, masks) is another kind
-PLAIN = r"(vit|deit3?|flexivit)_(?!.*(dinov3|eupe|pe_|relpos|rope|rpn_)).*"  # architectures: rotary and post-norm ones look alike on disk
+# of plain attention; more (tables over distance, masks) is another kind
+PARTS = r"(qkv|proj|q_norm|k_norm|norm)\.(weight|bias)"
+# architectures: rotary and post-norm ones look alike on disk
+PLAIN = r"(vit|deit3?|flexivit)_(?!.*(dinov3|eupe|pe_|relpos|rope|rpn_)).*"
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class _Facts:
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     found = stems(weights)
     if not found:
-        raise LocaterError(f"{weights.where}: no attention in timm's manner here: a Linear qkv, a Linear proj, num_heads and scale")
+        raise LocaterError(
+            f"{weights.where}: no attention in timm's manner here: a Linear qkv, a Linear proj, num_heads and scale"
+        )
     for stem in found:
         yield _layer(weights, config, stem, _facts(weights, config, stem))
 
@@ -53,7 +59,11 @@ def stems(weights: Weights) -> list[str]:
 
 def _offers(module: Any) -> bool:
     linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
-    return linear and isinstance(getattr(module, "num_heads", None), int) and isinstance(getattr(module, "scale", None), float)
+    return (
+        linear
+        and isinstance(getattr(module, "num_heads", None), int)
+        and isinstance(getattr(module, "scale", None), float)
+    )
 
 
 def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
@@ -65,7 +75,9 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
     if isinstance(weights, ModuleWeights):
         module: Any = weights.submodule(stem.removesuffix("."))
         if "rope" in inspect.signature(module.forward).parameters or "Channel" in type(module).__name__:
-            raise LocaterError(f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: rotary and channel attention are not supported")
+            raise LocaterError(
+                f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: rotary and channel attention are not supported"
+            )
         return _Facts(module.num_heads, module.scale)
     architecture = config.get("architecture")
     if "model_type" not in config and architecture and not re.fullmatch(PLAIN, architecture):
@@ -74,7 +86,10 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
             'set "model_type": "timm" and "num_heads" in config.json'
         )
     args = config.get("model_args")
-    told = {**(args if isinstance(args, Mapping) else {}), **{key: value for key, value in config.items() if value is not None}}
+    told = {
+        **(args if isinstance(args, Mapping) else {}),
+        **{key: value for key, value in config.items() if value is not None},
+    }
     if told.get("num_heads") is None:
         raise LocaterError(f"{weights.where}: the number of heads is not in the tensors: add --heads N")
     return _Facts(integer(told, weights, "num_heads"))
@@ -84,8 +99,12 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
     rows, width = shape_of(weights, f"{stem}qkv.weight")
     size, rest = divmod(rows, 3 * facts.heads)
     if rest:
-        raise LocaterError(f"{weights.where}: {stem}qkv.weight has {rows} rows, which {facts.heads} heads do not divide: change --heads")
-    query, key, value = (projection(weights, f"{stem}qkv", [(part * rows // 3, (part + 1) * rows // 3)]) for part in range(3))
+        raise LocaterError(
+            f"{weights.where}: {stem}qkv.weight has {rows} rows, which {facts.heads} heads do not divide: change --heads"
+        )
+    query, key, value = (
+        projection(weights, f"{stem}qkv", [(part * rows // 3, (part + 1) * rows // 3)]) for part in range(3)
+    )
     block = re.sub(r"[^.]*\.$", "", stem)  # with its last dot too
     number = block.removesuffix(".").rpartition(".")[2]
     # a norm between values and `proj` (timm's scale_norm) is no part of the record, so the output is left out
@@ -121,7 +140,13 @@ def _norm_before(weights: Weights, config: Config, block: str, width: int) -> No
 def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None:
     """LayerNorm or RMSNorm: a live module says which and with what eps; on disk only LayerNorm has a bias."""
     if f"{path}.weight" in weights.names():
-        expect(weights, f"{path}.weight", shape_of(weights, f"{path}.weight"), (size,), "as qkv and the number of heads say")
+        expect(
+            weights,
+            f"{path}.weight",
+            shape_of(weights, f"{path}.weight"),
+            (size,),
+            "as qkv and the number of heads say",
+        )
     if not isinstance(weights, ModuleWeights):
         eps = config.get("layer_norm_eps", 1e-5 if "_clip_" in config.get("architecture", "") else 1e-6)
         if f"{path}.weight" not in weights.names():
@@ -135,4 +160,6 @@ def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None
         return norm(weights, path, "layer", module.eps)
     if "rms" in type(module).__name__.lower() and isinstance(getattr(module, "eps", None), float):
         return norm(weights, path, "rms", module.eps)
-    raise LocaterError(f"{weights.where}: {path} is a {type(module).__name__}, neither LayerNorm nor RMSNorm with an eps")
+    raise LocaterError(
+        f"{weights.where}: {path} is a {type(module).__name__}, neither LayerNorm nor RMSNorm with an eps"
+    )

@@ -1,8 +1,9 @@
 """`torch.nn.MultiheadAttention`, alone or inside nn.TransformerEncoder, nn.TransformerDecoder and nn.Transformer.
 
-A state dict does not say how many heads there are nor whether norms come first, so a checkpoint needs a config.json with
-`{"model_type": "torch", "num_heads": n, "norm_first": false, "layer_norm_eps": 1e-5}` beside it (or `--heads`); a live
-module is asked. Causal masks are arguments of the call here, so `causal` is False: `dataclasses.replace` it if you mask.
+A state dict does not say how many heads there are nor whether norms come first, so a checkpoint needs a config.json
+with `{"model_type": "torch", "num_heads": n, "norm_first": false, "layer_norm_eps": 1e-5}` beside it (or `--heads`); a
+live module is asked. Causal masks are arguments of the call here, so `causal` is False: `dataclasses.replace` it if you
+mask.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def _facts(weights: Weights, config: Config, path: str) -> _Facts:
     module = weights.submodule(path)
     if not isinstance(module, nn.MultiheadAttention):
         kind = type(module).__name__
-        raise LocaterError(f"{weights.where}: {path} has the tensors of nn.MultiheadAttention but is a {kind}: locater.register() it")
+        raise LocaterError(
+            f"{weights.where}: {path} has the tensors of nn.MultiheadAttention but is a {kind}: locater.register() it"
+        )
     parent = weights.submodule(path.rpartition(".")[0]) if path else None  # "" is a block that is the model itself
     extra = module.bias_k is not None or module.add_zero_attn
     if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
@@ -65,7 +68,9 @@ def _facts(weights: Weights, config: Config, path: str) -> _Facts:
 def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionLayer:
     block, _, role = stem.removesuffix(".").rpartition(".")
     decoder = f"{_in(block, 'norm3')}.weight" in weights.names()
-    kind: Kind = "cross" if (facts.cross if facts.cross is not None else decoder and role == "multihead_attn") else "self"
+    kind: Kind = (
+        "cross" if (facts.cross if facts.cross is not None else decoder and role == "multihead_attn") else "self"
+    )
     q, k, v = (_input_projection(weights, stem, i) for i in range(3))
     out = projection(weights, f"{stem}out_proj")
     head_dim, rest = divmod(q.shape[0], facts.heads)
@@ -95,7 +100,9 @@ def _input_projection(weights: Weights, stem: str, part: int) -> Projection:
     together = fused in weights.names()
     rows = shape_of(weights, fused)[0] // 3 if together else shape_of(weights, own)[0]
     here: Rows = [(part * rows, (part + 1) * rows)]
-    return matrix(weights, fused if together else own, optional(weights, f"{stem}in_proj_bias", here), here if together else None)
+    return matrix(
+        weights, fused if together else own, optional(weights, f"{stem}in_proj_bias", here), here if together else None
+    )
 
 
 def _norm_before(weights: Weights, block: str, kind: Kind, facts: _Facts) -> Norm:
@@ -107,7 +114,11 @@ def _norm_before(weights: Weights, block: str, kind: Kind, facts: _Facts) -> Nor
     elif kind == "cross":
         name = _in(block, "norm1")
     else:
-        name = f"{_in(stack, str(int(number) - 1))}.{'norm3' if decoder else 'norm2'}" if number.isdigit() and int(number) else ""
+        name = (
+            f"{_in(stack, str(int(number) - 1))}.{'norm3' if decoder else 'norm2'}"
+            if number.isdigit() and int(number)
+            else ""
+        )
     return _norm(weights, name, facts.eps)
 
 

@@ -10,7 +10,13 @@ from locater.families.encoder_decoder import encoder_decoder_layers
 from locater.families.layer import AttentionLayer
 
 MODEL_TYPES = ("whisper",)
-SMALLEST = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
+SMALLEST = {
+    "d_model": 384,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+}
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:

@@ -29,10 +29,16 @@ PATTERN = r"(?P<prefix>(.*\.)?)layer\.(?P<layer>\d+)\.rel_attn\.q"
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     causal = config.get("attn_type", "bi") == "uni"
-    for setting in ("bi_data", *(["same_length"] if causal else [])):  # half of a batch reversed; keys of an earlier segment only
+    # half of a batch reversed; keys of an earlier segment only
+    for setting in ("bi_data", *(["same_length"] if causal else [])):
         if config.get(setting):
-            raise LocaterError(f"{weights.where}: {setting} belongs to training and is not supported: set it to false in config.json")
-    heads, width = integer(config, weights, "n_head", "num_attention_heads"), integer(config, weights, "d_model", "hidden_size")
+            raise LocaterError(
+                f"{weights.where}: {setting} belongs to training and is not supported: set it to false in config.json"
+            )
+    heads, width = (
+        integer(config, weights, "n_head", "num_attention_heads"),
+        integer(config, weights, "d_model", "hidden_size"),
+    )
     head_dim, eps = config.get("d_head") or width // heads, config.get("layer_norm_eps", 1e-12)
     found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, PATTERN)]
     expect_layers(weights, len(found), config, "n_layer", "num_hidden_layers")
@@ -77,7 +83,9 @@ def _difference(weights: Weights, name: str, other: str) -> Callable[[], Tensor]
 
 
 def sinusoid(width: int, farthest: int) -> Callable[[Tensor], Tensor]:
-    """Sines then cosines of a distance, in float32 as in the model; distances beyond `farthest` count as it, where it is positive."""
+    """Sines then cosines of a distance, in float32 as in the model; distances beyond `farthest` count as it, where it
+    is positive.
+    """
     frequencies = 1 / 10_000 ** (torch.arange(0, width, 2).float() / width)
 
     def code(distances: Tensor) -> Tensor:

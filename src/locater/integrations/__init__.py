@@ -5,7 +5,9 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`locater.integrations.hf`, `locater.integrations.lightning`: imported when named, since Lightning may not be installed."""
+    """`locater.integrations.hf`, `locater.integrations.lightning`: imported when named, since Lightning may not be
+    installed.
+    """
     if name not in ("hf", "lightning"):
         raise AttributeError(f"module 'locater.integrations' has no attribute {name!r}")
     return import_module(f"locater.integrations.{name}")

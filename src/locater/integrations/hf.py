@@ -4,8 +4,8 @@
     locater.integrations.hf.attach(trainer, [locater.LocAteR()])
     trainer.train()
 
-A callback cannot change the loss, and a gradient added before the optimizer step comes after clipping. So the trainer's own
-`compute_loss` is wrapped on the instance: the penalty is part of the loss that is scaled, accumulated and clipped.
+A callback cannot change the loss, and a gradient added before the optimizer step comes after clipping. So the trainer's
+own `compute_loss` is wrapped on the instance: the penalty is part of the loss that is scaled, accumulated and clipped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KEY = "_locater_controls"
 def attach(trainer: Any, controls: Control | Iterable[Control]) -> Controls:
     """Attach controls to the trainer's model and to its loss; returns them as one. `detach(trainer)` undoes it.
 
-    The logged loss then holds the penalty; `logs["penalty"]` is its part, of the last step before each log. Controls with
-    parameters of their own need an optimizer that knows them: pass `optimizers=` to the trainer.
+    The logged loss then holds the penalty; `logs["penalty"]` is its part, of the last step before each log. Controls
+    with parameters of their own need an optimizer that knows them: pass `optimizers=` to the trainer.
     """
     if getattr(trainer, KEY, None) is not None:
         raise LocaterError("this trainer has controls already: detach(trainer) first, or attach all of them at once")

@@ -24,14 +24,18 @@ logger = logging.getLogger("locater")
 
 
 class ControlCallback(Callback):  # type: ignore[misc]
-    """Attaches controls when training starts and adds the gradient of their penalty once per optimizer step, before clipping."""
+    """Attaches controls when training starts and adds the gradient of their penalty once per optimizer step, before
+    clipping.
+    """
 
     def __init__(self, controls: Control | Iterable[Control]) -> None:
         self.controls = Controls([controls] if isinstance(controls, Control) else controls)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if not pl_module.automatic_optimization:
-            raise LocaterError("a module that optimises by hand adds controls by hand: loss + control.loss(), then control.after_step()")
+            raise LocaterError(
+                "a module that optimises by hand adds controls by hand: loss + control.loss(), then control.after_step()"
+            )
         for control in self.controls.controls:
             if control.penalty_of_forward:
                 raise LocaterError(
@@ -53,7 +57,9 @@ class ControlCallback(Callback):  # type: ignore[misc]
                 penalty.backward()
             elif not self._told:  # the scaler has looked at the gradients already, and would not skip this step
                 self._told = True
-                logger.warning("step %d: the penalty is %s: left out of the step", trainer.global_step, float(penalty.detach()))
+                logger.warning(
+                    "step %d: the penalty is %s: left out of the step", trainer.global_step, float(penalty.detach())
+                )
         pl_module.log("locater/penalty", penalty.detach())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -39,10 +39,10 @@ def attention_statistics(
     """Entropy, log-sum-exp, maximum and more of every row of softmax(scale * q k^T), without the T x S matrix.
 
     Query head h uses key head h // (H / K). Queries are the last T of S positions, so with cached keys T < S, unless
-    `positions` places them (some rows only, or a cache with room left). `padding` is
-    True for real tokens, `documents` numbers packed sequences, `mask` is any other boolean mask and `bias` any addition
-    (axes of size 1 are shared). `extended` adds participation, distance, and the weight on the first keys and on itself;
-    `per_key` the weight each key receives. `backend` is chosen by device unless given.
+    `positions` places them (some rows only, or a cache with room left). `padding` is True for real tokens, `documents`
+    numbers packed sequences, `mask` is any other boolean mask and `bias` any addition (axes of size 1 are shared).
+    `extended` adds participation, distance, and the weight on the first keys and on itself; `per_key` the weight each
+    key receives. `backend` is chosen by device unless given.
 
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> attention_statistics(q, k, causal=True).entropy.exp().squeeze().round().tolist()     # uniform over 1, 2, 3, 4 keys
@@ -60,7 +60,9 @@ def attention_statistics(
     return triton_kernels.statistics(q, k, terms, extended, per_key)
 
 
-def attention_entropy(q: Float[Tensor, "B H T D"], k: Float[Tensor, "B K S D"], *, backend: Backend | None = None, **terms: Any) -> Tensor:
+def attention_entropy(
+    q: Float[Tensor, "B H T D"], k: Float[Tensor, "B K S D"], *, backend: Backend | None = None, **terms: Any
+) -> Tensor:
     """Entropy of every row (B, H, T), with gradients to q and k at O(T) memory: logits are computed again backwards.
 
     Takes the masks and additions of `attention_statistics`; gradients go to q and k alone.
@@ -112,21 +114,32 @@ def has_triton() -> bool:
 def default_backend(q: Tensor, terms: Terms) -> Backend:
     """Triton for CUDA tensors where it is installed.
 
-    float64 stays with PyTorch, since Triton's products are float32, and so do rows with positions of their own, which are few, and caps
-    that hardly cap.
+    float64 stays with PyTorch, since Triton's products are float32, and so do rows with positions of their own, which
+    are few, and caps that hardly cap.
     """
-    if q.device.type != "cuda" or q.dtype == torch.float64 or terms.positions is not None or (terms.softcap or 0.0) > LARGEST_CAP:
+    if (
+        q.device.type != "cuda"
+        or q.dtype == torch.float64
+        or terms.positions is not None
+        or (terms.softcap or 0.0) > LARGEST_CAP
+    ):
         return "torch"
     return "triton" if has_triton() else "torch"
 
 
 def _terms(q: Tensor, k: Tensor, scale: float | None, **given: Any) -> Terms:
     if q.ndim != 4 or k.ndim != 4:
-        raise LocaterError(f"q has shape {list(q.shape)} and k {list(k.shape)}; both have four axes: batch, heads, tokens, size")
+        raise LocaterError(
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; both have four axes: batch, heads, tokens, size"
+        )
     B, H, T, D = q.shape
     if k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
-        raise LocaterError(f"k has shape {list(k.shape)}, which does not fit q {list(q.shape)}: same batch and size, heads that divide")
+        raise LocaterError(
+            f"k has shape {list(k.shape)}, which does not fit q {list(q.shape)}: same batch and size, heads that divide"
+        )
     if T > k.shape[2] and given.get("causal") and given.get("positions") is None:
-        raise LocaterError(f"{T} queries and {k.shape[2]} keys cannot be causal: queries are the last of the keys' positions")
+        raise LocaterError(
+            f"{T} queries and {k.shape[2]} keys cannot be causal: queries are the last of the keys' positions"
+        )
     terms = Terms(scale=D**-0.5 if scale is None else scale, **given)
     return full_terms(terms, B, H, T, k.shape[2])

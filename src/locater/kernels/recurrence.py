@@ -19,7 +19,8 @@ def chunk_scan(
     keys: Float[Tensor, "*heads N C D"],
     kept: Float[Tensor, "*heads N"],
 ) -> tuple[Float[Tensor, "*heads N D E"], Float[Tensor, "*heads N C E"]]:
-    """M_n, which every chunk begins with, and new_n = own_n - carried_n M_n, where M_{n+1} = kept_n M_n + keys_n^T new_n and M_0 = 0.
+    """M_n, which every chunk begins with, and new_n = own_n - carried_n M_n, where M_{n+1} = kept_n M_n + keys_n^T
+    new_n and M_0 = 0.
 
     >>> ones = torch.ones(1, 3, 1, 1)
     >>> chunk_scan(ones, 0.5 * ones, ones, torch.ones(1, 3))[0].flatten()          # M + (1 - M / 2)
@@ -60,7 +61,9 @@ def _scan_back(carried: Tensor, keys: Tensor, kept: Tensor, given: Tensor, dnew:
 
 @_scan_back.register_fake
 def _(carried: Tensor, keys: Tensor, kept: Tensor, given: Tensor, dnew: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(given, memory_format=torch.contiguous_format), torch.empty_like(dnew, memory_format=torch.contiguous_format)
+    return torch.empty_like(given, memory_format=torch.contiguous_format), torch.empty_like(
+        dnew, memory_format=torch.contiguous_format
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -40,15 +40,21 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
         if received is not None and lookers is not None:
             received[:, :, :end] += p.sum(2)
             lookers = lookers + torch.nn.functional.pad(seen.sum(2), (0, S - end))
-    found = {f.name: _joined([getattr(part, f.name) for part in parts]) for f in fields(AttentionStatistics) if f.name != "received"}
+    found = {
+        f.name: _joined([getattr(part, f.name) for part in parts])
+        for f in fields(AttentionStatistics)
+        if f.name != "received"
+    }
     if received is not None and lookers is not None:
         received = received / lookers.clamp_min(1)
     return AttentionStatistics(**found, received=received)  # type: ignore[arg-type]
 
 
-def _of_rows(logits: Tensor, seen: Tensor, terms: Terms, rows: slice, T: int, extended: bool) -> tuple[AttentionStatistics, Tensor]:
-    """With y the logits relative to their largest and Z = sum exp y: H = mass log Z - sum exp(y) y / Z, which loses no digits
-    at logits of 1e4. `logits` is used up."""
+def _of_rows(
+    logits: Tensor, seen: Tensor, terms: Terms, rows: slice, T: int, extended: bool
+) -> tuple[AttentionStatistics, Tensor]:
+    """With y the logits relative to their largest and Z = sum exp y: H = mass log Z - sum exp(y) y / Z, which loses no
+    digits at logits of 1e4. `logits` is used up."""
     if terms.bias is not None:  # of -inf is a mask, also where a soft-cap follows
         seen = seen & ((terms.bias if terms.bias.shape[-2] == 1 else terms.bias[..., rows, :]) > -torch.inf)
     hidden = ~seen
@@ -120,8 +126,12 @@ def _picked(held: Tensor, at: Tensor) -> Tensor:
     return wide.gather(-1, at[:, None, :, None].expand(B, held.shape[1], T, 1)).squeeze(-1)
 
 
-def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of sum(grad * entropy): d H / d logit_j = -p_j (log p_j + 1 - mass + H), logits computed again, O(T) memory."""
+def entropy_gradient(
+    q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of sum(grad * entropy): d H / d logit_j = -p_j (log p_j + 1 - mass + H), logits computed again, O(T)
+    memory.
+    """
     B, H, T, _ = q.shape
     K, S = k.shape[1], k.shape[-2]
     keys = upcast(k).repeat_interleave(H // K, 1)

@@ -1,4 +1,6 @@
-"""What decides a row of attention besides q and k, and what is kept of it. Axes: B batch, H heads, T queries, S keys, D size."""
+"""What decides a row of attention besides q and k, and what is kept of it. Axes: B batch, H heads, T queries, S keys, D
+size.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Terms:
         def cut(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[..., :end]
 
-        return replace(self, padding=cut(self.padding), documents=cut(self.documents), mask=cut(self.mask), bias=cut(self.bias))
+        return replace(
+            self, padding=cut(self.padding), documents=cut(self.documents), mask=cut(self.mask), bias=cut(self.bias)
+        )
 
     def visible(self, rows: slice, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "b h t S"]:
         """True where a query of `rows` may look."""
@@ -68,7 +72,9 @@ class Terms:
             out = out & (self.mask if self.mask.shape[-2] == 1 else self.mask[..., rows, :])
         return out
 
-    def logits(self, q: Float[Tensor, "B H t D"], k: Float[Tensor, "B H S D"], rows: slice, queries: int) -> Float[Tensor, "B H t S"]:
+    def logits(
+        self, q: Float[Tensor, "B H t D"], k: Float[Tensor, "B H S D"], rows: slice, queries: int
+    ) -> Float[Tensor, "B H t S"]:
         """Logits of some rows, float32 at least, after scale, bias and soft-cap and before the mask."""
         out = (q @ k.mT) * self.scale
         if self.alibi is not None:
@@ -83,8 +89,8 @@ class Terms:
 class AttentionStatistics:
     """What is kept of attention: numbers per row (B, H, T), or per head (H,) after `reduced()`; never a T x S matrix.
 
-    With sinks a row's weights sum to `row_mass` < 1, and entropy is -sum p log p of those weights as they act. A row that
-    sees no key has entropy, probability and mass 0, and minus infinity for its logits.
+    With sinks a row's weights sum to `row_mass` < 1, and entropy is -sum p log p of those weights as they act. A row
+    that sees no key has entropy, probability and mass 0, and minus infinity for its logits.
     """
 
     log_sum_exp: Tensor
@@ -101,7 +107,9 @@ class AttentionStatistics:
     @property
     def max_probability(self) -> Tensor:
         """Weight of the strongest key."""
-        return torch.where(self.visible > 0, torch.exp(self.max_logit - self.log_sum_exp), torch.zeros_like(self.entropy))
+        return torch.where(
+            self.visible > 0, torch.exp(self.max_logit - self.log_sum_exp), torch.zeros_like(self.entropy)
+        )
 
     @property
     def participation(self) -> Tensor:
@@ -143,7 +151,8 @@ def full_terms(terms: Terms, B: int, H: int, T: int, S: int) -> Terms:
         for got, want, axis in zip(held.shape, (B, H, T, S), "BHTS", strict=True):
             if got not in (1, want) or (axis == "S" and got != want):
                 raise LocaterError(
-                    f"{name} has shape {list(held.shape)}; its axis {axis} must be {want}" + ("" if axis == "S" else " or 1")
+                    f"{name} has shape {list(held.shape)}; its axis {axis} must be {want}"
+                    + ("" if axis == "S" else " or 1")
                 )
         terms = replace(terms, **{name: held})
     for name in ("padding", "documents"):

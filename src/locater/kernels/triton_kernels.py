@@ -1,15 +1,17 @@
 """Attention statistics in Triton: one online softmax over key blocks, no T x S matrix, logits recomputed for gradients.
 
-Rows (i, queries) and columns (j, keys) are tiles of BLOCK_M x BLOCK_N logits x in units of log 2, so that exp is exp2. Per row,
-relative to the running maximum m:
+Rows (i, queries) and columns (j, keys) are tiles of BLOCK_M x BLOCK_N logits x in units of log 2, so that exp is exp2.
+Per row, relative to the running maximum m:
 
     s = sum 2^(x-m)        a = sum (x-m) 2^(x-m)        ->  H = ln 2 ((L-m) s - a) 2^(m-L),   L = log2-sum-exp with the sink
 
-Taking a relative to m keeps the entropy of logits near 10^4 exact to float32; the textbook difference lse - sum p x does not.
+Taking a relative to m keeps the entropy of logits near 10^4 exact to float32; the textbook difference lse - sum p x
+does not.
 
-What bounds these kernels is arithmetic on logits, not products, so the loop over keys has nothing that is not needed in it. A thread
-of a tensor core's tile holds columns 8c + 2l and 8c + 2l + 1 of a row, l one of four lanes. Each row is therefore four running
-softmaxes, one per l, that meet after the loop: no exchange between threads inside it. Masks act on tiles at the edge alone.
+What bounds these kernels is arithmetic on logits, not products, so the loop over keys has nothing that is not needed in
+it. A thread of a tensor core's tile holds columns 8c + 2l and 8c + 2l + 1 of a row, l one of four lanes. Each row is
+therefore four running softmaxes, one per l, that meet after the loop: no exchange between threads inside it. Masks act
+on tiles at the edge alone.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from locater.kernels.terms import AttentionStatistics, Terms
 from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, load_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
-LEAST = tl.constexpr(-1.0e15)  # where maxima start: below any logit, and so far above EMPTY that the difference of both is EMPTY again
+# where maxima start: below any logit, and so far above EMPTY that the difference of both is EMPTY again
+LEAST = tl.constexpr(-1.0e15)
 
 
 @triton.jit
 def _program(H, heads, blocks, together):
-    """Batch, head, both, and number of this program's block. Blocks of `together` heads run side by side, so that their keys stay in the
-    cache; heads follow one another only where all of them would not fit."""
+    """Batch, head, both, and number of this program's block. Blocks of `together` heads run side by side, so that their
+    keys stay in the cache; heads follow one another only where all of them would not fit."""
     n = tl.program_id(0)
     group = n // (together * blocks)
     width = tl.minimum(together, heads - group * together)
@@ -45,8 +48,9 @@ def _program(H, heads, blocks, together):
 def _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
            CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
            MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """Logits of products x in natural units after scale, bias and cap (just x where the scale alone acts on it: see _unit), and which
-    of them count. i and j are rows and keys along either axis. Rows past the end are not masked: nobody keeps them."""
+    """Logits of products x in natural units after scale, bias and cap (just x where the scale alone acts on it: see
+    _unit), and which of them count. i and j are rows and keys along either axis. Rows past the end are not masked:
+    nobody keeps them."""
     at = i + (S - T)
     if BIAS or CAP or ALIBI:
         x = x * scale
@@ -65,15 +69,21 @@ def _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
         if PAD:
             seen = seen & (tl.load(Pad + b * S + j, mask=j < S, other=0) != 0)
         if DOC:
-            seen = seen & (tl.load(Doc + b * S + at, mask=i < T, other=-1) == tl.load(Doc + b * S + j, mask=j < S, other=-2))
+            seen = seen & (
+                tl.load(Doc + b * S + at, mask=i < T, other=-1) == tl.load(Doc + b * S + j, mask=j < S, other=-2)
+            )
         if MASK:
-            seen = seen & (tl.load(Mask + b * mb + h * mh + i.to(tl.int64) * mt + j, mask=(i < T) & (j < S), other=0) != 0)
+            seen = seen & (
+                tl.load(Mask + b * mb + h * mh + i.to(tl.int64) * mt + j, mask=(i < T) & (j < S), other=0) != 0
+            )
     return x, seen
 
 
 @triton.jit
 def _unit(scale, CAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
-    """From what _terms returns to units of log 2: one multiplication for the scale and the change of base where it can be."""
+    """From what _terms returns to units of log 2: one multiplication for the scale and the change of base where it can
+    be.
+    """
     unit = scale * LOG2E
     if BIAS or CAP or ALIBI:
         unit = LOG2E * 1.0
@@ -82,10 +92,11 @@ def _unit(scale, CAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
 
 @triton.jit
 def _lanes(x, LANES: tl.constexpr):
-    """(M, N) as (M, LANES, N / LANES): with four lanes, the last axis has the columns that one thread of a tensor core's tile holds.
+    """(M, N) as (M, LANES, N / LANES): with four lanes, the last axis has the columns that one thread of a tensor
+    core's tile holds.
 
-    Where masks or biases are loaded, the compiler may keep the logits as it keeps those. The last axis is then spread over threads that
-    are no neighbours, which Triton 3.6 adds up wrongly: such kernels have one lane."""
+    Where masks or biases are loaded, the compiler may keep the logits as it keeps those. The last axis is then spread
+    over threads that are no neighbours, which Triton 3.6 adds up wrongly: such kernels have one lane."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     if LANES == 4:
@@ -96,8 +107,9 @@ def _lanes(x, LANES: tl.constexpr):
 @triton.jit
 def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, first, CAUSAL: tl.constexpr, EXTENDED: tl.constexpr,
               EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """One step of the online softmax with its companions; x * unit is in units of log 2. `behind` (M, LANES): the row's position less
-    that of the lane's first key; `ahead`: the tile's first key less its first row. EDGE: with masks; a causal row's own key is in one."""
+    """One step of the online softmax with its companions; x * unit is in units of log 2. `behind` (M, LANES): the row's
+    position less that of the lane's first key; `ahead`: the tile's first key less its first row. EDGE: with masks; a
+    causal row's own key is in one."""
     LANES: tl.constexpr = m.shape[1]
     x = _lanes(x, LANES)
     n = tl.arange(0, BLOCK_N // LANES)
@@ -113,7 +125,8 @@ def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, 
         s2 = alpha * alpha * s2 + tl.sum(e * e, 2)
         column = n[None, None, :]
         if LANES == 4:
-            column = ((n // 2) * 8 + n % 2)[None, None, :]  # from the lane's first key: the same in every thread, so a constant in the code
+            # from the lane's first key: the same in every thread, so a constant in the code
+            column = ((n // 2) * 8 + n % 2)[None, None, :]
         if CAUSAL:  # keys ahead have weight 0: sum e (i - j) without a tile of distances
             far = alpha * far + (behind.to(tl.float32) * here - tl.sum(e * column.to(tl.float32), 2))
         else:
@@ -157,7 +170,8 @@ def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi,
     row = block * BLOCK_M + (S - T)
     behind = (i + (S - T))[:, None] - 2 * tl.arange(0, LANES)[None, :]
     low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
-    for EDGE in tl.static_range(2):  # first tiles whose keys are all visible, where there is no mask to build, then the others
+    # first tiles whose keys are all visible, where there is no mask to build, then the others
+    for EDGE in tl.static_range(2):
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
             k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -208,7 +222,9 @@ def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi,
 
 @triton.jit
 def _slope(x, seen, unit, lse, pull, cap, CAP: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr):
-    """p (log2 p + pull): times -ln 2 the slope of the entropy on a logit before the cap. lse is in units of log 2, 1e30 where no key is."""
+    """p (log2 p + pull): times -ln 2 the slope of the entropy on a logit before the cap. lse is in units of log 2, 1e30
+    where no key is.
+    """
     y = x * unit - lse
     if BIAS:
         y = tl.maximum(y, EMPTY)
@@ -247,7 +263,9 @@ def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alib
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
                              mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
-            dq = tl.dot(_slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE).to(k.dtype), k, dq, input_precision=PRECISION)
+            dq = tl.dot(
+                _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE).to(k.dtype), k, dq, input_precision=PRECISION
+            )
     tile = (i < T)[:, None] & (d < D)[None, :]
     tl.store(DQ + (head * T + i[:, None]) * D + d[None, :], dq * (grad * (scale * LN2))[:, None], mask=tile)
 
@@ -258,14 +276,17 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
                     D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
                     MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, RECEIVED: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Sums over queries for a block of keys: weight received by each key, or the gradient of the keys (one query head's part). Tiles
-    lie with keys in rows: sums along a row stay in a thread, and the second product takes the tile as it is. Lse and Pull in units of
-    log 2; for the weight received they are the two parts of the log-sum-exp, infinity in the first where a row sees nothing."""
+    """Sums over queries for a block of keys: weight received by each key, or the gradient of the keys (one query head's
+    part). Tiles lie with keys in rows: sums along a row stay in a thread, and the second product takes the tile as it
+    is. Lse and Pull in units of log 2; for the weight received they are the two parts of the log-sum-exp, infinity in
+    the first where a row sees nothing."""
     b, h, head, block = _program(H, heads, tl.cdiv(S, BLOCK_N), together)
     j = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_M)
-    k = load_rows(K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], d, j < S, D, BLOCK_D, True)
+    k = load_rows(
+        K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], d, j < S, D, BLOCK_D, True
+    )
     queries = Q + b * qb + h * qh + (r[:, None] * qt + d[None, :])
     at = head * T + r
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -281,11 +302,15 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
         last_row = tl.minimum(T, (block + 1) * BLOCK_N - (S - T) + window)
     plain_row = first_row  # from here on every row sees every key of the block; rows past the end have no weight
     if CAUSAL:
-        plain_row = tl.maximum(first_row, tl.cdiv(tl.maximum(0, (block + 1) * BLOCK_N - 1 - (S - T)), BLOCK_M) * BLOCK_M)
+        plain_row = tl.maximum(
+            first_row, tl.cdiv(tl.maximum(0, (block + 1) * BLOCK_N - 1 - (S - T)), BLOCK_M) * BLOCK_M
+        )
     if WINDOW or PAD or DOC or MASK:
         plain_row = last_row
     for EDGE in tl.static_range(2):
-        for start in range(first_row if EDGE else plain_row, tl.minimum(plain_row, last_row) if EDGE else last_row, BLOCK_M):
+        for start in range(
+            first_row if EDGE else plain_row, tl.minimum(plain_row, last_row) if EDGE else last_row, BLOCK_M
+        ):
             i = start + r
             q = load_rows(queries + tl.cast(start, tl.int64) * qt, d, i < T, D, BLOCK_D, True)
             x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -309,8 +334,10 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
         tl.store(Out + (head * S + j[:, None]) * D + d[None, :], dk * (scale * LN2), mask=tile)
 
 
-# A second launch with the same shapes, strides, alignment and terms is given to the compiled kernel at once: Triton's own way to it costs
-# more of the host's time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of Triton 3.6 and later.
+# A second launch with the same shapes, strides, alignment and terms is given to the compiled kernel at once: Triton's
+# own way to it costs
+# more of the host's time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
+# Triton 3.6 and later.
 LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
 REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
@@ -369,7 +396,9 @@ def _received(q: Tensor, k: Tensor, terms: Terms, ready: Terms, base: Tensor, re
     return out / lookers.clamp_min(1)
 
 
-def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def entropy_gradient(
+    q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of sum(grad * entropy) with respect to q and k."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[-2]
@@ -378,7 +407,8 @@ def entropy_gradient(q: Tensor, k: Tensor, terms: Terms, lse: Tensor, entropy: T
     base = torch.where(shown, lse * LOG2E.value, -EMPTY.value)
     pull, weight = (1 - mass + entropy) * LOG2E.value, torch.where(shown, -grad.float(), 0.0).contiguous()
     dq = torch.empty(B, H, T, D, dtype=q.dtype, device=q.device)
-    dk = torch.empty(B, H, S, D, dtype=k.dtype if H == K else torch.float32, device=q.device)  # heads that share keys are added below
+    # heads that share keys are added below
+    dk = torch.empty(B, H, S, D, dtype=k.dtype if H == K else torch.float32, device=q.device)
     ready = _prepared(terms)
     arguments, flags = _launch(q, k, ready)
     size = _blocks(D, q.dtype, "queries", S)
@@ -414,7 +444,9 @@ def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, An
     K, S = k.shape[1], k.shape[-2]
     strides = [*q.stride()[:3], *k.stride()[:3]]
     for held in (terms.mask, terms.bias):
-        strides += [0, 0, 0] if held is None else [0 if held.shape[axis] == 1 else held.stride(axis) for axis in range(3)]
+        strides += (
+            [0, 0, 0] if held is None else [0 if held.shape[axis] == 1 else held.stride(axis) for axis in range(3)]
+        )
     together = max(1, min(B * H, CACHE // max(1, S * D * k.element_size())))
     arguments = [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi, *strides]
     arguments += [H, H // K, B * H, together, T, S, terms.scale, terms.softcap or 1.0, terms.window or 0]
@@ -422,7 +454,8 @@ def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, An
         "D": D, "CAUSAL": terms.causal, "WINDOW": terms.window is not None, "CAP": terms.softcap is not None,
         "PAD": terms.padding is not None, "DOC": terms.documents is not None, "MASK": terms.mask is not None,
         "BIAS": terms.bias is not None, "ALIBI": terms.alibi is not None,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",  # three products of rounded parts: float32 to a few 1e-7
+        # three products of rounded parts: float32 to a few 1e-7
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     return arguments, flags
 

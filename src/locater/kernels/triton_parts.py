@@ -1,4 +1,6 @@
-"""What the Triton kernels of this package share: rows of a tensor, the keys that a block of queries sees, the soft-cap."""
+"""What the Triton kernels of this package share: rows of a tensor, the keys that a block of queries sees, the
+soft-cap.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def load_rows(base, d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.
 @triton.jit
 def key_span(block, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OTHER: tl.constexpr,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Key range of a block of rows: from `low`, all visible up to `plain_high`, masked up to `high`; multiples of BLOCK_N."""
+    """Key range of a block of rows: from `low`, all visible up to `plain_high`, masked up to `high`; multiples of
+    BLOCK_N.
+    """
     start = block * BLOCK_M + (S - T)  # position of the first row
     low = 0
     high = S

@@ -54,7 +54,9 @@ def _backward(Carried, Keys, Kept, Given, Dnew, Grads, Dout, chunks, C: tl.const
         tl.store(Grads + (at * D + d[:, None]) * E + e, grad, mask=square)
         carried = tl.load(Carried + (at * C + c) * D + d[None, :], mask=tile, other=0.0)
         keys = tl.load(Keys + (at * C + c) * D + d[None, :], mask=tile, other=0.0)
-        new = tl.load(Dnew + (at * C + c) * E + e, mask=column, other=0.0) + tl.dot(keys, grad, input_precision="tf32x3")
+        new = tl.load(Dnew + (at * C + c) * E + e, mask=column, other=0.0) + tl.dot(
+            keys, grad, input_precision="tf32x3"
+        )
         tl.store(Dout + (at * C + c) * E + e, new, mask=column)
         given = tl.load(Given + (at * D + d[:, None]) * E + e, mask=square, other=0.0)
         grad = given + tl.load(Kept + at) * grad - tl.dot(tl.trans(carried), new, input_precision="tf32x3")
@@ -66,7 +68,9 @@ def forward(own: Tensor, carried: Tensor, keys: Tensor, kept: Tensor) -> tuple[T
     D = keys.shape[3]
     states, new = own.new_empty(heads, N, D, E), torch.empty_like(own)
     size = _blocks(C, D, E)
-    _forward[(triton.cdiv(E, size["BLOCK_E"]) * heads,)](own, carried, keys, kept, states, new, N, C=C, D=D, E=E, **size)
+    _forward[(triton.cdiv(E, size["BLOCK_E"]) * heads,)](
+        own, carried, keys, kept, states, new, N, C=C, D=D, E=E, **size
+    )
     return states, new
 
 
@@ -76,7 +80,9 @@ def backward(carried: Tensor, keys: Tensor, kept: Tensor, given: Tensor, dnew: T
     D = keys.shape[3]
     grads, out = torch.empty_like(given), torch.empty_like(dnew)
     size = _blocks(C, D, E)
-    _backward[(triton.cdiv(E, size["BLOCK_E"]) * heads,)](carried, keys, kept, given, dnew, grads, out, N, C=C, D=D, E=E, **size)
+    _backward[(triton.cdiv(E, size["BLOCK_E"]) * heads,)](
+        carried, keys, kept, given, dnew, grads, out, N, C=C, D=D, E=E, **size
+    )
     return grads, out
 
 

@@ -1,4 +1,6 @@
-"""Attention whose weights are a capped softmax or sigmoids, as one operation that compiles and has gradients: Triton on CUDA."""
+"""Attention whose weights are a capped softmax or sigmoids, as one operation that compiles and has gradients: Triton on
+CUDA.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ WIDEST, WIDEST_FULL = 256, 128  # channels of a head, in half precision and in f
 
 
 def has_kernel(q: Tensor, v: Tensor) -> bool:
-    """Whether `weighed_attention` can take them: on CUDA, in half precision up to 256 channels, in float32 up to 128."""
+    """Whether `weighed_attention` can take them: on CUDA, in half precision up to 256 channels, in float32 up to
+    128.
+    """
     widest = WIDEST_FULL if q.dtype == torch.float32 else WIDEST
-    return q.device.type == "cuda" and q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= widest and has_triton()
+    return (
+        q.device.type == "cuda" and q.dtype != torch.float64 and max(q.shape[3], v.shape[3]) <= widest and has_triton()
+    )
 
 
 def weighed_attention(
@@ -30,11 +36,14 @@ def weighed_attention(
     keys: Bool[Tensor, "b h S"] | None = None,
     causal: bool = False,
 ) -> Float[Tensor, "B H T E"]:
-    """softmax(cap tanh(scale q k^T / cap)) v with a cap, sigmoid(scale q k^T + shift) v with a shift per row: one of the two.
+    """softmax(cap tanh(scale q k^T / cap)) v with a cap, sigmoid(scale q k^T + shift) v with a shift per row: one of
+    the two.
 
     `keys` is False for those that nobody sees; a row that sees none is zero. Gradients go to q, k, v and shift.
     """
-    out: Tensor = _weighed(q, k, v, None if shift is None else shift.float().contiguous(), keys, scale, cap or 1.0, causal)[0]
+    out: Tensor = _weighed(
+        q, k, v, None if shift is None else shift.float().contiguous(), keys, scale, cap or 1.0, causal
+    )[0]
     return out
 
 

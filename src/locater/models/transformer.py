@@ -1,8 +1,9 @@
 """One set of blocks for a causal language model, a masked one and an image classifier.
 
-Names and numbers are those of Llama: a causal model with rotary positions and SwiGLU is saved as one, with QK-norm as Qwen3, and
-transformers loads it. The others, and those with another attention mechanism than softmax, are of the type `locater`, which is
-registered here; with other norms, no MLP or fused layers of `locater_variant`, whose blocks surgery and path sums do not know.
+Names and numbers are those of Llama: a causal model with rotary positions and SwiGLU is saved as one, with QK-norm as
+Qwen3, and transformers loads it. The others, and those with another attention mechanism than softmax, are of the type
+`locater`, which is registered here; with other norms, no MLP or fused layers of `locater_variant`, whose blocks surgery
+and path sums do not know.
 
 Axes in comments: B sequences, T tokens, d channels, H heads.
 """
@@ -107,9 +108,15 @@ class Shape:
         found["qk_norm"] = config["model_type"] == "qwen3" or config.get("qk_norm", False)
         if config["model_type"] in (MODEL_TYPE, VARIANT):
             image = config["image"]
-            found |= dict(positions=config["positions"], mlp=config["mlp"], causal=config["is_causal"], patch=config["patch"])
+            found |= dict(
+                positions=config["positions"], mlp=config["mlp"], causal=config["is_causal"], patch=config["patch"]
+            )
             found["image"] = None if image is None else tuple(image)
-            found |= dict(attention=config.get("attention", "softmax"), norm=config.get("norm", "pre"), fusion=config.get("fusion"))
+            found |= dict(
+                attention=config.get("attention", "softmax"),
+                norm=config.get("norm", "pre"),
+                fusion=config.get("fusion"),
+            )
         return cls(**found)
 
 
@@ -117,7 +124,9 @@ def fused(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: float, is_causal: bool, mechanism: str | None = None,
     stream: Tensor | None = None, s_aux: Tensor | None = None, cap: float | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """PyTorch's attention, or the module's own mechanism at its own scale, called as transformers calls attention functions."""
+    """PyTorch's attention, or the module's own mechanism at its own scale, called as transformers calls attention
+    functions.
+    """
     if mechanism is not None:
         return attended(module, q, k, v, stream, is_causal).transpose(1, 2), None
     grouped = q.shape[1] != k.shape[1]
@@ -135,7 +144,8 @@ def attended(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, cau
         return out.to(v.dtype)
 
 
-# Named as the table of transformers is: `observe` and `Monitor` listen to what is called from it, and some controls act there.
+# Named as the table of transformers is: `observe` and `Monitor` listen to what is called from it, and some controls act
+# there.
 ALL_ATTENTION_FUNCTIONS = {"sdpa": _listener("sdpa", fused)}
 
 
@@ -199,7 +209,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + f(norm(x)) for attention and MLP ("pre"); norm behind f too ("sandwich"), or behind the sum alone ("post")."""
+    """x + f(norm(x)) for attention and MLP ("pre"); norm behind f too ("sandwich"), or behind the sum alone
+    ("post").
+    """
 
     def __init__(self, shape: Shape, depth: int = 0) -> None:
         super().__init__()
@@ -225,7 +237,11 @@ class Block(nn.Module):
         return self._added(x, self.self_attn(self.read(x), turn), self.attention_out_norm)
 
     def after_mlp(self, x: Tensor) -> Tensor:
-        return x if self.mlp is None else self._added(x, self.mlp(_by(self.post_attention_layernorm, x)), self.mlp_out_norm)
+        return (
+            x
+            if self.mlp is None
+            else self._added(x, self.mlp(_by(self.post_attention_layernorm, x)), self.mlp_out_norm)
+        )
 
     def _added(self, x: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
         return _by(norm, x + y) if self.around else x + _by(norm, y)
@@ -252,7 +268,8 @@ class Stack(nn.Module):
             self.embed_positions = nn.Embedding(length, shape.width)
         else:
             size = shape.width // shape.heads
-            angle = torch.arange(length)[:, None] * (1.0 / THETA ** (torch.arange(0, size, 2).float() / size))  # (T, h/2)
+            # (T, h/2)
+            angle = torch.arange(length)[:, None] * (1.0 / THETA ** (torch.arange(0, size, 2).float() / size))
             self.register_buffer("cos", angle.cos(), persistent=False)
             self.register_buffer("sin", angle.sin(), persistent=False)
         self.layers = nn.ModuleList(Block(shape, depth) for depth in range(shape.layers))
@@ -262,7 +279,9 @@ class Stack(nn.Module):
 
     def embedded(self, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The stream at first, and how queries and keys are turned."""
-        x = self.embed_tokens(inputs if self.shape.image is None else patches(inputs, self.shape.patch, self.norm.weight.dtype))
+        x = self.embed_tokens(
+            inputs if self.shape.image is None else patches(inputs, self.shape.patch, self.norm.weight.dtype)
+        )
         length = x.shape[1]
         if self.shape.positions == "learned":
             return x + self.embed_positions.weight[:length], None
@@ -294,7 +313,12 @@ class Transformer(nn.Module):
             if (
                 p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name
             ):  # what is added to the stream starts smaller, so that its size does not grow with depth
-                nn.init.normal_(p, std=scale / (2 * shape.layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else scale)
+                nn.init.normal_(
+                    p,
+                    std=scale / (2 * shape.layers) ** 0.5
+                    if name.endswith(("o_proj.weight", "down_proj.weight"))
+                    else scale,
+                )
         if isinstance(self.model.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -302,7 +326,9 @@ class Transformer(nn.Module):
         self, inputs: Tensor | None = None, targets: Tensor | None = None, *, input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """`input_ids` is another name for the inputs, and a mask of ones is taken: batches made for other models run."""
+        """`input_ids` is another name for the inputs, and a mask of ones is taken: batches made for other models
+        run.
+        """
         inputs = input_ids if inputs is None else inputs
         if inputs is None or (attention_mask is not None and not bool(attention_mask.all())):
             raise LocaterError("these blocks take inputs of one length: token ids or images, and no padding")
@@ -321,7 +347,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same within each half of a head, where each has a map of its own: every other angle is that of a head half the size."""
+    """The same within each half of a head, where each has a map of its own: every other angle is that of a head half
+    the size.
+    """
     return torch.cat([rotate(half, cos[..., ::2], sin[..., ::2]) for half in x.chunk(2, -1)], -1)
 
 

@@ -13,8 +13,9 @@ SLOTS = 256  # losses under way at a time
 
 
 class Pending:
-    """Losses in the order of their steps. On the CPU each is a number at once; on CUDA a copy to pinned memory runs behind the
-    step, so that a killed run loses only what the device had not computed. Elsewhere they are kept until somebody waits.
+    """Losses in the order of their steps. On the CPU each is a number at once; on CUDA a copy to pinned memory runs
+    behind the step, so that a killed run loses only what the device had not computed. Elsewhere they are kept until
+    somebody waits.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,11 @@
-"""`Monitor`: one line in an existing training run. Logs what every head does, and warns by name before the loss shows it.
+"""`Monitor`: one line in an existing training run. Logs what every head does, and warns by name before the loss shows
+it.
 
     trainer = transformers.Trainer(..., callbacks=[locater.Monitor()])         # or lightning.Trainer
     monitor = locater.Monitor("run.jsonl").attach(model)                       # or any loop: monitor.after_step(loss=loss)
 
-Between observed steps nothing is computed and nothing waits for the device; the loss of such a step is written as soon as it has
-arrived from there.
+Between observed steps nothing is computed and nothing waits for the device; the loss of such a step is written as soon
+as it has arrived from there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "distance")
 SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of logits over unit tokens
-WARN_ON = "nonfinite, exploding, spread>5"  # from docs/results/early-warning.md: early, and 3 false alarms each in 20 healthy runs
+# from docs/results/early-warning.md: early, and 3 false alarms each in 20 healthy runs
+WARN_ON = "nonfinite, exploding, spread>5"
 LOG = "locater.jsonl"
 logger = logging.getLogger("locater")
 Table = dict[tuple[int, int], dict[str, Any]]  # (layer, head): columns
@@ -56,10 +58,10 @@ def header(source: str, every: int, layers: list[dict[str, Any]], columns: Itera
 class Monitor(TrainerEvents):
     """Observe every `every`-th step of a run, write it to sinks, warn once per head and reason.
 
-    `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close(); without
-    any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in `observe`. `warn_on` are
-    flags and comparisons as for --fail-on, such as "exploding, entropy_ratio<0.1"; `spectrum` adds M and the spread of each head's
-    query-key map, from its weights.
+    `sinks` are paths that end in .jsonl, "tensorboard:FOLDER", "wandb", "trackio", or objects with write() and close();
+    without any, `locater.jsonl` in the run's output folder. `layers`, `heads` and `rows` choose a sample as in
+    `observe`. `warn_on` are flags and comparisons as for --fail-on, such as "exploding, entropy_ratio<0.1"; `spectrum`
+    adds M and the spread of each head's query-key map, from its weights.
     """
 
     def __init__(
@@ -75,7 +77,11 @@ class Monitor(TrainerEvents):
         if every < 1:
             raise LocaterError(f"every={every}: count from 1, which observes each step")
         self.every, self.spectrum = every, spectrum
-        self.conditions = parse_conditions(warn_on, {*COLUMNS, *SPECTRUM}, [flag.name for flag in FLAGS], "warn_on") if warn_on else []
+        self.conditions = (
+            parse_conditions(warn_on, {*COLUMNS, *SPECTRUM}, [flag.name for flag in FLAGS], "warn_on")
+            if warn_on
+            else []
+        )
         self.step = 0
         self.warned: set[tuple[int, int, str]] = set()
         self.observation: Observation | None = None
@@ -109,18 +115,22 @@ class Monitor(TrainerEvents):
         self.observation = observation
         self._stacks = None
         if self.spectrum:
-            with contextlib.suppress(Exception):  # what cannot be recorded is read layer by layer, and what cannot be read is told then
+            # what cannot be recorded is read layer by layer, and what cannot be read is told then
+            with contextlib.suppress(Exception):
                 self._stacks = FoldedStacks(model, [site.number for site in observation.sites])
         self._write(begin)
         self._arm()
         return self
 
     def _open_sinks(self, folder: Path, begin: dict[str, Any]) -> None:
-        """A log that was named is continued or refused; without a name one is found that this run can continue, or begun."""
+        """A log that was named is continued or refused; without a name one is found that this run can continue, or
+        begun.
+        """
         from locater.tracking.loggers import JsonlSink, open_sink
 
         if not self._names:
-            with contextlib.suppress(OSError):  # a trainer's folder may come with its first file; what is wrong is said below
+            # a trainer's folder may come with its first file; what is wrong is said below
+            with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
         try:
             for spec in self._names or (self._default_log(folder, begin),):
@@ -147,13 +157,17 @@ class Monitor(TrainerEvents):
             self._say(f"{folder / taken} holds a run of another model: this run is written to {path}")
         return path
 
-    def after_step(self, loss: Tensor | float | None = None, step: int | None = None, **scalars: Tensor | float) -> list[dict[str, Any]]:
+    def after_step(
+        self, loss: Tensor | float | None = None, step: int | None = None, **scalars: Tensor | float
+    ) -> list[dict[str, Any]]:
         """Call after each optimizer step. Returns the warnings that are new, which every rank gets."""
         if self.observation is None:
             raise LocaterError("this monitor is not attached: monitor.attach(model) comes first")
         for name, held in {"loss": loss, **scalars}.items():
             if isinstance(held, Tensor) and held.numel() != 1:  # told now, not at the observed step that would read it
-                raise LocaterError(f"{name} has shape {list(held.shape)}: give one number per step, such as {name}.mean()")
+                raise LocaterError(
+                    f"{name} has shape {list(held.shape)}: give one number per step, such as {name}.mean()"
+                )
         observed = self.due
         self.step = self.step + 1 if step is None else step
         found: list[dict[str, Any]] = []
@@ -178,7 +192,8 @@ class Monitor(TrainerEvents):
 
     def _arm(self) -> None:
         assert self.observation is not None
-        self.observation.switch.on = self.step % self.every == 0  # not by forward: a trainer may call parts of its module only
+        # not by forward: a trainer may call parts of its module only
+        self.observation.switch.on = self.step % self.every == 0
 
     def _close(self) -> None:
         observation, self.observation, self._stacks = self.observation, None, None
@@ -207,20 +222,28 @@ class Monitor(TrainerEvents):
         of_sites, of_weights = held_by(sites), [x for part in spectra for x in part.tensors]
         numbers = fetched([*of_sites, *of_weights, *(given[name] for name in plain)])
         self.observation.clear()
-        given |= {name: number for name, (number,) in zip(plain, numbers[len(of_sites) + len(of_weights) :], strict=True)}
+        given |= {
+            name: number for name, (number,) in zip(plain, numbers[len(of_sites) + len(of_weights) :], strict=True)
+        }
         known = {name: float(x.detach() if isinstance(x, Tensor) else x) for name, x in given.items()}
         self._flush(wait=True)  # the device has been waited for
         table = _table(sites, numbers[: len(of_sites)])
         if missed:
             error = missed.pop()
-            self._say(f"the run goes on; calls that could not be counted are left out: {type(error).__name__}: {error}", about=missed)
+            self._say(
+                f"the run goes on; calls that could not be counted are left out: {type(error).__name__}: {error}",
+                about=missed,
+            )
         elif not table:
             self._say(f"the model was not in training mode, or {self.observation.nothing()}", about=self.observation)
         if failed is not None and table:
             self.spectrum = False
             self._say(f"the run goes on without M and spread: {type(failed).__name__}: {failed}")
         _add_spectra(table, spectra, numbers[len(of_sites) :])
-        held = {name: [[table.get((s.number, h), {}).get(name) for h in range(s.count)] for s in sites] for name in self._columns}
+        held = {
+            name: [[table.get((s.number, h), {}).get(name) for h in range(s.count)] for s in sites]
+            for name in self._columns
+        }
         at = {"kind": "step", "step": self.step, "time": time.time()}
         own = {"loss": known.pop("loss")} if "loss" in known else {}
         self._write({**at, **own, "scalars": known, "heads": held})
@@ -238,7 +261,8 @@ class Monitor(TrainerEvents):
             except Exception:
                 self._stacks = None  # and from here on layer by layer
         try:
-            layers = list(attention_layers(self.observation.model))  # read again: folded gains belong to the weights of this step
+            # read again: folded gains belong to the weights of this step
+            layers = list(attention_layers(self.observation.model))
             return [spectra_of(site.number, effective(layers[site.number])) for site in self.observation.sites], None
         except Exception as error:
             return [], error

@@ -1,7 +1,7 @@
 """What trainers tell a callback, as steps of a monitor: transformers.Trainer and lightning.Trainer.
 
-Loss and rate are the trainer's own. transformers logs a mean over `logging_steps`, and by default one in which losses that are
-not numbers are replaced, so the loss of each step is taken from `training_step`.
+Loss and rate are the trainer's own. transformers logs a mean over `logging_steps`, and by default one in which losses
+that are not numbers are replaced, so the loss of each step is taken from `training_step`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class TrainerEvents:
     def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
         if getattr(args, "n_gpu", 1) > 1:
             self._end()
-            self._say("nn.DataParallel runs copies of the model, which are not observed: start one process per device with torchrun")
+            self._say(
+                "nn.DataParallel runs copies of the model, which are not observed: start one process per device with torchrun"
+            )
             return
         self._begin(held["model"], args.output_dir or ".", int(state.global_step))
         trainer = trainer_of(self)
@@ -160,8 +162,8 @@ def _rate(optimizer: Any) -> float | None:
 
 
 def still_scaled(trainer: Any, optimizer: Any) -> bool:
-    """Whether Lightning's gradients are still multiplied for half precision before the optimizer step: only where the optimizer
-    itself divides them, as fused Adam does."""
+    """Whether Lightning's gradients are still multiplied for half precision before the optimizer step: only where the
+    optimizer itself divides them, as fused Adam does."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -178,20 +180,25 @@ def _gradient_norm(trainer: Any, module: nn.Module, optimizer: Any) -> Tensor | 
 def trainer_of(callback: Any) -> Any:
     """The trainer that is calling `callback`; None where there is none.
 
-    Events carry the model, the optimizer and the state, but not the trainer; it is the `self` of one of the calling frames.
+    Events carry the model, the optimizer and the state, but not the trainer; it is the `self` of one of the calling
+    frames.
     """
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         handler = getattr(owner, "callback_handler", None)
-        if callable(getattr(owner, "training_step", None)) and any(held is callback for held in getattr(handler, "callbacks", ())):
+        if callable(getattr(owner, "training_step", None)) and any(
+            held is callback for held in getattr(handler, "callbacks", ())
+        ):
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
 def listen(trainer: Any, hear: Callable[[Any], None]) -> Callable[[], None]:
-    """Tell `hear` what each `training_step` returns: the loss of a micro-batch as it is accumulated. Returns what ends it."""
+    """Tell `hear` what each `training_step` returns: the loss of a micro-batch as it is accumulated. Returns what ends
+    it.
+    """
 
     def heard(owner: Any, training_step: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         loss = training_step(*args, **kw)

@@ -1,7 +1,8 @@
-"""Three scores that tell what a head is for: previous token, same token before, token after the same one before (induction).
+"""Three scores that tell what a head is for: previous token, same token before, token after the same one before
+(induction).
 
-Measured on random tokens repeated once, r r, where nothing but the repetition can be attended to. Only three diagonals of the
-maps are asked for, so the maps are not needed.
+Measured on random tokens repeated once, r r, where nothing but the repetition can be attended to. Only three diagonals
+of the maps are asked for, so the maps are not needed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class Circuit:
     induction: float | None
 
 
-def circuit_scores(model: nn.Module, period: int = PERIOD, sequences: int = SEQUENCES, seed: int = 0) -> dict[tuple[int, int], Circuit]:
+def circuit_scores(
+    model: nn.Module, period: int = PERIOD, sequences: int = SEQUENCES, seed: int = 0
+) -> dict[tuple[int, int], Circuit]:
     """Scores by (layer, head), from `sequences` random sequences of length `period`, repeated once.
 
-    In the repeat, row t attends to t - 1 (previous), t - period (duplicate) and t - period + 1 (induction). A uniform causal
-    head would have about 1 / t everywhere.
+    In the repeat, row t attends to t - 1 (previous), t - period (duplicate) and t - period + 1 (induction). A uniform
+    causal head would have about 1 / t everywhere.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -42,7 +45,9 @@ def circuit_scores(model: nn.Module, period: int = PERIOD, sequences: int = SEQU
     period = min(period, (most or 2 * period) // 2 - 1)
     allowed = torch.tensor(sorted(set(range(rows)) - _special(config) - _special(text)))
     if period < 3 or not len(allowed):
-        raise LocaterError(f"{type(model).__name__}: circuit scores need at least 8 positions and one token that is not special")
+        raise LocaterError(
+            f"{type(model).__name__}: circuit scores need at least 8 positions and one token that is not special"
+        )
     generator = torch.Generator().manual_seed(seed)
     once = allowed[torch.randint(len(allowed), (sequences, period), generator=generator)]
     with observe(model, offsets=((1, period), (period, period), (period - 1, period))) as seen:

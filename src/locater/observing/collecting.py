@@ -1,4 +1,6 @@
-"""`statistics()`: mean and covariance of what every attention layer reads, from a model and a few thousand tokens of text."""
+"""`statistics()`: mean and covariance of what every attention layer reads, from a model and a few thousand tokens of
+text.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def statistics(
 ) -> Statistics:
     """Run `model` over about `tokens` tokens of `text` and keep the mean and covariance of every attention input.
 
-    `text` is a string, a path, token ids, or batches as the model takes them. Used by `locater.scan(source, statistics=...)`.
+    `text` is a string, a path, token ids, or batches as the model takes them. Used by `locater.scan(source,
+    statistics=...)`.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2, enable_nested_tensor=False)
     >>> found = statistics(encoder, [{"src": torch.randn(4, 32, 16)}])
@@ -63,7 +66,8 @@ def collected(model: nn.Module, held: list[Batch], progress: Progress | None = N
     found = [x for x in (here.input() for here in sums) if x is not None]
     if not found:
         raise LocaterError(f"{type(model).__name__}: no attention layer was called with tokens of a known shape")
-    length = next(here.length for here in sums if here.length)  # as the layer sees it: an image is a sequence of patches
+    # as the layer sees it: an image is a sequence of patches
+    length = next(here.length for here in sums if here.length)
     silent = {here.number for here in sums} - {x.layer for x in found}
     return Statistics(type(model).__name__, found[0].tokens, length, found, tuple(sorted(silent)))
 
@@ -106,7 +110,11 @@ class _Sums:
         return real & (torch.arange(x.shape[1], device=x.device) != start[:, None])
 
     def input(self) -> Input | None:
-        if self.own is None or self.moments is None or (self.own.count < 2 if self.kind == "self" else self.memory is None):
+        if (
+            self.own is None
+            or self.moments is None
+            or (self.own.count < 2 if self.kind == "self" else self.memory is None)
+        ):
             return None  # a layer that pools may have one query
         mean, covariance = self.own.moments()
         memory = (None, None) if self.memory is None else self.memory.moments()
@@ -122,7 +130,9 @@ class _Sums:
 
 
 class _Spread:
-    """Sums for a mean and a covariance, of tokens less the mean of the first that came: a large mean takes no digits then."""
+    """Sums for a mean and a covariance, of tokens less the mean of the first that came: a large mean takes no digits
+    then.
+    """
 
     def __init__(self, like: Tensor) -> None:
         width = like.shape[-1]

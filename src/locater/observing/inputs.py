@@ -1,4 +1,6 @@
-"""What attention layers are given: their inputs, as batches pass through a model; and one pass of a model over a batch."""
+"""What attention layers are given: their inputs, as batches pass through a model; and one pass of a model over a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +81,14 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, batch: Batch) -> Any:
-    """One forward pass without gradients, on the model's device. Of two towers that meet at the end, the one that the batch is for."""
+    """One forward pass without gradients, on the model's device. Of two towers that meet at the end, the one that the
+    batch is for.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
     wanted = [method for name, method in TOWERS.items() if name in given]
-    forward = getattr(model, wanted[0]) if len(wanted) == 1 and all(hasattr(model, x) for x in TOWERS.values()) else model
+    forward = (
+        getattr(model, wanted[0]) if len(wanted) == 1 and all(hasattr(model, x) for x in TOWERS.values()) else model
+    )
     with quiet(model):
         return forward(**given)

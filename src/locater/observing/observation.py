@@ -1,4 +1,6 @@
-"""`observe()`: listen to every attention layer of a model while it runs, under any backend, and keep a few numbers per head."""
+"""`observe()`: listen to every attention layer of a model while it runs, under any backend, and keep a few numbers per
+head.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,10 @@ def observe(
 ) -> Observation:
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built.
 
-    `every` observes one forward pass in that many. `layers` and `heads` are numbers, or how many to take evenly; `rows` is how
-    many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks and singular values of
-    head outputs, `hidden` measures of the stream between blocks, and `offsets` the weight on the key that many tokens before (a
-    pair adds the first row to count).
+    `every` observes one forward pass in that many. `layers` and `heads` are numbers, or how many to take evenly; `rows`
+    is how many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks and
+    singular values of head outputs, `hidden` measures of the stream between blocks, and `offsets` the weight on the key
+    that many tokens before (a pair adds the first row to count).
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -78,14 +80,20 @@ class Observation:
         lenient: bool = False,
     ) -> None:
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-            raise LocaterError("nn.DataParallel runs copies of the model, which are not observed: observe model.module on one device")
+            raise LocaterError(
+                "nn.DataParallel runs copies of the model, which are not observed: observe model.module on one device"
+            )
         self.model = model
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
         self.sites = _sites(model, wanted, layers, heads, self.switch)
         self._modules = {id(site.module) for site in self.sites}
-        self.streams = streams(model, [name for name, module in model.named_modules() if id(module) in self._modules]) if hidden else []
+        self.streams = (
+            streams(model, [name for name, module in model.named_modules() if id(module) in self._modules])
+            if hidden
+            else []
+        )
         self.passes = 0  # forward passes of `model` inside the block
         self.over = True
         self._open: ExitStack | None = None
@@ -113,7 +121,9 @@ class Observation:
         self.over = False
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
         if kind is None and self.passes and not any(self.called):
             raise LocaterError(self.nothing())
@@ -159,7 +169,8 @@ class Observation:
             point.sums.zero_()
 
     def reduce(self, group: Any = None) -> None:
-        """Over the ranks of a distributed run: sums for sums, maxima for logits. Every rank calls it; then all hold the same.
+        """Over the ranks of a distributed run: sums for sums, maxima for logits. Every rank calls it; then all hold the
+        same.
 
         Two collectives for all heads together.
         """
@@ -194,21 +205,30 @@ class Observation:
         )
 
 
-def _passing(watch: Observation, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Stands for the model's forward. No hook: hooks turn off PyTorch's fast path, and a compiled model does not notice late ones."""
+def _passing(
+    watch: Observation, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
+) -> Any:
+    """Stands for the model's forward. No hook: hooks turn off PyTorch's fast path, and a compiled model does not notice
+    late ones.
+    """
     if watch.over:  # still below what somebody else has put on top
         return forward(*args, **kw)
     if padding is not None:
         padding.before(model, args, kw)
-    if watch.every and not torch.compiler.is_compiling():  # a counter inside a graph would be compiled anew at each value
+    # a counter inside a graph would be compiled anew at each value
+    if watch.every and not torch.compiler.is_compiling():
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
     return forward(*args, **kw)
 
 
 def _compiled(model: nn.Module) -> list[nn.Module]:
-    """Parts that may have graphs already. A graph notices a replaced forward, but not a new name in a table that it asked in vain."""
-    parts = [getattr(part, "_orig_mod", part if part._compiled_call_impl is not None else None) for part in model.modules()]
+    """Parts that may have graphs already. A graph notices a replaced forward, but not a new name in a table that it
+    asked in vain.
+    """
+    parts = [
+        getattr(part, "_orig_mod", part if part._compiled_call_impl is not None else None) for part in model.modules()
+    ]
     return [part for part in parts if isinstance(part, nn.Module)]
 
 
@@ -220,7 +240,9 @@ def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, swit
         module = weights.submodule(layer.name)
         taps.refuse(module, layer.name)
         picked = [head for head, _ in _chosen(list(enumerate(range(layer.heads))), heads, "heads")]
-        found.append(Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, wanted, layer))
+        found.append(
+            Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, wanted, layer)
+        )
     return found
 
 

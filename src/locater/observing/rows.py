@@ -20,17 +20,19 @@ from locater.observing.tally import AT, wide
 
 @dataclass(frozen=True)
 class SeenHead:
-    """One head over everything that was run. Means are over rows that see a key; None stands for what was not asked for or not seen.
+    """One head over everything that was run. Means are over rows that see a key; None stands for what was not asked for
+    or not seen.
 
-    `entropy` is in nats; with sinks a row's weights sum to `row_mass` < 1 and entropy is that of the weights as they act.
-    `sink` is the weight on the first key in sight, `rest_entropy` the entropy without it, weights made to sum to 1 again.
-    `how` is "exact" when every row counted, "sampled" otherwise.
+    `entropy` is in nats; with sinks a row's weights sum to `row_mass` < 1 and entropy is that of the weights as they
+    act. `sink` is the weight on the first key in sight, `rest_entropy` the entropy without it, weights made to sum to 1
+    again. `how` is "exact" when every row counted, "sampled" otherwise.
 
-    `output_singular_values` are the d_head singular values of A_h V_h, largest first: of the matrix whose rows are the head's outputs
-    at all counted tokens of all sequences and calls, from the same sum of Gram matrices as the two ranks. They grow with the root of
-    the number of tokens; over sqrt(rows) they do not. In float32 those under 3.5e-4 sqrt(d_head) of the first are rounding. They
-    are d_head numbers per head: the steps that `Monitor` logs and the heads that `probe` lists do without. None where all outputs are
-    zero or the layer hands none over (`nn.MultiheadAttention`, which leaves both ranks None too).
+    `output_singular_values` are the d_head singular values of A_h V_h, largest first: of the matrix whose rows are the
+    head's outputs at all counted tokens of all sequences and calls, from the same sum of Gram matrices as the two
+    ranks. They grow with the root of the number of tokens; over sqrt(rows) they do not. In float32 those under 3.5e-4
+    sqrt(d_head) of the first are rounding. They are d_head numbers per head: the steps that `Monitor` logs and the
+    heads that `probe` lists do without. None where all outputs are zero or the layer hands none over
+    (`nn.MultiheadAttention`, which leaves both ranks None too).
     """
 
     layer: int
@@ -69,7 +71,9 @@ MEANS = {  # column: the column that counts its rows
 
 PLACES = {name: (AT[name], AT[count]) for name, count in MEANS.items()}
 SHOWN = [  # the other flags need weights
-    (flag.name, flag.needs[0], flag.rule) for flag in FLAGS if len(flag.needs) == 1 and flag.needs[0] in {*MEANS, "max_logit", "finite"}
+    (flag.name, flag.needs[0], flag.rule)
+    for flag in FLAGS
+    if len(flag.needs) == 1 and flag.needs[0] in {*MEANS, "max_logit", "finite"}
 ]
 
 
@@ -150,7 +154,10 @@ def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
 
 def numbers_of(kind: str, sums: list[float], top: float, names: Iterable[str] = tuple(MEANS)) -> dict[str, Any]:
     """Means of these names, the largest logit and the flags of one head of a layer of this kind."""
-    found: dict[str, Any] = {"finite": all(map(math.isfinite, sums)) and top < math.inf, "max_logit": finite_or_none(top)}
+    found: dict[str, Any] = {
+        "finite": all(map(math.isfinite, sums)) and top < math.inf,
+        "max_logit": finite_or_none(top),
+    }
     for name in names:
         total, count = PLACES[name]
         found[name] = _over(sums[total], sums[count])

@@ -21,7 +21,9 @@ MEASURES = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_ra
 
 @dataclass(frozen=True)
 class SeenLayer:
-    """The stream after one block (`block` -1: before the first), averaged over sequences; docs of each in `locater.measures`."""
+    """The stream after one block (`block` -1: before the first), averaged over sequences; docs of each in
+    `locater.measures`.
+    """
 
     stack: str  # the list of blocks it belongs to
     block: int
@@ -77,8 +79,12 @@ class Padding:
         masks = {name: x for name, x in named.items() if name.endswith("mask") and isinstance(x, Tensor)}
         self.given = {name: x.bool() for name, x in masks.items() if name.endswith("attention_mask") and x.ndim == 2}
         # in PyTorch's own modules True hides, and a sequence may come without a batch
-        self.given |= {name: ~x.bool().view(-1, x.shape[-1]) for name, x in masks.items() if name.endswith("key_padding_mask")}
-        tokens = next((named[name] for name in ("input_ids", "inputs_embeds") if isinstance(named.get(name), Tensor)), None)
+        self.given |= {
+            name: ~x.bool().view(-1, x.shape[-1]) for name, x in masks.items() if name.endswith("key_padding_mask")
+        }
+        tokens = next(
+            (named[name] for name in ("input_ids", "inputs_embeds") if isinstance(named.get(name), Tensor)), None
+        )
         self.length = 0 if tokens is None else tokens.shape[1]
         config = getattr(module, "config", None)
         self.pair = bool(getattr(config, "is_encoder_decoder", False)) or {"src", "tgt"} <= named.keys()
@@ -98,7 +104,9 @@ class Padding:
         return self._fitting(memory, "encoder_attention_mask", "memory_key_padding_mask", *own)
 
     def _fitting(self, x: Tensor, *names: str) -> Tensor | None:
-        """The first of these masks that was given, if it speaks of x; a mask over cached tokens too ends with those of x."""
+        """The first of these masks that was given, if it speaks of x; a mask over cached tokens too ends with those of
+        x.
+        """
         mask = next((self.given[name] for name in names if name in self.given), None)
         if mask is None or mask.shape[0] != x.shape[0] or mask.shape[1] < x.shape[1]:
             return None
@@ -142,7 +150,9 @@ def _stacks(model: nn.Module, attention: list[str]) -> dict[str, list[str]]:
     """Lists of blocks by path: outermost containers of which more than one member, or the only one, holds attention."""
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(path.startswith(f"{stack}.") for stack in stacks):
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(
+            path.startswith(f"{stack}.") for stack in stacks
+        ):
             continue
         members = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
         holding = [member for member in members if any(name.startswith(f"{member}.") for name in attention)]
@@ -156,7 +166,15 @@ def listen(points: list[Stream], padding: Padding, switch: Switch) -> list[Calla
     return [instead(point.module, "forward", partial(_block, point, padding, switch)) for point in points]
 
 
-def _block(point: Stream, padding: Padding, switch: Switch, module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+def _block(
+    point: Stream,
+    padding: Padding,
+    switch: Switch,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kw: Any,
+) -> Any:
     if switch.on and point.block < 0:
         _survey(point, padding, args[0] if args else next(iter(kw.values())))
     out = forward(*args, **kw)

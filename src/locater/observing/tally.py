@@ -1,7 +1,7 @@
 """Reduce one call of an attention layer to a few sums per head, and add them up.
 
-`locater::tally` is an operator of its own, so that a compiled model keeps one graph: it returns nothing and adds to tensors.
-Sums are float64 where the device has it. Nothing here waits for the device.
+`locater::tally` is an operator of its own, so that a compiled model keeps one graph: it returns nothing and adds to
+tensors. Sums are float64 where the device has it. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -44,16 +44,19 @@ def _kernel(
 ) -> None:  # fmt: skip
     """Add one call to `sums` (H, COLUMNS), `maxima` (H, MAXIMA), `pairs` (H, offsets, 2) and `gram` (H, V, V).
 
-    `own` says that queries and keys are the same tokens; `window` and `softcap` are 0 for none; `heads` are those wanted; `cut`
-    (B,) marks sequences whose first key is gone from the cache; `rows` is how many rows to sample, 0 for all. `output` (B, T, H, V)
-    is what the model made: a head that it made no finite number of gets none here either; (B, T, E) stands for all heads.
-    `lenient` leaves out what cannot be counted, for want of memory or whatever else, and keeps the reason in `missed`. Called again
-    in the backward pass by activation checkpointing, it does nothing.
+    `own` says that queries and keys are the same tokens; `window` and `softcap` are 0 for none; `heads` are those
+    wanted; `cut` (B,) marks sequences whose first key is gone from the cache; `rows` is how many rows to sample, 0 for
+    all. `output` (B, T, H, V) is what the model made: a head that it made no finite number of gets none here either;
+    (B, T, E) stands for all heads. `lenient` leaves out what cannot be counted, for want of memory or whatever else,
+    and keeps the reason in `missed`. Called again in the backward pass by activation checkpointing, it does nothing.
     """
     if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
     try:
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
+        with (
+            torch.no_grad(),
+            torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext(),
+        ):
             _tally(q, k, sums, maxima, pairs, gram, scale, causal, own, window, softcap, padding, documents, mask, bias, alibi, sinks,
                    output, heads, cut, rows, rest, offsets, starts)  # fmt: skip
     except Exception as error:
@@ -65,10 +68,12 @@ def _kernel(
         maxima.fill_(-torch.inf)
 
 
-# Not torch.library.custom_op, whose wrappers in Python take as long as what is counted here. There is nothing to differentiate.
+# Not torch.library.custom_op, whose wrappers in Python take as long as what is counted here. There is nothing to
+# differentiate.
 _library = torch.library.Library("locater", "FRAGMENT")
 _library.define(
-    "tally" + torch.library.infer_schema(_kernel, mutates_args=("sums", "maxima", "pairs", "gram")), tags=torch.Tag.pt2_compliant_tag
+    "tally" + torch.library.infer_schema(_kernel, mutates_args=("sums", "maxima", "pairs", "gram")),
+    tags=torch.Tag.pt2_compliant_tag,
 )
 _library.impl("tally", _disable_dynamo(_kernel), "CompositeExplicitAutograd")
 _library.impl("tally", torch.library.fallthrough_kernel, "Autograd")
@@ -141,10 +146,12 @@ def _in_sight(terms: Terms) -> Tensor | None:
 
 
 def _placed(q: Tensor, k: Tensor, terms: Terms, own: bool, cut: Tensor | None) -> tuple[Terms, Tensor, Tensor]:
-    """Terms with the queries' positions, the rows that count (B, T), the first key of each row's sequence (B, T), -1 where it is gone.
+    """Terms with the queries' positions, the rows that count (B, T), the first key of each row's sequence (B, T), -1
+    where it is gone.
 
-    A key that no query may look at is padding. Where queries and keys are the same tokens, its row is padding too. Among cached
-    keys a query's own is the last it sees, unless several see the same last: a cache may have room left after it.
+    A key that no query may look at is padding. Where queries and keys are the same tokens, its row is padding too.
+    Among cached keys a query's own is the last it sees, unless several see the same last: a cache may have room left
+    after it.
     """
     B, T, S = q.shape[0], q.shape[2], k.shape[2]
     seen = _in_sight(terms)
@@ -166,7 +173,9 @@ def _placed(q: Tensor, k: Tensor, terms: Terms, own: bool, cut: Tensor | None) -
 
 
 def _first_of_document(terms: Terms, seen: Tensor | None, first: Tensor) -> Tensor:
-    """The first key (B, T) where a sequence holds several documents: one begins where neither it nor what follows looks back."""
+    """The first key (B, T) where a sequence holds several documents: one begins where neither it nor what follows looks
+    back.
+    """
     T = first.shape[1]
     at = torch.arange(T, device=first.device)
     if terms.documents is not None:
@@ -196,7 +205,9 @@ def _some_rows(
 
 
 def _add_whole(q: Tensor, k: Tensor, terms: Terms, sums: Tensor, maxima: Tensor) -> None:
-    """As `_add`, of a call without masks but causal and window: every row counts, and how many keys each sees is known by its place."""
+    """As `_add`, of a call without masks but causal and window: every row counts, and how many keys each sees is known
+    by its place.
+    """
     B, T, S = q.shape[0], q.shape[2], k.shape[2]
     found = attention_statistics(q, k, **vars(terms))
     several = terms.window is None or terms.window > 1
@@ -206,7 +217,16 @@ def _add_whole(q: Tensor, k: Tensor, terms: Terms, sums: Tensor, maxima: Tensor)
     if wide < T:
         ratio[:, :, : T - wide].zero_()
     top = torch.exp(found.max_logit - found.log_sum_exp)
-    columns = (found.entropy, found.row_mass, top, found.participation, found.distance, found.self_mass, ratio, found.first_mass)
+    columns = (
+        found.entropy,
+        found.row_mass,
+        top,
+        found.participation,
+        found.distance,
+        found.self_mass,
+        ratio,
+        found.first_mass,
+    )
     torch._foreach_add_(sums.unbind(1)[: AT["entropy"]], (1.0, float(B * T), float(B * wide), float(B * look)))
     _put(sums, "entropy", columns)
     _raise(maxima, found.max_logit)
@@ -220,7 +240,16 @@ def _add(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor, sum
     ratio, wide = _ratio(found, shown)
     sums[:, AT["calls"]].add_(1)
     _put(sums, "rows", (shown, wide, shown & look))
-    columns = (found.entropy, found.row_mass, found.max_probability, found.participation, found.distance, found.self_mass, ratio, sink)
+    columns = (
+        found.entropy,
+        found.row_mass,
+        found.max_probability,
+        found.participation,
+        found.distance,
+        found.self_mass,
+        ratio,
+        sink,
+    )
     _put(sums, "entropy", columns, ~shown)
     _raise(maxima, found.max_logit.masked_fill(~shown, -torch.inf))
     return found.log_sum_exp
@@ -229,7 +258,9 @@ def _add(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor, sum
 def _add_rest(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, first: Tensor, sums: Tensor) -> None:
     """Entropy without the first key, which often takes weight that has nothing to do with content."""
     B, S = k.shape[0], k.shape[2]
-    later = torch.ones(B, S + 1, dtype=torch.bool, device=k.device).scatter(1, torch.where(first < 0, S, first), False)[:, :S]
+    later = torch.ones(B, S + 1, dtype=torch.bool, device=k.device).scatter(1, torch.where(first < 0, S, first), False)[
+        :, :S
+    ]
     padding = later if terms.padding is None else later & terms.padding
     found = attention_statistics(q, k, extended=False, **{**vars(terms), "padding": padding, "sinks": None})
     shown = (found.visible > 0) & counted[:, None]
@@ -246,21 +277,24 @@ def _ratio(found: AttentionStatistics, shown: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _put(sums: Tensor, start: str, columns: Sequence[Tensor | None], hidden: Tensor | None = None) -> None:
-    """Add the sums over the rows that are not `hidden` of numbers (B, H, T) to the column `start` and those after it."""
+    """Add the sums over the rows that are not `hidden` of numbers (B, H, T) to the column `start` and those after
+    it.
+    """
     held, at = [x for x in columns if x is not None], AT[start]
     together = max(1, STACKED // held[0].numel())
     for begin in range(0, len(held), together):
         part = torch.stack(held[begin : begin + together])
         if hidden is not None:
             part.masked_fill_(hidden, 0)
-        sums.narrow(1, at + begin, len(part)).add_(part.sum((1, 3), dtype=sums.dtype).T)  # `sums[...] +=` would copy once more
+        # `sums[...] +=` would copy once more
+        sums.narrow(1, at + begin, len(part)).add_(part.sum((1, 3), dtype=sums.dtype).T)
 
 
 def _spoil(output: Tensor | None, shown: Tensor | None, sums: Tensor, pairs: Tensor) -> None:
     """No number of a head whose output is not finite in a row that is `shown` (B, H, T), None for all.
 
-    Statistics are computed in float32 at least, and float16 overflows where that does not: a softmax of infinite logits is NaN in the
-    model and would be a one-hot row here. The largest logit stays, since it says why.
+    Statistics are computed in float32 at least, and float16 overflows where that does not: a softmax of infinite logits
+    is NaN in the model and would be a one-hot row here. The largest logit stays, since it says why.
     """
     if output is None or (output.ndim == 4 and output.shape[2] != len(sums)):
         return
@@ -280,11 +314,15 @@ def _raise(maxima: Tensor, logits: Tensor) -> None:
     torch.maximum(held, logits.amax((0, 2)).to(held.dtype), out=held)  # NaN wins, as it should
 
 
-def _add_pairs(q: Tensor, k: Tensor, terms: Terms, counted: Tensor, lse: Tensor, offset: int, start: int, into: Tensor) -> None:
+def _add_pairs(
+    q: Tensor, k: Tensor, terms: Terms, counted: Tensor, lse: Tensor, offset: int, start: int, into: Tensor
+) -> None:
     """Weight of rows from `start` on, on the key `offset` before them: (sum, rows)."""
     positions = terms.at(q.shape[2], k.shape[2], q.device)
     wanted = positions >= max(start, offset)
-    weight, look = weight_at(q, k, terms, torch.where(wanted, positions - offset, torch.full_like(positions, -1))[None], lse)
+    weight, look = weight_at(
+        q, k, terms, torch.where(wanted, positions - offset, torch.full_like(positions, -1))[None], lse
+    )
     shown = counted[:, None] & look
     into[:, 0].add_(torch.where(shown, weight, torch.zeros_like(weight)).sum((0, 2), dtype=into.dtype))
     into[:, 1].add_(shown.sum((0, 2), dtype=into.dtype))

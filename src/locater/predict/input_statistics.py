@@ -24,12 +24,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Input:
-    """What one attention layer reads, after the norm in front of it. The first token of a sequence is kept apart (not in
-    cross-attention, where it is no key).
+    """What one attention layer reads, after the norm in front of it. The first token of a sequence is kept apart (not
+    in cross-attention, where it is no key).
 
-    `mean_share` is |mean|^2 / E|x|^2, `kurtosis` the median excess over channels, `normality` the mean Kolmogorov distance of
-    random projections to a normal and `normality_expected` what normal tokens of this number would show, `directions` the shares
-    of the energy in the first principal directions.
+    `mean_share` is |mean|^2 / E|x|^2, `kurtosis` the median excess over channels, `normality` the mean Kolmogorov
+    distance of random projections to a normal and `normality_expected` what normal tokens of this number would show,
+    `directions` the shares of the energy in the first principal directions.
     """
 
     layer: int
@@ -71,7 +71,13 @@ class Statistics:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file that `load` and `locater scan --statistics` read; it appears whole or not at all."""
-        held = {"schema": SCHEMA, "source": self.source, "tokens": self.tokens, "length": self.length, "silent": self.silent}
+        held = {
+            "schema": SCHEMA,
+            "source": self.source,
+            "tokens": self.tokens,
+            "length": self.length,
+            "silent": self.silent,
+        }
         file = io.BytesIO()
         torch.save({**held, "inputs": [asdict(x) for x in self.inputs]}, file)
         write_whole(Path(path), file.getvalue())
@@ -99,7 +105,12 @@ class Statistics:
 
 def _check(made: Statistics) -> None:
     """Raise ValueError with the first value of a file that is not what `save` writes."""
-    numbers = [made.tokens, made.length, *made.silent, *(n for x in made.inputs for n in (x.layer, x.tokens, x.length, x.memory_length))]
+    numbers = [
+        made.tokens,
+        made.length,
+        *made.silent,
+        *(n for x in made.inputs for n in (x.layer, x.tokens, x.length, x.memory_length)),
+    ]
     wrong = next((n for n in numbers if type(n) is not int or not 0 <= n < 2**53), None)
     if wrong is not None:
         raise ValueError(f"{wrong!r:.40} where a count should be")

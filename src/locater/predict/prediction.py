@@ -1,4 +1,6 @@
-"""What the Gaussian surrogate says of every head: the head itself on normal tokens with the measured mean and covariance."""
+"""What the Gaussian surrogate says of every head: the head itself on normal tokens with the measured mean and
+covariance.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ SEQUENCES = 8
 
 @torch.no_grad()
 def predict(
-    layer: AttentionLayer, given: Input | None, length: int, keys: int | None = None, sequences: int = SEQUENCES, seed: int = 0
+    layer: AttentionLayer,
+    given: Input | None,
+    length: int,
+    keys: int | None = None,
+    sequences: int = SEQUENCES,
+    seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Per head (H,): entropy and entropy_ratio with the measured first token in its place, rest_entropy and rest_entropy_ratio
-    without it, and sink, its weight where it is in view. Without statistics (`given` None) tokens are standard normal: weights alone.
+    """Per head (H,): entropy and entropy_ratio with the measured first token in its place, rest_entropy and
+    rest_entropy_ratio without it, and sink, its weight where it is in view. Without statistics (`given` None) tokens
+    are standard normal: weights alone.
 
     Cross-attention, where a row looks at `keys` tokens, has no first token that was measured apart, and so no sink.
     """
@@ -33,7 +41,9 @@ def predict(
     return on_tokens(replace(layer, norm=Norm(), memory_norm=None), x, memory)
 
 
-def on_tokens(layer: AttentionLayer, x: Tensor, memory: Tensor | None = None, normalized: bool = False) -> dict[str, Tensor]:
+def on_tokens(
+    layer: AttentionLayer, x: Tensor, memory: Tensor | None = None, normalized: bool = False
+) -> dict[str, Tensor]:
     """The same columns, of the head run on tokens (B, T, d)."""
     q, k = layer.queries(x, None, normalized), layer.keys(x if memory is None else memory, None, normalized)
     terms = dict(
@@ -52,9 +62,13 @@ def on_tokens(layer: AttentionLayer, x: Tensor, memory: Tensor | None = None, no
     return {**found, "rest_entropy": rest["entropy"], "rest_entropy_ratio": rest["entropy_ratio"]}
 
 
-def _tokens(layer: AttentionLayer, given: Input | None, length: int, keys: int, sequences: int, seed: int) -> tuple[Tensor, Tensor | None]:
+def _tokens(
+    layer: AttentionLayer, given: Input | None, length: int, keys: int, sequences: int, seed: int
+) -> tuple[Tensor, Tensor | None]:
     if given is not None:
-        x = gaussian_tokens(given.mean, given.covariance, sequences, length, None if layer.kind == "cross" else given.first, seed)
+        x = gaussian_tokens(
+            given.mean, given.covariance, sequences, length, None if layer.kind == "cross" else given.first, seed
+        )
         if given.memory_mean is None or given.memory_covariance is None:
             return x, None
         return x, gaussian_tokens(given.memory_mean, given.memory_covariance, sequences, keys, None, seed + 1)
@@ -62,7 +76,9 @@ def _tokens(layer: AttentionLayer, given: Input | None, length: int, keys: int, 
     x = torch.randn(sequences, length, layer.width, generator=generator)
     if layer.kind == "self":
         return _unit(x, layer.norm), None
-    return _unit(x, layer.norm), _unit(torch.randn(sequences, keys, layer.key.shape[1], generator=generator), layer.key_side_norm)
+    return _unit(x, layer.norm), _unit(
+        torch.randn(sequences, keys, layer.key.shape[1], generator=generator), layer.key_side_norm
+    )
 
 
 def _unit(x: Tensor, norm: Norm) -> Tensor:
@@ -82,11 +98,12 @@ def _bias(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def logit_bound(layer: AttentionLayer) -> Tensor | None:
-    """No logit of a head (H,) can exceed this in size, whatever the text: scale * max |q| * max |k|; None where nothing bounds it.
+    """No logit of a head (H,) can exceed this in size, whatever the text: scale * max |q| * max |k|; None where nothing
+    bounds it.
 
-    A norm in front makes |z| = sqrt(width), so |q| <= ||W_Q'||_2 sqrt(width) + |c_q|; a norm on the queries makes |q| <=
-    sqrt(head_dim) max|gain| + |bias|. Rotation changes no length. Position terms are added to logits and not bounded here; a
-    soft-cap bounds everything.
+    A norm in front makes |z| = sqrt(width), so |q| <= ||W_Q'||_2 sqrt(width) + |c_q|; a norm on the queries makes |q|
+    <= sqrt(head_dim) max|gain| + |bias|. Rotation changes no length. Position terms are added to logits and not bounded
+    here; a soft-cap bounds everything.
     """
     found = _product_bound(layer)
     if layer.softcap is None:
@@ -106,7 +123,9 @@ def _product_bound(layer: AttentionLayer) -> Tensor | None:
     return abs(layer.scale) * amplitude * q * k.repeat_interleave(layer.group)
 
 
-def _longest(layer: AttentionLayer, projection: Projection, heads: int, before: Norm, own: Norm | None) -> Tensor | None:
+def _longest(
+    layer: AttentionLayer, projection: Projection, heads: int, before: Norm, own: Norm | None
+) -> Tensor | None:
     """Largest possible length of a head's queries or keys (heads,)."""
     if own is not None and own.kind != "none":
         gain = torch.ones(1) if own.gain is None else own.gain.float().abs().cpu()

@@ -1,4 +1,6 @@
-"""A scan, or two of them, as one self-contained page: data as JSON, drawn by the scripts in page/, no library, nothing to fetch."""
+"""A scan, or two of them, as one self-contained page: data as JSON, drawn by the scripts in page/, no library, nothing
+to fetch.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
     data = {
         "length": assumed["length"],
         "aligned": aligned,
-        "flags": {flag.name: {"meaning": flag.meaning, "way_out": flag.way_out, "severity": flag.severity} for flag in FLAGS},
+        "flags": {
+            flag.name: {"meaning": flag.meaning, "way_out": flag.way_out, "severity": flag.severity} for flag in FLAGS
+        },
         "scans": [_data(scan, letter) for scan, letter in zip(scans, "AB", strict=False)],
     }
     words = {
@@ -65,7 +69,8 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
         "VERDICT": verdict,
         "COUNTS": counts,
         "ORIGIN": origin(assumed),
-        "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}." + (f" {notes}." if notes else ""),
+        "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}."
+        + (f" {notes}." if notes else ""),
         "FOOTER": f"Made by Locater {__version__} from weights {'and statistics' if measured else 'alone'}.",
     }
     return assemble("page", words, data)
@@ -80,7 +85,8 @@ def assemble(name: str, words: dict[str, str], data: dict[str, Any]) -> str:
     held = {mark: html.escape(text) for mark, text in words.items()}
     held["STYLE"] = part("page.css") + (part(f"{name}.css") if name != "page" else "")
     held["SCRIPT"] = part("draw.js") + part(f"{name}.js")
-    held["DATA"] = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # no name can end the script
+    # no name can end the script
+    held["DATA"] = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return re.sub(r"@([A-Z]+)@", lambda mark: held[mark[1]], part(f"{name}.html"))
 
 
@@ -91,7 +97,9 @@ def _data(scan: Scan, letter: str) -> dict[str, Any]:
         "name": short_name(scan.source),
         "letter": letter,
         "layers": [_layer(entry) for entry in scan.layers],
-        "heads": [_head(row, held, places[row.layer], rotary) for row, held in zip(scan.rows, scan.verdicts, strict=True)],
+        "heads": [
+            _head(row, held, places[row.layer], rotary) for row, held in zip(scan.rows, scan.verdicts, strict=True)
+        ],
     }
 
 
@@ -108,14 +116,24 @@ def layer_note(entry: dict[str, Any]) -> str:
 
 
 def _layer(entry: dict[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {"name": entry["name"], "short": str(entry["layer"]), "heads": entry["heads"], "note": layer_note(entry)}
+    kept: dict[str, Any] = {
+        "name": entry["name"],
+        "short": str(entry["layer"]),
+        "heads": entry["heads"],
+        "note": layer_note(entry),
+    }
     if "frequencies" in entry:
         kept["frequencies"] = [significant(f, 7) for f in entry["frequencies"]]
     return kept
 
 
 def _head(row: HeadRow, held: Verdict, place: int, rotary: bool) -> dict[str, Any]:
-    kept: dict[str, Any] = {"layer": place, "head": row.head, "flags": list(row.flags), "approximation": row.approximation}
+    kept: dict[str, Any] = {
+        "layer": place,
+        "head": row.head,
+        "flags": list(row.flags),
+        "approximation": row.approximation,
+    }
     kept["excused"] = explained(held)
     kept.update({name: significant(row[name]) for name in NUMBERS})
     if row.eigenvalues is not None:

@@ -1,4 +1,6 @@
-"""What the page of a run reads: steps and curves thinned to what a screen can show, numbers packed into few bytes, warnings by head."""
+"""What the page of a run reads: steps and curves thinned to what a screen can show, numbers packed into few bytes,
+warnings by head.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ WIDE = 2.0**24  # how far a column's largest number may lie above its median bef
 
 
 class Curve:
-    """A long curve in at most MOST_POINTS points: of every stretch its lowest, its highest and one that is not a number.
+    """A long curve in at most MOST_POINTS points: of every stretch its lowest, its highest and one that is not a
+    number.
 
     Points are added as they come; when there are too many stretches, neighbours are joined.
 
@@ -41,7 +44,9 @@ class Curve:
             self.add(point)
 
     def add(self, point: tuple[int, float]) -> None:
-        while self.count % self.width == 0 and len(self.stretches) >= (MOST_POINTS if self.width == 1 else MOST_POINTS // 3):
+        while self.count % self.width == 0 and len(self.stretches) >= (
+            MOST_POINTS if self.width == 1 else MOST_POINTS // 3
+        ):
             self._join()
         if self.count % self.width == 0:
             self.stretches.append([None, None, None])
@@ -96,7 +101,9 @@ def columns(run: Run) -> list[str]:
     return list(found)
 
 
-def pack(run: Run, drawn: Sequence[Record], stride: int, keep: int = 0, curves: dict[str, Curve] | None = None) -> dict[str, Any]:
+def pack(
+    run: Run, drawn: Sequence[Record], stride: int, keep: int = 0, curves: dict[str, Curve] | None = None
+) -> dict[str, Any]:
     """What the page's script reads; of the steps only those from number `keep` on, because it has the others.
 
     `curves` are those of the loss and the scalars where somebody has followed them.
@@ -124,13 +131,17 @@ def pack(run: Run, drawn: Sequence[Record], stride: int, keep: int = 0, curves: 
 def _encoded(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
     """[base, scale, text, bytes]: one column of some steps, heads after layers after steps, NaN for null.
 
-    Half precision, counted from the lowest where all are nearly the same; double where they lie so far apart that the small ones
-    would become 0.
+    Half precision, counted from the lowest where all are nearly the same; double where they lie so far apart that the
+    small ones would become 0.
     """
     empty: list[list[None]] = [[None] * entry["heads"] for entry in run.header["layers"]]
     table = np.array(
         [
-            [x for row, none in zip(record["heads"].get(name) or empty, empty, strict=True) for x in (none if row is None else row)]
+            [
+                x
+                for row, none in zip(record["heads"].get(name) or empty, empty, strict=True)
+                for x in (none if row is None else row)
+            ]
             for record in steps
         ],
         dtype=np.float64,
@@ -151,7 +162,9 @@ def _encoded(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
 
 
 def group_warnings(run: Run) -> list[dict[str, Any]]:
-    """One entry per head and flag: the steps where it began, the last, how often, the worst value, the threshold, the first message."""
+    """One entry per head and flag: the steps where it began, the last, how often, the worst value, the threshold, the
+    first message.
+    """
     places = {entry["layer"]: place for place, entry in enumerate(run.header["layers"])}
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in run.warnings:
@@ -192,7 +205,9 @@ def _worse(a: Any, b: float | None, threshold: float | None) -> float | None:
 
 
 def _digits(x: float | None) -> float | str | None:
-    """Seven significant digits, as many as a float32 loss has; a word for what JSON cannot hold, null for what is not known."""
+    """Seven significant digits, as many as a float32 loss has; a word for what JSON cannot hold, null for what is not
+    known.
+    """
     if x is None:
         return None
     if math.isfinite(x):

@@ -20,7 +20,9 @@ CLOSER = 0.8  # of the difference left: under it tokens have come closer
 
 
 class Column(NamedTuple):
-    """How a column is shown. Columns of one `scale` share their colours; `least` is the least end of it, so that noise stays pale."""
+    """How a column is shown. Columns of one `scale` share their colours; `least` is the least end of it, so that noise
+    stays pale.
+    """
 
     name: str
     label: str
@@ -88,7 +90,13 @@ KINDS = {
 PAIRS = (  # measured, predicted, from weights alone; what lies above the diagonal, and below
     ("entropy", "predicted_entropy", "prior_entropy", "more selective than predicted", "less selective than predicted"),
     ("rest_entropy", "predicted_rest_entropy", None, "more selective than predicted", "less selective than predicted"),
-    ("typical_kept", "predicted_typical_kept", "prior_typical_kept", "keeps less than predicted", "keeps more than predicted"),
+    (
+        "typical_kept",
+        "predicted_typical_kept",
+        "prior_typical_kept",
+        "keeps less than predicted",
+        "keeps more than predicted",
+    ),
     ("sink", "predicted_sink", None, "less weight there than predicted", "more weight there than predicted"),
 )
 STREAM = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top_ratio")
@@ -108,7 +116,12 @@ def probe_page(probe: Probe) -> str:
 
 def probe_in_notebook(probe: Probe) -> str:
     """A small table, what deserves a look first."""
-    said = (summary(probe.rows, probe.verdicts), roles(probe.rows, probe.verdicts), noted(probe.rows, probe.verdicts), ran(probe))
+    said = (
+        summary(probe.rows, probe.verdicts),
+        roles(probe.rows, probe.verdicts),
+        noted(probe.rows, probe.verdicts),
+        ran(probe),
+    )
     return notebook(short_name(probe.source), said, PROBE, probe.rows, probe.verdicts)
 
 
@@ -122,7 +135,15 @@ def page_data(probe: Probe) -> dict[str, Any]:
     return {
         "layers": [_layer(entry, probe.streams) for entry in entries],
         "heads": [
-            [places[row.layer], row.head, row.kv_head, row.rows, [names.index(flag) for flag in row.flags], explained(held), held.role]
+            [
+                places[row.layer],
+                row.head,
+                row.kv_head,
+                row.rows,
+                [names.index(flag) for flag in row.flags],
+                explained(held),
+                held.role,
+            ]
             for row, held in zip(probe.rows, probe.verdicts, strict=True)
         ],
         "values": {column.name: [significant(row[column.name]) for row in probe.rows] for column in COLUMNS},
@@ -137,7 +158,9 @@ def page_data(probe: Probe) -> dict[str, Any]:
 def _layer(entry: dict[str, Any], streams: Sequence[SeenLayer]) -> dict[str, Any]:
     given = entry.get("input")
     if given is not None:
-        numbers = {name: significant(given[name]) for name in ("mean_share", "kurtosis", "normality", "normality_expected")}
+        numbers = {
+            name: significant(given[name]) for name in ("mean_share", "kurtosis", "normality", "normality_expected")
+        }
         given = {**numbers, "tokens": given["tokens"], "directions": [significant(x) for x in given["directions"]]}
     block = block_of(entry["name"], streams)
     return {
@@ -148,7 +171,9 @@ def _layer(entry: dict[str, Any], streams: Sequence[SeenLayer]) -> dict[str, Any
 
 
 def _streams(found: Sequence[SeenLayer], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Points of each stack: the block, the measures of the stream after it, and what its heads keep, measured and predicted."""
+    """Points of each stack: the block, the measures of the stream after it, and what its heads keep, measured and
+    predicted.
+    """
     kept: dict[tuple[str, int], dict[str, Any]] = {}
     for entry in entries:
         block = block_of(entry["name"], found)
@@ -163,11 +188,19 @@ def _streams(found: Sequence[SeenLayer], entries: Sequence[dict[str, Any]]) -> l
             *(significant(of.get(name)) for name in ("typical_kept", "predicted_typical_kept")),
         ]
 
-    return [{"stack": stack, "points": [point(x) for x in found if x.stack == stack]} for stack in dict.fromkeys(x.stack for x in found)]
+    return [
+        {"stack": stack, "points": [point(x) for x in found if x.stack == stack]}
+        for stack in dict.fromkeys(x.stack for x in found)
+    ]
 
 
 def _pair(probe: Probe, measured: str, predicted: str, prior: str | None, above: str, below: str) -> dict[str, Any]:
-    words = {"above": above, "below": below, "agreement": _fit(probe, predicted), "prior_agreement": _fit(probe, prior) if prior else ""}
+    words = {
+        "above": above,
+        "below": below,
+        "agreement": _fit(probe, predicted),
+        "prior_agreement": _fit(probe, prior) if prior else "",
+    }
     return {"measured": measured, "predicted": predicted, "prior": prior, **words}
 
 
@@ -188,7 +221,11 @@ def ran(probe: Probe) -> str:
     a = probe.assumptions
     heads, layers = counted(len(probe.rows), "head"), counted(len({row.layer for row in probe.rows}), "attention layer")
     data = f" of {a['data']}" if a.get("data") else ""
-    other = counted(a["statistics_sequences"], "other sequence") if a["held_out"] else "the same sequences: there were no others"
+    other = (
+        counted(a["statistics_sequences"], "other sequence")
+        if a["held_out"]
+        else "the same sequences: there were no others"
+    )
     return (
         f"{heads} in {layers}, measured on {counted(a['measured_sequences'], 'sequence')} of {a['length']} tokens{data}. "
         f"Predictions use the mean and covariance of what each layer reads, taken from {other}."
@@ -201,7 +238,8 @@ def agreed(probe: Probe) -> str:
     if found is None:
         return "Too few heads have both a measured and a predicted entropy to say how well the predictions agree."
     weights = {
-        key: "" if prior is None or prior[key] is None else f" (weights alone: {_short(prior[key])})" for key in ("error", "spearman")
+        key: "" if prior is None or prior[key] is None else f" (weights alone: {_short(prior[key])})"
+        for key in ("error", "spearman")
     }
     text = f"Predicted entropy is off by {_short(found['error'])} nats on average{weights['error']}"
     if found["spearman"] is None:
@@ -213,7 +251,9 @@ def agreed(probe: Probe) -> str:
 def collapse(probe: Probe) -> str:
     """Whether tokens become alike between blocks, and where most of their difference is lost."""
     stacks = list(dict.fromkeys(x.stack for x in probe.streams))
-    return " ".join(filter(None, (_collapse([x for x in probe.streams if x.stack == stack], len(stacks) > 1) for stack in stacks)))
+    return " ".join(
+        filter(None, (_collapse([x for x in probe.streams if x.stack == stack], len(stacks) > 1) for stack in stacks))
+    )
 
 
 def _collapse(points: Sequence[SeenLayer], several: bool) -> str:
@@ -221,11 +261,15 @@ def _collapse(points: Sequence[SeenLayer], several: bool) -> str:
     if len(known) < 2:
         return ""
     (_, first), (_, last), (at, least) = known[0], known[-1], min(known[1:], key=lambda x: x[1])
-    verdict = "Tokens become alike" if least < ALIKE else "Tokens come closer" if last < CLOSER * first else "Tokens stay apart"
-    where = f" in {points[0].stack}" if several else ""
-    text = (
-        f"{verdict}{where}: the share of the stream that differs between them goes from {_short(first)} to {_short(last)} over the blocks"
+    verdict = (
+        "Tokens become alike"
+        if least < ALIKE
+        else "Tokens come closer"
+        if last < CLOSER * first
+        else "Tokens stay apart"
     )
+    where = f" in {points[0].stack}" if several else ""
+    text = f"{verdict}{where}: the share of the stream that differs between them goes from {_short(first)} to {_short(last)} over the blocks"
     steps = [(after / before, block) for (_, before), (block, after) in pairwise(known) if before]
     if steps and min(steps)[0] < CLOSER:
         text += f", and block {min(steps)[1]} keeps least of it, {_short(min(steps)[0])}"

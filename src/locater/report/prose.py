@@ -12,7 +12,9 @@ from locater.version import __version__
 
 
 def prose_page(text: str, figures: Mapping[str, str]) -> str:
-    """A page from Markdown whose first line is its title; `![...](figure:NAME)` stands for the SVG drawing of that name."""
+    """A page from Markdown whose first line is its title; `![...](figure:NAME)` stands for the SVG drawing of that
+    name.
+    """
     from markdown_it import MarkdownIt  # comes with rich
 
     first, _, rest = text.partition("\n")

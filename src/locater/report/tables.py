@@ -1,4 +1,6 @@
-"""What every table shows of a head, under which name, and the sentence above it: the terminal, pages and notebooks share them."""
+"""What every table shows of a head, under which name, and the sentence above it: the terminal, pages and notebooks
+share them.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,15 @@ def summary(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
     if untrained([vars(row) for row in rows]):
         count = sum(near_uniform(vars(row)) for row in rows)
         which = f"All {counted(count, 'head')}" if count == len(rows) else f"{count:,} of {counted(len(rows), 'head')}"
-        said.append(f"{which} are near uniform: this looks like an untrained model (in a trained one, attention has collapsed).")
+        said.append(
+            f"{which} are near uniform: this looks like an untrained model (in a trained one, attention has collapsed)."
+        )
     bad = sum(bool(held.faults) for held in verdicts)
     if bad:
         verb = "deserves" if bad == 1 else "deserve"
-        said.append(f"{bad:,} of {counted(len(rows), 'head')} {verb} a look (layer.head): {'; '.join(_named(rows, verdicts))}.")
+        said.append(
+            f"{bad:,} of {counted(len(rows), 'head')} {verb} a look (layer.head): {'; '.join(_named(rows, verdicts))}."
+        )
     elif not said:
         said.append("No head deserves a look.")
     return " ".join(said)
@@ -69,7 +75,9 @@ def _named(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> list[str]:
     """`sharp 0.2, 1.4 and 3 more` for every fault there is, worst first."""
     parts = []
     for flag in FLAGS:
-        where = [f"{row.layer}.{row.head}" for row, held in zip(rows, verdicts, strict=True) if flag.name in held.faults]
+        where = [
+            f"{row.layer}.{row.head}" for row, held in zip(rows, verdicts, strict=True) if flag.name in held.faults
+        ]
         if where:
             more = f" and {len(where) - NAMED:,} more" if len(where) > NAMED else ""
             parts.append(f"{flag.name} {', '.join(where[:NAMED])}{more}")
@@ -90,7 +98,10 @@ def roles(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
 
 def moved(before: Sequence[Verdict], after: Sequence[Verdict]) -> str:
     """How many heads gained or lost a fault, of two models with the same heads."""
-    gained, lost = (sum(bool({*x.faults} - {*y.faults}) for x, y in zip(*pair, strict=True)) for pair in ((after, before), (before, after)))
+    gained, lost = (
+        sum(bool({*x.faults} - {*y.faults}) for x, y in zip(*pair, strict=True))
+        for pair in ((after, before), (before, after))
+    )
     if not gained and not lost:
         return "No head gained a fault, none lost one."
     return f"{counted(gained, 'head') if gained else 'No head'} gained a fault, {f'{lost:,}' if lost else 'none'} lost one."
@@ -104,7 +115,9 @@ def origin(assumptions: Mapping[str, Any]) -> str:
 
 
 def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
-    """What attention alone keeps of the differences between tokens, over layers, in a sentence; nothing where it is not known."""
+    """What attention alone keeps of the differences between tokens, over layers, in a sentence; nothing where it is not
+    known.
+    """
     known = [(entry["residual_kept"], entry["layer"]) for entry in layers if entry.get("residual_kept") is not None]
     if not known:
         return ""
@@ -117,7 +130,9 @@ def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
 
 
 def chosen(rows: Sequence[Any], verdicts: Sequence[Verdict], most: int) -> list[tuple[Any, Verdict]]:
-    """At most so many heads: those with faults, the rarest flag first so that none hides another, then the others in model order."""
+    """At most so many heads: those with faults, the rarest flag first so that none hides another, then the others in
+    model order.
+    """
     counts = Counter(name for held in verdicts for name in held.faults)
     both = list(zip(rows, verdicts, strict=True))
     bad = sorted((x for x in both if x[1].faults), key=lambda x: min(counts[name] for name in x[1].faults))[:most]
@@ -136,8 +151,12 @@ def counted(count: int, word: str) -> str:
     return f"{count:,} {word}" + ("" if count == 1 else "s")
 
 
-def notebook(title: str, sentences: Sequence[str], columns: Mapping[str, Read], rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
-    """A result in a notebook: its name, what is to be said of it, and a small table. No style that a dark theme would break."""
+def notebook(
+    title: str, sentences: Sequence[str], columns: Mapping[str, Read], rows: Sequence[Any], verdicts: Sequence[Verdict]
+) -> str:
+    """A result in a notebook: its name, what is to be said of it, and a small table. No style that a dark theme would
+    break.
+    """
     shown = chosen(rows, verdicts, MOST_SHOWN)
     cells = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", "head", *columns, "flags"))
     lines = [
@@ -153,4 +172,8 @@ def notebook(title: str, sentences: Sequence[str], columns: Mapping[str, Read], 
 
 def _flags(held: Verdict) -> str:
     faults, notes = (html.escape(" ".join(names)) for names in (held.faults, held.notes))
-    return " ".join(filter(None, (f"<b>{faults}</b>" if faults else "", f"<span style='opacity:0.6'>{notes}</span>" if notes else "")))
+    return " ".join(
+        filter(
+            None, (f"<b>{faults}</b>" if faults else "", f"<span style='opacity:0.6'>{notes}</span>" if notes else "")
+        )
+    )

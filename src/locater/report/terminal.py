@@ -1,4 +1,5 @@
-"""A scan, a comparison or a probe as tables in the terminal: what deserves a look first, a line per layer when there are many heads.
+"""A scan, a comparison or a probe as tables in the terminal: what deserves a look first, a line per layer when there
+are many heads.
 
 Tables show as many columns as fit; flags and what counts them are never among those that go.
 """
@@ -63,7 +64,9 @@ RESIDUAL_COLUMNS = {  # heading: key of a layer
 
 def print_scan(scan: Scan, console: Console) -> None:
     """What deserves a look, the table, what the flags mean, and what was assumed."""
-    console.print(f"[bold]{summary(scan.rows, scan.verdicts)}[/bold] {noted(scan.rows, scan.verdicts)}", highlight=False)
+    console.print(
+        f"[bold]{summary(scan.rows, scan.verdicts)}[/bold] {noted(scan.rows, scan.verdicts)}", highlight=False
+    )
     _print_heads(scan, SCAN, LEGEND, {"kept": "residual_kept"}, console)
     if risk := collapse_risk(scan.layers, scan.assumptions["length"]):
         console.print(risk, highlight=False)
@@ -74,7 +77,9 @@ def print_scan(scan: Scan, console: Console) -> None:
 
 
 def print_probe(found: Probe, console: Console) -> None:
-    """What heads do and which deserve a look, the tables, then how well predictions agree and what kind of number each column is."""
+    """What heads do and which deserve a look, the tables, then how well predictions agree and what kind of number each
+    column is.
+    """
     console.print(f"{escape(ran(found))}\n[bold]{summary(found.rows, found.verdicts)}[/bold]", highlight=False)
     for said in filter(None, (roles(found.rows, found.verdicts), noted(found.rows, found.verdicts), collapse(found))):
         console.print(escape(said), highlight=False)
@@ -100,18 +105,31 @@ def print_comparison(found: Comparison, console: Console) -> None:
         console.print("Their shapes differ, so heads are not subtracted.", highlight=False)
         return
     heads = []
-    for change, a, b, before, after in zip(found.rows, found.a.rows, found.b.rows, found.a.verdicts, found.b.verdicts, strict=True):
-        faults = [f"+{x}" for x in change.gained if x in after.faults] + [f"-{x}" for x in change.lost if x in before.faults]
-        notes = [f"+{x}" for x in change.gained if x in after.notes] + [f"-{x}" for x in change.lost if x in before.notes]
+    for change, a, b, before, after in zip(
+        found.rows, found.a.rows, found.b.rows, found.a.verdicts, found.b.verdicts, strict=True
+    ):
+        faults = [f"+{x}" for x in change.gained if x in after.faults] + [
+            f"-{x}" for x in change.lost if x in before.faults
+        ]
+        notes = [f"+{x}" for x in change.gained if x in after.notes] + [
+            f"-{x}" for x in change.lost if x in before.notes
+        ]
         heads.append((change, {name: _minus(read(b), read(a)) for name, read in SCAN.items()}, faults, notes))
     heads.sort(key=lambda x: -abs(x[1]["Λ"] or 0) - abs(x[1]["√F"] or 0))
-    lines = [((x.layer, x.head), [_signed(y) for y in numbers.values()], faults, notes) for x, numbers, faults, notes in heads[:MOST_SHOWN]]
+    lines = [
+        ((x.layer, x.head), [_signed(y) for y in numbers.values()], faults, notes)
+        for x, numbers, faults, notes in heads[:MOST_SHOWN]
+    ]
     _print_tables([_line_table("heads that changed most (B - A)", list(SCAN), lines, console.width)], LEGEND, console)
     console.print(moved(found.a.verdicts, found.b.verdicts), highlight=False)
 
 
 def _print_heads(
-    found: Scan | Probe, columns: Mapping[str, Read], legend: Mapping[str, str], of_layer: Mapping[str, str], console: Console
+    found: Scan | Probe,
+    columns: Mapping[str, Read],
+    legend: Mapping[str, str],
+    of_layer: Mapping[str, str],
+    console: Console,
 ) -> None:
     """Every head, or, of many, those that deserve a look and a line per layer; then what the flags mean."""
     rows: Sequence[Any] = found.rows
@@ -119,9 +137,16 @@ def _print_heads(
     every = len(rows) <= ALL_HEADS
     tables = []
     pairs = chosen(rows, found.verdicts, ALL_HEADS if every else min(bad, MOST_SHOWN))
-    lines = [((x.layer, x.head), [number(read(x)) for read in columns.values()], held.faults, held.notes) for x, held in pairs]
+    lines = [
+        ((x.layer, x.head), [number(read(x)) for read in columns.values()], held.faults, held.notes)
+        for x, held in pairs
+    ]
     if lines:
-        title = "every head" + ", what deserves a look first" * bool(bad) if every else f"{len(lines)} of {bad} heads to look at"
+        title = (
+            "every head" + ", what deserves a look first" * bool(bad)
+            if every
+            else f"{len(lines)} of {bad} heads to look at"
+        )
         tables.append(_line_table(title, list(columns), lines, console.width))
     if not every:
         tables.append(_layer_table(found, columns, of_layer, console.width))
@@ -187,7 +212,9 @@ def _with_names(title: str, cells: dict[str, list[str]], always: Sequence[str], 
 
 
 def _fitting(cells: Mapping[str, Sequence[str]], always: Collection[str], width: int) -> list[str]:
-    """The columns that fit, in their order: those that must be there, then the others from the left while there is room."""
+    """The columns that fit, in their order: those that must be there, then the others from the left while there is
+    room.
+    """
     wide = {name: max(len(text) for text in (name, *column)) + GAP for name, column in cells.items()}
     left = width + GAP - sum(wide[name] for name in always)
     shown = {*always}
@@ -199,7 +226,9 @@ def _fitting(cells: Mapping[str, Sequence[str]], always: Collection[str], width:
 
 
 def _empty(title: str, names: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
+    )
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -220,7 +249,9 @@ def _print_meanings(rows: Sequence[Any], verdicts: Sequence[Verdict], console: C
         count = sum(flag.name in held.faults for held in verdicts)
         if count:
             heads = counted(count, "head")
-            console.print(f"[bold yellow]{flag.name}[/bold yellow] ({heads}): {flag.meaning}. {flag.way_out}.", highlight=False)
+            console.print(
+                f"[bold yellow]{flag.name}[/bold yellow] ({heads}): {flag.meaning}. {flag.way_out}.", highlight=False
+            )
     for flag in FLAGS:
         heads_of: dict[str, list[str]] = {}
         for row, held in zip(rows, verdicts, strict=True):

@@ -1,4 +1,6 @@
-"""A training run as a page: layers by steps, the loss above, warnings as marks. `serve` keeps it up to date while the run goes on."""
+"""A training run as a page: layers by steps, the loss above, warnings as marks. `serve` keeps it up to date while the
+run goes on.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,14 @@ def watch_page(run: Run, live: bool = False) -> str:
 
 def assemble_page(name: str, data: dict[str, Any], live: bool) -> str:
     """The page around packed data, which may still be empty when `live`."""
-    flags = {f.name: {"meaning": f.meaning, "way_out": f.way_out, "severity": f.severity, "needs": f.needs} for f in FLAGS}
-    words = {"TITLE": f"{name} · Locater", "HEADING": name, "FOOTER": f"Made by Locater {__version__} from a run's log."}
+    flags = {
+        f.name: {"meaning": f.meaning, "way_out": f.way_out, "severity": f.severity, "needs": f.needs} for f in FLAGS
+    }
+    words = {
+        "TITLE": f"{name} · Locater",
+        "HEADING": name,
+        "FOOTER": f"Made by Locater {__version__} from a run's log.",
+    }
     return assemble("watch", words, {"live": live, "flags": flags, "exploding": EXPLODING, **data})
 
 
@@ -47,7 +55,9 @@ def assemble_page(name: str, data: dict[str, Any], live: bool) -> str:
 
 
 class Follower:
-    """Reads a log as it grows, and says what a page that knows revision `after` lacks. Costs what is new, not what is there."""
+    """Reads a log as it grows, and says what a page that knows revision `after` lacks. Costs what is new, not what is
+    there.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -73,7 +83,11 @@ class Follower:
             return
         with log.open("rb") as file:
             held = os.fstat(file.fileno())
-            if (held.st_dev, held.st_ino) != self._file or held.st_size < self._offset or self._print(file) != self._prints:
+            if (
+                (held.st_dev, held.st_ino) != self._file
+                or held.st_size < self._offset
+                or self._print(file) != self._prints
+            ):
                 self._restart()  # another file under this name, or the same one written anew
                 self._file, self._reader = (held.st_dev, held.st_ino), RunReader(log)
             self._changed = held.st_mtime
@@ -147,7 +161,12 @@ class Follower:
             for point in points[curve.count :]:
                 curve.add(point)
         drawn, stride = thin(run)
-        keep = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], zip(self._sent.get(after, []), drawn, strict=False)))
+        keep = sum(
+            1
+            for _ in itertools.takewhile(
+                lambda pair: pair[0] is pair[1], zip(self._sent.get(after, []), drawn, strict=False)
+            )
+        )
         self._sent = {**dict(list(self._sent.items())[-3:]), self._revision: drawn}
         return pack(run, drawn, stride, keep, self._curves)
 
@@ -168,7 +187,9 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
-            raise LocaterError(f"port {port} cannot be opened ({error}): choose another with --port, or 0 for any") from None
+            raise LocaterError(
+                f"port {port} cannot be opened ({error}): choose another with --port, or 0 for any"
+            ) from None
 
     @property
     def address(self) -> str:
@@ -230,14 +251,22 @@ class _Handler(BaseHTTPRequestHandler):
             name = self.server.follower.path.name
             self._send(200, "text/html", assemble_page(name, {"waiting": str(self.server.follower.path)}, live=True))
         elif url.path == "/run.json":
-            self._send(200, "application/json", json.dumps(self.server.follower.answer(int(after)), separators=(",", ":"), allow_nan=False))
+            self._send(
+                200,
+                "application/json",
+                json.dumps(self.server.follower.answer(int(after)), separators=(",", ":"), allow_nan=False),
+            )
         else:
             self._send(404, "text/plain", "nothing here")
 
     def _send(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(status)
-        for name, value in (("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")):
+        for name, value in (
+            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+        ):
             self.send_header(name, value)
         self.send_header("Content-Security-Policy", POLICY)
         self.end_headers()
@@ -248,7 +277,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(path: str | os.PathLike[str], port: int = 0, open_browser: bool = False) -> None:
-    """Serve the page of a run at 127.0.0.1 while it goes on; Ctrl-C stops. A log that does not exist yet is waited for."""
+    """Serve the page of a run at 127.0.0.1 while it goes on; Ctrl-C stops. A log that does not exist yet is waited
+    for.
+    """
     with Server(path, port) as server:
         print(f"Watching {path} at {server.address} (Ctrl-C stops)", flush=True)
         if server.waiting:

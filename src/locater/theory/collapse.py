@@ -1,11 +1,13 @@
-"""Rank collapse: attention alone makes tokens equal, at a rate that triples its exponent with every layer (Dong, Cordonnier, Loukas 2021).
+"""Rank collapse: attention alone makes tokens equal, at a rate that triples its exponent with every layer (Dong,
+Cordonnier, Loukas 2021).
 
-Tokens are rows, X = 1 v^T + R, and head h maps X to P_h X W_h with P_h = softmax(s X Q_h X^T), Q = W_Q W_K^T, W = W_V W_O. Rows of
-logits may be shifted, so P = softmax(1 b^T + s R Q R^T): queries see the keys alike but for a term of second order in R, and P R is
-equal over rows but for one of third order. Sizes are `composite_norm`, beta is what ||Q||_1 ||W|| does not exceed, no mask anywhere.
+Tokens are rows, X = 1 v^T + R, and head h maps X to P_h X W_h with P_h = softmax(s X Q_h X^T), Q = W_Q W_K^T, W = W_V
+W_O. Rows of logits may be shifted, so P = softmax(1 b^T + s R Q R^T): queries see the keys alike but for a term of
+second order in R, and P R is equal over rows but for one of third order. Sizes are `composite_norm`, beta is what
+||Q||_1 ||W|| does not exceed, no mask anywhere.
 
-The bounds are as stated there. They are loose, and the constant 4 has not been proved for more than 8 tokens: see `layer_bound`,
-which is. Skips end the collapse; so do masks (the order is then 1, not 3). docs/theory.md section 10.
+The bounds are as stated there. They are loose, and the constant 4 has not been proved for more than 8 tokens: see
+`layer_bound`, which is. Skips end the collapse; so do masks (the order is then 1, not 3). docs/theory.md section 10.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ def depth_residuals(
 ) -> Float[Tensor, " states"]:
     """||res(X_l)|| at l = 0 ... L, or, `relative`, its share of ||X_l||, which is what the paper's figures show.
 
-    float64 ends near 1e-15 of the tokens' size: under that a residual is rounding, or 0. Centres: `locater.measures.token_residual`.
+    float64 ends near 1e-15 of the tokens' size: under that a residual is rounding, or 0. Centres:
+    `locater.measures.token_residual`.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> pure = Block(torch.eye(2)[None], torch.eye(2)[None], scale=1.0)
@@ -119,10 +122,12 @@ def contraction_rate(residuals: Float[Tensor, "*n states"]) -> Float[Tensor, "*n
 
 
 def contraction_order(before: Float[Tensor, "*n sizes"], after: Float[Tensor, "*n sizes"]) -> Float[Tensor, "*n steps"]:
-    """d log(after) / d log(before) between neighbours: 3 for attention without mask as tokens approach each other, 1 with a causal one.
+    """d log(after) / d log(before) between neighbours: 3 for attention without mask as tokens approach each other, 1
+    with a causal one.
 
-    A layer of order p takes a small residual r to about C r^p. With a mask, queries average different sets of keys, so rows of P
-    differ at order zero and P R is of the first. Do not read the order off one trajectory: beta differs between layers.
+    A layer of order p takes a small residual r to about C r^p. With a mask, queries average different sets of keys, so
+    rows of P differ at order zero and P R is of the first. Do not read the order off one trajectory: beta differs
+    between layers.
 
     >>> r = torch.tensor([0.1, 0.01, 0.001], dtype=torch.float64)
     >>> contraction_order(r, 5 * r**3).round(decimals=6).tolist()
@@ -134,22 +139,27 @@ def contraction_order(before: Float[Tensor, "*n sizes"], after: Float[Tensor, "*
 # --- what a head keeps ------------------------------------------------------------------------------------------------
 
 
-def residual_kept(variance: Float[Tensor, "*n"] | float, length: Sequence[int] | int, typical: bool = False) -> Float[Tensor, "*n"]:
+def residual_kept(
+    variance: Float[Tensor, "*n"] | float, length: Sequence[int] | int, typical: bool = False
+) -> Float[Tensor, "*n"]:
     """What a row of attention keeps of the differences between tokens, from the variance v of its logits across T keys.
 
-    A row p takes residuals r_j to sum_j p_j r_j. Where these have nothing to do with the weights, that is sqrt(sum p^2) of their size in
-    root mean square: 1 / sqrt T for uniform attention, 1 for a row with one key. For normal logits l, with f(t) = E e^(-t x), x = e^l,
+    A row p takes residuals r_j to sum_j p_j r_j. Where these have nothing to do with the weights, that is sqrt(sum p^2)
+    of their size in root mean square: 1 / sqrt T for uniform attention, 1 for a row with one key. For normal logits l,
+    with f(t) = E e^(-t x), x = e^l,
 
         kept^2 = E sum p^2 = T integral t f''(t) f(t)^(T-1) dt
 
-    exactly, at every v and T. It is exp(v) / T where v is well below log T, and tends to 1 - sqrt(2 log T / v) well above.
+    exactly, at every v and T. It is exp(v) / T where v is well below log T, and tends to 1 - sqrt(2 log T / v) well
+    above.
 
-    `typical` is 1 / sqrt(E (1 / sum p^2)), of the mean participation that `observe` measures: a few sharp rows carry the mean of sum p^2
-    and hardly count here, so it is never more. `length` may name the keys of every row, for the mean over rows: range(1, T + 1)
-    under a causal mask.
+    `typical` is 1 / sqrt(E (1 / sum p^2)), of the mean participation that `observe` measures: a few sharp rows carry
+    the mean of sum p^2 and hardly count here, so it is never more. `length` may name the keys of every row, for the
+    mean over rows: range(1, T + 1) under a causal mask.
 
-    This is attention alone, with no skip. Weights that depend on content keep more, about F / d more in the square for normal tokens in d
-    directions, F the variance of the query-key part; and without a mask the mean over all rows, 1 / T in the square, is no residual.
+    This is attention alone, with no skip. Weights that depend on content keep more, about F / d more in the square for
+    normal tokens in d directions, F the variance of the query-key part; and without a mask the mean over all rows, 1 /
+    T in the square, is no residual.
 
     >>> [round(residual_kept(v, 256).item(), 4) for v in (0.0, 1.0, 4.0, 100.0)]
     [0.0625, 0.1017, 0.2696, 0.8487]
@@ -162,8 +172,11 @@ def residual_kept(variance: Float[Tensor, "*n"] | float, length: Sequence[int] |
     return found.sqrt().reshape(v.shape).to(v.device)
 
 
-def kept_at_entropy(entropy: Float[Tensor, "*n"] | float, length: Sequence[int] | int, typical: bool = False) -> Float[Tensor, "*n"]:
-    """`residual_kept` where the mean entropy H of rows is known, in nats, and not the variance: that of normal logits with this entropy.
+def kept_at_entropy(
+    entropy: Float[Tensor, "*n"] | float, length: Sequence[int] | int, typical: bool = False
+) -> Float[Tensor, "*n"]:
+    """`residual_kept` where the mean entropy H of rows is known, in nats, and not the variance: that of normal logits
+    with this entropy.
 
         E H = integral (e^-t - f^T) dt / t - T integral E[l x e^(-t x)] f^(T-1) dt        log T - v/2 where v is well below 2 log T
 
@@ -183,9 +196,12 @@ def kept_at_entropy(entropy: Float[Tensor, "*n"] | float, length: Sequence[int] 
 def _entropies(keys: tuple[float, ...], typical: bool) -> tuple[Tensor, Tensor]:
     """Entropy of normal logits and what they keep, from one-hot rows to uniform ones."""
     rows, largest = torch.tensor(keys, dtype=torch.float64), math.sqrt(LARGEST)
-    spreads = [x * x / largest for x in torch.linspace(largest, 0, 48, dtype=torch.float64).tolist()]  # closer where they are small
+    # closer where they are small
+    spreads = [x * x / largest for x in torch.linspace(largest, 0, 48, dtype=torch.float64).tolist()]
     table = [(0.0, 1.0), *((_entropy(x * x, rows), math.sqrt(_kept_square(x * x, rows, typical))) for x in spreads)]
-    return torch.tensor([H for H, _ in table], dtype=torch.float64), torch.tensor([kept for _, kept in table], dtype=torch.float64)
+    return torch.tensor([H for H, _ in table], dtype=torch.float64), torch.tensor(
+        [kept for _, kept in table], dtype=torch.float64
+    )
 
 
 def _keys(length: Sequence[int] | int) -> Tensor:
@@ -214,7 +230,11 @@ def _participation(v: float, keys: Tensor) -> Tensor:
     y, weight = _logits(2 * math.sqrt(v), float(keys.max()))
     f = torch.log1p((torch.expm1(-y.exp()) @ weight).clamp_min(-1))
     one, two = ((k * y - y.exp()).exp() @ weight for k in (0.5, 1.0))
-    return STEP * keys * (two * _power(f, keys - 1) + (keys[:, None] - 1) * one.square() * _power(f, (keys - 2).clamp_min(0))).sum(-1)
+    return (
+        STEP
+        * keys
+        * (two * _power(f, keys - 1) + (keys[:, None] - 1) * one.square() * _power(f, (keys - 2).clamp_min(0))).sum(-1)
+    )
 
 
 def _entropy(v: float, keys: Tensor) -> float:
@@ -245,12 +265,15 @@ def _power(log: Tensor, keys: Tensor) -> Tensor:
 # --- what is bounded --------------------------------------------------------------------------------------------------
 
 
-def beta(W_QK: Float[Tensor, "*n width width"], W_VO: Float[Tensor, "*n width width"], apart: bool = False) -> Float[Tensor, ""]:
+def beta(
+    W_QK: Float[Tensor, "*n width width"], W_VO: Float[Tensor, "*n width width"], apart: bool = False
+) -> Float[Tensor, ""]:
     """The largest ||W_QK||_1 ||W_VO||_{1,inf} over all heads and layers given.
 
-    Bounds of several heads add ||.||_1 and ||.||_inf over heads one by one, and `composite_norm` has no triangle inequality.
-    `apart` takes the largest ||W_QK||_1 ||W_VO||_1 and the largest ||W_QK||_1 ||W_VO||_inf, perhaps of different heads, and the
-    root of their product: never smaller, the same for one head, and what the proof for H > 1 needs.
+    Bounds of several heads add ||.||_1 and ||.||_inf over heads one by one, and `composite_norm` has no triangle
+    inequality. `apart` takes the largest ||W_QK||_1 ||W_VO||_1 and the largest ||W_QK||_1 ||W_VO||_inf, perhaps of
+    different heads, and the root of their product: never smaller, the same for one head, and what the proof for H > 1
+    needs.
 
     >>> Q, W = torch.eye(2).expand(2, 2, 2), torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]]])
     >>> [round(beta(Q, W, apart).item() ** 2, 6) for apart in (False, True)]
@@ -262,10 +285,13 @@ def beta(W_QK: Float[Tensor, "*n width width"], W_VO: Float[Tensor, "*n width wi
     return (key * composite_norm(W_VO)).amax()
 
 
-def mlp_lipschitz(W_in: Float[Tensor, "width hidden"], W_out: Float[Tensor, "hidden width"], slope: float = 1.0) -> Float[Tensor, ""]:
+def mlp_lipschitz(
+    W_in: Float[Tensor, "width hidden"], W_out: Float[Tensor, "hidden width"], slope: float = 1.0
+) -> Float[Tensor, ""]:
     """A lambda with ||res(mlp(X))|| <= lambda ||res(X)|| for x -> act(x W_in + a) W_out + b: slope ||W_in|| ||W_out||.
 
-    `slope` is the steepest of the activation: 1 for ReLU and tanh, 1.13 for GELU. The residual is the best one, over all 1 v^T.
+    `slope` is the steepest of the activation: 1 for ReLU and tanh, 1.13 for GELU. The residual is the best one, over
+    all 1 v^T.
 
     >>> mlp_lipschitz(2 * torch.eye(3), torch.eye(3)).item()
     2.0
@@ -287,9 +313,10 @@ def attention_bound(
 
         ||res(X_L)|| <= c^((3^L - 1)/2) ||res(X)||^(3^L) = r (||res(X)|| / r)^(3^L)        c = 4 beta H s lambda,  r = 1 / sqrt c
 
-    It says something only where ||res(X)|| < r. The constant 4 is the paper's. We can prove sqrt(2 n) for n tokens (`layer_bound`),
-    hence 4 for n <= 8, for the best residual over all 1 v^T and with beta `apart`; there are inputs of 8,001 tokens and more
-    on which 4 is too small. The place of lambda is from memory of the paper; it follows from one layer at a time.
+    It says something only where ||res(X)|| < r. The constant 4 is the paper's. We can prove sqrt(2 n) for n tokens
+    (`layer_bound`), hence 4 for n <= 8, for the best residual over all 1 v^T and with beta `apart`; there are inputs of
+    8,001 tokens and more on which 4 is too small. The place of lambda is from memory of the paper; it follows from one
+    layer at a time.
 
     `log` gives the logarithm: 3^L leaves the range of float64 after a few layers.
 
@@ -313,12 +340,14 @@ def skip_bound(
     constant: float = STATED,
     log: bool = False,
 ) -> Float[Tensor, "*n"]:
-    """The same with skips, X + sum_h P_h X W_h: the largest over 0 <= l <= L, where l = 0 does not vanish with ||res(X)||^3.
+    """The same with skips, X + sum_h P_h X W_h: the largest over 0 <= l <= L, where l = 0 does not vanish with
+    ||res(X)||^3.
 
         max_l (8 beta H s)^((3^l - 1)/2) (2 H)^(3^l (L - l)) ||res(X)||^(3^l)
 
-    Constants are from memory of the paper. They follow from r' <= r + c r^3 <= 2 max(r, c r^3) with c = 4 beta H s, which needs
-    2 in the place of 2 H. Nothing under ||res(X)|| could bound them all: W_VO = 0 leaves X as it is at every depth.
+    Constants are from memory of the paper. They follow from r' <= r + c r^3 <= 2 max(r, c r^3) with c = 4 beta H s,
+    which needs 2 in the place of 2 H. Nothing under ||res(X)|| could bound them all: W_VO = 0 leaves X as it is at
+    every depth.
 
     >>> round(skip_bound(0.01, beta=1.0, scale=1.0, depth=3).item(), 12)
     0.08
@@ -327,7 +356,8 @@ def skip_bound(
     c = torch.as_tensor(2 * constant * scale * heads * beta, dtype=torch.float64, device=r.device)
     terms = [
         torch.special.xlogy((3.0**visited - 1) / 2, c)
-        + 3.0**visited * ((depth - visited) * torch.log(torch.tensor(2.0 * heads, dtype=torch.float64)).to(r.device) + r.log())
+        + 3.0**visited
+        * ((depth - visited) * torch.log(torch.tensor(2.0 * heads, dtype=torch.float64)).to(r.device) + r.log())
         for visited in range(depth + 1)
     ]
     found = torch.stack(terms).amax(0)
@@ -335,28 +365,34 @@ def skip_bound(
 
 
 def layer_bound(x: Float[Tensor, "tokens width"], block: Block, centre: str = "mean") -> Float[Tensor, ""]:
-    """A proved bound on the best residual of sum_h P_h X W_h, from the attention itself. Only attention: the rest of the block is not used.
+    """A proved bound on the best residual of sum_h P_h X W_h, from the attention itself. Only attention: the rest of
+    the block is not used.
 
     With e = s ||Q||_1 ||R||^2, which no |s R_i Q R_j^T| exceeds, b the weights of a query at the centre, sum_j |P_ij - b_j| <= e and
     |P_ij - b_j| <= 2 e max(P_ij, b_j). Hence, with g = max_j sum_i max(P_ij, b_j), between 1 and n,
 
         ||res||_inf <= sum_h e_h ||R||_inf ||W_h||_inf        ||res||_1 <= sum_h 2 g_h e_h ||R||_1 ||W_h||_1
 
-    For one head that is sqrt(2 g) beta s ||R||^3 in all. g is the load of the busiest key, 1 where attention is doubly stochastic.
+    For one head that is sqrt(2 g) beta s ||R||^3 in all. g is the load of the busiest key, 1 where attention is doubly
+    stochastic.
 
     >>> block = Block(torch.eye(2)[None], torch.eye(2)[None], scale=1.0)
     >>> layer_bound(torch.tensor([[0.1, 0.0], [0.0, 0.1]]), block).item() < attention_bound(0.1, beta=1.0, scale=1.0).item()
     True
     """
     if block.causal or centre == "svd":
-        raise LocaterError("layer_bound is for attention without a mask, and a centre that all tokens share: mean or midrange")
+        raise LocaterError(
+            "layer_bound is for attention without a mask, and a centre that all tokens share: mean or midrange"
+        )
     x = x.double()
     rest = token_residual(x, centre=centre)
     middle = (x - rest)[:1]
     shared = (block.scale * (middle @ block.W_QK.double() @ x.mT)).softmax(-1)  # (heads, 1, tokens)
     load = torch.maximum(block.attention(x), shared).sum(-2).amax(-1)
     e = block.scale * _columns(block.W_QK) * composite_norm(rest).square()
-    return (2 * load * e * _columns(block.W_VO)).sum().sqrt() * (e * _rows(block.W_VO)).sum().sqrt() * composite_norm(rest)
+    return (
+        (2 * load * e * _columns(block.W_VO)).sum().sqrt() * (e * _rows(block.W_VO)).sum().sqrt() * composite_norm(rest)
+    )
 
 
 def _columns(x: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ def expected_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Floa
 
 
 def entropy_ratio(entropy: Float[Tensor, "*n rows"], visible: Int[Tensor, "*n rows"]) -> Float[Tensor, "*n"]:
-    """Mean over rows of H_i / log(visible keys): 1 is uniform at any length. Rows with fewer than two keys do not count; NaN if none does.
+    """Mean over rows of H_i / log(visible keys): 1 is uniform at any length. Rows with fewer than two keys do not
+    count; NaN if none does.
 
     >>> entropy_ratio(torch.log(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 2, 3])).item()
     1.0

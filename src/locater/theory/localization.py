@@ -1,4 +1,5 @@
-"""Where a head sends its signal: the propagation probability of Bao, Hataya and Karakida (2024), re-derived for unit tokens.
+"""Where a head sends its signal: the propagation probability of Bao, Hataya and Karakida (2024), re-derived for unit
+tokens.
 
 Tokens x_1 ... x_T follow a Gaussian random walk with step covariance C/T, so the last one, the query, has covariance C.
 Its logit on token i is omega_i = s x_T^T W x_i, and token i propagates signal when softmax, replaced by its clipped
@@ -67,7 +68,9 @@ def continuum(M: Tensor | float, S: Tensor | float, F: Tensor | float, u: Tensor
     return _between(M * u, F * (u**2 + 1 / 12) + S * u**2, -1.0, math.inf)
 
 
-def mixture_propagation(m: Moments, scale: float, length: int, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "*n T"]:
+def mixture_propagation(
+    m: Moments, scale: float, length: int, draws: int = DRAWS, seed: int = 0
+) -> Float[Tensor, "*n T"]:
     """rho_i without the Gaussian shape: given the query the walk is a bridge, so delta_i is exactly normal.
 
         q = s y^T W y,   r^2 = s^2 y^T W C W^T y,   y ~ N(0, C)
@@ -91,7 +94,8 @@ def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Flo
         rho_o(u) = (rho(u) - rho(-u)) / 2,   rbar = mean of rho
         Lambda = sign * integral rho_o^2 du / (rbar (1 - rbar)),   0 where rbar (1 - rbar) < 1e-9
 
-    The sign is that of integral u rho_o du: positive where near tokens get through more often. Here it is the sign of M.
+    The sign is that of integral u rho_o du: positive where near tokens get through more often. Here it is the sign of
+    M.
 
     In [-1, 1], with no length in it; 0 for zero mean and for vanishing scale; odd in the sign of W.
 
@@ -109,7 +113,8 @@ def mixture_localization(m: Moments, scale: float, draws: int = DRAWS, seed: int
 
 
 def phase_diagram(means: Tensor, scales: Tensor, ratio: float = 1.0, length: int = 256) -> dict[str, Tensor]:
-    """Lambda and the regime over a grid: M along rows, sqrt F along columns, S = ratio * F (1: symmetric, -1: antisymmetric).
+    """Lambda and the regime over a grid: M along rows, sqrt F along columns, S = ratio * F (1: symmetric, -1:
+    antisymmetric).
 
     >>> grid = phase_diagram(torch.tensor([0.0, 4.0]), torch.tensor([0.05, 0.5, 8.0]))
     >>> [[REGIMES[k] for k in row] for row in grid["regime"].tolist()]
@@ -148,7 +153,8 @@ def _mixture(m: Moments, scale: float, u: Tensor, b: Tensor, upper: float, draws
     # queries and keys of one size: a root of both has the digits of the larger, and W does not know which is which
     query, key = (torch.where(x > 0, x, 1)[..., None, None] for x in (_mean_diagonal(A), _mean_diagonal(B)))
     A, B, G, size = A / query, B / key, G / (query * key).sqrt(), scale * (query * key).sqrt()[..., 0]
-    root = symmetric_root(torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2))  # covariance of (W_Q y, W_K y)
+    # covariance of (W_Q y, W_K y)
+    root = symmetric_root(torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2))
     noise = torch.randn(draws, 2 * h, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     for index in np.ndindex(A.shape[:-2]):  # a head at a time: draws x positions numbers, whatever the batch
         y = noise @ root[index].mT

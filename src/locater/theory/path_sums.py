@@ -1,11 +1,12 @@
 """A stack of attention layers as a sum over paths, and how long the paths are (Dong, Cordonnier, Loukas 2021).
 
-With attention held fixed a layer is linear, X -> sum_h P_h X W_h, so L of them are a sum of one term per choice of a head in every layer:
+With attention held fixed a layer is linear, X -> sum_h P_h X W_h, so L of them are a sum of one term per choice of a
+head in every layer:
 
     X_L = sum over (h_1 ... h_L) of  P_{h_L} ... P_{h_1}  X  W_{h_1} ... W_{h_L}
 
-A skip is one more head with P = 1 and W = 1. The length of a path is the number of layers in which it does not take the skip. Biases
-would add 1 b^T, the same for all tokens, since rows of P sum to one. docs/theory.md section 10.
+A skip is one more head with P = 1 and W = 1. The length of a path is the number of layers in which it does not take the
+skip. Biases would add 1 b^T, the same for all tokens, since rows of P sum to one. docs/theory.md section 10.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Path:
 
 
 def frozen_layers(x: Float[Tensor, "tokens width"], blocks: Sequence[Block]) -> list[FrozenLayer]:
-    """The layers that blocks are on these tokens, attention held at what it is there. Blocks with an MLP or norms are not linear even so.
+    """The layers that blocks are on these tokens, attention held at what it is there. Blocks with an MLP or norms are
+    not linear even so.
 
     >>> block = Block(torch.zeros(1, 2, 2), torch.eye(2)[None], scale=1.0, skip=True)
     >>> frozen_layers(torch.eye(2), [block])[0].attention.tolist()
@@ -105,8 +107,11 @@ def path_sum(x: Float[Tensor, "tokens width"], layers: Sequence[FrozenLayer]) ->
     return torch.stack(terms).sum(0)
 
 
-def terms_by_length(x: Float[Tensor, "tokens width"], layers: Sequence[FrozenLayer]) -> Float[Tensor, "lengths tokens width"]:
-    """What paths of every length 0 ... L add up to. Paths of one length share their way: L^2 layers are applied, not (H + 1)^L.
+def terms_by_length(
+    x: Float[Tensor, "tokens width"], layers: Sequence[FrozenLayer]
+) -> Float[Tensor, "lengths tokens width"]:
+    """What paths of every length 0 ... L add up to. Paths of one length share their way: L^2 layers are applied, not (H
+    + 1)^L.
 
     >>> layer = FrozenLayer(torch.full((1, 2, 2), 0.5), torch.ones(1, 1, 1), skip=True)
     >>> terms_by_length(torch.tensor([[1.0], [3.0]]), [layer] * 2)[..., 0].tolist()          # 1 path, 2 and 1
@@ -126,7 +131,9 @@ def _through_heads(x: Tensor, layer: FrozenLayer) -> Tensor:
 
 def _path(heads: tuple[int | None, ...], layers: Sequence[FrozenLayer]) -> Path:
     first = layers[0]
-    attention, value = (torch.eye(side, dtype=torch.float64) for side in (first.attention.shape[-1], first.value.shape[-2]))
+    attention, value = (
+        torch.eye(side, dtype=torch.float64) for side in (first.attention.shape[-1], first.value.shape[-2])
+    )
     for head, layer in zip(heads, layers, strict=True):
         if head is not None:
             attention, value = layer.attention[head].double() @ attention, value @ layer.value[head].double()
@@ -137,7 +144,8 @@ def _path(heads: tuple[int | None, ...], layers: Sequence[FrozenLayer]) -> Path:
 
 
 def path_counts(depth: int, heads: int) -> list[int]:
-    """Paths of length 0 ... L through L layers of H heads with skips, as integers: C(L, k) H^k. They add up to (1 + H)^L.
+    """Paths of length 0 ... L through L layers of H heads with skips, as integers: C(L, k) H^k. They add up to (1 +
+    H)^L.
 
     >>> path_counts(3, 2)
     [1, 6, 12, 8]
@@ -146,10 +154,11 @@ def path_counts(depth: int, heads: int) -> list[int]:
 
 
 def path_lengths(depth: int, heads: int, log: bool = False) -> Float[Tensor, " lengths"]:
-    """The share of paths that have length 0 ... L: binomial, L tries with chance H / (1 + H), so the mean is L H / (1 + H).
+    """The share of paths that have length 0 ... L: binomial, L tries with chance H / (1 + H), so the mean is L H / (1 +
+    H).
 
-    Integers are divided at the end, so every share is correctly rounded at any size. `log` gives logarithms from the gamma function,
-    finite where shares underflow and without large integers, to about 1e-15 of L log L.
+    Integers are divided at the end, so every share is correctly rounded at any size. `log` gives logarithms from the
+    gamma function, finite where shares underflow and without large integers, to about 1e-15 of L log L.
 
     >>> path_lengths(12, 12)[-2:].round(decimals=4).tolist()
     [0.3827, 0.3827]
@@ -163,8 +172,11 @@ def path_lengths(depth: int, heads: int, log: bool = False) -> Float[Tensor, " l
     return torch.tensor([count / total for count in path_counts(depth, heads)], dtype=torch.float64)
 
 
-def skip_weight(x: Float[Tensor, "*n tokens width"], attention: Float[Tensor, "*n tokens width"]) -> Float[Tensor, "*n"]:
-    """alpha = N(x) / (N(x) + N(attention)), the share of the stream in x + attention; N = ||.||_1 ||.||_inf, without the root.
+def skip_weight(
+    x: Float[Tensor, "*n tokens width"], attention: Float[Tensor, "*n tokens width"]
+) -> Float[Tensor, "*n"]:
+    """alpha = N(x) / (N(x) + N(attention)), the share of the stream in x + attention; N = ||.||_1 ||.||_inf, without
+    the root.
 
     >>> skip_weight(torch.full((2, 2), 3.0), torch.ones(2, 2)).item()
     0.9
@@ -174,11 +186,13 @@ def skip_weight(x: Float[Tensor, "*n tokens width"], attention: Float[Tensor, "*
 
 
 def length_weights(skip: Float[Tensor, " layers"], log: bool = False) -> Float[Tensor, " lengths"]:
-    """Weight of all paths of length 0 ... L if layer l is skipped with weight alpha_l: the sum over sets of k layers V of
+    """Weight of all paths of length 0 ... L if layer l is skipped with weight alpha_l: the sum over sets of k layers V
+    of
 
         prod_{l in V} (1 - alpha_l)  prod_{l not in V} alpha_l
 
-    which adds up to one over k. alpha = 1 / (1 + H) in every layer gives `path_lengths`. `log` stays finite where weights underflow.
+    which adds up to one over k. alpha = 1 / (1 + H) in every layer gives `path_lengths`. `log` stays finite where
+    weights underflow.
 
     >>> length_weights(torch.tensor([0.9, 0.5])).round(decimals=6).tolist()
     [0.45, 0.5, 0.05]
@@ -192,7 +206,8 @@ def length_weights(skip: Float[Tensor, " layers"], log: bool = False) -> Float[T
 
 
 def length_contributions(skip: Float[Tensor, " layers"], residual: float, rate: float) -> Float[Tensor, " lengths"]:
-    """What paths of length k are predicted to add to the residual: R_0 / c^(3^k - 1) times their weight, c > 1 the contraction.
+    """What paths of length k are predicted to add to the residual: R_0 / c^(3^k - 1) times their weight, c > 1 the
+    contraction.
 
     >>> length_contributions(torch.tensor([0.5, 0.5]), residual=8.0, rate=2.0).round(decimals=7).tolist()          # 8, 8 / 4, 8 / 256
     [2.0, 1.0, 0.0078125]

@@ -1,4 +1,6 @@
-"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio. `read_run` reads a log back (run_log.py)."""
+"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio. `read_run` reads a log back
+(run_log.py).
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ class Sink(Protocol):
 
 
 def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
-    """The sink that a text names: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`; a sink is itself."""
+    """The sink that a text names: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`; a sink is
+    itself.
+    """
     if not isinstance(spec, str | os.PathLike):
         if isinstance(spec, Sink):
             return spec
-        raise LocaterError(f"a sink is {CHOICES}, or an object with write(record) and close(), not {type(spec).__name__}")
+        raise LocaterError(
+            f"a sink is {CHOICES}, or an object with write(record) and close(), not {type(spec).__name__}"
+        )
     text = os.fspath(spec)
     if text.endswith(".jsonl"):
         return JsonlSink(text)
@@ -48,7 +54,8 @@ def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
 class JsonlSink:
     """One JSON object per line, appended and written record by record: a crash costs at most the line being written.
 
-    What the file holds stays. A run of the same layers and heads adds its own `run` record and goes on below; any other is refused.
+    What the file holds stays. A run of the same layers and heads adds its own `run` record and goes on below; any other
+    is refused.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -140,7 +147,9 @@ class _Tracker:
             self._layers = [entry["layer"] for entry in record["layers"]]
         numbers = flat(record, self._layers)
         if numbers:
-            self._module.log({"locater/step": record["step"], **{f"locater/{name}": number for name, number in numbers.items()}})
+            self._module.log(
+                {"locater/step": record["step"], **{f"locater/{name}": number for name, number in numbers.items()}}
+            )
 
     def close(self) -> None:
         """Nothing to do: the run belongs to whoever started it."""

@@ -1,8 +1,8 @@
 """A run log read back: JSON lines, one record each, as `locater.Monitor` writes them through a JsonlSink.
 
 A record has a `kind`: `run` (what is observed), `step` (numbers of every head), `loss` (a step that was not observed),
-`warning`, `end`. docs/watch.md lists their fields. A second `run` record means that the run was resumed. A number that is not
-known is left out of its line; NaN and the infinities are words ("NaN"), so that each line stays JSON.
+`warning`, `end`. docs/watch.md lists their fields. A second `run` record means that the run was resumed. A number that
+is not known is left out of its line; NaN and the infinities are words ("NaN"), so that each line stays JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ SWEEP = "results.jsonl"  # what `locater train` writes beside the folders of sev
 
 @dataclass(frozen=True)
 class Run:
-    """A log as it stands. Where a resumed run went back, what it left behind is gone: steps rise, and each is there once."""
+    """A log as it stands. Where a resumed run went back, what it left behind is gone: steps rise, and each is there
+    once.
+    """
 
     header: Record
     steps: list[Record]  # observed steps
@@ -51,8 +53,13 @@ class Run:
 
     def summary(self) -> str:
         """One line: what was observed, how far it got, what was warned of."""
-        flags = Counter(flag for _, _, flag in {(held["layer"], held["head"], str(held["flag"])) for held in self.warnings})
-        raised = ", ".join(f"{flag} at {count} head{'s' * (count > 1)}" for flag, count in flags.most_common()) or "no warnings"
+        flags = Counter(
+            flag for _, _, flag in {(held["layer"], held["head"], str(held["flag"])) for held in self.warnings}
+        )
+        raised = (
+            ", ".join(f"{flag} at {count} head{'s' * (count > 1)}" for flag, count in flags.most_common())
+            or "no warnings"
+        )
         state = "ended" if self.ended else "not ended"
         return f"{len(self.header['layers'])} attention layers, {len(self.steps)} steps observed, last step {self.last}, {state}; {raised}"
 
@@ -69,7 +76,9 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a log, or the one log in a folder. A torn last line is passed over; anything else that is no record is refused."""
+    """Read a log, or the one log in a folder. A torn last line is passed over; anything else that is no record is
+    refused.
+    """
     file = find_log(path)
     if file is None:
         raise LocaterError(f"{path}: no run log there; locater.Monitor writes one that ends in .jsonl")
@@ -86,7 +95,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def find_log(path: str | os.PathLike[str]) -> Path | None:
-    """The log at a path; in a folder the only one, or the newest of those that `Monitor` names, which is said. None while there is none."""
+    """The log at a path; in a folder the only one, or the newest of those that `Monitor` names, which is said. None
+    while there is none.
+    """
     place = Path(path)
     if not place.is_dir():
         if place.exists() and not place.is_file():
@@ -95,19 +106,27 @@ def find_log(path: str | os.PathLike[str]) -> Path | None:
     logs = sorted(log for log in place.glob("*.jsonl") if log.name != SWEEP)
     if not logs and (place / SWEEP).is_file():
         runs = sorted(folder.name for folder in place.iterdir() if any(folder.glob("*.jsonl")))
-        raise LocaterError(f"{place}: a sweep; name one of its runs: {', '.join(f'{place / name}' for name in runs[:4])}")
+        raise LocaterError(
+            f"{place}: a sweep; name one of its runs: {', '.join(f'{place / name}' for name in runs[:4])}"
+        )
     own = [log for log in logs if log.match(OWN)]
     if len(logs) > 1 and own:
         newest = max(own, key=lambda log: (log.stat().st_mtime_ns, len(log.name), log.name))
-        logger.warning("%s: holds %d logs: reading %s, the newest; name another to read that", place, len(logs), newest.name)
+        logger.warning(
+            "%s: holds %d logs: reading %s, the newest; name another to read that", place, len(logs), newest.name
+        )
         return newest
     if len(logs) > 1:
-        raise LocaterError(f"{place}: holds {len(logs)} logs ({', '.join(log.name for log in logs[:4])}): name one of them")
+        raise LocaterError(
+            f"{place}: holds {len(logs)} logs ({', '.join(log.name for log in logs[:4])}): name one of them"
+        )
     return logs[0] if logs else None
 
 
 class RunReader:
-    """Takes lines as they come and knows the run so far. A torn line is a fault only if what follows it is not a resumed run."""
+    """Takes lines as they come and knows the run so far. A torn line is a fault only if what follows it is not a
+    resumed run.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,7 +156,9 @@ class RunReader:
         if self.header is None:
             return None
         scalars = {name: points for name, points in self.curves.items() if name != "loss"}
-        return Run(self.header, self.steps, self.warnings, self.ended, self.curves["loss"], tuple(self.resumed), scalars)
+        return Run(
+            self.header, self.steps, self.warnings, self.ended, self.curves["loss"], tuple(self.resumed), scalars
+        )
 
     def _take(self, record: Record) -> None:
         kind = record.get("kind")
@@ -179,7 +200,11 @@ class RunReader:
         record["scalars"] = {name: value for name, value in scalars.items() if value is not None}
         for name, given in record["scalars"].items():
             if name == "loss" or (value := number(given)) is None:
-                self._refuse(f"has the scalar {name} {given!r}, which is not a number" if name != "loss" else "has a scalar named loss")
+                self._refuse(
+                    f"has the scalar {name} {given!r}, which is not a number"
+                    if name != "loss"
+                    else "has a scalar named loss"
+                )
             record["scalars"][name] = value
             self._place(self.curves.setdefault(name, []), (record["step"], value), itemgetter(0))
 
@@ -198,14 +223,18 @@ class RunReader:
         numbers = [record.get(name) for name in ("value", "threshold")]
         if not places or any(x is not None and number(x) is None for x in numbers):
             self._refuse("is a warning whose layer, head or value is not a number")
-        record.update({name: number(x) for name, x in zip(("value", "threshold"), numbers, strict=True) if name in record})
+        record.update(
+            {name: number(x) for name, x in zip(("value", "threshold"), numbers, strict=True) if name in record}
+        )
 
     def _begin(self, record: Record) -> None:
         if record.get("schema") != SCHEMA:
             self._refuse(f"has schema {record.get('schema')!r}; this version reads {SCHEMA}")
         try:
             shape = shape_of(record)
-            named = all(heads >= 0 for _, heads, _ in shape) and all(isinstance(column, str) for column in record["columns"])
+            named = all(heads >= 0 for _, heads, _ in shape) and all(
+                isinstance(column, str) for column in record["columns"]
+            )
         except (KeyError, TypeError, ValueError):
             named = False
         if not named:
@@ -217,7 +246,9 @@ class RunReader:
         self.header, self.ended = record, False
 
     def _go_back(self, step: int) -> None:
-        """A resumed run starts at `step`: what the first part wrote from there on did not lead to where training is now."""
+        """A resumed run starts at `step`: what the first part wrote from there on did not lead to where training is
+        now.
+        """
         self.resuming = False
         self.resumed.append(step)
         self.steps = [record for record in self.steps if record["step"] < step]
@@ -233,7 +264,9 @@ class RunReader:
             if not isinstance(rows, list) or len(rows) != len(layers):
                 self._refuse(f"has {column!r} for something else than the run's {len(layers)} layers")
             for entry, row in zip(layers, rows, strict=True):
-                if row is not None and (not isinstance(row, list) or len(row) != entry["heads"] or not set(map(type, row)) <= NUMBER):
+                if row is not None and (
+                    not isinstance(row, list) or len(row) != entry["heads"] or not set(map(type, row)) <= NUMBER
+                ):
                     self._refuse(f"has {column!r} of layer {entry['layer']} not as {entry['heads']} numbers")
 
     def _refuse(self, what: str, number: int | None = None) -> NoReturn:
@@ -259,7 +292,9 @@ def shape_of(header: Record) -> list[tuple[int, int, str]]:
 
 
 def first_run(path: Path) -> Record | None:
-    """The run record with which a log begins; None where there is no whole one yet. A file of something else is refused."""
+    """The run record with which a log begins; None where there is no whole one yet. A file of something else is
+    refused.
+    """
     if not path.exists() or path.stat().st_size == 0:
         return None
     with path.open("rb") as file:

@@ -1,7 +1,8 @@
-"""Checkpoints that are whole or not there: written beside, flushed to the disk, then renamed. A crash or a full disk costs none.
+"""Checkpoints that are whole or not there: written beside, flushed to the disk, then renamed. A crash or a full disk
+costs none.
 
-A checkpoint is a folder that `locater scan` and, for causal models, transformers read, with state.pt for going on and SHA256SUMS
-to check it by: torch.load does not notice most bits that flip on a disk.
+A checkpoint is a folder that `locater scan` and, for causal models, transformers read, with state.pt for going on and
+SHA256SUMS to check it by: torch.load does not notice most bits that flip on a disk.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ KINDS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def run_folder(plan: Plan) -> Path:
-    """The run's folder, which need not be there yet; refused where it holds another run, or cannot be made. Nothing is written."""
+    """The run's folder, which need not be there yet; refused where it holds another run, or cannot be made. Nothing is
+    written.
+    """
     folder = Path(plan.out)
     if (folder / PLAN).is_file():
         other = plan.difference(Plan.load(folder / PLAN))
@@ -59,7 +62,9 @@ def run_folder(plan: Plan) -> Path:
 
 
 def _check_free(folder: Path) -> None:
-    """Tell now, rather than after the text is read, that a folder cannot be written to or that another process trains in it."""
+    """Tell now, rather than after the text is read, that a folder cannot be written to or that another process trains
+    in it.
+    """
     there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "cannot be written to" if there.is_dir() else "is no folder"
@@ -71,7 +76,9 @@ def _check_free(folder: Path) -> None:
 
 @contextmanager
 def claimed(plan: Plan) -> Iterator[None]:
-    """The run's folder made and this plan's alone; what a start of another plan left in it, that came to no step, is removed."""
+    """The run's folder made and this plan's alone; what a start of another plan left in it, that came to no step, is
+    removed.
+    """
     folder = Path(plan.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +99,11 @@ def claimed(plan: Plan) -> Iterator[None]:
 
 def _took_no_step(folder: Path) -> bool:
     """Whether a run was started here and left nothing: no checkpoint, no weights, no result, no step in the log."""
-    if not (folder / LOCK).is_file() or any(folder.glob("step-*")) or any((folder / name).exists() for name in (RESULT, "model")):
+    if (
+        not (folder / LOCK).is_file()
+        or any(folder.glob("step-*"))
+        or any((folder / name).exists() for name in (RESULT, "model"))
+    ):
         return False
     try:
         return not (folder / LOG).is_file() or not read_run(folder / LOG).losses
@@ -110,7 +121,9 @@ def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | No
         sums["model.safetensors"] = _write(beside / "model.safetensors", *safetensors(model))
         if (folder / FILE).is_file():
             sums[FILE] = _write(beside / FILE, (folder / FILE).read_bytes())
-            sums["tokenizer_config.json"] = _write(beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n")
+            sums["tokenizer_config.json"] = _write(
+                beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n"
+            )
         if state is not None:
             with _writing(beside / STATE) as file:
                 torch.save(state, cast("IO[bytes]", file))
@@ -165,7 +178,9 @@ def alone(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
             except BlockingIOError:
-                raise LocaterError(f"{folder}: another process is training in it: wait for it, or give another --out") from None
+                raise LocaterError(
+                    f"{folder}: another process is training in it: wait for it, or give another --out"
+                ) from None
         for half in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
             shutil.rmtree(half, ignore_errors=True)
         yield
@@ -184,15 +199,21 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
 def _check_sums(path: Path) -> None:
     """Every file of a checkpoint, and the run's tokenizer, against the sums that were written with it."""
     if not (path / SUMS).is_file():
-        logger.warning("%s: was written without %s, so it cannot be checked for damage; the run goes on from it", path, SUMS)
+        logger.warning(
+            "%s: was written without %s, so it cannot be checked for damage; the run goes on from it", path, SUMS
+        )
         return
     written = (path / SUMS).read_text(encoding="utf-8", errors="replace")
     sums = {name: sum_ for sum_, name in LINE.findall(written)}
     if not re.fullmatch(f"({LINE.pattern})+", written) or STATE not in sums:
-        raise LocaterError(f"{path / SUMS}: damaged (it should hold a line for each file, {STATE} among them): {_way_out(path)}")
+        raise LocaterError(
+            f"{path / SUMS}: damaged (it should hold a line for each file, {STATE} among them): {_way_out(path)}"
+        )
     for name, sum_ in sums.items():
         if _sum_of(path / name) != sum_:
-            raise LocaterError(f"{path / name}: damaged, or changed since (its SHA-256 is not that in {SUMS}): {_way_out(path)}")
+            raise LocaterError(
+                f"{path / name}: damaged, or changed since (its SHA-256 is not that in {SUMS}): {_way_out(path)}"
+            )
     tokenizer = path.parent / FILE  # which a run that goes on reads
     if FILE in sums and tokenizer.is_file() and _sum_of(tokenizer) != sums[FILE]:
         raise LocaterError(f"{tokenizer}: damaged, or changed since {path.name}: copy {path / FILE} over it")

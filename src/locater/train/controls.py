@@ -28,7 +28,11 @@ def offer(kind: type[Control]) -> type[Control]:
 
 def controls() -> dict[str, type[Control]]:
     """Every control in `locater.control`, and those that were offered, by name in lower case."""
-    own = [x for x in vars(package).values() if isinstance(x, type) and issubclass(x, Control) and x not in (Control, Controls)]
+    own = [
+        x
+        for x in vars(package).values()
+        if isinstance(x, type) and issubclass(x, Control) and x not in (Control, Controls)
+    ]
     return {_folded(kind.__name__): kind for kind in sorted([*own, *OFFERED], key=lambda kind: kind.__name__.lower())}
 
 
@@ -47,7 +51,9 @@ def parse_control(text: str) -> Control:
     wrong = [option for option in options if option not in valid]
     if wrong:
         raise LocaterError(f"--control {name} has no option {wrong[0]!r}: it has {', '.join(valid) or 'none'}")
-    missing = [option for option, default in valid.items() if default is inspect.Parameter.empty and option not in options]
+    missing = [
+        option for option, default in valid.items() if default is inspect.Parameter.empty and option not in options
+    ]
     if missing:
         raise LocaterError(f"--control {text}: {name} needs {missing[0]}: write it as {name}({missing[0]}=...)")
     layers = options.get("layers")
@@ -67,7 +73,8 @@ def _naming(text: str) -> Iterator[None]:
 
 
 def check_controls(texts: Sequence[str], attention: Sequence[str]) -> None:
-    """Refuse, before there is a model, what is no control, and one that needs logits of a softmax where a layer has none.
+    """Refuse, before there is a model, what is no control, and one that needs logits of a softmax where a layer has
+    none.
 
     `attention` names the mechanism of each layer; a control called mechanism changes it.
 
@@ -91,7 +98,9 @@ def check_controls(texts: Sequence[str], attention: Sequence[str]) -> None:
 
 def _needs_softmax(control: Control) -> bool:
     """Whether a control reads or changes logits as those of a softmax; lengths that are kept come of the same call."""
-    return isinstance(control, EntropyPenalty | LogitSoftcap | QKClip) or (isinstance(control, QKNorm) and control.init == "keep")
+    return isinstance(control, EntropyPenalty | LogitSoftcap | QKClip) or (
+        isinstance(control, QKNorm) and control.init == "keep"
+    )
 
 
 def _chosen(control: Control, layer: int) -> bool:

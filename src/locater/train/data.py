@@ -1,4 +1,6 @@
-"""Batches. The batch of a step is decided by the seed and the step's number alone, so the step is the whole position in the data."""
+"""Batches. The batch of a step is decided by the seed and the step's number alone, so the step is the whole position in
+the data.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class TextData:
         return self._pair(tokens[at].long(), rng)
 
     def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
-        """A split from its beginning, window by window; each token is a target once. Of the last window only a whole one counts."""
+        """A split from its beginning, window by window; each token is a target once. Of the last window only a whole
+        one counts.
+        """
         tokens, length = self.splits[name], self.plan.length
         count = (len(tokens) - 1) // length
         starts = torch.arange(count if most is None else min(count, most))[:, None] * length
@@ -95,7 +99,9 @@ class ImageData:
     facts: dict[str, Any]
 
     def batch(self, index: int) -> Batch:
-        """The next images; each epoch has an order of its own, and its last images wait for another where they fill no batch."""
+        """The next images; each epoch has an order of its own, and its last images wait for another where they fill no
+        batch.
+        """
         images, labels = self.splits["train"]
         size = self.plan.batch
         epoch, at = divmod(index, len(images) // size)
@@ -131,7 +137,9 @@ class SortData:
 
 @dataclass
 class CopyData:
-    """Sequences of a source that is the same for every seed: training ones made as they are asked for, the others kept."""
+    """Sequences of a source that is the same for every seed: training ones made as they are asked for, the others
+    kept.
+    """
 
     plan: Plan
     source: Source
@@ -161,7 +169,9 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
     if plan.images is not None:
         return read_images(plan, Path(plan.images), device)
     if plan.task == "sort":
-        return SortData(plan, {"numbers": plan.vocabulary, "vocabulary": plan.vocabulary, "sha256": "made by the seed"}, device)
+        return SortData(
+            plan, {"numbers": plan.vocabulary, "vocabulary": plan.vocabulary, "sha256": "made by the seed"}, device
+        )
     if plan.task == "copy":
         return make_copies(plan, device)
     text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
@@ -183,9 +193,13 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
 
 
 def make_copies(plan: Plan, device: torch.device) -> CopyData:
-    """Held-out sequences are drawn by seeds that no plan has. `least_loss` is what the source itself would lose on them."""
+    """Held-out sequences are drawn by seeds that no plan has. `least_loss` is what the source itself would lose on
+    them.
+    """
     source = copy_source(plan.vocabulary)
-    splits = {name: source.sample(HELD_OUT, plan.length, draw(-1 - at, 0)) for at, name in enumerate(("select", "report"))}
+    splits = {
+        name: source.sample(HELD_OUT, plan.length, draw(-1 - at, 0)) for at, name in enumerate(("select", "report"))
+    }
     facts = {
         "text": "locater.data.copying.copy_source", "vocabulary": plan.vocabulary + 1, "triggers": source.triggers.tolist(),
         "entropy": source.entropy(plan.length), "least_loss": {name: float(source.surprise(rows).mean()) for name, rows in splits.items()},
@@ -195,7 +209,9 @@ def make_copies(plan: Plan, device: torch.device) -> CopyData:
 
 
 class Text:
-    """Documents by split; two of the same text are equal, so that the runs of a sweep learn its tokens and encode it once."""
+    """Documents by split; two of the same text are equal, so that the runs of a sweep learn its tokens and encode it
+    once.
+    """
 
     def __init__(self, documents: Sequence[str]) -> None:
         self.sha256, self.count, self.parts = fingerprint(JOINT.join(documents)), len(documents), split(documents)
@@ -225,7 +241,9 @@ def _embedded() -> list[str]:
 
 
 def read_images(plan: Plan, path: Path, device: torch.device) -> ImageData:
-    """An .npz with train_images, train_labels, test_images and test_labels: the test split is reported, a tenth of the rest selects."""
+    """An .npz with train_images, train_labels, test_images and test_labels: the test split is reported, a tenth of the
+    rest selects.
+    """
     try:
         with np.load(path, allow_pickle=False) as held:
             missing = [name for name in NAMES if name not in held]
@@ -244,14 +262,32 @@ def read_images(plan: Plan, path: Path, device: torch.device) -> ImageData:
     splits = {name: (images[at], labels[at]) for name, at in parts.items()} | {"report": (test_images, test_labels)}
     ready = {n: ((x if x.ndim == 4 else x[..., None]).to(device), y.long().to(device)) for n, (x, y) in splits.items()}
     if len(ready["train"][1]) < plan.batch:
-        raise LocaterError(f"{path}: {len(ready['train'][1])} images to train on fill no batch of {plan.batch}: give a smaller --batch")
+        raise LocaterError(
+            f"{path}: {len(ready['train'][1])} images to train on fill no batch of {plan.batch}: give a smaller --batch"
+        )
     shape, classes = list(ready["train"][0].shape[1:]), int(max(labels.max(), test_labels.max())) + 1
-    facts = {"images": str(path), "sha256": digest, "shape": shape, "classes": classes, "count": {n: len(y) for n, (_, y) in ready.items()}}
+    facts = {
+        "images": str(path),
+        "sha256": digest,
+        "shape": shape,
+        "classes": classes,
+        "count": {n: len(y) for n, (_, y) in ready.items()},
+    }
     return ImageData(plan, ready, facts)
 
 
 def _check_images(path: Path, images: Tensor, labels: Tensor, patch: int) -> None:
-    if images.ndim not in (3, 4) or images.dtype != torch.uint8 or len(images) != len(labels) or labels.ndim != 1 or len(images) < 10:
-        raise LocaterError(f"{path}: images must be (N, height, width) or (N, height, width, channels) of uint8, N >= 10, and labels (N,)")
+    if (
+        images.ndim not in (3, 4)
+        or images.dtype != torch.uint8
+        or len(images) != len(labels)
+        or labels.ndim != 1
+        or len(images) < 10
+    ):
+        raise LocaterError(
+            f"{path}: images must be (N, height, width) or (N, height, width, channels) of uint8, N >= 10, and labels (N,)"
+        )
     if images.shape[1] % patch or images.shape[2] % patch:
-        raise LocaterError(f"{path}: images of {images.shape[1]} x {images.shape[2]} do not divide into patches of {patch}: change --patch")
+        raise LocaterError(
+            f"{path}: images of {images.shape[1]} x {images.shape[2]} do not divide into patches of {patch}: change --patch"
+        )

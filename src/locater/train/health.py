@@ -50,7 +50,9 @@ class Losses:
 
     def attach(self, model: Transformer) -> None:
         held = [(name, m) for name, m in model.named_modules() if isinstance(m, Attention)]
-        layers = [{"layer": i, "name": name, "heads": model.shape.heads, "kind": "self"} for i, (name, _) in enumerate(held)]
+        layers = [
+            {"layer": i, "name": name, "heads": model.shape.heads, "kind": "self"} for i, (name, _) in enumerate(held)
+        ]
         sink, begin = JsonlSink(self.path), header(type(model).__name__, self.every, layers, COLUMNS)
         try:
             sink.check(begin)  # a log of another model is refused, and stays as it is
@@ -84,7 +86,9 @@ class Losses:
 
 @torch.no_grad()
 def culprit(model: Transformer, batches: list[Batch]) -> str:
-    """The first layer whose logits are not finite on these batches, in words; where all are, the layer with the largest."""
+    """The first layer whose logits are not finite on these batches, in words; where all are, the layer with the
+    largest.
+    """
     if why_unread(model) is not None:
         return _first_output(model, batches)
     with observe(model) as seen:
@@ -101,7 +105,9 @@ def _first_output(model: Transformer, batches: list[Batch]) -> str:
     """The same for attention that has no logits to measure: the first layer whose output is not finite."""
     wrong: list[str] = []
     hooks = [
-        module.register_forward_hook(lambda *seen, name=name: None if bool(seen[-1].isfinite().all()) else wrong.append(name))
+        module.register_forward_hook(
+            lambda *seen, name=name: None if bool(seen[-1].isfinite().all()) else wrong.append(name)
+        )
         for name, module in model.named_modules()
         if isinstance(module, Attention)
     ]

@@ -38,9 +38,11 @@ class DivergedError(LocaterError):
 
 
 def run(plan: Plan, tell: Tell = lambda event: None) -> Result:
-    """Train as `plan` says, from the last checkpoint in its folder where there is one; a run that is finished is read back.
+    """Train as `plan` says, from the last checkpoint in its folder where there is one; a run that is finished is read
+    back.
 
-    `tell` is handed a dictionary each `plan.log` steps: step, loss, perplexity, select_loss, entropy, tokens_per_second, seconds_left.
+    `tell` is handed a dictionary each `plan.log` steps: step, loss, perplexity, select_loss, entropy,
+    tokens_per_second, seconds_left.
     """
     check_plan(plan)
     device = device_of(plan.device)
@@ -59,7 +61,9 @@ def run(plan: Plan, tell: Tell = lambda event: None) -> Result:
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse controls that are none, or that do not go with the attention; the rest of a plan was checked when it was made."""
+    """Refuse controls that are none, or that do not go with the attention; the rest of a plan was checked when it was
+    made.
+    """
     check_controls(plan.control, [layer.name for layer in parse_attention(plan.attention, plan.layers)])
 
 
@@ -152,7 +156,9 @@ class Training:
         if not math.isfinite(report):  # the last step can still be one too far
             raise DivergedError(self._failure(self.step, f"the report loss is {report}", self._batches(self.step - 1)))
         facts, target = self.data.facts, checkpoint.save(self.folder, "model", self.model)
-        per_byte = facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2) if self.plan.task == "causal" else None
+        per_byte = (
+            facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2) if self.plan.task == "causal" else None
+        )
         result = Result(
             self.plan, self.loss, self._evaluate("select")[0], report, sum(entropies) / len(entropies) if entropies else None,
             bits_per_byte=None if per_byte is None else report * per_byte,
@@ -213,7 +219,8 @@ class Training:
     def _say(self) -> None:
         step, since = self.told
         self.told = self.step, time.monotonic()
-        pace = (self.told[1] - since) / (self.step - step)  # of the steps since the last time, so that compiling is soon forgotten
+        # of the steps since the last time, so that compiling is soon forgotten
+        pace = (self.told[1] - since) / (self.step - step)
         left = (self.plan.steps - self.step) * pace
         self.tell({
             "step": self.step, "steps": self.plan.steps, "loss": self.loss,

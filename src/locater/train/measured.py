@@ -1,6 +1,8 @@
-"""A trained model measured as it acts, whatever it attends by: its maps written out on a few sequences, and its stream by half-blocks.
+"""A trained model measured as it acts, whatever it attends by: its maps written out on a few sequences, and its stream
+by half-blocks.
 
-`observe` reads softmax attention without building maps; here they are built, so that every mechanism is asked the same questions.
+`observe` reads softmax attention without building maps; here they are built, so that every mechanism is asked the same
+questions.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def measure(model: Transformer, inputs: Tensor) -> dict[str, Any]:
 
 
 def map_of(part: Attention, q: Tensor, k: Tensor, x: Tensor) -> Maps:
-    """The map as it acts. Where each channel has its own, that of the mean over channels: of gates, and of kernels on values."""
+    """The map as it acts. Where each channel has its own, that of the mean over channels: of gates, and of kernels on
+    values.
+    """
     held = part.mechanism
     if held is None or (isinstance(held, Gated) and held.additive):
         return mechanism("softmax" if held is not None else part.attention).map(q, k, causal=part.causal)
@@ -97,8 +101,10 @@ def of_map(p: Maps, causal: bool, kind: str = "stochastic") -> dict[str, float |
     T, S = p.shape[-2:]
     size = p.abs()
     share = size / size.sum(-1, keepdim=True).clamp_min(1e-300)
-    seen = torch.arange(S - T + 1, S + 1, device=p.device) if causal else torch.full((T,), S, device=p.device)  # keys in view
-    received = share.sum(-2) / (torch.clamp(torch.arange(S, 0, -1, device=p.device), max=T) if causal else T)  # (B, H, S)
+    # keys in view
+    seen = torch.arange(S - T + 1, S + 1, device=p.device) if causal else torch.full((T,), S, device=p.device)
+    # (B, H, S)
+    received = share.sum(-2) / (torch.clamp(torch.arange(S, 0, -1, device=p.device), max=T) if causal else T)
     sinks = received.mean(0) > SINK  # (H, S)
     values = torch.linalg.svdvals(p[0])  # (H, S): of one sequence, since this is what takes long
     columns = p.sum(-2)

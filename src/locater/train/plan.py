@@ -1,4 +1,6 @@
-"""A training run as data: `Plan` says everything that decides it, `Result` what came of it. Both go to JSON and back."""
+"""A training run as data: `Plan` says everything that decides it, `Result` what came of it. Both go to JSON and
+back.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +40,39 @@ class Plan:
 
     out: str = option("run", "Folder of the run.")
     task: str = option("causal", "What is learned.", choices=("causal", "masked", "image", "sort", "copy"))
-    corpus: tuple[str, ...] = option((), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; none: Python's own.")
+    corpus: tuple[str, ...] = option(
+        (), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; none: Python's own."
+    )
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
     vocabulary: int = option(
-        256, "Tokens: 256 are bytes; more are learned from the text (needs tokenizers); fewer for --task copy or sort.", least=8
+        256,
+        "Tokens: 256 are bytes; more are learned from the text (needs tokenizers); fewer for --task copy or sort.",
+        least=8,
     )
     layers: int = option(4, "Blocks.", least=1)
     width: int = option(128, "Channels of the residual stream.", least=2)
     heads: int = option(4, "Query heads in a block.", least=1)
     kv_heads: int | None = option(None, "Key heads in a block; as many as query heads unless given.", least=1)
-    hidden: int | None = option(None, "Channels of the MLP; unless given 8/3 of the width (swiglu) or 4 times (gelu).", least=1)
+    hidden: int | None = option(
+        None, "Channels of the MLP; unless given 8/3 of the width (swiglu) or 4 times (gelu).", least=1
+    )
     length: int = option(128, "Tokens in a sequence.", least=2)
     patch: int = option(4, "Pixels on a side of an image's patch.", least=1)
-    positions: str | None = option(None, "rotary (for text unless given) or learned (for images).", choices=("rotary", "learned"))
+    positions: str | None = option(
+        None, "rotary (for text unless given) or learned (for images).", choices=("rotary", "learned")
+    )
     qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
     attention: str = option(
-        "softmax", f"The mechanism, such as 'gated(per=element)' or 'hybrid(layout=3:1)': {ATTENTION}, hybrid of several."
+        "softmax",
+        f"The mechanism, such as 'gated(per=element)' or 'hybrid(layout=3:1)': {ATTENTION}, hybrid of several.",
     )
     mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
-    norm: str = option("pre", "Norms: before each part, behind it too, or behind the sum.", choices=("pre", "sandwich", "post"))
-    fusion: str | None = option(None, "The output of all layers fused into the last.", choices=("concat", "max", "gate"))
+    norm: str = option(
+        "pre", "Norms: before each part, behind it too, or behind the sum.", choices=("pre", "sandwich", "post")
+    )
+    fusion: str | None = option(
+        None, "The output of all layers fused into the last.", choices=("concat", "max", "gate")
+    )
     scale: float = option(0.02, "Standard deviation of weights at the start.", least=0)
     masked: float = option(0.15, "Share of tokens hidden, for --task masked.", least=0)
     steps: int = option(1000, "Optimizer steps.", least=1)
@@ -85,7 +100,9 @@ class Plan:
             shared = "" if self.kv_heads is None else f", kv_heads={self.kv_heads}"
             raise LocaterError(f"width={self.width}, heads={self.heads}{shared}: each must be a multiple of the next")
         if (self.width // self.heads) % 2 and self.where == "rotary":
-            raise LocaterError(f"width={self.width}, heads={self.heads}: rotary positions turn pairs of channels; give heads an even size")
+            raise LocaterError(
+                f"width={self.width}, heads={self.heads}: rotary positions turn pairs of channels; give heads an even size"
+            )
         self._check_data()
         self._check_attention()
         if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
@@ -114,7 +131,8 @@ class Plan:
         if self.attention == "softmax":
             return
         try:
-            for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():  # each kind once
+            # each kind once
+            for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():
                 self._check_mechanism(held)
         except LocaterError as error:
             raise LocaterError(f"--attention {self.attention}: {error}") from None
@@ -123,7 +141,9 @@ class Plan:
         size = self.width // self.heads
         fits(held.mechanism, self.is_causal, f"task={self.task}")
         if held.name == "differential" and self.where == "rotary" and size % 4:
-            raise LocaterError(f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head")
+            raise LocaterError(
+                f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head"
+            )
         tokens = None if self.task == "image" else self.length
         held.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
 
@@ -139,7 +159,9 @@ class Plan:
 
     @property
     def unread(self) -> dict[str, str]:
-        """Options that decide nothing in this run, each with the choice that makes it so; who gives one of them means another run."""
+        """Options that decide nothing in this run, each with the choice that makes it so; who gives one of them means
+        another run.
+        """
         found = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
         if self.task != "masked":
             found["masked"] = f"--task {self.task}"
@@ -180,12 +202,16 @@ class Plan:
     def difference(self, other: Plan) -> str | None:
         """The first option that makes another run of it, in words."""
         ours, theirs = self.to_dict(), other.to_dict()
-        return next((f"{n}={theirs[n]!r}, here {ours[n]!r}" for n in ours if n not in PACE and ours[n] != theirs[n]), None)
+        return next(
+            (f"{n}={theirs[n]!r}, here {ours[n]!r}" for n in ours if n not in PACE and ours[n] != theirs[n]), None
+        )
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run. Losses are those of the last step, in nats per token; choose by `select_loss`, report `report_loss`."""
+    """What came of a run. Losses are those of the last step, in nats per token; choose by `select_loss`, report
+    `report_loss`.
+    """
 
     plan: Plan
     train_loss: float
@@ -225,7 +251,9 @@ class Result:
     @classmethod
     def from_dict(cls, held: Mapping[str, Any]) -> Self:
         kept = {item.name: held[item.name] for item in fields(cls) if item.name in held or item.name != "measures"}
-        return cls(**{**kept, "plan": Plan.from_dict(held["plan"]), "history": tuple((s, x) for s, x in held["history"])})
+        return cls(
+            **{**kept, "plan": Plan.from_dict(held["plan"]), "history": tuple((s, x) for s, x in held["history"])}
+        )
 
     @classmethod
     def load(cls, path: Path) -> Self:

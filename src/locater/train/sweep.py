@@ -1,4 +1,6 @@
-"""Several runs of one plan. Each finished run is a line in results.jsonl, so that a sweep cut short loses one run at most."""
+"""Several runs of one plan. Each finished run is a line in results.jsonl, so that a sweep cut short loses one run at
+most.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ LONGEST = 200  # bytes of a folder's name; file systems take 255, and what is wr
 def sweep(
     plan: Plan, over: Mapping[str, Sequence[Any]], tell: Callable[[str], Tell] = lambda name: lambda event: None
 ) -> list[dict[str, Any]]:
-    """Run every combination of the options in `over`, each in a folder of its own below `plan.out`; those with a line already are skipped.
+    """Run every combination of the options in `over`, each in a folder of its own below `plan.out`; those with a line
+    already are skipped.
 
-    Returns the lines of all: `name`, `status` ("done" or "diverged", then with `message`), and for those that are done a result.
+    Returns the lines of all: `name`, `status` ("done" or "diverged", then with `message`), and for those that are done
+    a result.
     """
     plans = list(combinations(plan, over))
     for _, each in plans:  # before the first is run
@@ -38,14 +42,18 @@ def sweep(
 
 
 def combinations(plan: Plan, over: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Plan]]:
-    """Names and plans, the last option changing fastest; a value that cannot be is named, and so are two of one name."""
+    """Names and plans, the last option changing fastest; a value that cannot be is named, and so are two of one
+    name.
+    """
     names: set[str] = set()
     for values in product(*over.values()):
         chosen = dict(zip(over, values, strict=True))
         name = ",".join(f"{option}={_shown(value)}" for option, value in chosen.items())
         if name in names or len(name.encode()) > LONGEST:
             why = "is the folder of two runs" if name in names else "is too long a name for a folder"
-            raise LocaterError(f"--sweep: {name!r} {why}: give values that differ in letters or digits, or each its own --out")
+            raise LocaterError(
+                f"--sweep: {name!r} {why}: give values that differ in letters or digits, or each its own --out"
+            )
         names.add(name)
         try:
             yield name, replace(plan, **chosen, out=str(Path(plan.out) / name))
@@ -104,7 +112,9 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise LocaterError(f"{path}: cannot be written ({error.strerror}); the same command goes on from here") from None
+        raise LocaterError(
+            f"{path}: cannot be written ({error.strerror}); the same command goes on from here"
+        ) from None
 
 
 def _run(name: str, plan: Plan, tell: Tell) -> dict[str, Any]:
@@ -140,7 +150,12 @@ def _value(name: str, text: str, hint: Any) -> Any:
         return () if text in ("none", "") else (text,)
     if text == "none" and type(None) in getattr(hint, "__args__", ()):
         return None
-    kinds: dict[type, Callable[[str], Any]] = {bool: lambda x: {"true": True, "false": False}[x], int: int, float: float, str: str}
+    kinds: dict[type, Callable[[str], Any]] = {
+        bool: lambda x: {"true": True, "false": False}[x],
+        int: int,
+        float: float,
+        str: str,
+    }
     for kind, read in kinds.items():
         if hint is kind or kind in getattr(hint, "__args__", ()):
             try:

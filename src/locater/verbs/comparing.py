@@ -42,7 +42,10 @@ class Comparison:
 
     def medians(self) -> dict[str, tuple[float | None, float | None]]:
         """Median over heads of the main columns, in a and in b."""
-        return {name: (known_median(row[name] for row in self.a.rows), known_median(row[name] for row in self.b.rows)) for name in SHOWN}
+        return {
+            name: (known_median(row[name] for row in self.a.rows), known_median(row[name] for row in self.b.rows))
+            for name in SHOWN
+        }
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -65,7 +68,9 @@ class Comparison:
         write_whole(Path(path), compare_page(self.a.with_details(), self.b.with_details(), self.aligned))
 
 
-def compare(a: Source | Scan, b: Source | Scan, *, length: int = LENGTH, raw: bool = False, progress: Progress | None = None) -> Comparison:
+def compare(
+    a: Source | Scan, b: Source | Scan, *, length: int = LENGTH, raw: bool = False, progress: Progress | None = None
+) -> Comparison:
     """Compare two models, two checkpoints of one run, or two scans (also as the JSON files that `scan` wrote).
 
     >>> from torch import nn

@@ -1,4 +1,6 @@
-"""The JSON document of a scan, checked before it is believed: what reads it may then take every value for what it should be."""
+"""The JSON document of a scan, checked before it is believed: what reads it may then take every value for what it
+should be.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,12 @@ def _pair(x: Any) -> bool:
 
 
 def _drive(x: Any) -> bool:
-    return isinstance(x, dict) and _list(_number)(x.get("even")) and _list(_number)(x.get("odd")) and _number(x.get("still"))
+    return (
+        isinstance(x, dict)
+        and _list(_number)(x.get("even"))
+        and _list(_number)(x.get("odd"))
+        and _number(x.get("still"))
+    )
 
 
 ASSUMPTIONS: dict[str, Check] = {

@@ -24,7 +24,9 @@ def load_model(source: str) -> Any:
         raise LocaterError("the name of the model is empty: give a folder or a hub id")
     path = Path(source)
     if path.is_file():
-        raise LocaterError(f"{source}: a file alone does not run; give the folder that holds a model's weights and config.json")
+        raise LocaterError(
+            f"{source}: a file alone does not run; give the folder that holds a model's weights and config.json"
+        )
     if path.is_dir() and not (path / "config.json").is_file():
         raise LocaterError(f"{source}: no config.json in it, so its architecture is not known and it cannot be run")
     if not path.exists():
@@ -34,7 +36,9 @@ def load_model(source: str) -> Any:
 
         model: Any = load(path)
         if model.shape.image is not None:
-            raise LocaterError(f"{source}: images of our own models are not read here; in Python: observe(locater.train.load({source!r}))")
+            raise LocaterError(
+                f"{source}: images of our own models are not read here; in Python: observe(locater.train.load({source!r}))"
+            )
         model.name_or_path = source  # where its tokenizer is
         return model
     try:

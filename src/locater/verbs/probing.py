@@ -93,7 +93,15 @@ MEASURED = (
     "entropy", "entropy_ratio", "max_logit", "max_probability", "row_mass", "participation", "typical_kept", "distance", "self_mass",
     "sink", "rest_entropy", "output_stable_rank", "output_effective_rank", "previous", "duplicate", "induction",
 )  # fmt: skip
-PREDICTED = ("predicted_entropy", "predicted_sink", "predicted_rest_entropy", "predicted_typical_kept", "M", "F", "localization")
+PREDICTED = (
+    "predicted_entropy",
+    "predicted_sink",
+    "predicted_rest_entropy",
+    "predicted_typical_kept",
+    "M",
+    "F",
+    "localization",
+)
 PRIOR = ("prior_entropy", "prior_typical_kept", "prior_localization")
 KEPT = ("typical_kept", "predicted_typical_kept", "prior_typical_kept")
 BOUND = ("logit_bound",)
@@ -110,7 +118,8 @@ class Probe:
     layers: list[dict[str, Any]]  # attention layers, with the statistics of their input
     streams: list[SeenLayer]  # the residual stream between blocks
     rows: list[ProbeRow]
-    agreement: dict[str, dict[str, float | None]]  # prediction: Spearman correlation and mean error against the measurement
+    # prediction: Spearman correlation and mean error against the measurement
+    agreement: dict[str, dict[str, float | None]]
     statistics: Statistics | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -172,12 +181,14 @@ def probe(
     label: str | None = None,
     progress: Progress | None = None,
 ) -> Probe:
-    """Run `model` over about `tokens` tokens of `text` in sequences of `length`, and predict each head from another part of it.
+    """Run `model` over about `tokens` tokens of `text` in sequences of `length`, and predict each head from another
+    part of it.
 
-    `model` is a module or the folder of a checkpoint. `text` is a string, a path, several of either, token ids, or batches as the
-    model takes them; without it the documentation inside Python. `images` in its place is a folder of pictures or an array. The first
-    third of what is read gives the statistics behind the predictions, the rest is measured; where there is only one batch both use
-    it, and the result says so. `rows` samples that many rows of each call; `label` is what the result calls the data.
+    `model` is a module or the folder of a checkpoint. `text` is a string, a path, several of either, token ids, or
+    batches as the model takes them; without it the documentation inside Python. `images` in its place is a folder of
+    pictures or an array. The first third of what is read gives the statistics behind the predictions, the rest is
+    measured; where there is only one batch both use it, and the result says so. `rows` samples that many rows of each
+    call; `label` is what the result calls the data.
     """
     if text is not None and images is not None:
         raise LocaterError("what to run the model on: give text or images, one of the two")
@@ -219,12 +230,16 @@ def _check_reads_text(module: nn.Module, text: Any) -> None:
     parts = text if isinstance(text, list | tuple) else [text]
     if all(part is None or isinstance(part, str | Path) for part in parts) and wants != "input_ids":
         way_out = (
-            "give images= (--images PATH on the command line)" if wants == "pixel_values" else "from Python, give batches as it takes them"
+            "give images= (--images PATH on the command line)"
+            if wants == "pixel_values"
+            else "from Python, give batches as it takes them"
         )
         raise LocaterError(f"{type(module).__name__} reads {wants}, not text: {way_out}")
 
 
-def probed(module: nn.Module, held: list[Batch], source: str, rows: int | None = None, progress: Progress | None = None) -> Probe:
+def probed(
+    module: nn.Module, held: list[Batch], source: str, rows: int | None = None, progress: Progress | None = None
+) -> Probe:
     """The same, from batches."""
     gathering, measuring = _parts(module, held)
     found = collected(module, gathering, progress)
@@ -254,10 +269,11 @@ def probed(module: nn.Module, held: list[Batch], source: str, rows: int | None =
 
 
 def _parts(module: nn.Module, held: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """For statistics and for measurement: the first third of the sequences and the others, where there is more than one.
+    """For statistics and for measurement: the first third of the sequences and the others, where there is more than
+    one.
 
-    Batches of tokens or images are cut in two where the third ends; others only where there is a single one, and where sequences
-    come first in it.
+    Batches of tokens or images are cut in two where the third ends; others only where there is a single one, and where
+    sequences come first in it.
     """
     known = all({"input_ids", "pixel_values"} & part.keys() for part in held)
     if len(held) > 1 and not known:
@@ -293,14 +309,23 @@ def _length(found: Statistics) -> int:
 
 def _columns(layer: AttentionLayer, given: Input | None, length: int) -> dict[str, list[float | None]]:
     """What is computed of a layer's heads, at the lengths that it was given: towers and stacks differ in them."""
-    at, keys = (length, length) if given is None else (max(2, min(x or length, LONGEST)) for x in (given.length, given.memory_length))
+    at, keys = (
+        (length, length)
+        if given is None
+        else (max(2, min(x or length, LONGEST)) for x in (given.length, given.memory_length))
+    )
     predicted = {} if given is None else predict(layer, given, at, keys)
     made: dict[str, Tensor | None] = {f"predicted_{k}": predicted.get(k) for k in ("entropy", "sink", "rest_entropy")}
     made |= {"prior_entropy": predict(layer, None, at, keys)["entropy"], "logit_bound": logit_bound(layer)}
     for kind in ("predicted", "prior"):
         entropy = made[f"{kind}_entropy"]
-        made[f"{kind}_typical_kept"] = None if entropy is None else kept_at_entropy(entropy, row_keys(layer, at, keys), typical=True)
-    return {name: [None] * layer.heads if held is None else [finite_or_none(float(x)) for x in held] for name, held in made.items()}
+        made[f"{kind}_typical_kept"] = (
+            None if entropy is None else kept_at_entropy(entropy, row_keys(layer, at, keys), typical=True)
+        )
+    return {
+        name: [None] * layer.heads if held is None else [finite_or_none(float(x)) for x in held]
+        for name, held in made.items()
+    }
 
 
 def _row(
@@ -343,7 +368,10 @@ def _input(given: Input | None) -> dict[str, Any]:
     names = ("tokens", "mean_share", "kurtosis", "normality", "normality_expected")
     held = {name: getattr(given, name) for name in names}
     sound = [x for x in given.directions if math.isfinite(x)]
-    return {"input": {name: x if isinstance(x, int) else finite_or_none(x) for name, x in held.items()} | {"directions": sound}}
+    return {
+        "input": {name: x if isinstance(x, int) else finite_or_none(x) for name, x in held.items()}
+        | {"directions": sound}
+    }
 
 
 def _circuits(module: nn.Module, held: list[Batch]) -> dict[tuple[int, int], Circuit]:
@@ -391,8 +419,14 @@ def agreement(rows: Sequence[ProbeRow]) -> dict[str, dict[str, float | None]]:
     }  # fmt: skip
     found = {}
     for predicted, measured in pairs.items():
-        both = [(row[predicted], row[measured]) for row in rows if row[predicted] is not None and row[measured] is not None]
+        both = [
+            (row[predicted], row[measured]) for row in rows if row[predicted] is not None and row[measured] is not None
+        ]
         if len(both) > 2:
             a, b = torch.tensor(both, dtype=torch.float64).unbind(1)
-            found[predicted] = {"spearman": spearman(a, b), "error": float((a - b).abs().mean()), "heads": float(len(both))}
+            found[predicted] = {
+                "spearman": spearman(a, b),
+                "error": float((a - b).abs().mean()),
+                "heads": float(len(both)),
+            }
     return found

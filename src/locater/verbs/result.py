@@ -1,4 +1,6 @@
-"""What a scan gives back: a row per head, an entry per layer, the assumptions behind the numbers; and how it is written and read."""
+"""What a scan gives back: a row per head, an entry per layer, the assumptions behind the numbers; and how it is written
+and read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ TOKENS = 8192  # that a probe measures, unless told otherwise
 
 @dataclass(frozen=True)
 class HeadRow:
-    """One head. `trace`, `trace_of_square`, `frobenius_sq` are of the effective W without the logit scale; M, S, F with it.
+    """One head. `trace`, `trace_of_square`, `frobenius_sq` are of the effective W without the logit scale; M, S, F with
+    it.
 
     None stands for a number that has no meaning here: traces of cross-attention, everything of a head with NaN weights.
     """
@@ -59,7 +62,8 @@ class HeadRow:
     flags: tuple[str, ...] = ()
     # on request
     eigenvalues: tuple[tuple[float, float], ...] | None = None
-    drive: dict[str, Any] | None = None  # rotary: even and odd coefficients per frequency, and the still part, in logit units
+    # rotary: even and odd coefficients per frequency, and the still part, in logit units
+    drive: dict[str, Any] | None = None
     profile: tuple[float, ...] | None = None  # rho over 65 positions, where it is not the closed form's
 
     def __getitem__(self, column: str) -> Any:
@@ -80,7 +84,8 @@ class Scan:
     assumptions: dict[str, Any]
     layers: list[dict[str, Any]]
     rows: list[HeadRow]
-    detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)  # the same scan with what a page draws
+    # the same scan with what a page draws
+    detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         bad = sum(bool(held.faults) for held in self.verdicts)
@@ -129,11 +134,17 @@ class Scan:
             rows = [_row(head) for head in document["heads"]]
             return cls(document["source"], document["assumptions"], document["layers"], rows)
         except (KeyError, TypeError, AttributeError) as error:
-            raise LocaterError(f"{path}: not what `locater scan --json` writes (it lacks {error}): scan the model again") from None
+            raise LocaterError(
+                f"{path}: not what `locater scan --json` writes (it lacks {error}): scan the model again"
+            ) from None
         except RecursionError:
-            raise LocaterError(f"{path}: not what `locater scan --json` writes (nested too deep): scan the model again") from None
+            raise LocaterError(
+                f"{path}: not what `locater scan --json` writes (nested too deep): scan the model again"
+            ) from None
         except ValueError as error:
-            raise LocaterError(f"{path}: not a scan that this version reads ({first_line(error)}): scan the model again") from None
+            raise LocaterError(
+                f"{path}: not a scan that this version reads ({first_line(error)}): scan the model again"
+            ) from None
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -145,26 +156,35 @@ class Scan:
         numbers = [entry["layer"] for entry in layers]
         assumed = held[0].assumptions if held else {}
         if len({part.source for part in held}) != 1 or numbers != list(range(assumed.get("layers", len(numbers)))):
-            raise LocaterError(f"these shards do not make one model: sources {sorted({p.source for p in held})}, layers {numbers}")
+            raise LocaterError(
+                f"these shards do not make one model: sources {sorted({p.source for p in held})}, layers {numbers}"
+            )
         if any(part.assumptions != assumed for part in held):
             raise LocaterError("these shards were scanned with different settings (length, raw): scan them alike")
         rows = sorted((row for part in held for row in part.rows), key=lambda row: (row.layer, row.head))
         return cls(held[0].source, held[0].assumptions, layers, rows)
 
     def with_details(self) -> Scan:
-        """This scan with what a page draws (eigenvalues, drives, profiles), reading the source again if it lacks them."""
+        """This scan with what a page draws (eigenvalues, drives, profiles), reading the source again if it lacks
+        them.
+        """
         lacking = [row for row in self.rows if row.trace is not None and (row.eigenvalues is None or _no_profile(row))]
         turning = any(entry.get("positions") == "rotary" and "frequencies" not in entry for entry in self.layers)
         if self.detailed is None or not (lacking or turning):
             return self
         found = self.detailed()
         if [row.trace for row in found.rows] != [row.trace for row in self.rows]:
-            raise LocaterError(f"{self.source} has changed since it was scanned: scan it with details=True to draw it later")
+            raise LocaterError(
+                f"{self.source} has changed since it was scanned: scan it with details=True to draw it later"
+            )
         return found
 
     def plain(self, eigenvalues: bool) -> Scan:
         """This scan without what only a page draws."""
-        rows = [replace(row, eigenvalues=row.eigenvalues if eigenvalues else None, drive=None, profile=None) for row in self.rows]
+        rows = [
+            replace(row, eigenvalues=row.eigenvalues if eigenvalues else None, drive=None, profile=None)
+            for row in self.rows
+        ]
         layers = [{name: value for name, value in entry.items() if name != "frequencies"} for entry in self.layers]
         return Scan(self.source, self.assumptions, layers, rows, self.detailed)
 

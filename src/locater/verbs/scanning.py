@@ -1,4 +1,6 @@
-"""`scan()`: every head of a model or a checkpoint, its query-key spectrum, and what the theory makes of it. No forward pass."""
+"""`scan()`: every head of a model or a checkpoint, its query-key spectrum, and what the theory makes of it. No forward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,9 @@ def scan(
     """Read every head of `source`: an nn.Module, a folder, a weights file or a hub id.
 
     `length` is the number of tokens in view for entropy and sharpness; `raw` takes stored parameters without folding
-    norms; `statistics` (of `locater.statistics(model, text)`) takes the tokens that the layers really read in place of unit tokens;
-    `shard=(i, n)` reads the i-th of n parts of the layers (`Scan.join` puts them together); `query`, `key` and
-    `heads` name the tensors of an architecture that is not known.
+    norms; `statistics` (of `locater.statistics(model, text)`) takes the tokens that the layers really read in place of
+    unit tokens; `shard=(i, n)` reads the i-th of n parts of the layers (`Scan.join` puts them together); `query`, `key`
+    and `heads` name the tensors of an architecture that is not known.
 
     >>> from torch import nn
     >>> found = scan(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -79,12 +81,17 @@ def scan(
     (4, 'prior')
     """
     if not 2 <= length <= 10**9:
-        raise LocaterError(f"length {length} is out of range: from 2 tokens, where attention begins to spread, to a thousand million")
+        raise LocaterError(
+            f"length {length} is out of range: from 2 tokens, where attention begins to spread, to a thousand million"
+        )
     weights, config = open_source(source)
-    found = list(enumerate(layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads)))  # tensors still on disk
+    # tensors still on disk
+    found = list(enumerate(layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads)))
     if not found:
         raise LocaterError(f"{weights.where}: no attention layer found")
-    inputs = None if statistics is None else _inputs(statistics, [layer for _, layer in found], weights.where, length, raw)
+    inputs = (
+        None if statistics is None else _inputs(statistics, [layer for _, layer in found], weights.where, length, raw)
+    )
     assumptions = _assumptions([layer for _, layer in found], length, raw, named=bool(query), statistics=statistics)
     if inputs is not None:
         found = [(number, layer) for number, layer in found if number in inputs]
@@ -107,7 +114,10 @@ def scan(
         heads=heads,
         kv_heads=kv_heads,
     )
-    entries = [_entry(layer, number, details) | {"residual_kept": root_mean_square(kept_in(rows, number))} for number, layer in found]
+    entries = [
+        _entry(layer, number, details) | {"residual_kept": root_mean_square(kept_in(rows, number))}
+        for number, layer in found
+    ]
     return Scan(name, assumptions, entries, rows, again)
 
 
@@ -127,7 +137,9 @@ def root_mean_square(values: Iterable[float | None]) -> float | None:
 
 
 def row_keys(layer: AttentionLayer, length: int, keys: int | None = None) -> tuple[int, ...]:
-    """How many keys rows of attention over `length` tokens see: for a mean over rows, at most `ROWS` of them, evenly spaced."""
+    """How many keys rows of attention over `length` tokens see: for a mean over rows, at most `ROWS` of them, evenly
+    spaced.
+    """
     if layer.kind != "self" or not (layer.causal or layer.window):
         return (keys or length,)
     count, reach = min(length, ROWS), layer.window or length  # a row sees those nearer than this
@@ -156,7 +168,9 @@ def _part(found: list[tuple[int, AttentionLayer]], number: int, count: int) -> l
     return found[size * (number - 1) // count : size * number // count]
 
 
-def _inputs(statistics: Statistics, layers: list[AttentionLayer], where: str, length: int, raw: bool) -> dict[int, Input]:
+def _inputs(
+    statistics: Statistics, layers: list[AttentionLayer], where: str, length: int, raw: bool
+) -> dict[int, Input]:
     """Statistics by layer number, if they are this model's."""
     if raw:
         raise LocaterError("--raw and --statistics exclude each other: measured tokens meet the maps that act on them")
@@ -181,10 +195,14 @@ def _inputs(statistics: Statistics, layers: list[AttentionLayer], where: str, le
     return found
 
 
-def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bool, statistics: Statistics | None = None) -> dict[str, Any]:
+def _assumptions(
+    layers: list[AttentionLayer], length: int, raw: bool, named: bool, statistics: Statistics | None = None
+) -> dict[str, Any]:
     notes = []
     if statistics is not None:
-        notes.append("expected entropy: each head run on normal tokens with the measured moments, the measured first token in its place")
+        notes.append(
+            "expected entropy: each head run on normal tokens with the measured moments, the measured first token in its place"
+        )
         if statistics.silent:
             names = ", ".join(layers[number].name for number in statistics.silent if number < len(layers))
             notes.append(f"no statistics, because no token reached them, and left out: {names}")
@@ -193,11 +211,15 @@ def _assumptions(layers: list[AttentionLayer], length: int, raw: bool, named: bo
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
         notes.append("query and key norms in mean field: each token's own norm is replaced by its root mean square")
     if any(isinstance(part, NormedProjection) for x in layers for part in (x.query, x.key)):
-        notes.append("norms inside query and key maps (latents, norms over all heads) in mean field, as stored weights too")
+        notes.append(
+            "norms inside query and key maps (latents, norms over all heads) in mean field, as stored weights too"
+        )
     if any(x.rotary for x in layers):
         notes.append("rotary positions: moments are those at offset 0")
     if any(x.bias or x.relative or x.softcap or x.sinks is not None for x in layers):
-        notes.append("position biases and relative terms, soft-caps and sinks are not in the prior: it speaks of the query-key map alone")
+        notes.append(
+            "position biases and relative terms, soft-caps and sinks are not in the prior: it speaks of the query-key map alone"
+        )
     others = dict.fromkeys(x.mechanism for x in layers if x.mechanism != "softmax")
     if others:
         notes.append(
@@ -264,7 +286,9 @@ def _rows(layer: AttentionLayer, number: int, wanted: Wanted) -> Iterator[HeadRo
         columns |= {name: [None] * int(finite.sum()) for name in OF_SOFTMAX if name in columns}
     elif given is not None:
         expected = predict(layer, given, wanted.length)["entropy"].cpu()[finite]
-        columns["residual_kept"] = [finite_or_none(x) for x in kept_at_entropy(expected, row_keys(layer, wanted.length)).tolist()]
+        columns["residual_kept"] = [
+            finite_or_none(x) for x in kept_at_entropy(expected, row_keys(layer, wanted.length)).tolist()
+        ]
         columns["expected_entropy"] = [finite_or_none(x) for x in expected.tolist()]
     ready = iter(range(len(held.query_gram)))
     for head in range(layer.heads):
@@ -306,12 +330,16 @@ def _columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[st
     few = table["skew"].abs() > SKEW_LIMIT
     table["localization"] = localization(table["M"], table["S"], table["F"])
     table["localization"][few] = mixture_localization(m.select(few), scale)
-    columns: dict[str, list[Any]] = {name: [finite_or_none(x) for x in column.tolist()] for name, column in table.items()}
+    columns: dict[str, list[Any]] = {
+        name: [finite_or_none(x) for x in column.tolist()] for name, column in table.items()
+    }
     columns["approximation"] = ["mixture" if x else "gaussian" for x in few.tolist()]
     return columns
 
 
-def _spectra(m: Moments, scale: float, approximation: list[str], wanted: Wanted, rotary: Rotary | None) -> dict[str, list[Any]]:
+def _spectra(
+    m: Moments, scale: float, approximation: list[str], wanted: Wanted, rotary: Rotary | None
+) -> dict[str, list[Any]]:
     """The columns on request: eigenvalues, drives, profiles."""
     columns: dict[str, list[Any]] = {}
     if wanted.eigenvalues or wanted.details:
@@ -324,6 +352,7 @@ def _spectra(m: Moments, scale: float, approximation: list[str], wanted: Wanted,
         columns["drive"] = [{"even": even, "odd": odd, "still": still} for even, odd, still in zip(*terms, strict=True)]
     u = torch.linspace(-0.5, 0.5, PROFILE, dtype=torch.float64)
     columns["profile"] = [
-        tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None for head, how in enumerate(approximation)
+        tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None
+        for head, how in enumerate(approximation)
     ]
     return columns

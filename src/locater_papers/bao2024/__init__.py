@@ -1,4 +1,6 @@
-"""Bao, Hataya and Karakida (2024): attention localizes when the eigenvalues of the query-key map concentrate around a mean."""
+"""Bao, Hataya and Karakida (2024): attention localizes when the eigenvalues of the query-key map concentrate around a
+mean.
+"""
 
 from locater_papers.bao2024 import gaussian, propagation, softmax, training
 from locater_papers.bao2024.judged import STUDIES

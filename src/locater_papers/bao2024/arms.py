@@ -1,7 +1,8 @@
 """The training runs behind claims c to f, h and i: which arms there are, and the rows that each question asks for.
 
-Every arm is tuned alone: three learning rates with the first seed, chosen by the select split; then three seeds at the best, judged by
-the report split. Curves and the stability test keep the plain arm's rate, or its neighbours, so that one thing changes at a time.
+Every arm is tuned alone: three learning rates with the first seed, chosen by the select split; then three seeds at the
+best, judged by the report split. Curves and the stability test keep the plain arm's rate, or its neighbours, so that
+one thing changes at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ BASE = replace(mechanism_runs.BASE, evaluate=300)
 LOCATER, MEAN, SCALE = "locater(target=2)", "locater(target=2, shrink=0)", "locater(hold=0)"
 MASKED = replace(BASE, task="masked")
 IMAGE = mechanism_runs.IMAGE
-SORT = replace(BASE, task="sort", corpus=(), vocabulary=256, layers=2, width=128, length=64, batch=64, steps=2000, evaluate=500)
+SORT = replace(
+    BASE, task="sort", corpus=(), vocabulary=256, layers=2, width=128, length=64, batch=64, steps=2000, evaluate=500
+)
 IMAGE_RATES = (5e-4, 1.25e-3, 3e-3)
 CURVE_SEEDS = 2
 SHORT = 400  # steps of the stability test
@@ -38,7 +41,9 @@ PARTS = {
     "scale only": Arm("scale only", "d", with_controls(BASE, SCALE)),
     "raw tr W^2": Arm("raw tr W^2", "d", with_controls(BASE, "rawsquare")),
 }
-LEARNED = {  # the same with learned positions in place of rotary ones: does the mean matter more where distance is not in the logits?
+# the same with learned positions in place of rotary ones: does the mean matter more where distance is not in the
+# logits?
+LEARNED = {
     name: Arm(f"learned positions, {name}", "d", with_controls(replace(BASE, positions="learned"), *controls))
     for name, controls in (
         ("none", ()), ("LocAteR", (LOCATER,)), ("mean only", (MEAN,)), ("scale only", (SCALE,)), ("mimetic", ("mimetic(target=2)",)),
@@ -60,7 +65,11 @@ RIVALS = {
 }
 ELSEWHERE = {
     name: (Arm(f"{name}, none", "f", plan, rates), Arm(f"{name}, LocAteR", "f", with_controls(plan, LOCATER), rates))
-    for name, plan, rates in (("masked", MASKED, PLAIN.rates), ("image", IMAGE, IMAGE_RATES), ("sort", SORT, PLAIN.rates))
+    for name, plan, rates in (
+        ("masked", MASKED, PLAIN.rates),
+        ("image", IMAGE, IMAGE_RATES),
+        ("sort", SORT, PLAIN.rates),
+    )
 }
 TARGETS = {
     "both": {t: f"locater(target={t:g})" for t in (-2.0, 0.0, 1.0, 2.0, 4.0, 8.0)},
@@ -83,24 +92,35 @@ SAME = {"locater(target=2, shrink=0.01, hold=0.01)": LOCATER, "locater(hold=0, s
 
 
 def at_rate(arm: str, claim: str, control: str, rate: float, seed: int, *more: str) -> Row:
-    """A run beside the plain arm: its rate, one control (and others). What is one of the tuned arms is spelled as it is there."""
+    """A run beside the plain arm: its rate, one control (and others). What is one of the tuned arms is spelled as it is
+    there.
+    """
     return Row(claim, arm, replace(with_controls(BASE, SAME.get(control, control), *more), rate=rate, seed=seed))
 
 
 def curve(held: dict[float, str], arm: str, rate: float) -> dict[float, list[Row]]:
     """Rows of a curve: by its variable, one for each seed."""
-    return {x: [at_rate(f"{arm} at {x:g}", "d", text, rate, seed) for seed in range(CURVE_SEEDS)] for x, text in held.items()}
+    return {
+        x: [at_rate(f"{arm} at {x:g}", "d", text, rate, seed) for seed in range(CURVE_SEEDS)]
+        for x, text in held.items()
+    }
 
 
 def entropy_rows(rate: float) -> dict[str, list[Row]]:
     """The mean held at 2, and entropy pushed up or down beside it."""
-    return {name: [at_rate(name, "h", MEAN, rate, seed, text) for seed in range(CURVE_SEEDS)] for name, text in ENTROPIES.items()}
+    return {
+        name: [at_rate(name, "h", MEAN, rate, seed, text) for seed in range(CURVE_SEEDS)]
+        for name, text in ENTROPIES.items()
+    }
 
 
 def stability_rows() -> dict[str, dict[float, list[Row]]]:
     short = {name: replace(plan, steps=SHORT, evaluate=0) for name, plan in STABLE.items()}
     return {
-        name: {rate: [Row("i", f"{name}, hot", replace(plan, rate=rate, seed=seed)) for seed in range(CURVE_SEEDS)] for rate in HOT}
+        name: {
+            rate: [Row("i", f"{name}, hot", replace(plan, rate=rate, seed=seed)) for seed in range(CURVE_SEEDS)]
+            for rate in HOT
+        }
         for name, plan in short.items()
     }
 
@@ -152,7 +172,9 @@ def everything() -> list[Row]:
 
 
 def plan_table(step: float = 0.003, run: float = 2.0) -> list[str]:
-    """The plan as Markdown; seconds of a whole GPU that runs several at a time, at so many for a step and for a run's beginning and end."""
+    """The plan as Markdown; seconds of a whole GPU that runs several at a time, at so many for a step and for a run's
+    beginning and end.
+    """
     held = everything()
     lines = ["| claim | question | runs | steps | seconds |", "|---|---|---|---|---|"]
     total = 0.0

@@ -1,7 +1,8 @@
-"""Are the features of trained models Gaussian, as the paper takes them? Inputs, queries, keys and logits, beside normal tokens.
+"""Are the features of trained models Gaussian, as the paper takes them? Inputs, queries, keys and logits, beside normal
+tokens.
 
-Two answers that need not agree: how far the distributions are from normal, and how well heads are predicted by running them on
-normal tokens with the measured mean and covariance.
+Two answers that need not agree: how far the distributions are from normal, and how well heads are predicted by running
+them on normal tokens with the measured mean and covariance.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def shape(x: Tensor) -> tuple[float, float]:
 
 
 def row_logits(layer: AttentionLayer, x: Tensor) -> Tensor:
-    """Logits (samples, heads) of rows in the second half, each row less its mean and over its spread; the first key is left out."""
+    """Logits (samples, heads) of rows in the second half, each row less its mean and over its spread; the first key is
+    left out.
+    """
     logits = layer.logits(x)[:, :, x.shape[1] // 2 :, 1:]  # (B, H, rows, keys)
     seen = layer.visible(x.shape[1], x.shape[1])[:, :, x.shape[1] // 2 :, 1:].expand_as(logits)
     count = seen.sum(-1, keepdim=True)
@@ -98,7 +101,9 @@ def layer_entry(name: str, number: int, layer: AttentionLayer, x: Tensor) -> dic
     normal = gaussian_tokens(flat.mean(0), flat.mT.cov(), x.shape[0], x.shape[1], x[:, 0].mean(0), seed=number)
     real, like = shapes(layer, x), shapes(layer, normal)
     share = float(ChannelMoments.of(flat).mean_share)
-    columns = {kind: {"kurtosis": real[kind][0], "distance": real[kind][1], "normal_distance": like[kind][1]} for kind in KINDS}
+    columns = {
+        kind: {"kurtosis": real[kind][0], "distance": real[kind][1], "normal_distance": like[kind][1]} for kind in KINDS
+    }
     return {"model": name, "layer": number, "mean_share": share, **columns}
 
 

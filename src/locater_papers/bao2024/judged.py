@@ -1,4 +1,5 @@
-"""Claims c to f, h and i, judged by the training runs of `arms.py`: those in the file of `Setting.runs`, or made when asked for.
+"""Claims c to f, h and i, judged by the training runs of `arms.py`: those in the file of `Setting.runs`, or made when
+asked for.
 
 Differences are those of `papers.judging`: within a seed, and a verdict asks all seeds to agree.
 """
@@ -97,7 +98,9 @@ CLAIMS = {
 
 def _c(runs: Runs) -> dict[str, Measured]:
     table = _table(runs, [PLAIN, BOTH])
-    return known({"c1": change(runs, BOTH, PLAIN, "report_loss", {"arms": table}), "c2": change(runs, BOTH, PLAIN, "entropy")})
+    return known(
+        {"c1": change(runs, BOTH, PLAIN, "report_loss", {"arms": table}), "c2": change(runs, BOTH, PLAIN, "entropy")}
+    )
 
 
 def _d(runs: Runs) -> dict[str, Measured]:
@@ -124,7 +127,9 @@ def _d(runs: Runs) -> dict[str, Measured]:
         ),
         "d9": change(runs, scale, PLAIN, "entropy"),
         "d10": change(runs, scale, PLAIN, "report_loss"),
-        "d11": _by_seed(runs, list(both.values()), lambda lines: spearman(torch.tensor(list(both)), _losses(lines)) or 0.0),
+        "d11": _by_seed(
+            runs, list(both.values()), lambda lines: spearman(torch.tensor(list(both)), _losses(lines)) or 0.0
+        ),
         "d12": _by_seed(runs, [both[2.0], both[-2.0]], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"]),
         "d13": change(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
         "d14": change(runs, LEARNED["mean only"], LEARNED["none"], "report_loss"),
@@ -152,7 +157,9 @@ def _e(runs: Runs) -> dict[str, Measured]:
 def _f(runs: Runs) -> dict[str, Measured]:
     table = _table(runs, [arm for pair in ELSEWHERE.values() for arm in pair])
     kinds = (("f1", "masked", "report_loss"), ("f2", "image", "accuracy"), ("f3", "sort", "report_loss"))
-    found = {key: change(runs, ELSEWHERE[name][1], ELSEWHERE[name][0], what, {"arms": table}) for key, name, what in kinds}
+    found = {
+        key: change(runs, ELSEWHERE[name][1], ELSEWHERE[name][0], what, {"arms": table}) for key, name, what in kinds
+    }
     return known(found)
 
 
@@ -196,14 +203,18 @@ def hot_losses(runs: Runs) -> dict[str, dict[float, list[float]]]:
 
 
 def rates_survived(losses: Mapping[str, Mapping[float, Sequence[float]]]) -> tuple[dict[str, list[float]], list[float]]:
-    """The highest rate that each arm survives, by seed, and up to which loss: `SURVIVED` above the plain run at the coolest.
+    """The highest rate that each arm survives, by seed, and up to which loss: `SURVIVED` above the plain run at the
+    coolest.
 
     >>> rates_survived({"none": {1.0: [3.0], 2.0: [9.0]}, "other": {1.0: [3.1], 2.0: [3.2]}})
     ({'none': [1.0], 'other': [2.0]}, [3.5])
     """
     limits = [loss + SURVIVED for loss in losses["none"][min(losses["none"])]]
     found = {
-        name: [max((rate for rate in by_rate if by_rate[rate][seed] < limits[seed]), default=0.0) for seed in range(len(limits))]
+        name: [
+            max((rate for rate in by_rate if by_rate[rate][seed] < limits[seed]), default=0.0)
+            for seed in range(len(limits))
+        ]
         for name, by_rate in losses.items()
     }
     return found, limits
@@ -214,11 +225,16 @@ TITLES = {
     "c": "LocAteR against no penalty", "d": "mean against scale", "e": "rivals on the same footing", "f": "beyond the paper's task",
     "h": "is it the entropy", "i": "stability",
 }  # fmt: skip
-STUDIES = tuple(of_runs(TITLES[letter], CLAIMS[letter], partial(rows_of, [letter]), JUDGES[letter]) for letter in CLAIMS)
+STUDIES = tuple(
+    of_runs(TITLES[letter], CLAIMS[letter], partial(rows_of, [letter]), JUDGES[letter]) for letter in CLAIMS
+)
 
 
 def _by_seed(
-    runs: Runs, groups: Sequence[Sequence[Row]], of: Callable[[list[Line]], float], more: Mapping[str, Any] | None = None
+    runs: Runs,
+    groups: Sequence[Sequence[Row]],
+    of: Callable[[list[Line]], float],
+    more: Mapping[str, Any] | None = None,
 ) -> Measured | None:
     """A number for each seed, from one line of each group."""
     found = [_lines(runs, rows) for rows in groups]

@@ -35,7 +35,13 @@ def _propagation(found: Entries) -> Part:
             Series("exact mixture", list(zip(at, held["mixture"], strict=True)), "dashed", 0),
         ]
         panels.append(
-            Panel(f"rank {rank}, M = 4, T = 64", "position (1 is the query)", "propagation probability", series, y_limits=(0, 1.05))
+            Panel(
+                f"rank {rank}, M = 4, T = 64",
+                "position (1 is the query)",
+                "propagation probability",
+                series,
+                y_limits=(0, 1.05),
+            )
         )
     lines = [
         "## a. The propagation probability", "", "![profiles](figure:propagation)", "",
@@ -47,10 +53,16 @@ def _propagation(found: Entries) -> Part:
         lines.append(f"| {c['rank']} | {c['length']} | {c['map']} | {c['walks']:,} | {numbers} |")
     if "a2" in found:
         a2 = found["a2"]
-        lines += ["", f"a2: at position {a2['position']} of {a2['length']}, W gives {a2['W']:.3f} and -W {a2['minus_W']:.3f}, with equal"]
+        lines += [
+            "",
+            f"a2: at position {a2['position']} of {a2['length']}, W gives {a2['W']:.3f} and -W {a2['minus_W']:.3f}, with equal",
+        ]
         lines += ["trace, tr W^2 and norm: the third moment matters."]
     if "a4" in found:
-        lines += ["", "a4: error over |g1| by rank: " + ", ".join(f"{k} {v:.4f}" for k, v in found["a4"]["ratios"].items()) + "."]
+        lines += [
+            "",
+            "a4: error over |g1| by rank: " + ", ".join(f"{k} {v:.4f}" for k, v in found["a4"]["ratios"].items()) + ".",
+        ]
     return lines, {"propagation": draw(panels)}
 
 
@@ -83,7 +95,9 @@ def _softmax(found: Entries) -> Part:
 
 def _collapse(found: Entries) -> tuple[list[str], str]:
     panels = [
-        Panel(title, "entropy ratio", "residual kept", _families(held["frontier"]), x_limits=(0, 1.02), y_limits=(0, 1.02))
+        Panel(
+            title, "entropy ratio", "residual kept", _families(held["frontier"]), x_limits=(0, 1.02), y_limits=(0, 1.02)
+        )
         for title, held in (("tokens of equal norm", found["b4"]), ("raw walk", found["b6"]))
     ]
     best = "; ".join(
@@ -139,7 +153,12 @@ def _training(found: Entries) -> Part:
     held, how = found["d1"]["runs"], found["d1"]["settings"]
     base = held["no penalty"]
     series = [
-        Series(arm, [(r["loss"] - b["loss"], r["entropy"] - b["entropy"]) for r, b in zip(runs, base, strict=True)], "dots", number)
+        Series(
+            arm,
+            [(r["loss"] - b["loss"], r["entropy"] - b["entropy"]) for r, b in zip(runs, base, strict=True)],
+            "dots",
+            number,
+        )
         for number, (arm, runs) in enumerate((k, v) for k, v in held.items() if k != "no penalty")
     ]
     panel = Panel("against no penalty, one dot per seed", "change of validation loss", "change of entropy", series)
@@ -150,6 +169,9 @@ def _training(found: Entries) -> Part:
         "| run | loss | entropy | M | tr W^2 | Frobenius^2 |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for arm, runs in held.items():
-        cells = (", ".join(f"{r[name]:.3f}" for r in runs) for name in ("loss", "entropy", "M", "trace_of_square", "frobenius_sq"))
+        cells = (
+            ", ".join(f"{r[name]:.3f}" for r in runs)
+            for name in ("loss", "entropy", "M", "trace_of_square", "frobenius_sq")
+        )
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return lines, {"training": draw([panel])}

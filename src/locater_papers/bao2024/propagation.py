@@ -1,4 +1,6 @@
-"""The propagation probability: closed form and exact mixture beside the simulated walk (docs/theory.md sections 3 and 4)."""
+"""The propagation probability: closed form and exact mixture beside the simulated walk (docs/theory.md sections 3 and
+4).
+"""
 
 from __future__ import annotations
 
@@ -94,12 +96,19 @@ def same_moments(quick: bool, rank: int = 16, length: int = 64) -> Measured:
     gap = (seen[0].propagated - seen[1].propagated).abs()
     worst = int(gap.argmax())
     error = math.hypot(*(float(x.error[worst]) for x in seen))
-    numbers = {"position": worst + 1, "length": length, "W": float(seen[0].propagated[worst]), "minus_W": float(seen[1].propagated[worst])}
+    numbers = {
+        "position": worst + 1,
+        "length": length,
+        "W": float(seen[0].propagated[worst]),
+        "minus_W": float(seen[1].propagated[worst]),
+    }
     return Measured(float(gap[worst]), 2 * error, "2 standard errors", numbers)
 
 
 def skew_law(length: int = 64, ranks: tuple[int, ...] = RANKS, seeds: int = 4) -> Measured:
-    """Error of the closed form over |g1| for projectors, with the mixture as the truth; the spread is that of its draws."""
+    """Error of the closed form over |g1| for projectors, with the mixture as the truth; the spread is that of its
+    draws.
+    """
     ratios = torch.zeros(seeds, len(ranks))
     for column, rank in enumerate(ranks):
         q, k = maps(rank, symmetric=True)
@@ -110,7 +119,9 @@ def skew_law(length: int = 64, ranks: tuple[int, ...] = RANKS, seeds: int = 4) -
         ratios[:, column] = (closed - exact)[:, worst].abs() / m.skew.abs()
     each = ratios.median(1).values
     numbers = {f"rank {rank}": float(x) for rank, x in zip(ranks, ratios.mean(0), strict=True)}
-    return Measured(float(each.mean()), 2 * float(each.std()) / seeds**0.5, "2 standard errors of the draws", {"ratios": numbers})
+    return Measured(
+        float(each.mean()), 2 * float(each.std()) / seeds**0.5, "2 standard errors of the draws", {"ratios": numbers}
+    )
 
 
 def measure(setting: Setting) -> Mapping[str, Measured]:

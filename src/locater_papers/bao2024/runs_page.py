@@ -1,4 +1,6 @@
-"""The report's part on training runs: what LocAteR buys, through what, against whom, where else, and when training is pushed."""
+"""The report's part on training runs: what LocAteR buys, through what, against whom, where else, and when training is
+pushed.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,14 @@ def rivals(found: Entries) -> Part:
     arms = list({arm["arm"]: arm for arm in [*found["e1"]["arms"], *found.get("d8", {}).get("arms", [])]}.values())
     plain = next(arm for arm in arms if arm["arm"] == "none")
     shown = [
-        arm for arm in arms if arm is not plain and len(arm["ends"]) == len(plain["ends"]) and mean(arm, "loss") < mean(plain, "loss") + 0.2
+        arm
+        for arm in arms
+        if arm is not plain and len(arm["ends"]) == len(plain["ends"]) and mean(arm, "loss") < mean(plain, "loss") + 0.2
     ]
     figures = {
-        f"arms-{name}": strips(f"{what} against none, each at its own best rate", "nats, a dot for each seed", changes(shown, plain, name))
+        f"arms-{name}": strips(
+            f"{what} against none, each at its own best rate", "nats, a dot for each seed", changes(shown, plain, name)
+        )
         for what, name in (("report loss", "loss"), ("entropy", "entropy"))
     }
     lines = [
@@ -86,7 +92,9 @@ def curves(found: Entries) -> Part:
     held = found["d8"]["curves"]
     panels = []
     for what, name in (("report loss", "loss"), ("entropy", "entropy")):
-        by_target, by_strength = ([line(*one, name, n) for n, one in enumerate(kept(held[kind]))] for kind in ("targets", "strengths"))
+        by_target, by_strength = (
+            [line(*one, name, n) for n, one in enumerate(kept(held[kind]))] for kind in ("targets", "strengths")
+        )
         panels.append(Panel(f"{what} by target", "target M", what, by_target))
         panels.append(Panel(f"{what} by strength", "strength", what, by_strength, "log", x_limits=(8e-4, 0.12)))
     lines = [
@@ -102,7 +110,12 @@ def curves(found: Entries) -> Part:
 
 
 def elsewhere(found: Entries) -> Part:
-    lines = ["## f. Other tasks", "", "| arm | rate | report loss, by seed | accuracy | entropy | M |", "|---|---|---|---|---|---|"]
+    lines = [
+        "## f. Other tasks",
+        "",
+        "| arm | rate | report loss, by seed | accuracy | entropy | M |",
+        "|---|---|---|---|---|---|",
+    ]
     for arm in next(found[key]["arms"] for key in ("f1", "f2", "f3") if key in found):
         ends = arm["ends"]
         right = by_seed(ends, "accuracy", 4) if ends[0]["accuracy"] is not None else "-"
@@ -113,8 +126,14 @@ def elsewhere(found: Entries) -> Part:
 
 def entropy(found: Entries) -> Part:
     points, means = found["h1"]["points"], found["h1"]["means"]
-    pushed = [Series(name, [(x["entropy"], x["loss"]) for x in ends], "dots", n) for n, (name, ends) in enumerate(points.items())]
-    moved = [Series(f"M = {p['x']:g}", [(x["entropy"], x["loss"]) for x in p["ends"]], "dots", n) for n, p in enumerate(means)]
+    pushed = [
+        Series(name, [(x["entropy"], x["loss"]) for x in ends], "dots", n)
+        for n, (name, ends) in enumerate(points.items())
+    ]
+    moved = [
+        Series(f"M = {p['x']:g}", [(x["entropy"], x["loss"]) for x in p["ends"]], "dots", n)
+        for n, p in enumerate(means)
+    ]
     panels = [
         Panel("entropy pushed, M held at 2", "entropy, nats", "report loss", pushed),
         Panel("M moved by the mean alone", "entropy, nats", "report loss", moved),
@@ -129,14 +148,22 @@ def entropy(found: Entries) -> Part:
 def stability(found: Entries) -> Part:
     held = found["i1"]
     series = [
-        Series(name, [(float(rate), sum(losses) / len(losses)) for rate, losses in by_rate.items()], "line" if n < 5 else "dashed", n)
+        Series(
+            name,
+            [(float(rate), sum(losses) / len(losses)) for rate, losses in by_rate.items()],
+            "line" if n < 5 else "dashed",
+            n,
+        )
         for n, (name, by_rate) in enumerate(held["losses"].items())
     ]
     title = f"{held['steps']} steps, mean of two seeds"
     panel = Panel(title, "learning rate", "report loss", series, "log", x_limits=(5e-3, 0.12), y_limits=(4, 7.5))
     rates = list(next(iter(held["losses"].values())))
     lines = ["## i. Hot learning rates", "", "![stability](figure:stability)", ""]
-    lines += [f"| | {' | '.join(f'{float(rate):g}' for rate in rates)} | survived up to |", "|---|" + "---|" * (len(rates) + 1)]
+    lines += [
+        f"| | {' | '.join(f'{float(rate):g}' for rate in rates)} | survived up to |",
+        "|---|" + "---|" * (len(rates) + 1),
+    ]
     for name, by_rate in held["losses"].items():
         shown = " | ".join(", ".join("-" if x is None else f"{x:.2f}" for x in losses) for losses in by_rate.values())
         lines.append(f"| {name} | {shown} | {', '.join(f'{x:g}' for x in held['survived'][name])} |")
@@ -178,7 +205,10 @@ def changes(arms: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], name: s
 
 
 def tried(arm: Mapping[str, Any]) -> str:
-    shown = (f"{rate:g} {'failed' if x is None else f'{x:.3f}'}" for rate, x in zip(arm["rates"], arm["select_loss"], strict=True))
+    shown = (
+        f"{rate:g} {'failed' if x is None else f'{x:.3f}'}"
+        for rate, x in zip(arm["rates"], arm["select_loss"], strict=True)
+    )
     return f"{arm['arm']}: {', '.join(shown)}"
 
 

@@ -1,4 +1,6 @@
-"""Does a concentrated spectrum localize the true softmax, and does it avoid both collapses? Random-walk tokens, no approximation."""
+"""Does a concentrated spectrum localize the true softmax, and does it avoid both collapses? Random-walk tokens, no
+approximation.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ CLAIMS = (
 
 
 def spectrum(mean: float, variation: float, size: float = 0.0) -> Tensor:
-    """HEAD eigenvalues: M = `mean` with this coefficient of variation, or mean zero with sqrt F = `size`; normal quantiles in shape.
+    """HEAD eigenvalues: M = `mean` with this coefficient of variation, or mean zero with sqrt F = `size`; normal
+    quantiles in shape.
 
     >>> values = spectrum(4.0, 0.5)
     >>> round(float(SCALE * values.sum()), 6), round(float(values.std(correction=0) / values.mean()), 6)
@@ -73,7 +76,9 @@ def spectrum(mean: float, variation: float, size: float = 0.0) -> Tensor:
 
 
 def walk(count: int, seed: int, unit: bool = False) -> Tensor:
-    """(count, LENGTH, HEAD) tokens of random walks with steps I/T; `unit` gives each token |x|^2 = d, as a norm does."""
+    """(count, LENGTH, HEAD) tokens of random walks with steps I/T; `unit` gives each token |x|^2 = d, as a norm
+    does.
+    """
     x = torch.randn(count, LENGTH, HEAD, generator=torch.Generator().manual_seed(seed)).cumsum(1) / LENGTH**0.5
     return x * HEAD**0.5 / x.norm(dim=-1, keepdim=True) if unit else x
 
@@ -89,8 +94,15 @@ class Row:
 
 
 def last_query(x: Tensor, values: Tensor) -> Row:
-    """Attention of the last token over all, with W = diag(values), and again with their order reversed: odd noise cancels."""
-    p = torch.stack([(SCALE * (x[:, -1] * v).unsqueeze(1) @ x.mT).squeeze(1).softmax(-1) for v in (values.float(), values.float().flip(0))])
+    """Attention of the last token over all, with W = diag(values), and again with their order reversed: odd noise
+    cancels.
+    """
+    p = torch.stack(
+        [
+            (SCALE * (x[:, -1] * v).unsqueeze(1) @ x.mT).squeeze(1).softmax(-1)
+            for v in (values.float(), values.float().flip(0))
+        ]
+    )
     at = 2 * (torch.arange(1, LENGTH + 1) - (LENGTH + 1) / 2) / LENGTH
     entropy = torch.special.entr(p).sum(-1) / math.log(LENGTH)
     found = ((p * at).sum(-1), p[..., -LENGTH // NEAR :].sum(-1), entropy, 1 / p.square().sum(-1) / LENGTH)
@@ -98,7 +110,9 @@ def last_query(x: Tensor, values: Tensor) -> Row:
 
 
 def layer(x: Tensor, values: Tensor) -> tuple[float, float]:
-    """Residual that a layer of attention (values and output the identity) keeps, as a share of its input's; mean entropy ratio."""
+    """Residual that a layer of attention (values and output the identity) keeps, as a share of its input's; mean
+    entropy ratio.
+    """
     p = (SCALE * (x * values.float()) @ x.mT).softmax(-1)
     kept = rank_residual(p @ x, norm="frobenius") / rank_residual(x, norm="frobenius")
     return float(kept.mean()), float(torch.special.entr(p).sum(-1).mean()) / math.log(LENGTH)
@@ -130,7 +144,8 @@ def frontier(seed: int, quick: bool, unit: bool) -> dict[str, list[tuple[float, 
 def dimensions(seed: int, each: int = 40) -> tuple[float, list[tuple[float, float]]]:
     """Rank correlation of kappa with stable rank over drawn spectra, and the pairs (kappa, stable rank / d_head).
 
-    Eigenvalues mean + t * noise with normal, exponential and heavy-tailed noise, t from nearly nothing to far beyond the mean.
+    Eigenvalues mean + t * noise with normal, exponential and heavy-tailed noise, t from nearly nothing to far beyond
+    the mean.
     """
     generator = torch.Generator().manual_seed(seed)
     pairs = []
@@ -160,7 +175,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "b3": over_seeds([_agreement(grid) for grid in grids]),
         "b4": over_seeds([b["concentrated"] for b in best], {"frontier": _mean_frontier(unit), "sizes": list(SIZES)}),
         "b5": over_seeds(gains[0], {name: _best(points) for name, points in _mean_frontier(unit).items()}),
-        "b6": over_seeds(gains[1], {name: _best(p) for name, p in _mean_frontier(raw).items()} | {"frontier": _mean_frontier(raw)}),
+        "b6": over_seeds(
+            gains[1], {name: _best(p) for name, p in _mean_frontier(raw).items()} | {"frontier": _mean_frontier(raw)}
+        ),
         "b7": over_seeds([r for r, _ in ranks], _rank_table([pair for _, pairs in ranks for pair in pairs])),
     }
 
@@ -200,7 +217,10 @@ def _agreement(grid: list[list[Row]]) -> float:
 
 def _phase(grids: list[list[list[Row]]]) -> dict[str, Any]:
     names = ("centre", "near", "entropy_ratio", "participation")
-    held = {n: torch.tensor([[[getattr(c, n) for c in row] for row in grid] for grid in grids]).mean(0).tolist() for n in names}
+    held = {
+        n: torch.tensor([[[getattr(c, n) for c in row] for row in grid] for grid in grids]).mean(0).tolist()
+        for n in names
+    }
     return {"M": list(MEANS), "variation": list(VARIATIONS), "Lambda": _index().tolist(), **held}
 
 

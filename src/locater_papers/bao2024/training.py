@@ -40,7 +40,9 @@ class RawSquare(Control):
 
     def loss(self) -> Tensor:
         parts = [effective(layer) for layer in attention_layers(self.attached)]
-        return self.strength * torch.stack([held.scale**2 * held.moments().trace_of_square.sum() for held in parts]).sum()
+        return (
+            self.strength * torch.stack([held.scale**2 * held.moments().trace_of_square.sum() for held in parts]).sum()
+        )
 
 
 ARMS: dict[str, Any] = {
@@ -103,7 +105,9 @@ def letters(text: str) -> Tensor:
 
 
 def build(seed: int) -> nn.Module:
-    """A Llama of this shape, freshly drawn: rotary positions, so that a few hundred steps get beyond pairs of letters."""
+    """A Llama of this shape, freshly drawn: rotary positions, so that a few hundred steps get beyond pairs of
+    letters.
+    """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -119,7 +123,9 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def train(data: Tensor, arm: str, seed: int, steps: int) -> End:
-    """One run: AdamW, warm-up and cosine decay, gradients clipped at 1; every arm sees the same batches and starts the same."""
+    """One run: AdamW, warm-up and cosine decay, gradients clipped at 1; every arm sees the same batches and starts the
+    same.
+    """
     model = build(seed)
     control: Control = Control() if ARMS[arm] is None else ARMS[arm]()
     control.attach(model)
@@ -152,7 +158,8 @@ def end(model: nn.Module, held: Tensor) -> End:
         loss = sum(float(loss_of(model, part)) * len(part) for part in rows.split(CHECKED)) / count
     heads = scan(model).rows
     M, trace, square, size = (
-        sum(float(getattr(row, name) or 0.0) for row in heads) / len(heads) for name in ("M", "trace", "trace_of_square", "frobenius_sq")
+        sum(float(getattr(row, name) or 0.0) for row in heads) / len(heads)
+        for name in ("M", "trace", "trace_of_square", "frobenius_sq")
     )
     return End(loss, sum(row.entropy or 0.0 for row in seen.rows) / len(seen.rows), M, trace, square, size)
 

@@ -1,4 +1,6 @@
-"""Ding, Fan, Lan, Schuurmans and Soricut (2020): attention normalized over queries, then over keys, explains no key away."""
+"""Ding, Fan, Lan, Schuurmans and Soricut (2020): attention normalized over queries, then over keys, explains no key
+away.
+"""
 
 from locater_papers.ding2020 import guarantee, trained
 from locater_papers.ding2020.page import lead, page

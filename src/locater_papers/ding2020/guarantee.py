@@ -26,7 +26,8 @@ SIZES = (0.1, 1.0, 5.0, 30.0)  # standard deviation of logits
 MIXES = (0.1, 0.5, 0.9)
 ROUNDS = (1, 2, 5, 20, 100)
 TIGHT = 8  # keys of the tight example
-SHOWN, ROUGH = 64, 5.0  # keys of the table by size; standard deviation of the logits that are normalized again and again
+# keys of the table by size; standard deviation of the logits that are normalized again and again
+SHOWN, ROUGH = 64, 5.0
 
 CLAIMS = (
     Claim(
@@ -137,13 +138,17 @@ def _lower(E: Tensor) -> Bool[Tensor, "T S"]:
 
 
 def draws(count: int) -> list[tuple[float, bool, Logits]]:
-    """Size, whether some keys are louder than others (every fifth), and logits, with fewer, as many and more queries than keys."""
+    """Size, whether some keys are louder than others (every fifth), and logits, with fewer, as many and more queries
+    than keys.
+    """
     found = []
     for seed in range(count):
         S, size = KEYS[seed % 4], SIZES[seed // 4 % 4]
         T = int(S * QUERIES[seed % 3])
         loud = seed % 5 == 0
-        found.append((size, loud, size * normal(T, S, seed=seed) + (3 * normal(1, S, seed=seed + 50_000) if loud else 0.0)))
+        found.append(
+            (size, loud, size * normal(T, S, seed=seed) + (3 * normal(1, S, seed=seed + 50_000) if loud else 0.0))
+        )
     return found
 
 
@@ -154,7 +159,9 @@ def padding_error(seed: int = 0, tokens: int = 24, more: int = 9) -> tuple[float
     padded = mechanism("doubly_normalized").map(q, k, padding=real)[:, :, :tokens, :tokens]
     alone = mechanism("doubly_normalized").map(q[:, :, :tokens], k[:, :, :tokens])
     loud = torch.cat([q[:, :, :tokens], 100 * q[:, :, tokens:]], 2)  # padding may hold anything
-    counted = mechanism("doubly_normalized").map(loud, k, padding=real, query_padding=torch.ones_like(real))[:, :, :tokens, :tokens]
+    counted = mechanism("doubly_normalized").map(loud, k, padding=real, query_padding=torch.ones_like(real))[
+        :, :, :tokens, :tokens
+    ]
     return float((padded - alone).abs().max()), float(counted.sum(2).min() * tokens)
 
 
@@ -167,8 +174,16 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     by_size: dict[float, dict[str, list[float]]] = {size: {"doubly": [], "softmax": [], "away": []} for size in SIZES}
     for number, (size, loud, E) in enumerate(setting.each(held)):
         S, u = E.shape[1], MIXES[number % 3]
-        plain, doubly, hybrid = map_of("softmax", E), map_of("doubly_normalized", E), map_of("hybrid_normalized", E, mix=u)
-        low = {"doubly": doubly.sum(0).min() * S, "hybrid": hybrid.sum(0).min() * S / u, "softmax": plain.sum(0).min() * S}
+        plain, doubly, hybrid = (
+            map_of("softmax", E),
+            map_of("doubly_normalized", E),
+            map_of("hybrid_normalized", E, mix=u),
+        )
+        low = {
+            "doubly": doubly.sum(0).min() * S,
+            "hybrid": hybrid.sum(0).min() * S / u,
+            "softmax": plain.sum(0).min() * S,
+        }
         for name, value in low.items():
             least[name].append(float(value))
         if E.shape == (SHOWN, SHOWN) and not loud:
@@ -181,16 +196,23 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     column = map_of("doubly_normalized", E)
     one = float((column.max(0).values / column.sum(0)).max())
     error, counted = padding_error()
-    rounds = [{"rounds": n, "least": float(sinkhorn(E, n).sum(0).min()), "largest": float(sinkhorn(E, n).sum(0).max())} for n in ROUNDS]
+    rounds = [
+        {"rounds": n, "least": float(sinkhorn(E, n).sum(0).min()), "largest": float(sinkhorn(E, n).sum(0).max())}
+        for n in ROUNDS
+    ]
     table = [
         {"size": size, "doubly": min(x["doubly"]), "softmax": min(x["softmax"]), "away": sum(x["away"]) / len(x["away"])}
         for size, x in by_size.items() if x["doubly"]
     ]  # fmt: skip
-    of = f"none: least of {len(held)} draws"  # to nine digits: some draws are at the bound, and rounding is on either side of it
+    # to nine digits: some draws are at the bound, and rounding is on either side of it
+    of = f"none: least of {len(held)} draws"
     bound = float(map_of("doubly_normalized", tight()).sum(0).min() * TIGHT)
     return {
         "a1": Measured(
-            round(min(least["doubly"]), 9), 0.0, of, {"rows": table, "keys": SHOWN, "rounds": rounds, "rough": ROUGH, "draws": len(held)}
+            round(min(least["doubly"]), 9),
+            0.0,
+            of,
+            {"rows": table, "keys": SHOWN, "rounds": rounds, "rough": ROUGH, "draws": len(held)},
         ),
         "a2": Measured(round(min(least["hybrid"]), 9), 0.0, of),
         "a3": Measured(bound, 0.0, "none: solved"),

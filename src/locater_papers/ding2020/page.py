@@ -72,7 +72,14 @@ def _models(found: Entries) -> Part:
             )
         ]  # fmt: skip
         panels.append(
-            Panel(f"{model}{', prefix sums' if causal else ''}", "share of keys", "column sum", series, y_scale="log", y_limits=(1e-4, 1e2))
+            Panel(
+                f"{model}{', prefix sums' if causal else ''}",
+                "share of keys",
+                "column sum",
+                series,
+                y_scale="log",
+                y_limits=(1e-4, 1e2),
+            )
         )
     lines = [
         "## c. Keys in trained models", "", "![column sums](figure:columns)", "",
@@ -93,7 +100,11 @@ def _training(found: Entries) -> Part:
     held = carried_in(found)
     if held is None:
         return [], {}
-    columns = {"explained_away": ("explained away", 4), "column_least": ("least column sum", 3), "entropy": ("entropy", 2)}
+    columns = {
+        "explained_away": ("explained away", 4),
+        "column_least": ("least column sum", 3),
+        "entropy": ("entropy", 2),
+    }
     return [
         "## d. Training", "", "Masked language models. Keys explained away are a share of all keys; after the loss, means over seeds.", "",
         *means_table(held["arms"], columns),

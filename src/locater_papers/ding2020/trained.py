@@ -1,4 +1,6 @@
-"""Keys that trained models explain away, what the double normalization makes of the same logits, and training with it: studies c and d."""
+"""Keys that trained models explain away, what the double normalization makes of the same logits, and training with it:
+studies c and d.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def columns(logits: Logits, causal: bool) -> dict[str, float]:
 
 def quantiles(logits: Float[Tensor, "n T T"], causal: bool) -> tuple[list[float], list[float]]:
     """Column sums of all heads at evenly spaced quantiles, under softmax and doubly normalized."""
-    plain, doubly = (torch.cat([A.sum(0) for A in maps]) for maps in zip(*(both_maps(E, causal) for E in logits), strict=True))
+    plain, doubly = (
+        torch.cat([A.sum(0) for A in maps]) for maps in zip(*(both_maps(E, causal) for E in logits), strict=True)
+    )
     at = torch.linspace(0, 1, QUANTILES, dtype=torch.float64)
     return plain.quantile(at).tolist(), doubly.quantile(at).tolist()
 
@@ -89,14 +93,21 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
             logits.setdefault(part.model, []).append(part.logits()[0])
         held.setdefault((part.model, part.half), []).extend(of_layer(part))
     rows: list[dict[str, Any]] = [
-        {"model": name, "causal": causal[name], **{key: fmean(x[key] for x in held[name, 0]) for key in held[name, 0][0]}}
+        {
+            "model": name,
+            "causal": causal[name],
+            **{key: fmean(x[key] for x in held[name, 0]) for key in held[name, 0][0]},
+        }
         for name in causal
     ]
     spread = {name: quantiles(torch.cat(some), causal[name]) for name, some in logits.items()}
     shown = {"rows": rows, "tokens": LENGTH, "faint": FAINT, "quantiles": spread}
     found: dict[str, Measured] = {}
     for masked in (False, True):
-        both = [[x for (name, half), some in held.items() if half == n and causal[name] is masked for x in some] for n in range(2)]
+        both = [
+            [x for (name, half), some in held.items() if half == n and causal[name] is masked for x in some]
+            for n in range(2)
+        ]
         if not all(both):
             continue
         away = half_range([fmean(x["away"] for x in some) for some in both], HALVES, shown)
@@ -110,7 +121,13 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     return found
 
 
-STUDY = Study("keys in trained models", CLAIMS, measure, needs="a trained model with the mask that the claim names", on_models=True)
+STUDY = Study(
+    "keys in trained models",
+    CLAIMS,
+    measure,
+    needs="a trained model with the mask that the claim names",
+    on_models=True,
+)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

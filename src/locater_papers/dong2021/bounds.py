@@ -1,4 +1,6 @@
-"""The bounds of the paper over random draws: whether they hold, how loose they are, and where the constant 4 is too small. Study b."""
+"""The bounds of the paper over random draws: whether they hold, how loose they are, and where the constant 4 is too
+small. Study b.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Draw:
 
 
 def one_layer(seed: int, tokens: int, size: float, centre: str) -> Draw:
-    """Gaussian tokens `size` apart around a Gaussian centre; every fifth draw has sharper attention, which piles up on single keys."""
+    """Gaussian tokens `size` apart around a Gaussian centre; every fifth draw has sharper attention, which piles up on
+    single keys.
+    """
     layer = block(seed, WIDTH, heads=1 + seed % 3, size=size * (1 + 3 * (seed % 5 == 0)))
     x = size * normal(tokens, WIDTH, seed=seed + 10_000) + normal(1, WIDTH, seed=seed + 20_000)
     before, after = depth_residuals(x, [layer], centre).tolist()
@@ -76,7 +80,8 @@ def one_layer(seed: int, tokens: int, size: float, centre: str) -> Draw:
 
 
 def best_at_least(x: Float[Tensor, "tokens width"]) -> float:
-    """What no ||X - 1 v^T|| is under: medians are best for columns, and no v is closer to two tokens than half their distance.
+    """What no ||X - 1 v^T|| is under: medians are best for columns, and no v is closer to two tokens than half their
+    distance.
 
     >>> round(best_at_least(torch.tensor([[1.0], [-1.0]])) ** 2, 6)
     2.0
@@ -127,10 +132,11 @@ class Crowd:
 def crowd(m: int) -> Crowd:
     """A key that all tokens see (the hub), m tokens that see themselves as well, m that are nothing but the centre.
 
-    Token 0 is the centre and a unit along channel 0, token j = 1 ... m one along channel j; W_QK = K 1, W_VO = 1, s = 1, ||R|| = 1.
-    The centre lies along channel 0, so that the hub has HUB times and a token for itself ITSELF times the weight of all 2 m others.
-    Tokens of a kind have the same row of attention up to the place of the weight on itself, so two rows stand for all:
-    in channel 0 the two kinds differ by their weight on the hub, and two tokens of the first by that on themselves.
+    Token 0 is the centre and a unit along channel 0, token j = 1 ... m one along channel j; W_QK = K 1, W_VO = 1, s =
+    1, ||R|| = 1. The centre lies along channel 0, so that the hub has HUB times and a token for itself ITSELF times the
+    weight of all 2 m others. Tokens of a kind have the same row of attention up to the place of the weight on itself,
+    so two rows stand for all: in channel 0 the two kinds differ by their weight on the hub, and two tokens of the first
+    by that on themselves.
 
     >>> small, large = crowd(1_000), crowd(10_000)
     >>> small.residual < small.stated, large.residual < large.stated, large.residual < large.proved
@@ -141,7 +147,8 @@ def crowd(m: int) -> Crowd:
     seeing[0] = idle[0] = bias
     seeing[1] = strength
     seeing, idle = seeing.softmax(0), idle.softmax(0)
-    column = m * (idle[0] - seeing[0]).item() - 1  # m rows above and m below the median; that of the hub may be anywhere
+    # m rows above and m below the median; that of the hub may be anywhere
+    column = m * (idle[0] - seeing[0]).item() - 1
     row = (seeing[1] - seeing[2]).item()  # half the distance of two that see themselves
     n = 2 * m + 1
     bounds = (attention_bound(1.0, strength, 1.0, constant=c).item() for c in (4.0, math.sqrt(2 * n)))
@@ -164,9 +171,14 @@ def crossing() -> int:
 def measure(setting: Setting) -> Mapping[str, Measured]:
     """All draws, and crowds of growing size."""
     count = DRAWS[setting.quick]
-    plan = [(seed, TOKENS[seed % 3], SIZES[seed % 4], centre) for seed in range(count) for centre in ("mean", "midrange")]
+    plan = [
+        (seed, TOKENS[seed % 3], SIZES[seed % 4], centre) for seed in range(count) for centre in ("mean", "midrange")
+    ]
     draws = [one_layer(*each) for each in setting.each(plan)]
-    found = {kind: [r for seed in range(count // 2) if (r := deep(seed, kind)) is not None] for kind in ("pure", "skip", "mlp")}
+    found = {
+        kind: [r for seed in range(count // 2) if (r := deep(seed, kind)) is not None]
+        for kind in ("pure", "skip", "mlp")
+    }
     crowds = [crowd(m) for m in (100, 1_000, 10_000, 100_000, CROWD)]
     stated = [draw.stated for draw in draws]
     by_size = {f"{size:g}": max(d.stated for d in draws if d.size == size) for size in SIZES}
@@ -175,7 +187,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     last = crowds[-1]
     table = [vars(c) for c in crowds]
     return {
-        "b1": worst(stated, {"by_size": by_size, "by_tokens": by_tokens, "median": float(torch.tensor(stated).median())}),
+        "b1": worst(
+            stated, {"by_size": by_size, "by_tokens": by_tokens, "median": float(torch.tensor(stated).median())}
+        ),
         "b2": worst(stated),
         "b3": worst(found["pure"], {"least": min(found["pure"])}),
         "b4": worst([10**r for r in found["skip"]]),

@@ -130,7 +130,9 @@ def neither(table: Table) -> Tensor:
 
 
 def explained(kind: str, seed: int, count: int) -> dict[str, float]:
-    """Share of the variance of kept and entropy, over heads of four shapes of spectrum, that is between cells of (M, F, S/F)."""
+    """Share of the variance of kept and entropy, over heads of four shapes of spectrum, that is between cells of (M, F,
+    S/F).
+    """
     batch = Batch.of(tokens(kind, count, seed))
     cells = []
     for ratio, M, size in product(RATIOS[::2], MEANS[::2], SIZES[::2]):
@@ -160,7 +162,8 @@ def window(kind: str, seed: int, count: int) -> list[float]:
 def interval_accuracy(score: Float[Tensor, " heads"], label: Tensor) -> float:
     """Mean of the two hit rates of the rule "score lies in [a, b]", at the best a and b.
 
-    Sorted by score, a rule is a stretch of heads: the largest sum of +1/positives and -1/negatives over stretches, in one pass.
+    Sorted by score, a rule is a stretch of heads: the largest sum of +1/positives and -1/negatives over stretches, in
+    one pass.
 
     >>> interval_accuracy(torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([False, True, True, False]))
     1.0
@@ -176,7 +179,8 @@ def interval_accuracy(score: Float[Tensor, " heads"], label: Tensor) -> float:
 
 
 def corner(low: Tensor, high: Tensor, label: Tensor) -> tuple[float, float]:
-    """The a and b for which "low at least a and high at most b" has the best balanced accuracy, among the values at hand.
+    """The a and b for which "low at least a and high at most b" has the best balanced accuracy, among the values at
+    hand.
 
     >>> corner(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]), torch.tensor([False, True, False]))
     (1.0, 1.0)
@@ -195,7 +199,9 @@ def corner(low: Tensor, high: Tensor, label: Tensor) -> tuple[float, float]:
 
 def corner_accuracy(seen: Sequence[Table], judged: Table) -> float:
     """Mean of the two hit rates on `judged` of the rule on k and F that is best on `seen`."""
-    a, b = corner(*(torch.cat([column(table) for table in seen]) for column in (lambda t: t["k"], lambda t: t["F"], neither)))
+    a, b = corner(
+        *(torch.cat([column(table) for table in seen]) for column in (lambda t: t["k"], lambda t: t["F"], neither))
+    )
     said, true = (judged["k"] >= a) & (judged["F"] <= b), neither(judged)
     return float((said & true).sum() / true.sum() + (~said & ~true).sum() / (~true).sum()) / 2
 
@@ -223,15 +229,21 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     for each, (rows, shapes[each], windows[each]) in zip(plan, every(part_of, plan, setting), strict=True):
         grids[each] = {causal: _table(held) for causal, held in rows.items()}
 
-    def over_kinds(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float], numbers: Mapping[str, Any]) -> Measured:
+    def over_kinds(
+        one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float], numbers: Mapping[str, Any]
+    ) -> Measured:
         by_kind = {kind: _mean([one(kind, seed) for seed in seeds]) for kind in TOKENS}
-        return over_draws([pick([one(kind, seed) for kind in TOKENS]) for seed in seeds], {"by_tokens": by_kind, **numbers})
+        return over_draws(
+            [pick([one(kind, seed) for kind in TOKENS]) for seed in seeds], {"by_tokens": by_kind, **numbers}
+        )
 
     def free(kind: str, seed: int) -> Table:
         return grids[kind, seed][False]
 
     def both(kind: str, seed: int) -> float:
-        return max(float(((t["kept"] < HALF) & (t["entropy"] < HALF)).double().mean()) for t in grids[kind, seed].values())
+        return max(
+            float(((t["kept"] < HALF) & (t["entropy"] < HALF)).double().mean()) for t in grids[kind, seed].values()
+        )
 
     def accuracy(name: str) -> list[float]:
         return [interval_accuracy(free(MAIN, seed)[name], neither(free(MAIN, seed))) for seed in seeds]
@@ -240,13 +252,24 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     rules = {name: _mean(accuracy(name)) for name in ("Λ", "M", "F", "M^2/F", "v", "k")}
     return {
         "h1": over_kinds(both, max, {"phase": _phases(grids, seeds)}),
-        "h2": Measured(max(prices), 0.0, f"none: the largest of {len(prices) * len(free(MAIN, 0)['M']):,} heads", _traded(free(MAIN, 0))),
-        "h3": over_draws([min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}),
-        "h4": over_kinds(lambda kind, seed: spearman(free(kind, seed)["F"], free(kind, seed)["entropy"]) or 0.0, max, {}),
+        "h2": Measured(
+            max(prices),
+            0.0,
+            f"none: the largest of {len(prices) * len(free(MAIN, 0)['M']):,} heads",
+            _traded(free(MAIN, 0)),
+        ),
+        "h3": over_draws(
+            [min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}
+        ),
+        "h4": over_kinds(
+            lambda kind, seed: spearman(free(kind, seed)["F"], free(kind, seed)["entropy"]) or 0.0, max, {}
+        ),
         "h5": over_kinds(lambda kind, seed: ordering(free(kind, seed)["k"], free(kind, seed)["kept"] >= HALF), min, {}),
         "h6": over_draws(accuracy("Λ"), {"rules": rules}),
         "h7": over_draws(accuracy("M^2/F")),
-        "h8": over_kinds(lambda kind, seed: float(neither(free(kind, seed)).double().mean()), min, _masked_shares(grids, seeds)),
+        "h8": over_kinds(
+            lambda kind, seed: float(neither(free(kind, seed)).double().mean()), min, _masked_shares(grids, seeds)
+        ),
         "h9": over_draws([_widens(windows[MAIN, seed]) for seed in seeds], _windows(windows, seeds)),
         "h10": over_draws(
             [corner_accuracy([free(MAIN, s) for s in seeds if s != seed], free(MAIN, seed)) for seed in seeds],
@@ -271,11 +294,19 @@ def _widens(widths: Sequence[float]) -> float:
 
 def _windows(windows: Mapping[tuple[str, int], list[float]], seeds: range) -> dict[str, Any]:
     held = {kind: torch.tensor([windows[kind, seed] for seed in seeds]).mean(0).tolist() for kind in TOKENS}
-    return {"concentration": list(CONCENTRATIONS), "octaves": held, "correlation": {kind: _widens(held[kind]) for kind in TOKENS}}
+    return {
+        "concentration": list(CONCENTRATIONS),
+        "octaves": held,
+        "correlation": {kind: _widens(held[kind]) for kind in TOKENS},
+    }
 
 
 def _masked_shares(grids: Mapping[tuple[str, int], dict[bool, Table]], seeds: range) -> dict[str, Any]:
-    return {"causal": {kind: _mean([float(neither(grids[kind, seed][True]).double().mean()) for seed in seeds]) for kind in TOKENS}}
+    return {
+        "causal": {
+            kind: _mean([float(neither(grids[kind, seed][True]).double().mean()) for seed in seeds]) for kind in TOKENS
+        }
+    }
 
 
 def _traded(table: Table) -> dict[str, list[list[float]]]:
@@ -285,21 +316,31 @@ def _traded(table: Table) -> dict[str, list[list[float]]]:
 
 
 def _phases(grids: Mapping[tuple[str, int], dict[bool, Table]], seeds: range) -> dict[str, Any]:
-    """Residual kept and entropy over the plane (sqrt F, M > 0) for two values of S/F, mean over seeds; null where there is no head."""
+    """Residual kept and entropy over the plane (sqrt F, M > 0) for two values of S/F, mean over seeds; null where there
+    is no head.
+    """
     means = [M for M in MEANS if M > 0]
     planes: dict[str, Any] = {"M": means, "size": list(SIZES)}
     for kind, causal, ratio in product(TOKENS, (False, True), (1.0, 0.0)):
         found = {}
         for name in ("kept", "entropy", "Λ"):
             cells = [_cells(grids[kind, seed][causal], name, ratio, means) for seed in seeds]
-            found[name] = [[None if c[0] is None else _mean(c) for c in zip(*rows, strict=True)] for rows in zip(*cells, strict=True)]
+            found[name] = [
+                [None if c[0] is None else _mean(c) for c in zip(*rows, strict=True)]
+                for rows in zip(*cells, strict=True)
+            ]
         planes[f"{kind}{', causal' if causal else ''}, S/F = {ratio:g}"] = found
     return planes
 
 
 def _cells(table: Table, name: str, ratio: float, means: Sequence[float]) -> list[list[float | None]]:
-    at = {key: i for i, key in enumerate(zip(table["M"].tolist(), table["size"].tolist(), table["ratio"].tolist(), strict=True))}
-    return [[float(table[name][at[M, size, ratio]]) if (M, size, ratio) in at else None for size in SIZES] for M in means]
+    at = {
+        key: i
+        for i, key in enumerate(zip(table["M"].tolist(), table["size"].tolist(), table["ratio"].tolist(), strict=True))
+    }
+    return [
+        [float(table[name][at[M, size, ratio]]) if (M, size, ratio) in at else None for size in SIZES] for M in means
+    ]
 
 
 STUDY = Study("the bridge", CLAIMS, measure)

@@ -30,7 +30,9 @@ TITLES = {"equal norm": "walk, tokens of equal norm", "raw walk": "raw walk", "i
 
 def bridge(found: Entries) -> Part:
     phase, rules, h8, h9 = found["h1"]["phase"], found["h6"]["rules"], found["h8"], found["h9"]
-    panels = [_phase(phase, kind, causal) for causal in (False, True) for kind in ("equal norm", "raw walk", "independent")]
+    panels = [
+        _phase(phase, kind, causal) for causal in (False, True) for kind in ("equal norm", "raw walk", "independent")
+    ]
     h10, both, free = found["h10"], max(found["h1"]["by_tokens"].values()), h8["by_tokens"].values()
     shares = "; ".join(f"{kind} {x:.0%}, causal {h8['causal'][kind]:.0%}" for kind, x in h8["by_tokens"].items())
     table = "; ".join(f"{name} {x:.2f}" for name, x in rules.items())
@@ -65,7 +67,11 @@ def _opens(correlation: Mapping[str, float]) -> str:
     >>> _opens({"raw walk": 0.1})
     'Concentration neither widens nor narrows the window of raw walk tokens'
     """
-    ways = {"widens": lambda r: r >= 0.5, "narrows": lambda r: r <= -0.5, "neither widens nor narrows": lambda r: -0.5 < r < 0.5}
+    ways = {
+        "widens": lambda r: r >= 0.5,
+        "narrows": lambda r: r <= -0.5,
+        "neither widens nor narrows": lambda r: -0.5 < r < 0.5,
+    }
     kinds = {way: " and ".join(kind for kind, r in correlation.items() if holds(r)) for way, holds in ways.items()}
     said = [f"{way} {{}} of {names} tokens" for way, names in kinds.items() if names]
     return "Concentration " + ", ".join(text.format("that" if n else "the window") for n, text in enumerate(said))
@@ -78,15 +84,29 @@ def _least(held: Mapping[str, Any], name: str) -> float:
 def _phase(phase: Mapping[str, Any], kind: str, causal: bool) -> Field:
     name = f"{kind}{', causal' if causal else ''}"
     whole, turning = phase[f"{name}, S/F = 1"], phase[f"{name}, S/F = 0"]
-    values = [[_collapse(k, e) for k, e in zip(*rows, strict=True)] for rows in zip(whole["kept"], whole["entropy"], strict=True)]
+    values = [
+        [_collapse(k, e) for k, e in zip(*rows, strict=True)]
+        for rows in zip(whole["kept"], whole["entropy"], strict=True)
+    ]
     lines = [Contour(whole["Λ"], 0.1, LAMBDA, "dotted")]
     lines += [Contour(plane["kept"], 0.5, RANK, style) for plane, style in ((whole, "line"), (turning, "dashed"))]  # type: ignore[arg-type]
     lines += [Contour(plane["entropy"], 0.5, ENTROPY, style) for plane, style in ((whole, "line"), (turning, "dashed"))]  # type: ignore[arg-type]
     title = f"{TITLES[kind]}, {'causal mask' if causal else 'no mask'}"
-    return Field(title, "√F, scale of the map", "M, self-logit", phase["size"], phase["M"], values, lines, _fitting(phase, values, name))
+    return Field(
+        title,
+        "√F, scale of the map",
+        "M, self-logit",
+        phase["size"],
+        phase["M"],
+        values,
+        lines,
+        _fitting(phase, values, name),
+    )
 
 
-def _fitting(phase: Mapping[str, Any], values: Sequence[Sequence[float | None]], name: str) -> list[tuple[float, float, str]]:
+def _fitting(
+    phase: Mapping[str, Any], values: Sequence[Sequence[float | None]], name: str
+) -> list[tuple[float, float, str]]:
     """Those words of a diagram whose cell is as they say."""
 
     def nearest(grid: Sequence[float], at: float) -> int:

@@ -1,13 +1,14 @@
 """One attention layer applied again and again to two points on a circle, with and without skip and MLP: study g.
 
-1,000 points on a circle of radius 0.3; points i and i + 499 are the two tokens of an input, and the layer learns to move both by one
-step, 0.36 degrees. Then its output is fed back. A layer that mixes tokens brings them together, whatever it has learnt of the circle.
+1,000 points on a circle of radius 0.3; points i and i + 499 are the two tokens of an input, and the layer learns to
+move both by one step, 0.36 degrees. Then its output is fed back. A layer that mixes tokens brings them together,
+whatever it has learnt of the circle.
 
     x -> f(x)          f = Linear(2, d), LayerNorm, attention of two heads, [skip], LayerNorm, [MLP, skip, LayerNorm], Linear(d, 2)
     x -> x + f(x)      the same with a skip around all of it
 
-Several seeds are trained at once, along the first axis of every tensor. The published rate, 1e-5, leaves a layer of this size where it was
-drawn; RATE does not.
+Several seeds are trained at once, along the first axis of every tensor. The published rate, 1e-5, leaves a layer of
+this size where it was drawn; RATE does not.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def once(variant: Variant, held: Weights, x: Pairs) -> Pairs:
         return functional.layer_norm(y, y.shape[-1:])
 
     y = normed(affine("in", x))
-    query, key, value = (affine(name, y).unflatten(-1, (HEADS, -1)).transpose(2, 3) for name in ("query", "key", "value"))
+    query, key, value = (
+        affine(name, y).unflatten(-1, (HEADS, -1)).transpose(2, 3) for name in ("query", "key", "value")
+    )
     mixed = functional.scaled_dot_product_attention(query, key, value).transpose(2, 3).flatten(3)
     y = normed(affine("output", mixed) + (y if variant.skip else 0))
     if variant.mlp:
@@ -178,12 +181,16 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "g2": share(merged["x + attention"][-1]),
         "g3": share(merged["attention and MLP"][-1]),
         "g4": share(merged["attention with skip"][-1]),
-        "g5": Measured(early[0].value - early[1].value, math.hypot(early[0].spread, early[1].spread), early[0].spread_of),
+        "g5": Measured(
+            early[0].value - early[1].value, math.hypot(early[0].spread, early[1].spread), early[0].spread_of
+        ),
     }
 
 
 def _typical(states: Float[Tensor, "states seeds 2 2"], merging: bool) -> list[list[list[float]]]:
-    """Paths of both tokens for one seed: of those that merge the middle one by when, shown until then; of the others by distance."""
+    """Paths of both tokens for one seed: of those that merge the middle one by when, shown until then; of the others by
+    distance.
+    """
     distance = apart(states)
     kind = (distance[-1] < MERGED) == merging
     if not kind.any():

@@ -1,8 +1,10 @@
-"""Token classifiers of the paper's path experiment: embedding, layers LN(x + heads), a linear classifier; how they are trained and walked.
+"""Token classifiers of the paper's path experiment: embedding, layers LN(x + heads), a linear classifier; how they are
+trained and walked.
 
-A path takes the skip in all but k layers and one head in each of these. Its tokens attend to each other as they are on that path:
-attention is not held at what it is in the whole model, as it is in `locater.explain` and in the theorem, unless `maps` are given.
-Each layer's norm has no gain then and does not see the skip. Paths are added, normed once and classified.
+A path takes the skip in all but k layers and one head in each of these. Its tokens attend to each other as they are on
+that path: attention is not held at what it is in the whole model, as it is in `locater.explain` and in the theorem,
+unless `maps` are given. Each layer's norm has no gain then and does not see the skip. Paths are added, normed once and
+classified.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Layer(nn.Module):
         for module in (self.query, self.key):
             nn.init.normal_(module.weight, std=0.02)
         self.norm, self.drop = nn.LayerNorm(width, EPS), nn.Dropout(DROPOUT)
-        self.mlp = nn.Sequential(_linear(width, width), nn.GELU(), _linear(width, width), nn.Dropout(DROPOUT)) if mlp else None
+        self.mlp = (
+            nn.Sequential(_linear(width, width), nn.GELU(), _linear(width, width), nn.Dropout(DROPOUT)) if mlp else None
+        )
         self.mlp_norm = nn.LayerNorm(width, EPS) if mlp else None
         for module in (self.query, self.key, self.value, self.out):
             nn.init.zeros_(module.bias)
@@ -81,7 +85,9 @@ class Layer(nn.Module):
         return self._after(self.norm(x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2)))))
 
     def one(self, x: Tensor, real: Tensor, head: int, maps: Tensor | None = None) -> Tensor:
-        """One head's way through: its output and the bias, normed without gain, without x; `maps` in place of its own attention."""
+        """One head's way through: its output and the bias, normed without gain, without x; `maps` in place of its own
+        attention.
+        """
         attention = (self.maps(x, real) if maps is None else maps)[:, head]
         value = attention @ self._split(self.value(x))[:, head]
         return self._after(_normed(value @ self.out.weight.unflatten(1, (self.heads, -1))[:, head].mT + self.out.bias))
@@ -175,7 +181,9 @@ class Recipe:
 
 
 def train(shape: Shape, data: Data, recipe: Recipe, seed: int) -> Classifier:
-    """AdamW on batches in the order of the data; the rate rises over the first steps and falls to zero in a straight line, or is steady."""
+    """AdamW on batches in the order of the data; the rate rises over the first steps and falls to zero in a straight
+    line, or is steady.
+    """
     torch.manual_seed(seed)
     model = Classifier(shape).to(data.x.device).train()
     cuda = data.x.is_cuda
@@ -200,7 +208,8 @@ def _take(model: Classifier, optimizer: torch.optim.Optimizer, part: Data) -> No
 
 
 def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) -> Callable[[Data], None]:
-    """The same as a CUDA graph, since the steps of so small a model are nothing but launches; the last, shorter batch is taken as it is.
+    """The same as a CUDA graph, since the steps of so small a model are nothing but launches; the last, shorter batch
+    is taken as it is.
 
     Capturing needs steps before it: they run on the first batch, and everything is put back after them.
     """

@@ -1,8 +1,8 @@
 """How fast attention makes tokens equal, and what skips, MLPs, LayerNorm and a mask change in that: study a.
 
-Residuals of a deep stack leave float64 after three layers if tokens are stored as they are: 1e-16 of the shared part is rounding.
-`Tokens` keeps the shared part and the residual apart, and `advance` moves both without ever subtracting one from the other,
-so that a residual of 1e-200 has its sixteen digits.
+Residuals of a deep stack leave float64 after three layers if tokens are stored as they are: 1e-16 of the shared part is
+rounding. `Tokens` keeps the shared part and the residual apart, and `advance` moves both without ever subtracting one
+from the other, so that a residual of 1e-200 has its sixteen digits.
 """
 
 from __future__ import annotations
@@ -184,13 +184,17 @@ def until_gone(found: Sequence[float]) -> int:
 
 
 def masked_rate(seed: int) -> float:
-    """Geometric mean of the factor per layer, deep under a causal mask; LayerNorm-free, so the shared part moves as the rest does."""
+    """Geometric mean of the factor per layer, deep under a causal mask; LayerNorm-free, so the shared part moves as the
+    rest does.
+    """
     found = torch.tensor(shares("causal mask", seed, MASKED_DEPTH), dtype=torch.float64)
     return contraction_rate(found[MASKED_FROM:]).log().mean().exp().item()
 
 
 def last_ratio(residuals: Sequence[float]) -> float:
-    """log r_(l+1) / log r_l at the last layer above FLOOR: 3 where the constant no longer counts beside the residual."""
+    """log r_(l+1) / log r_l at the last layer above FLOOR: 3 where the constant no longer counts beside the
+    residual.
+    """
     kept = [math.log(r) for r in residuals if r >= FLOOR]
     return kept[-1] / kept[-2]
 
@@ -206,7 +210,10 @@ def worst(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> 
 def measure(setting: Setting) -> Mapping[str, Measured]:
     """All draws of every kind."""
     seeds = list(range(SEEDS[setting.quick]))
-    orders = {name: torch.stack([order(seed, 1 + seed % 3, causal=name == "causal") for seed in seeds]) for name in ("free", "causal")}
+    orders = {
+        name: torch.stack([order(seed, 1 + seed % 3, causal=name == "causal") for seed in seeds])
+        for name in ("free", "causal")
+    }
     deep = [exact_depth(normal(TOKENS, WIDTH, seed=seed), stack("attention", seed)) for seed in seeds]
     depth = {kind: [shares(kind, seed) for seed in seeds] for kind in setting.each(list(KINDS))}
     until = [[until_gone(shares("with MLPs", seed, gain=gain)) for gain in GAINS] for seed in seeds]

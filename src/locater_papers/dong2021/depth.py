@@ -1,7 +1,8 @@
-"""How alike tokens are at each depth, with attention skips and MLPs and without: at initialisation, and in trained models.
+"""How alike tokens are at each depth, with attention skips and MLPs and without: at initialisation, and in trained
+models.
 
-Curves of the paper were read off its figures. Each is of one draw of weights: where our draws differ from each other, so may theirs.
-`encoders.py` has the models and says how they are cut.
+Curves of the paper were read off its figures. Each is of one draw of weights: where our draws differ from each other,
+so may theirs. `encoders.py` has the models and says how they are cut.
 """
 
 from __future__ import annotations
@@ -43,19 +44,29 @@ def _to_zero(*head: float) -> dict[int, float]:
 
 STATED: dict[str, dict[str, dict[int, float]]] = {  # by model and variant, the mean residual after so many layers
     "BERT": {
-        "full": dict(enumerate((0.597, 0.563, 0.535, 0.565, 0.537, 0.529, 0.493, 0.464, 0.439, 0.414, 0.406, 0.365, 0.345))),
-        "no MLP": dict(enumerate((0.607, 0.565, 0.559, 0.565, 0.562, 0.552, 0.529, 0.503, 0.496, 0.487, 0.472, 0.463, 0.449))),
+        "full": dict(
+            enumerate((0.597, 0.563, 0.535, 0.565, 0.537, 0.529, 0.493, 0.464, 0.439, 0.414, 0.406, 0.365, 0.345))
+        ),
+        "no MLP": dict(
+            enumerate((0.607, 0.565, 0.559, 0.565, 0.562, 0.552, 0.529, 0.503, 0.496, 0.487, 0.472, 0.463, 0.449))
+        ),
         "no skip": _to_zero(0.597, 0.017),
         "neither": _to_zero(0.612, 0.018),
     },
     "ALBERT": {
-        "full": dict(enumerate((0.626, 0.670, 0.610, 0.561, 0.525, 0.463, 0.418, 0.385, 0.359, 0.337, 0.318, 0.289, 0.260))),
-        "no MLP": dict(enumerate((0.642, 0.642, 0.613, 0.546, 0.493, 0.449, 0.412, 0.379, 0.348, 0.321, 0.296, 0.275, 0.255))),
+        "full": dict(
+            enumerate((0.626, 0.670, 0.610, 0.561, 0.525, 0.463, 0.418, 0.385, 0.359, 0.337, 0.318, 0.289, 0.260))
+        ),
+        "no MLP": dict(
+            enumerate((0.642, 0.642, 0.613, 0.546, 0.493, 0.449, 0.412, 0.379, 0.348, 0.321, 0.296, 0.275, 0.255))
+        ),
         "no skip": _to_zero(0.566, 0.001),
         "neither": _to_zero(0.669, 0.002),
     },
     "XLNet": {
-        "full": dict(enumerate((0.992, 0.972, 0.990, 0.977, 0.958, 0.891, 0.844, 0.860, 0.849, 0.822, 0.832, 0.830, 0.738))),
+        "full": dict(
+            enumerate((0.992, 0.972, 0.990, 0.977, 0.958, 0.891, 0.844, 0.860, 0.849, 0.822, 0.832, 0.830, 0.738))
+        ),
         "no MLP": {0: 0.998, 12: 0.927},
         "no skip": _to_zero(1.02, 0.002),
         "neither": _to_zero(1.0, 0.001),
@@ -128,7 +139,8 @@ CLAIMS = (
 )  # fmt: skip
 
 
-# --- at initialisation --------------------------------------------------------------------------------------------------
+# --- at initialisation
+# --------------------------------------------------------------------------------------------------
 
 Curves = dict[str, dict[str, Tensor]]  # by model and variant: (draws, states), mean over samples
 
@@ -178,28 +190,42 @@ def start_measures(curves: Curves) -> dict[str, Measured]:
     found["c12"] = _extreme({f"{m}, {v}": curves[m][v][:, LAYERS] for m in curves for v in ("full", "no MLP")}, -1)
     pairs = [(kept, lost) for kept in ("full", "no MLP") for lost in ("no skip", "neither")]
     found["c13"] = _extreme(
-        {f"{m}, {a} less {b}, layer {t}": (curves[m][a] - curves[m][b])[:, t] for m in curves for a, b in pairs for t in later}, -1
+        {
+            f"{m}, {a} less {b}, layer {t}": (curves[m][a] - curves[m][b])[:, t]
+            for m in curves
+            for a, b in pairs
+            for t in later
+        },
+        -1,
     )
-    found["c14"] = _extreme({f"{m}, layer {t}": (curves[m]["no skip"] - curves[m]["neither"])[:, t] for m in curves for t in later}, 1)
+    found["c14"] = _extreme(
+        {f"{m}, layer {t}": (curves[m]["no skip"] - curves[m]["neither"])[:, t] for m in curves for t in later}, 1
+    )
     found["c15"] = _extreme({m: (curves[m]["full"] - curves[m]["no MLP"])[:, LAYERS] for m in ("BERT", "XLNet")}, 1)
     found["c16"] = _draws((curves["ALBERT"]["no MLP"] - curves["ALBERT"][BRANCH_OUT])[:, LAYERS])
     return found
 
 
-# --- trained models -----------------------------------------------------------------------------------------------------
+# --- trained models
+# -----------------------------------------------------------------------------------------------------
 
 
 def trained(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Curves of the trained models at hand on two halves of the text, and what was left out, with the reason."""
     text, samples = setting.text[:TEXT], 2 * SAMPLES[setting.quick]
-    found, left_out = read_each(sources(setting.models).items(), lambda name, folder: _trained_one(name, folder, text, samples))
+    found, left_out = read_each(
+        sources(setting.models).items(), lambda name, folder: _trained_one(name, folder, text, samples)
+    )
     return list(found.values()), left_out
 
 
 def _trained_one(name: str, folder: Path, text: str, samples: int) -> dict[str, Any]:
     model = trained_model(folder)
     held = batches(model, text, length=LENGTH, tokens=LENGTH * samples, batch=4)
-    halves = {variant: [part.mean(0).tolist() for part in found.chunk(2)] for variant, found in variants_of(model, held).items()}
+    halves = {
+        variant: [part.mean(0).tolist() for part in found.chunk(2)]
+        for variant, found in variants_of(model, held).items()
+    }
     return {"model": name, "causal": is_causal(model), "curves": halves}
 
 
@@ -241,13 +267,22 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     curves = at_start(setting)
     entries, left_out = trained(setting)
     found = {**start_measures(curves), **trained_measures(entries)}
-    table = {m: {v: {"mean": x.mean(0).tolist(), "sd": x.std(0).tolist()} for v, x in held.items()} for m, held in curves.items()}
+    table = {
+        m: {v: {"mean": x.mean(0).tolist(), "sd": x.std(0).tolist()} for v, x in held.items()}
+        for m, held in curves.items()
+    }
     how = {"samples": SAMPLES[setting.quick], "draws": DRAWS[setting.quick], "length": LENGTH}
-    more: dict[str, dict[str, Any]] = {"c1": {"curves": table, "settings": how}, "c20": {"trained": entries, "left_out": left_out}}
-    return {key: Measured(x.value, x.spread, x.spread_of, {**x.numbers, **more.get(key, {})}) for key, x in found.items()}
+    more: dict[str, dict[str, Any]] = {
+        "c1": {"curves": table, "settings": how},
+        "c20": {"trained": entries, "left_out": left_out},
+    }
+    return {
+        key: Measured(x.value, x.spread, x.spread_of, {**x.numbers, **more.get(key, {})}) for key, x in found.items()
+    }
 
 
-# --- the page -----------------------------------------------------------------------------------------------------------
+# --- the page
+# -----------------------------------------------------------------------------------------------------------
 
 
 def section(entries: Entries) -> Part:
@@ -265,7 +300,8 @@ def section(entries: Entries) -> Part:
 
 def _line(name: str, variant: str, values: list[float]) -> Series:
     number = list(VARIANTS).index(variant)
-    return Series(name, list(enumerate(values)), "dashed" if variant == "neither" else "line", number)  # it may lie on "no skip"
+    # it may lie on "no skip"
+    return Series(name, list(enumerate(values)), "dashed" if variant == "neither" else "line", number)
 
 
 def _start_panel(model: str, curves: Mapping[str, Mapping[str, list[float]]], named: bool) -> Panel:
@@ -274,7 +310,13 @@ def _start_panel(model: str, curves: Mapping[str, Mapping[str, list[float]]], na
     if BRANCH_OUT in curves:
         lines.append(Series(BRANCH_OUT, list(enumerate(curves[BRANCH_OUT]["mean"])), "dashed", 4))
     dots = [Series("", sorted(STATED[model][v].items()), "dots", i) for i, v in enumerate(VARIANTS)]
-    return Panel(f"{model} at initialisation; dots: the paper's", "layer", "relative residual", [*lines, *dots], y_limits=(0, 1.1))
+    return Panel(
+        f"{model} at initialisation; dots: the paper's",
+        "layer",
+        "relative residual",
+        [*lines, *dots],
+        y_limits=(0, 1.1),
+    )
 
 
 def _start_lines(held: Mapping[str, Any]) -> list[str]:
@@ -289,7 +331,8 @@ def _start_lines(held: Mapping[str, Any]) -> list[str]:
         for variant, curve in variants.items():
             stated = STATED[name].get(variant, {})
             cells = [
-                f"{curve['mean'][t]:.3f} ± {curve['sd'][t]:.3f}" + (f" ({stated[t]:.3f})" if t in stated else "") for t in (1, 2, 6, 12)
+                f"{curve['mean'][t]:.3f} ± {curve['sd'][t]:.3f}" + (f" ({stated[t]:.3f})" if t in stated else "")
+                for t in (1, 2, 6, 12)
             ]
             lines.append(f"| {name} | {variant} | {' | '.join(cells)} |")
     lines += [
@@ -316,4 +359,6 @@ def _trained_lines(held: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-STUDY = Study("residual against depth", CLAIMS, measure, needs="a trained model of the kind that the claim names", on_models=True)
+STUDY = Study(
+    "residual against depth", CLAIMS, measure, needs="a trained model of the kind that the claim names", on_models=True
+)

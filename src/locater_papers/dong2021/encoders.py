@@ -1,7 +1,8 @@
-"""BERT, ALBERT and XLNet at initialisation, trained models at hand, and what is cut out of both; residuals of their hidden states.
+"""BERT, ALBERT and XLNet at initialisation, trained models at hand, and what is cut out of both; residuals of their
+hidden states.
 
-Models at initialisation have the published configurations and random weights, so what tokens mean does not matter, only which of
-them are equal: words are numbered as they appear. The cuts are the paper's:
+Models at initialisation have the published configurations and random weights, so what tokens mean does not matter, only
+which of them are equal: words are numbered as they appear. The cuts are the paper's:
 
     no skip    the skip around attention goes; the MLP keeps its own ("SAN+MLP")
     no MLP     BERT and XLNet lose the MLP with its skip and norm ("SAN+skip"). ALBERT loses the two weight matrices alone and keeps
@@ -49,7 +50,9 @@ def initial(name: str, seed: int, **changes: Any) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise LocaterError("models at initialisation need the transformers package: pip install 'locater[hf]'") from None
+        raise LocaterError(
+            "models at initialisation need the transformers package: pip install 'locater[hf]'"
+        ) from None
     kind, settings = CONFIGS[name]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**settings, **changes})
@@ -59,7 +62,8 @@ def initial(name: str, seed: int, **changes: Any) -> nn.Module:
 
 
 def word_rows(text: str, samples: int, length: int = LENGTH) -> Tensor:
-    """Samples of `length` tokens from evenly spaced places of the text: words and marks by number, between two special tokens.
+    """Samples of `length` tokens from evenly spaced places of the text: words and marks by number, between two special
+    tokens.
 
     >>> word_rows("a b a c, a b", 2, length=5).tolist()
     [[0, 2, 3, 2, 1], [0, 4, 2, 3, 1]]
@@ -68,7 +72,9 @@ def word_rows(text: str, samples: int, length: int = LENGTH) -> Tensor:
     if len(found) < size:
         raise LocaterError(f"{len(found)} words of text for samples of {size}")
     starts = [i * (len(found) - size) // max(1, samples - 1) for i in range(samples)]
-    return torch.tensor([[0, *(2 + numbers.setdefault(w, len(numbers)) for w in found[at : at + size]), 1] for at in starts])
+    return torch.tensor(
+        [[0, *(2 + numbers.setdefault(w, len(numbers)) for w in found[at : at + size]), 1] for at in starts]
+    )
 
 
 def words(text: str) -> list[str]:
@@ -82,8 +88,14 @@ def cut(model: nn.Module, variant: str) -> Iterator[None]:
     settings = VARIANTS["no MLP"] if variant == BRANCH_OUT else VARIANTS[variant]
     albert = getattr(getattr(model, "config", None), "model_type", "") == "albert"
     if albert and "no_mlp" in settings:
-        settings = {**settings, "no_mlp": True} if variant == BRANCH_OUT else {k: v for k, v in settings.items() if k != "no_mlp"}
-    emptied = [m for m in model.modules() if hasattr(m, "ffn_output")] if albert and variant in ("no MLP", "neither") else []
+        settings = (
+            {**settings, "no_mlp": True}
+            if variant == BRANCH_OUT
+            else {k: v for k, v in settings.items() if k != "no_mlp"}
+        )
+    emptied = (
+        [m for m in model.modules() if hasattr(m, "ffn_output")] if albert and variant in ("no MLP", "neither") else []
+    )
     kept = [(m, m.ffn, m.ffn_output) for m in emptied]
     control = Surgery(**settings).attach(model) if settings else None
     try:

@@ -23,7 +23,9 @@ def page(document: Mapping[str, Any]) -> Part:
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
-    """What collapses, how fast, and what stops it, for a reader who knows nothing of the paper; only what was measured."""
+    """What collapses, how fast, and what stops it, for a reader who knows nothing of the paper; only what was
+    measured.
+    """
     numbers = {entry["id"]: entry["numbers"] for entry in document["claims"]}
     said: Said = (
         (("a1", "c4"), lambda v: "Attention averages tokens. Left alone it makes them equal: what differs between them falls to its "
@@ -152,7 +154,9 @@ def _lengths(found: Entries) -> Part:
         s = r["stated"]
         modes = ", ".join(str(k) for k in r["modes"])
         shares = f"{r['at_mode']:.4f} ({s['at_mode']:.4f}) | {r['longest']:.4f} ({s['longest']:.4f})"
-        lines.append(f"| {r['model']} | {r['layers']} | {r['heads']} | {r['mean']:.3f} ({s['mean']:.3f}) | {modes} | {shares} |")
+        lines.append(
+            f"| {r['model']} | {r['layers']} | {r['heads']} | {r['mean']:.3f} ({s['mean']:.3f}) | {modes} | {shares} |"
+        )
     lines += [
         "", f"Weighed by what a trained model's skips carry ({e4['mean_skip']:.2f} of the stream a layer), the mean length is",
         f"{e4['mean_length']:.2f}, and paths through at most one layer have {e4['weights'][0] + e4['weights'][1]:.0%} of the weight.",
@@ -166,7 +170,9 @@ def _lengths(found: Entries) -> Part:
 def _circle(found: Entries) -> Part:
     held = found["g1"]["variants"]
     shown = {"merged": "attention, tokens merge", "apart": "attention, tokens stay apart"}
-    pairs = [(title, held["attention"][kind]) for kind, title in shown.items()] + [("x + attention", held["x + attention"]["apart"])]
+    pairs = [(title, held["attention"][kind]) for kind, title in shown.items()] + [
+        ("x + attention", held["x + attention"]["apart"])
+    ]
     panels: list[Panel] = [_walk(title, pair) for title, pair in pairs if pair]
     steps = [10.0 * n for n in range(len(held["attention"]["share_merged"]))]
     panels.append(
@@ -188,6 +194,9 @@ def _circle(found: Entries) -> Part:
 
 def _walk(title: str, pair: Sequence[Sequence[Sequence[float]]]) -> Panel:
     """Both tokens on the plane, from their start to where they end."""
-    ends = [Series(name, [(path[at][0], path[at][1]) for path in pair], "dots", n) for name, at, n in (("start", 0, 4), ("end", -1, 2))]
+    ends = [
+        Series(name, [(path[at][0], path[at][1]) for path in pair], "dots", n)
+        for name, at, n in (("start", 0, 4), ("end", -1, 2))
+    ]
     lines = [Series(f"token {n + 1}", [(p[0], p[1]) for p in path], "line", n) for n, path in enumerate(pair)]
     return Panel(title, "", "", [*lines, *ends], x_limits=(-0.56, 0.56), y_limits=(-0.56, 0.56), clip=True)

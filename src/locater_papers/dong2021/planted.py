@@ -1,7 +1,7 @@
 """Heads with given moments on given tokens: what they keep of the tokens' differences and of their own entropy.
 
-A head is a map A = s W in logit units, M = tr A, F = ||A||^2, S = tr A^2, with the identity for values and output, so that whatever
-happens to the tokens is attention's doing.
+A head is a map A = s W in logit units, M = tr A, F = ||A||^2, S = tr A^2, with the identity for values and output, so
+that whatever happens to the tokens is attention's doing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def _turn(seed: int) -> Tensor:
 
 
 def tokens(kind: str, count: int, seed: int) -> Float[Tensor, "count T d"]:
-    """Random walks with steps I/T (`raw walk`), scaled to |x|^2 = d (`equal norm`); or tokens of equal norm that are `independent`."""
+    """Random walks with steps I/T (`raw walk`), scaled to |x|^2 = d (`equal norm`); or tokens of equal norm that are
+    `independent`.
+    """
     x = torch.randn(count, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
     x = x if kind == "independent" else x.cumsum(1) / LENGTH**0.5
     return x if kind == "raw walk" else x * WIDTH**0.5 / x.norm(dim=-1, keepdim=True)
@@ -124,5 +126,7 @@ def response(batch: Batch, A: Float[Tensor, "d d"]) -> tuple[float, float]:
     """(v, k): variance of logits across keys and residual kept to first order, from A and the tokens' covariance."""
     through = A @ batch.covariance
     v = (through @ A.mT * batch.second.mT).sum((-2, -1))
-    k = (through @ batch.covariance @ A.mT * batch.covariance.mT).sum((-2, -1)) / batch.covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+    k = (through @ batch.covariance @ A.mT * batch.covariance.mT).sum((-2, -1)) / batch.covariance.diagonal(
+        dim1=-2, dim2=-1
+    ).sum(-1)
     return v.mean().item(), k.mean().clamp_min(0).sqrt().item()

@@ -1,8 +1,9 @@
-"""Products of attention maps along paths: by how many decades each more layer takes them towards rank one, before and after training.
+"""Products of attention maps along paths: by how many decades each more layer takes them towards rank one, before and
+after training.
 
-As in the paper: k distinct layers in their order, one head drawn in each, and P = A_1 A_2 ... A_k of one sample. What is left of P
-besides the closest matrix of rank one, over P, in the composite norm. Products are formed in float64, where the paper's float32
-ends near 1e-6. That is attention alone: values and skips play no part.
+As in the paper: k distinct layers in their order, one head drawn in each, and P = A_1 A_2 ... A_k of one sample. What
+is left of P besides the closest matrix of rank one, over P, in the composite norm. Products are formed in float64,
+where the paper's float32 ends near 1e-6. That is attention alone: values and skips play no part.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def attention_maps(model: Any, ids: Tensor) -> Tensor:
     was = model.config._attn_implementation
     model.set_attn_implementation("eager")  # the only one that hands them out
     try:
-        found = getattr(model(input_ids=ids.to(next(model.parameters()).device), output_attentions=True), "attentions", None)
+        found = getattr(
+            model(input_ids=ids.to(next(model.parameters()).device), output_attentions=True), "attentions", None
+        )
     finally:
         model.set_attn_implementation(was)
     if not found or any(x is None for x in found):
@@ -81,7 +84,8 @@ def attention_maps(model: Any, ids: Tensor) -> Tensor:
 
 
 def chain(maps: Tensor, factors: int, repeats: int, seed: int = 0) -> Tensor:
-    """Products of `factors` maps each: sample, layers and heads drawn evenly, layers in their order. (repeats, tokens, tokens).
+    """Products of `factors` maps each: sample, layers and heads drawn evenly, layers in their order. (repeats, tokens,
+    tokens).
 
     >>> eye = torch.eye(2).expand(3, 1, 2, 2, 2)
     >>> chain(eye, 3, 1).tolist()
@@ -128,7 +132,8 @@ def decades(found: Mapping[int, float], floor: float = FLOOR) -> float:
     return sum((k - middle) * y for k, y in points) / sum((k - middle) ** 2 for k, _ in points)
 
 
-# --- models -------------------------------------------------------------------------------------------------------------
+# --- models
+# -------------------------------------------------------------------------------------------------------------
 
 
 def bert(setting: Setting, seed: int) -> dict[str, Any]:
@@ -144,7 +149,9 @@ def pair(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
     from transformers import AutoModel
 
     model = trained_model(folder)
-    rows = batches(model, setting.text[:TEXT], length=LENGTH, tokens=2 * LENGTH * SAMPLES[setting.quick], batch=1024)[0]["input_ids"]
+    rows = batches(model, setting.text[:TEXT], length=LENGTH, tokens=2 * LENGTH * SAMPLES[setting.quick], batch=1024)[
+        0
+    ]["input_ids"]
     halves = rows.chunk(2)
     entry: dict[str, Any] = {"model": name, "causal": is_causal(model)}
     entry["trained"] = [_medians(model, half, setting, number) for number, half in enumerate(halves)]
@@ -166,7 +173,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     return _measured(draws, list(pairs.values()), left_out)
 
 
-def _measured(draws: list[dict[str, Any]], pairs: list[dict[str, Any]], left_out: dict[str, str]) -> dict[str, Measured]:
+def _measured(
+    draws: list[dict[str, Any]], pairs: list[dict[str, Any]], left_out: dict[str, str]
+) -> dict[str, Measured]:
     of_draws = "half the range over draws of weights"
     of_halves = "half the difference of two halves of the samples, each with its draw of initial weights"
     shown = {"bert": draws, "pairs": pairs, "left_out": left_out, "decades": {e["model"]: _slopes(e) for e in pairs}}
@@ -180,7 +189,9 @@ def _measured(draws: list[dict[str, Any]], pairs: list[dict[str, Any]], left_out
     if both:
         mean = [sum(s["trained"][half] for s in both) / len(both) for half in range(2)]
         found["d3"] = half_range(mean, of_halves)
-        found["d4"] = half_range([min(s["initial"][half] - s["trained"][half] for s in both) for half in range(2)], of_halves)
+        found["d4"] = half_range(
+            [min(s["initial"][half] - s["trained"][half] for s in both) for half in range(2)], of_halves
+        )
     if causal:
         found["d6"] = half_range([max(s["initial"][half] for s in causal) for half in range(2)], of_halves)
     return found
@@ -190,7 +201,8 @@ def _slopes(entry: Mapping[str, Any]) -> dict[str, list[float]]:
     return {state: [decades(held) for held in entry[state]] for state in ("initial", "trained")}
 
 
-# --- the page -----------------------------------------------------------------------------------------------------------
+# --- the page
+# -----------------------------------------------------------------------------------------------------------
 
 
 def section(entries: Entries) -> Part:
@@ -225,14 +237,23 @@ def _start_panel(start: Sequence[Mapping[Any, float]]) -> Panel:
 
 def _pair_panel(entry: Mapping[str, Any]) -> Panel:
     states = (("at initialisation", "initial"), ("trained", "trained"))
-    lines = [Series(name, _points([_keyed(m) for m in entry[state]]), "line", i) for i, (name, state) in enumerate(states)]
+    lines = [
+        Series(name, _points([_keyed(m) for m in entry[state]]), "line", i) for i, (name, state) in enumerate(states)
+    ]
     return _panel(f"{entry['model']}, {'causal' if entry['causal'] else 'no mask'}", lines)
 
 
 def _panel(title: str, series: list[Series]) -> Panel:
     """All on one scale, that of BERT base unless a model is deeper."""
     deepest = max(12.0, *(x for each in series for x, _ in each.points))
-    return Panel(title, "maps in the product", "log10 of the relative residual", series, x_limits=(0.5, deepest + 0.5), y_limits=(-16, 1))
+    return Panel(
+        title,
+        "maps in the product",
+        "log10 of the relative residual",
+        series,
+        x_limits=(0.5, deepest + 0.5),
+        y_limits=(-16, 1),
+    )
 
 
 def _points(found: Sequence[Mapping[int, float]]) -> list[tuple[float, float]]:
@@ -249,4 +270,10 @@ def _of(values: Sequence[float]) -> str:
     return f"{(low + high) / 2:.2f} ± {(high - low) / 2:.2f}"
 
 
-STUDY = Study("products of attention maps", CLAIMS, measure, needs="a trained model of the kind that the claim names", on_models=True)
+STUDY = Study(
+    "products of attention maps",
+    CLAIMS,
+    measure,
+    needs="a trained model of the kind that the claim names",
+    on_models=True,
+)

@@ -1,7 +1,8 @@
-"""Whether LocAteR slows rank collapse: the penalty alone on drawn heads, and trained models without their skips and MLPs. End of study h.
+"""Whether LocAteR slows rank collapse: the penalty alone on drawn heads, and trained models without their skips and
+MLPs. End of study h.
 
-A model that sorts numbers (the paper's own task) sees all tokens at once, so that nothing but attention, once skips and MLPs are out
-(`locater.control.surgery`), decides how fast its tokens become equal.
+A model that sorts numbers (the paper's own task) sees all tokens at once, so that nothing but attention, once skips and
+MLPs are out (`locater.control.surgery`), decides how fast its tokens become equal.
 """
 
 from __future__ import annotations
@@ -28,11 +29,24 @@ from locater_papers.parts import device, every
 
 SEEDS = {True: 3, False: 8}
 TARGET, LARGE = 2.0, 8.0  # LocAteR's default, and one beyond it
-START, DESCENT, RATE = 0.3, 400, 3e-3  # sqrt F of drawn heads, about that of BERT's; steps of the penalty and their size
+# sqrt F of drawn heads, about that of BERT's; steps of the penalty and their size
+START, DESCENT, RATE = 0.3, 400, 3e-3
 DEPTH, SHOWN = 6, 2  # layers of a stack; after how many its claims are read
-HALFWAY = 3  # after how many that of trained models is: beyond it attention without penalty has nothing left that float64 could tell
+# after how many that of trained models is: beyond it attention without penalty has nothing left that float64 could tell
+HALFWAY = 3
 SCALE = WIDTH**-0.5
-SHAPE = Shape(vocabulary=10, layers=6, width=48, heads=2, kv_heads=2, hidden=96, length=16, positions="learned", mlp="gelu", causal=False)
+SHAPE = Shape(
+    vocabulary=10,
+    layers=6,
+    width=48,
+    heads=2,
+    kv_heads=2,
+    hidden=96,
+    length=16,
+    positions="learned",
+    mlp="gelu",
+    causal=False,
+)
 STEPS, BATCH, PACE, WARM = {True: 150, False: 2000}, 32, 3e-3, 30
 CHECKED = 64  # sequences
 Maps = tuple[Float[Tensor, "heads h d"], Float[Tensor, "heads h d"]]
@@ -79,7 +93,11 @@ def penalised(maps: Maps, target: float, steps: int | None = None) -> Maps:
 def moments_of(maps: Maps) -> dict[str, float]:
     """Means over heads of M, sqrt F and S/F."""
     trace, square, size = traces(*maps)
-    return {"M": float(SCALE * trace.mean()), "size": float(SCALE * size.sqrt().mean()), "ratio": float((square / size).mean())}
+    return {
+        "M": float(SCALE * trace.mean()),
+        "size": float(SCALE * size.sqrt().mean()),
+        "ratio": float((square / size).mean()),
+    }
 
 
 def stack_shares(maps: Maps, x: Float[Tensor, "T d"]) -> list[float]:
@@ -116,7 +134,8 @@ def train(arm: str, seed: int, steps: int, where: str = "cpu") -> tuple[Transfor
     control: Control = (Control() if target is None else LocAteR(target=target)).attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PACE, betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(seed)
-    drawn_rows = torch.stack([numbers(BATCH, generator)[0] for _ in range(steps)]).to(where)  # at once: a step does not wait for its batch
+    # at once: a step does not wait for its batch
+    drawn_rows = torch.stack([numbers(BATCH, generator)[0] for _ in range(steps)]).to(where)
     for step, rows in enumerate(drawn_rows):
         for group in optimizer.param_groups:
             group["lr"] = PACE * min(1.0, (step + 1) / WARM) * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -133,7 +152,9 @@ def train(arm: str, seed: int, steps: int, where: str = "cpu") -> tuple[Transfor
 
 @torch.no_grad()
 def layer_shares(model: Transformer, cut: bool, seed: int) -> list[float]:
-    """Residual's share before the first block and after each, geometric mean over sequences; `cut`: without skips and MLPs."""
+    """Residual's share before the first block and after each, geometric mean over sequences; `cut`: without skips and
+    MLPs.
+    """
     rows = numbers(CHECKED, torch.Generator().manual_seed(20_000 + seed))[0].to(model.lm_head.weight.device)
     states: list[Tensor] = []
     model = model.double()  # in place: float32 would call tokens equal from 1e-8 on
@@ -178,13 +199,16 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     later = [math.log10(run["LocAteR, target 2"]["cut"][HALFWAY] / run["no penalty"]["cut"][HALFWAY]) for run in runs]
     large = [math.log10(run["LocAteR, target 8"]["cut"][HALFWAY] / run["no penalty"]["cut"][HALFWAY]) for run in runs]
     shown = {
-        name: {"shares": _geometric([run[name]["shares"] for run in drawn_runs]), **_moments(drawn_runs, name)} for name in drawn_runs[0]
+        name: {"shares": _geometric([run[name]["shares"] for run in drawn_runs]), **_moments(drawn_runs, name)}
+        for name in drawn_runs[0]
     }
     models = {arm: _over(runs, arm) for arm in ARMS}
     same = "mean zero, F of target"
     return {
         "h11": seeds_range(gained("penalty, target 2", "drawn"), {"stacks": shown}),
-        "h12": seeds_range(gained("penalty, target 2", f"{same} 2"), {"target 8": gained("penalty, target 8", f"{same} 8")}),
+        "h12": seeds_range(
+            gained("penalty, target 2", f"{same} 2"), {"target 8": gained("penalty, target 8", f"{same} 8")}
+        ),
         "h13": seeds_range(later, {"models": models, "target 8": large, "steps": STEPS[setting.quick]}),
     }
 

@@ -1,7 +1,9 @@
-"""Sorting, convex hull and memorisation: how much of a trained model's accuracy sums of a few of its paths keep, by their length.
+"""Sorting, convex hull and memorisation: how much of a trained model's accuracy sums of a few of its paths keep, by
+their length.
 
-Six layers LN(x + heads), and an MLP in memorisation alone, whose published runs have one too. `classifier.py` has the model and
-says what becomes of a path: it computes its own attention, as in the paper, or, `held`, keeps that of the whole model.
+Six layers LN(x + heads), and an MLP in memorisation alone, whose published runs have one too. `classifier.py` has the
+model and says what becomes of a path: it computes its own attention, as in the paper, or, `held`, keeps that of the
+whole model.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ def sentences(setting: Setting) -> tuple[list[str], str]:
         lines = [line.split("\t") for line in read_text(found[0]).splitlines()[1:]]
         return [f"{line[1]} {line[2]}" for line in lines if len(line) > 2], "RTE, words and punctuation"
     plain = re.findall(r"\S+", setting.text[:400_000])
-    return [" ".join(plain[i : i + 55]) for i in range(0, len(plain), 55)], "the documentation inside Python in pieces of 55 words; no RTE"
+    return [
+        " ".join(plain[i : i + 55]) for i in range(0, len(plain), 55)
+    ], "the documentation inside Python in pieces of 55 words; no RTE"
 
 
 TASKS = (
@@ -117,7 +121,8 @@ TASKS = (
 )  # fmt: skip
 
 
-# --- runs ---------------------------------------------------------------------------------------------------------------
+# --- runs
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def by_length(model: Classifier, data: Data, count: int, seed: int, held: bool = False) -> list[float]:
@@ -162,12 +167,15 @@ def as_published(task: Task, setting: Setting) -> Measured:
     model = train(task.shape, learn, recipe, 2)
     each = (model(judged.x, judged.real).argmax(-1) == judged.y).double().mean(-1)
     numbers = {"rate": recipe.rate, "epochs": recipe.epochs, "guess": guess(learn, judged)}
-    return Measured(float(each.mean()), 2 * float(each.std()) / len(each) ** 0.5, "2 standard errors over sequences", numbers)
+    return Measured(
+        float(each.mean()), 2 * float(each.std()) / len(each) ** 0.5, "2 standard errors over sequences", numbers
+    )
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
 
-AT_LEAST = {"sorting": (0.95, 0.6), "convex hull": (0.88, 0.65), "memorisation": (0.80, 0.8)}  # the whole; paths of length 1, 5 of them
+# the whole; paths of length 1, 5 of them
+AT_LEAST = {"sorting": (0.95, 0.6), "convex hull": (0.88, 0.65), "memorisation": (0.80, 0.8)}
 
 
 def _claims(task: Task, first: int) -> tuple[Claim, ...]:
@@ -261,18 +269,27 @@ def section(entries: Entries) -> Part:
     ]  # fmt: skip
     for name, entry in held.items():
         lines += [f"{name}: {entry['how']}" + (f"; {entry['text']}." if "text" in entry else "."), ""]
-    lines += ["| task | whole model (paper) | without reading (paper's chance) | paths | " + " | ".join(map(str, range(DEPTH + 1))) + " |"]
+    lines += [
+        "| task | whole model (paper) | without reading (paper's chance) | paths | "
+        + " | ".join(map(str, range(DEPTH + 1)))
+        + " |"
+    ]
     lines += ["|---|---|---|---|" + "---|" * (DEPTH + 1)]
     for name, entry in held.items():
         whole, blind = (_mean([one[key] for one in entry["runs"]]) for key in ("entire", "guess"))
         for kind in (FEW, MANY, HELD):
             cells = " | ".join(f"{x:.2f}" for x in _curve(entry, kind))
-            lines.append(f"| {name} | {whole:.3f} ({entry['entire']:g}) | {blind:.3f} ({entry['chance']:g}) | {kind} | {cells} |")
+            lines.append(
+                f"| {name} | {whole:.3f} ({entry['entire']:g}) | {blind:.3f} ({entry['chance']:g}) | {kind} | {cells} |"
+            )
     return lines, {"tasks": draw([_panel(name, entry) for name, entry in held.items()])}
 
 
 def _panel(name: str, entry: Mapping[str, Any]) -> Panel:
-    series = [Series(kind, list(enumerate(_curve(entry, kind))), "line", number) for number, kind in enumerate((FEW, MANY, HELD))]
+    series = [
+        Series(kind, list(enumerate(_curve(entry, kind))), "line", number)
+        for number, kind in enumerate((FEW, MANY, HELD))
+    ]
     for key, colour in (("entire", 3), ("guess", 4)):
         value = _mean([one[key] for one in entry["runs"]])
         series.append(Series("", [(0, value), (DEPTH, value)], "dashed", colour))
@@ -287,4 +304,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-STUDY = Study("paths of trained models", CLAIMS, measure, needs="the full setting, without --quick: minutes of training")
+STUDY = Study(
+    "paths of trained models", CLAIMS, measure, needs="the full setting, without --quick: minutes of training"
+)

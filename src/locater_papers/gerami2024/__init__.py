@@ -1,4 +1,6 @@
-"""Gerami, Hoover, Dulepet and Duraiswami (2024): a polynomial in the place of softmax's exponential, which factorises."""
+"""Gerami, Hoover, Dulepet and Duraiswami (2024): a polynomial in the place of softmax's exponential, which
+factorises.
+"""
 
 from locater_papers.gerami2024 import cost, forms, judged, leak, limits
 from locater_papers.gerami2024.page import lead, page

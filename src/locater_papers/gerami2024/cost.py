@@ -1,7 +1,8 @@
 """What it costs beside fused attention: multiplications counted, and processor time in one run. Study d.
 
-One head of size D: softmax attention multiplies 2 T^2 D times forward; order p of Fastmax about 2 T F (D + 1), F features, F = 1 + D at
-order 1 and 1 + D + D (D + 8) / 2 at order 2 (the public form has 1 + D + D^2). So they cross near T = F.
+One head of size D: softmax attention multiplies 2 T^2 D times forward; order p of Fastmax about 2 T F (D + 1), F
+features, F = 1 + D at order 1 and 1 + D + D (D + 8) / 2 at order 2 (the public form has 1 + D + D^2). So they cross
+near T = F.
 """
 
 from __future__ import annotations
@@ -100,7 +101,10 @@ def timed(rounds: int) -> list[dict[str, Any]]:
                 took = seconds(call)
                 if turn:
                     held[name].append(took)
-        ratios = {f"{name} ratio": [a / b for a, b in zip(held[name], held["fused"], strict=True)] for name in ("order 1", "order 2")}
+        ratios = {
+            f"{name} ratio": [a / b for a, b in zip(held[name], held["fused"], strict=True)]
+            for name in ("order 1", "order 2")
+        }
         table.append({"tokens": T, **{name: median(x) for name, x in held.items()}, **ratios})
     return table
 
@@ -108,10 +112,15 @@ def timed(rounds: int) -> list[dict[str, Any]]:
 def measure(setting: Setting) -> Mapping[str, Measured]:
     """Counts, then times."""
     growth = {
-        name: math.log2(multiplications(COUNTED[-1], TIMED_SIZE, order) / multiplications(COUNTED[-2], TIMED_SIZE, order))
+        name: math.log2(
+            multiplications(COUNTED[-1], TIMED_SIZE, order) / multiplications(COUNTED[-2], TIMED_SIZE, order)
+        )
         for name, order in (("order 2", 2), ("softmax", None))
     }
-    held = [{"size": size, "features": features(size, 2), "published": 1 + size + size**2, "crossing": crossing(size)} for size in SIZES]
+    held = [
+        {"size": size, "features": features(size, 2), "published": 1 + size + size**2, "crossing": crossing(size)}
+        for size in SIZES
+    ]
     far = max((x["crossing"] / x["features"] for x in held), key=lambda r: abs(r - 1))
     with torch.no_grad():
         table = timed(ROUNDS[setting.quick])

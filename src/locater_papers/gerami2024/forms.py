@@ -2,8 +2,9 @@
 
     A_ij = f(x_ij) / sum_j f(x_ij),   x_ij = q_i.k_j,   f(x) = 1 + x  or  1 + x + x^2 / 2
 
-f(q.k) is a product of features of q and of k alone, so the sum over keys can be taken once for all queries: cost grows with the number of
-tokens and not with its square. The reference here is row by row, in float64, with nothing factorised.
+f(q.k) is a product of features of q and of k alone, so the sum over keys can be taken once for all queries: cost grows
+with the number of tokens and not with its square. The reference here is row by row, in float64, with nothing
+factorised.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def polynomial(x: Tensor, order: int) -> Tensor:
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, order: int, causal: bool) -> Float[Tensor, "B H T E"]:
-    """Row by row; queries and keys at unit length, query head h with key head h // group, queries are the last of the keys' places.
+    """Row by row; queries and keys at unit length, query head h with key head h // group, queries are the last of the
+    keys' places.
 
     >>> one = torch.ones(1, 1, 2, 4, dtype=torch.float64)
     >>> explicit(one, one, torch.tensor([[[[2.0], [4.0]]]], dtype=torch.float64), 2, causal=True).flatten().tolist()
@@ -69,7 +71,9 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, order: int, causal: bool) -> Float
     return torch.stack(rows).reshape(*q.shape[:3], v.shape[3])
 
 
-def operands(seed: int, T: int, S: int, heads: int = 2, groups: int = 1, size: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+def operands(
+    seed: int, T: int, S: int, heads: int = 2, groups: int = 1, size: int = 5
+) -> tuple[Tensor, Tensor, Tensor]:
     scale = (0.1, 1.0, 10.0)[seed % 3]
     q = scale * normal(1, heads * groups, T, size, seed=seed)
     return q, normal(1, heads, S, size, seed=seed + 1) + 0.3, normal(1, heads, S, 3, seed=seed + 2)
@@ -84,7 +88,11 @@ def differences(seed: int) -> dict[str, float]:
         outs, grads = [], []
         for factorised in (True, False):
             a, b, c = given = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = mechanism("fastmax")(a, b, c, causal=causal, order=order) if factorised else explicit(a, b, c, order, causal)
+            out = (
+                mechanism("fastmax")(a, b, c, causal=causal, order=order)
+                if factorised
+                else explicit(a, b, c, order, causal)
+            )
             outs.append(out.detach())
             grads.append(torch.autograd.grad((out * normal(*out.shape, seed=seed + 5)).sum(), given))
         found[name] = (outs[0] - outs[1]).abs().max().item()
@@ -125,13 +133,17 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     found = [differences(seed) for seed in range(DRAWS[setting.quick])]
     largest = f"none: the largest of {len(found)} draws"
     rounded = [rounding(length, order) for order in (1, 2) for length in LENGTHS[setting.quick]]
-    against: dict[str, dict[str, float]] = {str(order): {f"{far:g}": opposed(far, order) for far in AGAINST} for order in (1, 2)}
+    against: dict[str, dict[str, float]] = {
+        str(order): {f"{far:g}": opposed(far, order) for far in AGAINST} for order in (1, 2)
+    }
     numbers: dict[str, Any] = {"rounding": rounded, "opposed": against, "size": SIZE}
     return {
         "a1": Measured(max(f["free"] for f in found), 0.0, largest),
         "a2": Measured(max(f["causal"] for f in found), 0.0, largest),
         "a3": Measured(max(max(f["free gradient"], f["causal gradient"]) for f in found), 0.0, largest),
-        "a4": Measured(max(r["factorised"] for r in rounded if r["order"] == 2), 0.0, "none: the largest over lengths", numbers),
+        "a4": Measured(
+            max(r["factorised"] for r in rounded if r["order"] == 2), 0.0, "none: the largest over lengths", numbers
+        ),
         "a5": Measured(against["1"][f"{AGAINST[-1]:g}"], 0.0, "none: the mean of 8 draws"),
     }
 

@@ -1,7 +1,8 @@
 """What normalising over the sequence tells earlier tokens of later ones: study c.
 
-Public code for the method takes off the mean over tokens and divides by the largest length among them, so that |q.k| <= 1. Both depend on
-tokens that a causal model must not see, mask or no mask. Dividing each query and key by its own length does not.
+Public code for the method takes off the mean over tokens and divides by the largest length among them, so that |q.k| <=
+1. Both depend on tokens that a causal model must not see, mask or no mask. Dividing each query and key by its own
+length does not.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def sequence_normed(x: Float[Tensor, "tokens size"]) -> Float[Tensor, "tokens si
 
 
 def causal_outputs(q: Tensor, k: Tensor, v: Tensor, sequence: bool) -> Float[Tensor, "tokens size"]:
-    """Order 2 under a causal mask, normalised over the sequence or per token. The first is what the mechanism refuses to do."""
+    """Order 2 under a causal mask, normalised over the sequence or per token. The first is what the mechanism refuses
+    to do.
+    """
     if not sequence:
         return mechanism("fastmax")(q[None, None], k[None, None], v[None, None], causal=True)[0, 0]
     weight = polynomial(sequence_normed(q) @ sequence_normed(k).mT, 2).tril()
@@ -77,7 +80,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     own = [told(seed, n, False) for n in (16, TOKENS) for seed in seeds]
     ratio = [a / b for a, b in zip(by_length[1024], by_length[16], strict=True)]
     factors = torch.tensor(FACTORS, dtype=torch.float64)
-    read = [spearman(factors, torch.tensor([by_factor[f][i] for f in FACTORS], dtype=torch.float64)) or 0.0 for i in seeds]
+    read = [
+        spearman(factors, torch.tensor([by_factor[f][i] for f in FACTORS], dtype=torch.float64)) or 0.0 for i in seeds
+    ]
     numbers: dict[str, Any] = {
         "tokens": TOKENS,
         "by_length": [{"tokens": n, "change": sum(x) / len(x)} for n, x in by_length.items()],

@@ -1,12 +1,15 @@
-"""What a polynomial in the place of the exponential can weigh at most: positivity, sharpness, entropy, gradients. Study b.
+"""What a polynomial in the place of the exponential can weigh at most: positivity, sharpness, entropy, gradients. Study
+b.
 
-With |x| <= 1, which unit queries and keys give, f(x) = 1 + x + x^2/2 = ((1 + x)^2 + 1) / 2 lies between 1/2 and 5/2. Hence among n keys
+With |x| <= 1, which unit queries and keys give, f(x) = 1 + x + x^2/2 = ((1 + x)^2 + 1) / 2 lies between 1/2 and 5/2.
+Hence among n keys
 
     A_ij <= 5 / (n + 4)        log n - H <= 0.313        |dO_i / dx_il| <= 4 / (n + 4) |v_l - o_i|
 
-The first and the last are attained by one key along the query and all others against it, the second by a share of keys along it. The
-last is true from n = 4 on: (1 + x) / (f(x) + (n - 1) / 2) is largest at x = 1 only where (n - 1) / 2 >= 3/2.
-With a scale s > 1 one key can have half of the weight once s^2 + 2 s + 2 = n - 1, where softmax needs exp(2 s) = n - 1.
+The first and the last are attained by one key along the query and all others against it, the second by a share of keys
+along it. The last is true from n = 4 on: (1 + x) / (f(x) + (n - 1) / 2) is largest at x = 1 only where (n - 1) / 2 >=
+3/2. With a scale s > 1 one key can have half of the weight once s^2 + 2 s + 2 = n - 1, where softmax needs exp(2 s) = n
+- 1.
 """
 
 from __future__ import annotations
@@ -102,7 +105,8 @@ def entropy(weights: Tensor) -> Float[Tensor, "*rows"]:
 
 
 def drawn_entropy(seed: int, size: int, n: int = 40) -> float:
-    """Mean entropy over log n of Gaussian queries and keys. x spreads by 1 / sqrt(D), so it is about 1 - 1 / (2 D log n).
+    """Mean entropy over log n of Gaussian queries and keys. x spreads by 1 / sqrt(D), so it is about 1 - 1 / (2 D log
+    n).
 
     >>> abs(drawn_entropy(0, 64) - (1 - 1 / (128 * math.log(40)))) < 1e-3
     True
@@ -171,8 +175,12 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
             x = (q / q.norm(dim=-1, keepdim=True) @ (k / k.norm(dim=-1, keepdim=True)).mT)[0, 0, 0]
             slopes.append(slope(x, normal(n, 3, seed=seed + 5)) * (n + 4) / 4)
     attained = {n: largest_weight(*built(n)) * (n + 4) / 5 for n in KEYS}
-    steep = {n: slope(built(n)[1][0, 0, :, 0].sign() * built(n)[0][0, 0, 0, 0].sign(), normal(n, 3, seed=n)) for n in KEYS}
-    gaps = {n: max(math.log(n) - entropy(mechanism("fastmax").map(*built(n, m))).item() for m in _shares(n)) for n in KEYS}
+    steep = {
+        n: slope(built(n)[1][0, 0, :, 0].sign() * built(n)[0][0, 0, 0, 0].sign(), normal(n, 3, seed=n)) for n in KEYS
+    }
+    gaps = {
+        n: max(math.log(n) - entropy(mechanism("fastmax").map(*built(n, m))).item() for m in _shares(n)) for n in KEYS
+    }
     fit = math.log(steep[4000] / steep[40]) / math.log(100)
     table = [
         {"keys": n, "cap": 5 / (n + 4), "built": attained[n] * 5 / (n + 4), "softmax": math.exp(2) / (n - 1 + math.exp(2)),
@@ -187,7 +195,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     assert last["half_scale"] is not None
     assert last["half_scale_softmax"] is not None
     return {
-        "b1": Measured(round(min(least_f(seed) for seed in range(count)), 12), 0.0, f"none: the least of {count} draws"),
+        "b1": Measured(
+            round(min(least_f(seed) for seed in range(count)), 12), 0.0, f"none: the least of {count} draws"
+        ),
         "b2": Measured(
             polynomial(raw, 1).min().item(),
             0.0,
@@ -195,10 +205,14 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
             {"negative": (raw < -1).double().mean().item()},
         ),
         "b3": Measured(off, 0.0, "none: computed", {"at_minus_1": 0.5 / math.exp(-1) - 1, "at_1": 2.5 / math.e - 1}),
-        "b4": Measured(max(*shares, *attained.values()) - 1, 0.0, draws, {"keys": table, "drawn": max(shares), "gap": widest_gap()}),
+        "b4": Measured(
+            max(*shares, *attained.values()) - 1, 0.0, draws, {"keys": table, "drawn": max(shares), "gap": widest_gap()}
+        ),
         "b5": Measured(1 - min(attained.values()), 0.0, f"none: the largest of {len(KEYS)}"),
         "b6": over_seeds(ratios[64], {"by_size": {str(size): fmean(x) for size, x in ratios.items()}}, of="draws"),
-        "b7": Measured(max(gaps.values()), 0.0, f"none: the largest of {len(KEYS)} numbers of keys and every share of them"),
+        "b7": Measured(
+            max(gaps.values()), 0.0, f"none: the largest of {len(KEYS)} numbers of keys and every share of them"
+        ),
         "b8": Measured(max(*slopes, *(steep[n] * (n + 4) / 4 for n in KEYS)) - 1, 0.0, draws, {"drawn": max(slopes)}),
         "b9": Measured(fit, 0.0, "none: computed"),
         "b10": Measured(last["half_scale"] / last["half_scale_softmax"], 0.0, "none: bisection"),

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, Sections, arms_table, carried_in, in_sections, in_short, numbers_of
+from locater_papers.arms_page import (
+    Entries,
+    Part,
+    Said,
+    Sections,
+    arms_table,
+    carried_in,
+    in_sections,
+    in_short,
+    numbers_of,
+)
 from locater_papers.figures import Panel, Series, draw
 
 
@@ -23,7 +33,13 @@ def lead(document: Mapping[str, Any]) -> list[str]:
     if found.keys() >= {"d3", "d4", "d6"}:
         d4, d6 = found["d4"], found["d6"]
         equal = next(row["crossing"] for row in found["d3"]["sizes"] if row["size"] == d6["size"])
-        more |= {"equal": equal, "few": d6["tokens"], "size": d6["size"], "many": d4["times"][-1]["tokens"], "timed": d4["size"]}
+        more |= {
+            "equal": equal,
+            "few": d6["tokens"],
+            "size": d6["size"],
+            "many": d4["times"][-1]["tokens"],
+            "timed": d4["size"],
+        }
     if "b4" in found:
         more["keys"] = found["b4"]["keys"][-1]["keys"]
     said: Said = (
@@ -57,7 +73,9 @@ def _forms(found: Entries) -> Part:
         f"Errors in float32 over the largest output, causal, one head of {held['size']}. The explicit map is of the last 256 queries.", "",
         "| order | tokens | factorised | explicit |", "|---|---|---|---|",
     ]  # fmt: skip
-    lines += [f"| {r['order']} | {r['tokens']:,} | {r['factorised']:.1e} | {r['explicit']:.1e} |" for r in held["rounding"]]
+    lines += [
+        f"| {r['order']} | {r['tokens']:,} | {r['factorised']:.1e} | {r['explicit']:.1e} |" for r in held["rounding"]
+    ]
     fars = list(held["opposed"]["1"])
     lines += [
         "",
@@ -65,8 +83,14 @@ def _forms(found: Entries) -> Part:
         "near 1/2.",
         "",
     ]
-    lines += ["| error, keys so far from the opposite of the query | " + " | ".join(fars) + " |", "|---" * (len(fars) + 1) + "|"]
-    lines += [f"| order {order} | " + " | ".join(f"{x:.1e}" for x in by.values()) + " |" for order, by in held["opposed"].items()]
+    lines += [
+        "| error, keys so far from the opposite of the query | " + " | ".join(fars) + " |",
+        "|---" * (len(fars) + 1) + "|",
+    ]
+    lines += [
+        f"| order {order} | " + " | ".join(f"{x:.1e}" for x in by.values()) + " |"
+        for order, by in held["opposed"].items()
+    ]
     return lines, {}
 
 

@@ -1,4 +1,5 @@
-"""An entry of an attention layer as a mixture of experts in three levels, written out: heads, tokens, channels. Study a.
+"""An entry of an attention layer as a mixture of experts in three levels, written out: heads, tokens, channels. Study
+a.
 
     plain:   out_ic = sum_h sum_j A^h_ij E^h_jc,  E^h_jc = sum_m (x_j W_V^h)_m (W_O^h)_mc          linear experts
     gated:   out_ic = sum_h sum_m g^h_im [sum_j A^h_ij (x_j W_V^h)_m] (W_O^h)_mc                   a weight on each expert, made of x_i
@@ -78,7 +79,11 @@ def row(scores: list[float]) -> list[float]:
 
 
 def triple_sum(
-    x: Float[Tensor, "N D"], w: Weights, causal: bool, gate: Float[Tensor, "H N d"] | None = None, value_gate: Tensor | None = None
+    x: Float[Tensor, "N D"],
+    w: Weights,
+    causal: bool,
+    gate: Float[Tensor, "H N d"] | None = None,
+    value_gate: Tensor | None = None,
 ) -> Float[Tensor, "N D"]:
     """The mixture, entry by entry; gates (heads, tokens, channels), those of values by key head."""
     tokens, heads, group = len(x), w.query.shape[1], w.query.shape[1] // w.key.shape[1]
@@ -98,7 +103,9 @@ def triple_sum(
     return out
 
 
-def of_module(x: Tensor, w: Weights, causal: bool, position: str | None = None, per: str = "element") -> tuple[Tensor, Tensor | None]:
+def of_module(
+    x: Tensor, w: Weights, causal: bool, position: str | None = None, per: str = "element"
+) -> tuple[Tensor, Tensor | None]:
     """The package's layer, and the gates that it made (heads, tokens, channels)."""
     q, k, v = w.operands(x)
     sizes = dict(width=x.shape[1], heads=w.query.shape[1], kv_heads=w.key.shape[1], size=q.shape[3])
@@ -130,7 +137,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
 
 
 def sums() -> tuple[float, float]:
-    """How far the weights of a row are from summing to 1: with gates on keys or queries, and with one after attention."""
+    """How far the weights of a row are from summing to 1: with gates on keys or queries, and with one after
+    attention.
+    """
     w = Weights.drawn(0)
     x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     q, k, _ = w.operands(x[0])

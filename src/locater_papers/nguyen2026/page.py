@@ -64,7 +64,10 @@ def _places(found: Entries) -> Part:
         lines.append(f"| {row['place']} | {row['linear']:.3f} | {row['merged']:.2g} | {row['rank']} |")
     lines += ["", "No column has places 1 and 2, in both of their forms, on one side and 3, 4 and 5 on the other.", "",
               "![how linear a gated head is](figure:places)"]  # fmt: skip
-    series = [Series(place, [(s, y) for s, y in points], "line", number) for number, (place, points) in enumerate(held["curves"].items())]
+    series = [
+        Series(place, [(s, y) for s, y in points], "line", number)
+        for number, (place, points) in enumerate(held["curves"].items())
+    ]
     panel = Panel("how linear a gated head is", "standard deviation of gate logits", "explained by a linear fit", series, x_scale="log",
                   y_limits=(0.5, 1.02), legend="bottom left")  # fmt: skip
     return lines, {"places": draw([panel])}
@@ -79,7 +82,9 @@ def _samples(found: Entries) -> Part:
                    int(row["gated"]))
             for row in held["rows"] if row["of"] == what
         ]  # fmt: skip
-        panels.append(Panel(title, "samples", "median over seeds", series, x_scale="log", y_scale="log", legend="top right"))
+        panels.append(
+            Panel(title, "samples", "median over seeds", series, x_scale="log", y_scale="log", legend="top right")
+        )
     lines = [
         "## c. Samples that experts take", "",
         f"Teachers of two heads, {held['seeds']} of them; students of the same kind, with two heads or with three, fitted by least squares",

@@ -1,8 +1,9 @@
-"""What a gate changes, by the place it is put: linear experts, W_V and W_O as one matrix, the rank of a head's output. Study b.
+"""What a gate changes, by the place it is put: linear experts, W_V and W_O as one matrix, the rank of a head's output.
+Study b.
 
-Places as in Qiu et al. (2025): 1 after attention, 2 on values, 3 on keys, 4 on queries, 5 after W_O. The abstract of Nguyen et al.
-says that places 1 and 2 help and the others do not, and that experts which are not linear are why. Maps are held as they are at one
-input, since it is experts that are asked about; x then varies, and gates with it.
+Places as in Qiu et al. (2025): 1 after attention, 2 on values, 3 on keys, 4 on queries, 5 after W_O. The abstract of
+Nguyen et al. says that places 1 and 2 help and the others do not, and that experts which are not linear are why. Maps
+are held as they are at one input, since it is experts that are asked about; x then varies, and gates with it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from locater_papers.nguyen2026.mixture import EXACT
 from locater_papers.paper import Setting, Study
 
 TOKENS, WIDTH, SIZE = 6, 8, 3
-PLACES = ("none", "1 after attention", "1, one per head", "2 values", "2, one per head", "3 keys", "4 queries", "5 after W_O")
+PLACES = (
+    "none",
+    "1 after attention",
+    "1, one per head",
+    "2 values",
+    "2, one per head",
+    "3 keys",
+    "4 queries",
+    "5 after W_O",
+)
 GATE = 1.0  # standard deviation of a gate's logits
 SPREADS = (0.1, 0.32, 1.0, 2.0, 4.0)  # 0.32 is this package's first weights at a width of 256
 DRAWS, SEEDS = {True: 2000, False: 8000}, {True: 6, False: 20}
@@ -55,7 +65,13 @@ Head = Callable[[Tensor], Tensor]  # (batch, N, D) to (batch, N, D)
 
 
 def head(
-    place: str, seed: int, spread: float = GATE, tokens: int = TOKENS, width: int = WIDTH, size: int = SIZE, turn: bool = False
+    place: str,
+    seed: int,
+    spread: float = GATE,
+    tokens: int = TOKENS,
+    width: int = WIDTH,
+    size: int = SIZE,
+    turn: bool = False,
 ) -> Head:
     """What one head adds to tokens, its map held as it is at one input; `turn` replaces W_V, W_O by W_V R, R^T W_O."""
     g = torch.Generator().manual_seed(seed)
@@ -89,7 +105,9 @@ def head(
 
 
 def explained(x: Float[Tensor, "n N D"], y: Float[Tensor, "n N D"]) -> float:
-    """R^2 of the best affine map from all entries of x to all of y, on the second half of the samples; fitted on the first."""
+    """R^2 of the best affine map from all entries of x to all of y, on the second half of the samples; fitted on the
+    first.
+    """
     flat = torch.cat([x.flatten(1), torch.ones(len(x), 1, dtype=x.dtype)], 1)
     half = len(x) // 2
     fit = torch.linalg.lstsq(flat[:half], y.flatten(1)[:half]).solution
@@ -103,7 +121,9 @@ def linear_share(place: str, seed: int, draws: int, spread: float = GATE) -> flo
 
 
 def merged(place: str, seed: int) -> float:
-    """Relative change of the output when W_V and W_O are turned against each other: 0 where only their product counts."""
+    """Relative change of the output when W_V and W_O are turned against each other: 0 where only their product
+    counts.
+    """
     x = torch.randn(8, TOKENS, WIDTH, generator=torch.Generator().manual_seed(2000 + seed), dtype=torch.float64)
     a, b = (head(place, seed, turn=turn)(x) for turn in (False, True))
     return float((a - b).norm() / a.norm())
@@ -125,7 +145,8 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         for place in ("1 after attention", "2 values", "5 after W_O")
     }
     table: list[dict[str, Any]] = [
-        {"place": p, "linear": sum(linear[p]) / len(seeds), "merged": sum(turned[p]) / len(seeds), "rank": ranks[p]} for p in PLACES
+        {"place": p, "linear": sum(linear[p]) / len(seeds), "merged": sum(turned[p]) / len(seeds), "rank": ranks[p]}
+        for p in PLACES
     ]
     gates, per_head = ("1 after attention", "2 values"), ("1, one per head", "2, one per head")
     first = [linear_share("1 after attention", seed, draws, 0.32) for seed in seeds]

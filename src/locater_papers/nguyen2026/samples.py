@@ -5,7 +5,8 @@ A teacher has two heads. Tokens are (1, z) with z normal, the last one asks, and
 so that biases of queries and of values are in it, with which linear experts and their weights can stand in for each other. Students
 have two heads, or three, which is one too many; least squares by Levenberg and Marquardt, from near the truth, all seeds at once.
 
-The theorem is about the worst teacher and n without end. Five sizes of sample and one kind of teacher show a trend at most.
+The theorem is about the worst teacher and n without end. Five sizes of sample and one kind of teacher show a trend at
+most.
 """
 
 from __future__ import annotations
@@ -61,14 +62,19 @@ class Heads:
 
     def at(self, flat: Float[Tensor, "B p"]) -> Heads:
         """The same kind with other numbers."""
-        parts = flat.unflatten(1, (self.a.shape[1], -1)).split([PER_HEAD[k] for k in ("P", "a", *("w" * self.gated))], 2)
-        return Heads(parts[0].unflatten(2, (WIDTH, WIDTH - 1)), parts[1], parts[2] if self.gated else self.w, self.gated)
+        parts = flat.unflatten(1, (self.a.shape[1], -1)).split(
+            [PER_HEAD[k] for k in ("P", "a", *("w" * self.gated))], 2
+        )
+        return Heads(
+            parts[0].unflatten(2, (WIDTH, WIDTH - 1)), parts[1], parts[2] if self.gated else self.w, self.gated
+        )
 
 
 def predicted(m: Heads, x: Float[Tensor, "B n N D"]) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n p"]]:
     """f and its derivative by every parameter, by hand.
 
-    With e_j = a.x_j and m = sum_j A_j e_j: df/da = g sum_j A_j x_j, df/dP = g x_N (sum_j A_j (e_j - m) z_j)^T, df/dw = g (1 - g) m x_N.
+    With e_j = a.x_j and m = sum_j A_j e_j: df/da = g sum_j A_j x_j, df/dP = g x_N (sum_j A_j (e_j - m) z_j)^T, df/dw =
+    g (1 - g) m x_N.
     """
     last, z = x[:, :, -1], x[..., 1:]
     weights = torch.einsum("bnd,bhde,bnje->bhnj", last, m.P, z).softmax(-1)
@@ -85,7 +91,9 @@ def predicted(m: Heads, x: Float[Tensor, "B n N D"]) -> tuple[Float[Tensor, "B n
 
 
 def fitted(start: Heads, x: Float[Tensor, "B n N D"], y: Float[Tensor, "B n"], steps: int) -> Heads:
-    """Least squares by damped Gauss-Newton steps, a damping per model; a model is done when QUIET steps in a row gain nothing."""
+    """Least squares by damped Gauss-Newton steps, a damping per model; a model is done when QUIET steps in a row gain
+    nothing.
+    """
     flat, damp = start.flat(), x.new_full((len(x),), 1e-2)
     idle = torch.zeros(len(x), dtype=torch.long)
     value, slope = predicted(start.at(flat), x)
@@ -131,8 +139,9 @@ def student(truth: Heads, heads: int, seed: int) -> Heads:
 
 
 def expert_error(found: Heads, truth: Heads) -> Float[Tensor, " B"]:
-    """Heads of the student go to the teacher's head with the nearest P. Their experts together against its expert, and, by what each
-    expert weighs, their P against its P: sqrt of the sum over the teacher's heads of |sum a - a*|^2 + sum |a| |P - P*|^2.
+    """Heads of the student go to the teacher's head with the nearest P. Their experts together against its expert, and,
+    by what each expert weighs, their P against its P: sqrt of the sum over the teacher's heads of |sum a - a*|^2 + sum
+    |a| |P - P*|^2.
     """
     far = (found.P[:, :, None] - truth.P[:, None]).flatten(3).square().sum(-1)  # (B, student, teacher)
     own = torch.nn.functional.one_hot(far.argmin(2), 2).to(far)
@@ -141,7 +150,9 @@ def expert_error(found: Heads, truth: Heads) -> Float[Tensor, " B"]:
     return total.sqrt()
 
 
-def errors(gated: bool, heads: int, seeds: int, steps: int, noise: float = NOISE) -> dict[str, Float[Tensor, "counts B"]]:
+def errors(
+    gated: bool, heads: int, seeds: int, steps: int, noise: float = NOISE
+) -> dict[str, Float[Tensor, "counts B"]]:
     """Of experts and of predictions, for every size of sample and every seed."""
     truth = teacher(seeds, gated)
     g = torch.Generator().manual_seed(1)
@@ -184,7 +195,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         for what, values in by_kind.items():
             fit = over_seeds(slopes(values).tolist())
             median = values.median(1).values.tolist()
-            rows.append({"gated": gated, "heads": heads, "of": what, "slope": fit.value, "spread": fit.spread, "errors": median})
+            rows.append(
+                {"gated": gated, "heads": heads, "of": what, "slope": fit.value, "spread": fit.spread, "errors": median}
+            )
 
     def less(heads: int, what: str) -> Measured:
         return over_seeds((slopes(found[True, heads][what]) - slopes(found[False, heads][what])).tolist())
@@ -194,7 +207,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     loud: dict[str, Measured] = {}
     if not setting.quick:
         held = [slopes(errors(gated, 3, seeds // 2, steps, LOUD)["experts"]) for gated in (True, False)]
-        loud["c6"] = over_seeds((held[0] - held[1]).tolist(), {"slopes": [float(x.mean()) for x in held], "noise": LOUD})
+        loud["c6"] = over_seeds(
+            (held[0] - held[1]).tolist(), {"slopes": [float(x.mean()) for x in held], "noise": LOUD}
+        )
     return {
         **loud, "c1": over_seeds(slopes(found[True, 3]["experts"]).tolist(), curves), "c2": less(3, "experts"), "c3": less(2, "experts"),
         "c4": over_seeds(last), "c5": less(3, "values"),

@@ -1,7 +1,8 @@
 """What a gate computes, where it may stand, and what each variant can and cannot do: study a.
 
-The paper puts sigmoid(x W_g) in five places of an attention layer. Four are options of the mechanism `gated`; the fifth, after the
-output projection, is a plain product. Every form is held against loops over heads and tokens that share no code with it.
+The paper puts sigmoid(x W_g) in five places of an attention layer. Four are options of the mechanism `gated`; the
+fifth, after the output projection, is a plain product. Every form is held against loops over heads and tokens that
+share no code with it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class Layer:
     W_O: Float[Tensor, "H size width"]
 
     @classmethod
-    def draw(cls, seed: int, tokens: int = TOKENS, width: int = WIDTH, heads: int = HEADS, key_heads: int = KEY_HEADS) -> Layer:
+    def draw(
+        cls, seed: int, tokens: int = TOKENS, width: int = WIDTH, heads: int = HEADS, key_heads: int = KEY_HEADS
+    ) -> Layer:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -103,14 +106,18 @@ class Layer:
 def module(layer: Layer, seed: int, **settings: Any) -> AttentionModule:
     """The module of `gated`, its weights large enough that gates differ from 1/2."""
     heads, size = layer.W_O.shape[:2]
-    made = attention_module("gated", width=layer.x.shape[2], heads=heads, size=size, kv_heads=len(layer.W_K), **settings).double()
+    made = attention_module(
+        "gated", width=layer.x.shape[2], heads=heads, size=size, kv_heads=len(layer.W_K), **settings
+    ).double()
     generator = torch.Generator().manual_seed(seed + 77)
     for p in made.parameters():
         p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.5
     return made.requires_grad_(False)
 
 
-def looped(layer: Layer, W_g: Float[Tensor, "gates width"], position: str, per: str, causal: bool) -> Float[Tensor, "B H T size"]:
+def looped(
+    layer: Layer, W_g: Float[Tensor, "gates width"], position: str, per: str, causal: bool
+) -> Float[Tensor, "B H T size"]:
     """The same head by head and token by token."""
     B, T, _ = layer.x.shape
     H, K = len(layer.W_O), len(layer.W_K)
@@ -168,7 +175,10 @@ def definitions(draws: int) -> dict[str, float]:
     found = {"shared": 0.0, "without input": 0.0, "NS-sigmoid": 0.0}
     for seed in range(draws):
         x = Layer.draw(seed).x
-        gates = {name: _gate(seed, **how) for name, how in (("shared", dict(shared=True)), ("NS-sigmoid", dict(score="ns_sigmoid")))}
+        gates = {
+            name: _gate(seed, **how)
+            for name, how in (("shared", dict(shared=True)), ("NS-sigmoid", dict(score="ns_sigmoid")))
+        }
         for name, gate in gates.items():
             logits = torch.einsum("btd,hed->bhte", x, gate.weight.view(HEADS, SIZE, WIDTH))
             plain = 1 / (1 + torch.exp(-logits))
@@ -182,12 +192,16 @@ def definitions(draws: int) -> dict[str, float]:
 
 def _gate(seed: int, **how: Any) -> Gate:
     made = Gate(WIDTH, HEADS, SIZE, "element", **how).double().requires_grad_(False)
-    made.weight.copy_(torch.randn(made.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    made.weight.copy_(
+        torch.randn(made.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    )
     return made
 
 
 def masses(draws: int) -> tuple[float, float, list[float]]:
-    """|row sum - gate| after attention, |row sum - 1| on keys and queries, and the range of row sums with gates on values."""
+    """|row sum - gate| after attention, |row sum - 1| on keys and queries, and the range of row sums with gates on
+    values.
+    """
     after, within, values = 0.0, 0.0, []
     for seed in range(draws):
         layer, causal = Layer.draw(seed), bool(seed % 2)
@@ -214,14 +228,17 @@ def folded(draws: int) -> float:
         gated = module(layer, seed, per=per, from_input=False)
         q, k, v = layer.projected
         plain = attention_module("softmax", width=WIDTH, heads=HEADS, size=SIZE)(q, k, v, causal=True)
-        W_O = layer.W_O * gated.get_parameter("gate.weight").sigmoid()[..., None]  # gates (H, size or 1, 1) on rows of W_O
+        # gates (H, size or 1, 1) on rows of W_O
+        W_O = layer.W_O * gated.get_parameter("gate.weight").sigmoid()[..., None]
         inside = torch.einsum("bhte,hed->btd", plain, W_O)
         found.append(relative(layer.out(gated(q, k, v, layer.x, causal=True)), inside))
     return max(found)
 
 
 def at_start() -> dict[str, float]:
-    """Mean and standard deviation of gates before training, of normalised input as wide as the runs'; W_g is N(0, 0.02)."""
+    """Mean and standard deviation of gates before training, of normalised input as wide as the runs'; W_g is N(0,
+    0.02).
+    """
     torch.manual_seed(0)
     gate = Gate(TRAINED_WIDTH, 4, 64, "element").requires_grad_(False)
     gates = gate(torch.randn(1, 512, TRAINED_WIDTH))

@@ -1,8 +1,10 @@
-"""Gates in training, at the size of this project's runs: which lower the loss, take the sink away and calm the stream. Studies d and e.
+"""Gates in training, at the size of this project's runs: which lower the loss, take the sink away and calm the stream.
+Studies d and e.
 
-The paper's models have 15 billion parameters and 400 billion tokens. These have 6 layers of width 256 and a few million tokens, so that
-every verdict is of this size alone. Softmax and one gate per head are at the better of two learning rates, variations at the higher of
-them. Where softmax gives its first token no more than uniform attention does, nothing is said of sinks.
+The paper's models have 15 billion parameters and 400 billion tokens. These have 6 layers of width 256 and a few million
+tokens, so that every verdict is of this size alone. Softmax and one gate per head are at the better of two learning
+rates, variations at the higher of them. Where softmax gives its first token no more than uniform attention does,
+nothing is said of sinks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from locater_papers.runs import Row, Runs
 
 HEAD, ELEMENT = arm("gated"), arm("gated(per=element)")
 VALUE, KEY, QUERY = arm("gated(position=value, per=element)"), arm("gated(position=key)"), arm("gated(position=query)")
-CONSTANT, NS, SHARED = arm("gated(from_input=False)"), arm("gated(score=ns_sigmoid, per=element)"), arm("gated(shared=True, per=element)")
+CONSTANT, NS, SHARED = (
+    arm("gated(from_input=False)"),
+    arm("gated(score=ns_sigmoid, per=element)"),
+    arm("gated(shared=True, per=element)"),
+)
 ARMS = (SOFTMAX, HEAD, ELEMENT, VALUE, KEY, QUERY, CONSTANT, NS, SHARED)
 SIX = (ELEMENT, HEAD, VALUE, SHARED, CONSTANT, NS)  # those of the paper's table
 HOT, SHORT, HOT_SEEDS = 1.5e-2, 400, 2  # a rate at which softmax loses half a nat, and steps
@@ -108,7 +114,11 @@ def judge_hot(runs: Runs) -> Mapping[str, Measured | None]:
             return {}
         losses[name] = [_loss(line) for line in lines if line is not None]
     plain, gated = losses.values()
-    return {"e1": seeds_range([a - b for a, b in zip(gated, plain, strict=True)], {"losses": losses, "rate": HOT, "steps": SHORT})}
+    return {
+        "e1": seeds_range(
+            [a - b for a, b in zip(gated, plain, strict=True)], {"losses": losses, "rate": HOT, "steps": SHORT}
+        )
+    }
 
 
 def _loss(line: Mapping[str, Any]) -> float:
@@ -116,4 +126,6 @@ def _loss(line: Mapping[str, Any]) -> float:
 
 
 STUDY = trained("gates in training", CLAIMS, ARMS, judge)
-HOT_STUDY = trained("a hot learning rate", HOT_CLAIMS, (), judge_hot, [row for rows in hot_rows().values() for row in rows])
+HOT_STUDY = trained(
+    "a hot learning rate", HOT_CLAIMS, (), judge_hot, [row for rows in hot_rows().values() for row in rows]
+)

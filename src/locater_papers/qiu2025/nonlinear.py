@@ -1,13 +1,14 @@
 """What the gate undoes: heads as linear maps of their tokens, ranks, and whether W_V and W_O still merge. Study b.
 
-With the map A held, a head without a gate is linear in X. For tokens whose law is symmetric about zero and a gate g = sigmoid(x W_g)
-without a bias, g - 1/2 is odd in x and the head o before its gate is odd too, so that g o = o / 2 + (g - 1/2) o falls into an odd
-and an even part. The best linear fit has all of the first and nothing but the mean of the second:
+With the map A held, a head without a gate is linear in X. For tokens whose law is symmetric about zero and a gate g =
+sigmoid(x W_g) without a bias, g - 1/2 is odd in x and the head o before its gate is odd too, so that g o = o / 2 + (g -
+1/2) o falls into an odd and an even part. The best linear fit has all of the first and nothing but the mean of the
+second:
 
     R^2 = 1 / (1 + 4 var((g - 1/2) o) / var o),    var the sum over channels
 
-As |g - 1/2| < 1/2, R^2 is above 1/2 however sharp the gate. A gate that is mostly closed goes further: with a gate that is open with
-probability p, independent of o, R^2 = p.
+As |g - 1/2| < 1/2, R^2 is above 1/2 however sharp the gate. A gate that is mostly closed goes further: with a gate that
+is open with probability p, independent of o, R^2 = p.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def tokens(seed: int, draws: int) -> Float[Tensor, "draws T width"]:
     return torch.randn(draws, TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def head(seed: int, x: Float[Tensor, "draws T width"]) -> tuple[Float[Tensor, "draws size"], Float[Tensor, "size width"]]:
+def head(
+    seed: int, x: Float[Tensor, "draws T width"]
+) -> tuple[Float[Tensor, "draws size"], Float[Tensor, "size width"]]:
     """Output of the last token before its gate, the map held at one draw's; and W_g with logits of deviation 1."""
     generator = torch.Generator().manual_seed(seed + 1000)
     W_V, W_g = (torch.randn(SIZE, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5 for _ in range(2))
@@ -101,7 +104,13 @@ def fits(seed: int, draws: int) -> dict[str, list[float]]:
     flat = x.flatten(1)
     o, W_g = head(seed, x)
     z = x[:, -1] @ W_g.mT
-    found: dict[str, list[float]] = {"fitted": [], "formula": [], "gate": [], "closed": [], "plain": [linear_fit(flat, o)]}
+    found: dict[str, list[float]] = {
+        "fitted": [],
+        "formula": [],
+        "gate": [],
+        "closed": [],
+        "plain": [linear_fit(flat, o)],
+    }
     for sharp in SHARPNESS:
         gate = (sharp * z).sigmoid()
         found["fitted"].append(linear_fit(flat, gate * o))
@@ -129,7 +138,9 @@ def at_gate(gates: list[float], values: list[float], wanted: float) -> float:
 
 
 def head_rank(seed: int, position: str, per: str) -> float:
-    """Largest numerical rank of a head's share of the output (T, width), more tokens and channels than the head's size."""
+    """Largest numerical rank of a head's share of the output (T, width), more tokens and channels than the head's
+    size.
+    """
     layer = Layer.draw(seed, tokens=12)
     q, k, v = layer.projected
     mixed = module(layer, seed, position=position, per=per)(q, k, v, layer.x, causal=True)
@@ -138,10 +149,11 @@ def head_rank(seed: int, position: str, per: str) -> float:
 
 
 def map_dimensions(seed: int, per: str, position: str = "output") -> float:
-    """Dimension of the span of the maps from what a head mixes to what it writes, one per token (of keys for "value"), over its size.
+    """Dimension of the span of the maps from what a head mixes to what it writes, one per token (of keys for "value"),
+    over its size.
 
-    By autograd through the mechanism with map and gates held: the Jacobian of the output of query i with respect to token j is
-    A_ij times the map of the token whose gate acts.
+    By autograd through the mechanism with map and gates held: the Jacobian of the output of query i with respect to
+    token j is A_ij times the map of the token whose gate acts.
     """
     layer = Layer.draw(seed, tokens=10, key_heads=4)
     q, k, _ = layer.projected
@@ -182,8 +194,13 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     off = [abs(a - b) for f in found for a, b in zip(f["fitted"], f["formula"], strict=True)]
     at = SHARPNESS.index(2.0)
     kinds = [(position, per) for position in ("output", "value") for per in ("head", "element")]
-    by_kind = {f"{position}, per {per}": max(head_rank(s, position, per) for s in range(many)) for position, per in kinds}
-    spans = {f"{position}, per {per}": [map_dimensions(s, per, position) for s in range(min(many, 20))] for position, per in kinds}
+    by_kind = {
+        f"{position}, per {per}": max(head_rank(s, position, per) for s in range(many)) for position, per in kinds
+    }
+    spans = {
+        f"{position}, per {per}": [map_dimensions(s, per, position) for s in range(min(many, 20))]
+        for position, per in kinds
+    }
     element = [x for name, held in spans.items() if "element" in name for x in held]
     curves: dict[str, Any] = {"sharpness": list(SHARPNESS), "bias": list(CLOSED), **means, "draws": draws, "best": BEST}
     of = f"half the range of {seeds} draws of weights"
@@ -194,7 +211,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "b4": Measured(max(off), 0.0, "none: the largest of all"),
         "b5": half_range([at_gate(f["gate"], f["closed"], BEST) for f in found], of),
         "b6": Measured(max(by_kind.values()), 0.0, EXACT, {"by_kind": by_kind}),
-        "b7": Measured(min(element), 0.0, EXACT, {"spans": {name: [min(held), max(held)] for name, held in spans.items()}}),
+        "b7": Measured(
+            min(element), 0.0, EXACT, {"spans": {name: [min(held), max(held)] for name, held in spans.items()}}
+        ),
         "b8": Measured(max(merged(s) for s in range(many)), 0.0, EXACT),
     }
 

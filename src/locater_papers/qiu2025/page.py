@@ -148,13 +148,24 @@ def _table(found: Entries) -> Part:
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:
-        gate, acting = (f"{r['gate']:.3f}", f"{r['gate'] * r['sink']:.3f}") if r["gate"] < 1 else ("-", f"{r['sink']:.3f}")
+        gate, acting = (
+            (f"{r['gate']:.3f}", f"{r['gate'] * r['sink']:.3f}") if r["gate"] < 1 else ("-", f"{r['sink']:.3f}")
+        )
         added = "-" if r["added"] is None else f"{r['added']:g}"
-        lines.append(f"| {r['name']} | {added} | {r['perplexity']:.3f} | {gate} | {r['largest']:g} | {r['sink']:.3f} | {acting} |")
+        lines.append(
+            f"| {r['name']} | {added} | {r['perplexity']:.3f} | {gate} | {r['largest']:g} | {r['sink']:.3f} | {acting} |"
+        )
     lines += ["", "The last column is ours: what is left of the sink once the gate has acted."]
     gated = [r for r in rows if r["gate"] < 1]
-    first = Panel("sink against mean gate", "mean gate", "first-token attention", _dotted([(r["gate"], r["sink"]) for r in gated]))
-    second = Panel("perplexity against mean gate", "mean gate", "perplexity", _dotted([(r["gate"], r["perplexity"]) for r in gated]))
+    first = Panel(
+        "sink against mean gate", "mean gate", "first-token attention", _dotted([(r["gate"], r["sink"]) for r in gated])
+    )
+    second = Panel(
+        "perplexity against mean gate",
+        "mean gate",
+        "perplexity",
+        _dotted([(r["gate"], r["perplexity"]) for r in gated]),
+    )
     return lines, {"table": draw([first, second])}
 
 
@@ -194,4 +205,8 @@ def _training(found: Entries) -> Part:
 def _hot(found: Entries) -> Part:
     held = found["e1"]
     losses = "; ".join(f"{name}: {', '.join(f'{x:.2f}' for x in values)}" for name, values in held["losses"].items())
-    return ["## e. A hot learning rate", "", f"Report loss by seed after {held['steps']} steps at {held['rate']:g}. {losses}."], {}
+    return [
+        "## e. A hot learning rate",
+        "",
+        f"Report loss by seed after {held['steps']} steps at {held['rate']:g}. {losses}.",
+    ], {}

@@ -1,4 +1,5 @@
-"""The gate of Qwen3-Next, from the weights of a tiny random layer of transformers: which rows of q_proj are queries, which are gates.
+"""The gate of Qwen3-Next, from the weights of a tiny random layer of transformers: which rows of q_proj are queries,
+which are gates.
 
 q_proj has 2 H size rows. Three ways to read them:
     per head    head by head, `size` rows of query, then `size` rows of gate
@@ -36,12 +37,17 @@ def readings(seed: int = 0) -> dict[str, float] | None:
     cos, sin = angles()
     wanted = attention(x, (cos[None], sin[None]), None, is_causal=True)[0]
     weights = {name: p.data for name, p in attention.named_parameters()}
-    return {name: relative(_explicit(x, weights, name, config.rms_norm_eps), wanted) for name in (PER_HEAD, HALVES, PER_GROUP)}
+    return {
+        name: relative(_explicit(x, weights, name, config.rms_norm_eps), wanted)
+        for name in (PER_HEAD, HALVES, PER_GROUP)
+    }
 
 
 def angles() -> tuple[Tensor, Tensor]:
     """cos and sin (T, ROTATED) of the turned channels, both halves of each pair."""
-    angle = torch.arange(TOKENS, dtype=torch.float64)[:, None] / 1e4 ** (torch.arange(0, ROTATED, 2, dtype=torch.float64) / ROTATED)
+    angle = torch.arange(TOKENS, dtype=torch.float64)[:, None] / 1e4 ** (
+        torch.arange(0, ROTATED, 2, dtype=torch.float64) / ROTATED
+    )
     return torch.cat([angle.cos(), angle.cos()], -1), torch.cat([angle.sin(), angle.sin()], -1)
 
 

@@ -10,7 +10,11 @@ from locater_papers.judging import change, level, rank_correlation, trained
 from locater_papers.runs import Runs
 from locater_papers.sink_runs import HERE, LEFT, PLAIN, SHARE, SINK, UNIFORM, WEIGHT, left_of, sink_arm, sinks_table
 
-HEAD, ELEMENT, VALUES = sink_arm("gated"), sink_arm("gated(per=element)"), sink_arm("gated(position=value, per=element)")
+HEAD, ELEMENT, VALUES = (
+    sink_arm("gated"),
+    sink_arm("gated(per=element)"),
+    sink_arm("gated(position=value, per=element)"),
+)
 KEY, QUERY = sink_arm("gated(position=key)"), sink_arm("gated(position=query)")
 CONSTANT, NS = sink_arm("gated(from_input=False)"), sink_arm("gated(score=ns_sigmoid, per=element)")
 ARMS = (PLAIN, HEAD, ELEMENT, VALUES, KEY, QUERY, CONSTANT, NS)

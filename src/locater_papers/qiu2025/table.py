@@ -1,4 +1,6 @@
-"""The paper's own table of variants: how far the mean gate orders sink and largest activation, and what a gate per head costs. Study c."""
+"""The paper's own table of variants: how far the mean gate orders sink and largest activation, and what a gate per head
+costs. Study c.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gradients of a stack of attention against the number of tokens, with and without the outlier. Study c.
 
-Of X_L = A_L ... A_1 X_0 W_1 ... W_L the derivative by W_1 is (W_2 ... W_L)^T (x) A_L ... A_1 X_0, whose Frobenius norm is the product of
-those of the two factors. Autograd says the same of small stacks.
+Of X_L = A_L ... A_1 X_0 W_1 ... W_L the derivative by W_1 is (W_2 ... W_L)^T (x) A_L ... A_1 X_0, whose Frobenius norm
+is the product of those of the two factors. Autograd says the same of small stacks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     """Exponents of T by depth, for every kind of stack."""
     lengths, seeds = LENGTHS[setting.quick], range(SEEDS[setting.quick])
     found: dict[str, dict[int, list[float]]] = {
-        name: {layers: [exponent(lengths, [jacobian_norm(stack, T, layers, seed) for T in lengths]) for seed in seeds] for layers in DEPTHS}
+        name: {
+            layers: [exponent(lengths, [jacobian_norm(stack, T, layers, seed) for T in lengths]) for seed in seeds]
+            for layers in DEPTHS
+        }
         for name, stack in KINDS.items()
     }
     off = max(
@@ -90,7 +93,8 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         for stack in KINDS.values() for layers in DEPTHS for seed in range(2)
     )  # fmt: skip
     table: list[dict[str, Any]] = [
-        {"stack": name, "exponents": [sum(held[layers]) / len(seeds) for layers in DEPTHS]} for name, held in found.items()
+        {"stack": name, "exponents": [sum(held[layers]) / len(seeds) for layers in DEPTHS]}
+        for name, held in found.items()
     ]
 
     def added(name: str) -> Measured:
@@ -98,7 +102,10 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
 
     return {
         "c1": Measured(off, 0.0, "none: largest of all stacks"),
-        "c2": over_seeds([a - b for a, b in zip(found["with the outlier"][4], found["with the outlier"][1], strict=True)], {"rows": table}),
+        "c2": over_seeds(
+            [a - b for a, b in zip(found["with the outlier"][4], found["with the outlier"][1], strict=True)],
+            {"rows": table},
+        ),
         "c3": added("without"),
         "c4": added("with the outlier, N(0, 1/T)"),
         "c5": added("without, N(0, 1/T)"),

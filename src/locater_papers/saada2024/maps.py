@@ -1,8 +1,8 @@
 """Random attention maps and their spectrum: one value at 1, the rest in a disk that shrinks as 1 / sqrt(T). Study a.
 
-A map is the softmax of independent normal logits with variance log(1 + sigma^2), so that its entries before the row sum is taken are
-log-normal, with standard deviation sigma over mean. `mechanism(...)` makes it, from queries that are the logits and keys that tell
-positions apart.
+A map is the softmax of independent normal logits with variance log(1 + sigma^2), so that its entries before the row sum
+is taken are log-normal, with standard deviation sigma over mean. `mechanism(...)` makes it, from queries that are the
+logits and keys that tell positions apart.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def orthonormal(T: int, seed: int) -> Float[Tensor, "T T"]:
 
 
 def key_query_map(T: int, seed: int, deviation: float) -> tuple[Map, float]:
-    """softmax(X W_Q W_K^T X^T / sqrt(d)) of orthonormal tokens, weights N(0, deviation^2); and the variance of its logits."""
+    """softmax(X W_Q W_K^T X^T / sqrt(d)) of orthonormal tokens, weights N(0, deviation^2); and the variance of its
+    logits.
+    """
     x = orthonormal(T, seed)
     q, k = (x @ normal(T, T, seed=seed + n) * deviation for n in (101, 102))
     return mechanism("softmax").map(q[None, None], k[None, None])[0, 0], float((q @ k.mT / math.sqrt(T)).var())
@@ -101,11 +103,19 @@ def spectrum(A: Map) -> dict[str, float]:
     values = torch.linalg.eigvals(A).abs().sort(descending=True).values
     s = torch.linalg.svdvals(A)
     rank = float(s.square().sum() / s[0] ** 2)
-    return {"lambda_1": float(values[0]), "lambda_2": float(values[1]), "s_1": float(s[0]), "s_2": float(s[1]), "stable_rank": rank}
+    return {
+        "lambda_1": float(values[0]),
+        "lambda_2": float(values[1]),
+        "s_1": float(s[0]),
+        "s_2": float(s[1]),
+        "stable_rank": rank,
+    }
 
 
 def differential_ratio(T: int, lam: float, seed: int, independent: bool = True) -> float:
-    """s_1 / s_2 of the difference of two maps: of independent logits with sigma = 1, or of independent queries and keys."""
+    """s_1 / s_2 of the difference of two maps: of independent logits with sigma = 1, or of independent queries and
+    keys.
+    """
     if independent:
         q = math.sqrt(math.log(2)) * torch.cat([normal(T, T, seed=seed), normal(T, T, seed=seed + 1)], -1)
         k, scale = torch.eye(T, dtype=torch.float64).repeat(1, 2), 1.0
@@ -159,7 +169,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
 
 
 def _beside_independent(T: int, seed: int) -> dict[str, float]:
-    """sqrt(T) times singular values of a key-query map with weights N(0, 1), and of independent logits of the same variance."""
+    """sqrt(T) times singular values of a key-query map with weights N(0, 1), and of independent logits of the same
+    variance.
+    """
     learned, variance = key_query_map(T, seed, 1.0)
     sigma = math.sqrt(math.expm1(variance))
     own, plain = (torch.linalg.svdvals(A) * math.sqrt(T) for A in (learned, random_map(T, seed + 500, sigma)))

@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, Sections, carried_in, in_sections, in_short, means_table, numbers_of
+from locater_papers.arms_page import (
+    Entries,
+    Part,
+    Said,
+    Sections,
+    carried_in,
+    in_sections,
+    in_short,
+    means_table,
+    numbers_of,
+)
 from locater_papers.figures import Panel, Series, draw
 
 
@@ -136,14 +146,20 @@ WEIGHTS = {"unit": "N(0, 1)", "usual": "N(0, 1/T)"}
 
 
 def _layers(title: str, rows: Sequence[Mapping[str, Any]], add: int) -> Panel:
-    """Stable rank - 1, or with add = 1 the stable rank, against T, a line for each layer; axes from one power of ten to another."""
+    """Stable rank - 1, or with add = 1 the stable rank, against T, a line for each layer; axes from one power of ten to
+    another.
+    """
     count = len(rows[0]["excess"])
-    series = [Series(f"layer {n + 1}", [(r["tokens"], r["excess"][n] + add) for r in rows], "line", n) for n in range(count)]
+    series = [
+        Series(f"layer {n + 1}", [(r["tokens"], r["excess"][n] + add) for r in rows], "line", n) for n in range(count)
+    ]
     values = [y for each in series for _, y in each.points]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     what = "stable rank" if add else "stable rank - 1"
     limits = (10.0**low, 10.0 ** max(high, low + 1))
-    return Panel(title, "tokens T", what, series, "log", (10, 1000), limits, "log", "top left" if add else "bottom left")
+    return Panel(
+        title, "tokens T", what, series, "log", (10, 1000), limits, "log", "top left" if add else "bottom left"
+    )
 
 
 def _gradients(found: Entries) -> Part:

@@ -36,7 +36,8 @@ CLAIMS = (
 
 
 def gaps(A: Float[Tensor, "*n T T"]) -> dict[str, list[float]]:
-    """s_2 / s_1; s_2 sqrt(T) / (2 sigma) with sigma^2 = |A|_F^2 - 1, which is the variance of T A_ij where rows sum to 1; stable rank.
+    """s_2 / s_1; s_2 sqrt(T) / (2 sigma) with sigma^2 = |A|_F^2 - 1, which is the variance of T A_ij where rows sum to
+    1; stable rank.
 
     >>> {name: [round(x, 6) for x in held] for name, held in gaps(torch.eye(4)[None]).items()}
     {'ratio': [1.0], 'random': [0.57735], 'stable_rank': [4.0]}
@@ -45,7 +46,11 @@ def gaps(A: Float[Tensor, "*n T T"]) -> dict[str, list[float]]:
     size = s.square().sum(-1)
     sigma = (size - 1).clamp_min(1e-12).sqrt()
     random = s[:, 1] * math.sqrt(A.shape[-1]) / (2 * sigma)
-    return {"ratio": (s[:, 1] / s[:, 0]).tolist(), "random": random.tolist(), "stable_rank": (size / s[:, 0] ** 2).tolist()}
+    return {
+        "ratio": (s[:, 1] / s[:, 0]).tolist(),
+        "random": random.tolist(),
+        "stable_rank": (size / s[:, 0] ** 2).tolist(),
+    }
 
 
 def measure(setting: Setting) -> Mapping[str, Measured]:
@@ -65,20 +70,31 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
 
     def of(name: str, masked: bool) -> list[float] | None:
         both = [
-            [x for (model, half), found in held.items() if half == n and causal[model] is masked for x in found[name]] for n in range(2)
+            [x for (model, half), found in held.items() if half == n and causal[model] is masked for x in found[name]]
+            for n in range(2)
         ]
         return [median(values) for values in both] if all(both) else None
 
     asked = {"e1": ("random", False), "e2": ("ratio", False), "e3": ("ratio", True)}
     found = {key: of(*which) for key, which in asked.items()}
-    return {key: half_range(values, HALVES, {"rows": rows, "tokens": LENGTH}) for key, values in found.items() if values is not None}
+    return {
+        key: half_range(values, HALVES, {"rows": rows, "tokens": LENGTH})
+        for key, values in found.items()
+        if values is not None
+    }
 
 
 def _tenth(values: list[float], at: float) -> float:
     return sorted(values)[int(at * (len(values) - 1))]
 
 
-STUDY = Study("the gap in trained models", CLAIMS, measure, needs="a trained model with the mask that the claim names", on_models=True)
+STUDY = Study(
+    "the gap in trained models",
+    CLAIMS,
+    measure,
+    needs="a trained model with the mask that the claim names",
+    on_models=True,
+)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

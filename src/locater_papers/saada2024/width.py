@@ -1,7 +1,9 @@
-"""Rank collapse in width: with the outlier, a stack of attention sends tokens to rank one as T grows; without it, no. Studies b and d.
+"""Rank collapse in width: with the outlier, a stack of attention sends tokens to rank one as T grows; without it, no.
+Studies b and d.
 
-X_l = A_l X_{l-1} W_l from orthonormal tokens, Sigma_l = X_l X_l^T, and the stable rank of Sigma_l, sum s_i^4 / s_1^4 over the singular
-values of X_l. Its distance from 1 is summed without the first value, so that 1e-12 has all its digits.
+X_l = A_l X_{l-1} W_l from orthonormal tokens, Sigma_l = X_l X_l^T, and the stable rank of Sigma_l, sum s_i^4 / s_1^4
+over the singular values of X_l. Its distance from 1 is summed without the first value, so that 1e-12 has all its
+digits.
 """
 
 from __future__ import annotations
@@ -24,8 +26,14 @@ from locater_papers.saada2024.maps import Map, orthonormal, random_map
 
 LENGTHS = {True: (32, 64, 128, 256), False: (32, 64, 128, 256, 512)}
 SEEDS = {True: 7, False: 16}
-LAYERS, DEPTH, HELPED = 4, 8, 128  # layers of the growth with T; of the fall with depth; tokens of stacks with LayerNorm and skips
-HELPS = {"attention alone": (False, False), "LayerNorm": (True, False), "skip": (False, True), "LayerNorm and skip": (True, True)}
+# layers of the growth with T; of the fall with depth; tokens of stacks with LayerNorm and skips
+LAYERS, DEPTH, HELPED = 4, 8, 128
+HELPS = {
+    "attention alone": (False, False),
+    "LayerNorm": (True, False),
+    "skip": (False, True),
+    "LayerNorm and skip": (True, True),
+}
 Weights = Literal["unit", "usual"]
 
 CLAIMS = (
@@ -94,7 +102,9 @@ MASKED = (
 
 @dataclass(frozen=True)
 class Stack:
-    """How a stack of attention is made. Weights are N(0, 1), which is the paper's code, or N(0, 1/T), which keeps a token's size."""
+    """How a stack of attention is made. Weights are N(0, 1), which is the paper's code, or N(0, 1/T), which keeps a
+    token's size.
+    """
 
     name: str = "softmax"  # the mechanism, or "identity"
     causal: bool = False
@@ -103,7 +113,11 @@ class Stack:
     weights: Weights = "unit"
 
     def map(self, T: int, seed: int) -> Map:
-        return torch.eye(T, dtype=torch.float64) if self.name == "identity" else random_map(T, seed, 1.0, self.name, self.causal)
+        return (
+            torch.eye(T, dtype=torch.float64)
+            if self.name == "identity"
+            else random_map(T, seed, 1.0, self.name, self.causal)
+        )
 
     def weight(self, T: int, seed: int) -> Float[Tensor, "T T"]:
         return normal(T, T, seed=seed) * (1.0 if self.weights == "unit" else T**-0.5)
@@ -126,7 +140,8 @@ def excess_ranks(stack: Stack, T: int, layers: int, seed: int) -> list[float]:
         y = stack.map(T, 1000 * seed + layer) @ x @ stack.weight(T, 1000 * seed + layer + 500)
         y = x + y if stack.skip else y
         x = torch.nn.functional.layer_norm(y, (T,)) if stack.norm else y
-        x = x / x.norm() if not (stack.norm or stack.skip) else x  # the size of all plays no part, and would leave the range of numbers
+        # the size of all plays no part, and would leave the range of numbers
+        x = x / x.norm() if not (stack.norm or stack.skip) else x
         found.append(excess_rank(x))
     return found
 
@@ -160,13 +175,17 @@ def exponents(found: Grown, layer: int, rank: bool = False) -> list[float]:
 
 
 def unevenness(T: int, seed: int) -> list[float]:
-    """The product of sigma^4 over maps up to every layer of a plain stack; sigma^2 = |A|_F^2 - 1, under 1 while T is small."""
+    """The product of sigma^4 over maps up to every layer of a plain stack; sigma^2 = |A|_F^2 - 1, under 1 while T is
+    small.
+    """
     maps = torch.stack([Stack().map(T, 1000 * seed + layer) for layer in range(LAYERS)])
     return (maps.square().sum((1, 2)) - 1).square().cumprod(0).tolist()
 
 
 def cure_error(T: int = 48, seed: int = 3) -> tuple[float, float, float]:
-    """Of the centred mechanism from (A - J) v and A (I - J) v; of (I - J) A from A (I - J), of softmax and of a doubly stochastic map."""
+    """Of the centred mechanism from (A - J) v and A (I - J) v; of (I - J) A from A (I - J), of softmax and of a doubly
+    stochastic map.
+    """
     q, k, v = (normal(1, 2, T, 8, seed=seed + n) for n in range(3))
     A = (q @ k.mT / math.sqrt(8)).softmax(-1)
     J = torch.full((T, T), 1 / T, dtype=torch.float64)
@@ -199,11 +218,16 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     plain, centred = grown(Stack(), setting), grown(Stack("centred"), setting)
     seeds, T = range(SEEDS[setting.quick]), LENGTHS[setting.quick][-1]
     by_layer = [exponents(plain, layer) for layer in range(LAYERS)]
-    even = {T: [[x / u for x, u in zip(held[n], unevenness(T, n), strict=True)] for n in seeds] for T, held in plain.items()}
+    even = {
+        T: [[x / u for x, u in zip(held[n], unevenness(T, n), strict=True)] for n in seeds] for T, held in plain.items()
+    }
     bare = [exponents(even, layer) for layer in range(LAYERS)]
     steps = [(last - first) / (LAYERS - 1) for first, last in zip(bare[0], bare[-1], strict=True)]
     cured = [exponents(centred, layer, rank=True) for layer in range(LAYERS)]
-    deep = {name: [excess_ranks(Stack(name), T, DEPTH, seed) for seed in seeds] for name in ("softmax", "centred", "identity")}
+    deep = {
+        name: [excess_ranks(Stack(name), T, DEPTH, seed) for seed in seeds]
+        for name in ("softmax", "centred", "identity")
+    }
     fall = {name: [(1 + held[-1]) / (1 + held[0]) for held in by_seed] for name, by_seed in deep.items()}
     helps = helped(setting)
     error, apart, same = cure_error()
@@ -229,7 +253,10 @@ def measure_masked(setting: Setting) -> Mapping[str, Measured]:
     values = {T: [torch.linalg.svdvals(A) for A in held] for T, held in maps.items()}
     second = {T: [float(A.diagonal().sort(descending=True).values[1]) for A in held] for T, held in maps.items()}
     ratio = {T: [float(s[1] / s[0]) for s in held] for T, held in values.items()}
-    check = max(float((torch.linalg.eigvals(A).abs().sort().values - A.diagonal().sort().values).abs().max()) for A in maps[lengths[0]])
+    check = max(
+        float((torch.linalg.eigvals(A).abs().sort().values - A.diagonal().sort().values).abs().max())
+        for A in maps[lengths[0]]
+    )
     plain, centred = (grown(Stack(name, causal=True), setting) for name in ("softmax", "centred"))
     last = lengths[-1]
 
@@ -252,7 +279,10 @@ def measure_masked(setting: Setting) -> Mapping[str, Measured]:
 
 def _table(found: Grown) -> list[dict[str, Any]]:
     """Mean over seeds of stable rank - 1 by tokens and layer."""
-    return [{"tokens": T, "excess": [fmean([held[n] for held in by_seed]) for n in range(LAYERS)]} for T, by_seed in found.items()]
+    return [
+        {"tokens": T, "excess": [fmean([held[n] for held in by_seed]) for n in range(LAYERS)]}
+        for T, by_seed in found.items()
+    ]
 
 
 STUDY = Study("rank collapse in width", CLAIMS, measure)

@@ -1,4 +1,6 @@
-"""Sant, Gallego, Alastruey and Costa-jussa (2022): heads of one layer that attend in different ways, and how much each counts."""
+"""Sant, Gallego, Alastruey and Costa-jussa (2022): heads of one layer that attend in different ways, and how much each
+counts.
+"""
 
 from locater_papers.paper import Paper
 from locater_papers.sant2022 import judged, kinds, layouts, models, relevance

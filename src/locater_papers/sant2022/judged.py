@@ -49,7 +49,11 @@ CLAIMS = (
 def unevenness(line: Line) -> float:
     """Standard deviation over mean of heads' relevance, mean over layers; NaN where it was not measured."""
     layers = (line.get("measures") or {}).get("relevance") or []
-    return sum(variation(torch.tensor(layer, dtype=torch.float64)) for layer in layers) / len(layers) if layers else math.nan
+    return (
+        sum(variation(torch.tensor(layer, dtype=torch.float64)) for layer in layers) / len(layers)
+        if layers
+        else math.nan
+    )
 
 
 def correlation(runs: Runs) -> Measured | None:

@@ -63,7 +63,12 @@ def full_error(seed: int) -> float:
     q, k, v = (y.unflatten(2, (HEADS, SIZE)).transpose(1, 2) for y in (x @ layer.in_proj_weight.mT).chunk(3, -1))
     heads = mechanism("multiformer")(q, k, v, kinds="ffff")
     with torch.no_grad():
-        return (heads.transpose(1, 2).flatten(2) @ layer.out_proj.weight.mT - layer(x, x, x, need_weights=False)[0]).abs().max().item()
+        return (
+            (heads.transpose(1, 2).flatten(2) @ layer.out_proj.weight.mT - layer(x, x, x, need_weights=False)[0])
+            .abs()
+            .max()
+            .item()
+        )
 
 
 def local_change(seed: int, window: int = 6) -> tuple[float, float]:
@@ -76,7 +81,9 @@ def local_change(seed: int, window: int = 6) -> tuple[float, float]:
     found = []
     for chosen in (~inside, inside):
         others = [torch.where(chosen[:, None], normal(*x.shape, seed=seed + 999), x) for x in (k, v)]
-        found.append((mechanism("multiformer")(q, *others, kinds="l", window=window)[:, :, at] - plain).abs().max().item())
+        found.append(
+            (mechanism("multiformer")(q, *others, kinds="l", window=window)[:, :, at] - plain).abs().max().item()
+        )
     return found[0], found[1]
 
 
@@ -105,7 +112,9 @@ def convolution_error(seed: int) -> float:
             heads.append(functional.conv1d(padded, weight, bias[0, h, 0], stride=stride, groups=SIZE).mT)
         short.append(torch.stack(heads, 1))
     want = (q @ short[0].mT / SIZE**0.5).softmax(-1) @ short[1]
-    options: dict[str, Any] = dict(key_kernel=kernels[0], value_kernel=kernels[1], key_bias=biases[0], value_bias=biases[1])
+    options: dict[str, Any] = dict(
+        key_kernel=kernels[0], value_kernel=kernels[1], key_bias=biases[0], value_bias=biases[1]
+    )
     return (mechanism("multiformer")(q, k, v, kinds="c", stride=stride, **options) - want).abs().max().item()
 
 
@@ -141,8 +150,15 @@ def row_sums(seed: int) -> Float[Tensor, " rows"]:
     taps, stride = TAPS[seed % 2]
     q, k, _ = operands(seed, 40)
     generator = torch.Generator().manual_seed(seed)
-    kernels = [(2 * torch.rand(1, 1, taps, 1, generator=generator, dtype=torch.float64) - 1) / taps**0.5 for _ in range(2)]
-    return mechanism("multiformer").map(q, k, kinds="c", stride=stride, key_kernel=kernels[0], value_kernel=kernels[1]).sum(-1).flatten()
+    kernels = [
+        (2 * torch.rand(1, 1, taps, 1, generator=generator, dtype=torch.float64) - 1) / taps**0.5 for _ in range(2)
+    ]
+    return (
+        mechanism("multiformer")
+        .map(q, k, kinds="c", stride=stride, key_kernel=kernels[0], value_kernel=kernels[1])
+        .sum(-1)
+        .flatten()
+    )
 
 
 def measure(setting: Setting) -> Mapping[str, Measured]:

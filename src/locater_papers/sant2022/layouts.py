@@ -1,7 +1,8 @@
 """The published layouts as data, and what they cost: study b.
 
-A score is one product q.k. A full head of T tokens has T^2 of them, a local one T w less the edges, a compressed one T T' with
-T' = ceil((T + 2 (stride // 2) - taps) / stride) + 1, about T / stride. All lengths are of the encoder's input, after it was shortened.
+A score is one product q.k. A full head of T tokens has T^2 of them, a local one T w less the edges, a compressed one T
+T' with T' = ceil((T + 2 (stride // 2) - taps) / stride) + 1, about T / stride. All lengths are of the encoder's input,
+after it was shortened.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ LAYOUTS: dict[str, tuple[Group, ...]] = {
     "v2": (Group(3, "lccc"), Group(5, "lllc"), Group(4, "llcc")),
     "full mix": (Group(2, "cccc"), Group(6, "llcc"), Group(4, "ffcc", 7, 3)),
 }
-ALONE: dict[str, tuple[Group, ...]] = {"full": (Group(12, "ffff"),), "local": (Group(12, "llll"),), "compressed": (Group(12, "cccc"),)}
+ALONE: dict[str, tuple[Group, ...]] = {
+    "full": (Group(12, "ffff"),),
+    "local": (Group(12, "llll"),),
+    "compressed": (Group(12, "cccc"),),
+}
 
 CLAIMS = (
     Claim("b1", "Four layouts of 12 layers with 4 heads", "layouts of four that do not add up", "at most", 0.0),
@@ -66,7 +71,8 @@ CLAIMS = (
 
 
 def shortened(T: int, taps: int, stride: int) -> int:
-    """T', by placing the kernel: first at -(stride // 2), then every stride, until it has met the last token and the padding behind it.
+    """T', by placing the kernel: first at -(stride // 2), then every stride, until it has met the last token and the
+    padding behind it.
 
     >>> shortened(1000, 5, 2), shortened(10, 7, 3), shortened(4, 1, 1)
     (500, 3, 4)
@@ -97,7 +103,9 @@ def layout_scores(groups: Sequence[Group], T: int) -> int:
 
 
 def multiplied(T: int, taps: int, stride: int, size: int = 8) -> int:
-    """Multiplications of one compressed head, forward; those of the convolution are no matrix product and not counted."""
+    """Multiplications of one compressed head, forward; those of the convolution are no matrix product and not
+    counted.
+    """
     x, kernel = torch.zeros(1, 1, T, size, device="meta"), torch.zeros(1, 1, taps, 1, device="meta")
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         mechanism("multiformer")(x, x, x, kinds="c", stride=stride, key_kernel=kernel, value_kernel=kernel)

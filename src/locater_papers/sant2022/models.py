@@ -86,7 +86,10 @@ def relevances(model: Any, held: Batch) -> list[Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [head_relevance(x.unflatten(-1, (n, -1)).transpose(1, 2), p.weight) for x, (p, n) in zip(seen, parts, strict=True)]
+    return [
+        head_relevance(x.unflatten(-1, (n, -1)).transpose(1, 2), p.weight)
+        for x, (p, n) in zip(seen, parts, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -107,11 +110,15 @@ def loaded(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
     """A model from its folder, on two halves of the text's first samples."""
     model = load_model(str(folder)).requires_grad_(False)
     each = SAMPLES[setting.quick]
-    return entry(name, model, batches(model, setting.text[:CHARACTERS], length=LENGTH, tokens=2 * each * LENGTH, batch=each)[:2])
+    return entry(
+        name, model, batches(model, setting.text[:CHARACTERS], length=LENGTH, tokens=2 * each * LENGTH, batch=each)[:2]
+    )
 
 
 def entry(name: str, model: Any, halves: Sequence[Batch]) -> dict[str, Any]:
-    """What a model shows on each half: relevance by layer and head, its variation, its agreement with leaving heads out."""
+    """What a model shows on each half: relevance by layer and head, its variation, its agreement with leaving heads
+    out.
+    """
     found = [(relevances(model, half), changes(model, half)) for half in halves]
     agreement = [[spearman(a, b) or 0.0 for a, b in zip(*pair, strict=True)] for pair in found]
     return {

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, Sections, arms_table, carried_in, in_sections, in_short, numbers_of
+from locater_papers.arms_page import (
+    Entries,
+    Part,
+    Said,
+    Sections,
+    arms_table,
+    carried_in,
+    in_sections,
+    in_short,
+    numbers_of,
+)
 from locater_papers.figures import Panel, Series, draw
 
 
@@ -67,7 +77,9 @@ def _layouts(found: Entries) -> Part:
     for row in held["layouts"]:
         kinds = ", ".join(str(row["kinds"][k]) for k in "flc")
         lines.append(
-            f"| {row['layout']} | {kinds} | " + " | ".join(f"{x:.3f}" for x in row["share"].values()) + f" | {row['growth']:.2f} |"
+            f"| {row['layout']} | {kinds} | "
+            + " | ".join(f"{x:.3f}" for x in row["share"].values())
+            + f" | {row['growth']:.2f} |"
         )
     lines += [
         "",
@@ -115,8 +127,13 @@ def _models(found: Entries) -> Part:
     for entry in held["models"]:
         both = [f"{sum(entry[name]) / len(entry[name]):.2f}" for name in ("variation", "agreement")]
         flat = [x for half in entry["by_layer"] for x in half]
-        lines.append(f"| {entry['model']} | {entry['heads']} | {both[0]} | {both[1]} | {min(flat):.2f}, {max(flat):.2f} |")
-        layers = [[(a + b) / 2 * entry["heads"] for a, b in zip(*pair, strict=True)] for pair in zip(*entry["relevance"], strict=True)]
+        lines.append(
+            f"| {entry['model']} | {entry['heads']} | {both[0]} | {both[1]} | {min(flat):.2f}, {max(flat):.2f} |"
+        )
+        layers = [
+            [(a + b) / 2 * entry["heads"] for a, b in zip(*pair, strict=True)]
+            for pair in zip(*entry["relevance"], strict=True)
+        ]
         dots = Series("a head each", [(float(n), x) for n, layer in enumerate(layers) for x in layer], "dots", 0)
         even = Series("even", [(0.0, 1.0), (float(len(layers) - 1), 1.0)], "dashed", 4)
         panels.append(Panel(entry["model"], "layer", "relevance, 1 is even", [dots, even], y_limits=(0, 3)))
@@ -129,7 +146,8 @@ def _training(found: Entries) -> Part:
     if held is None:
         return [], {}
     points = {
-        arm["arm"]: [(end["unevenness"], end["loss"]) for end in arm["ends"] if end.get("unevenness") is not None] for arm in held["arms"]
+        arm["arm"]: [(end["unevenness"], end["loss"]) for end in arm["ends"] if end.get("unevenness") is not None]
+        for arm in held["arms"]
     }
     lines = [
         "## e. Mixed heads, trained", "", "![relevance and loss](figure:training)", "",

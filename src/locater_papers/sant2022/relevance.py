@@ -1,4 +1,5 @@
-"""The paper's measure of how much a head counts: what leaves it as it is, and what it does not tell. Study c, and study d on models.
+"""The paper's measure of how much a head counts: what leaves it as it is, and what it does not tell. Study c, and study
+d on models.
 
     c_h = sum_t |W_O^h o_ht|_1        r_h = median over samples of c_h / sum_h' c_h'
 
@@ -80,7 +81,9 @@ def unmoved(seed: int) -> float:
 
 
 def turned_stream(seed: int) -> tuple[float, float]:
-    """Share of a head that writes to one channel beside one as strong that writes to all; as it is, and with the stream turned."""
+    """Share of a head that writes to one channel beside one as strong that writes to all; as it is, and with the stream
+    turned.
+    """
     heads = normal(SAMPLES, 2, TOKENS, 1, seed=seed)
     weight = torch.zeros(WIDTH, 2, dtype=torch.float64)
     weight[0, 0] = 1.0
@@ -115,7 +118,11 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     for seed in seeds:
         heads, weight = drawn(10 * seed)
         found = head_relevance(heads, weight)
-        exact.append((found - torch.tensor(written_out(heads, weight), dtype=torch.float64)).abs().max().item() if seed < 5 else 0.0)
+        exact.append(
+            (found - torch.tensor(written_out(heads, weight), dtype=torch.float64)).abs().max().item()
+            if seed < 5
+            else 0.0
+        )
         once.append(abs(head_relevance(heads[:1], weight).sum().item() - 1))
         medians.append(found.sum().item() - 1)
     pairs = [turned_stream(10 * seed) for seed in seeds]

@@ -71,7 +71,9 @@ def lam(a: Float[Tensor, "n n"]) -> float:
     return torch.linalg.matrix_norm(a - a.mean(0), 2).item() ** 2
 
 
-def layer_norm(x: Float[Tensor, "tokens width"], gain: Float[Tensor, " width"] | None = None) -> Float[Tensor, "tokens width"]:
+def layer_norm(
+    x: Float[Tensor, "tokens width"], gain: Float[Tensor, " width"] | None = None
+) -> Float[Tensor, "tokens width"]:
     """Without eps: it would only help the bound."""
     return functional.layer_norm(x, x.shape[-1:], gain, eps=0.0)
 
@@ -105,7 +107,8 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     found = [shares(seed) for seed in setting.each(list(range(count)))]
     by = {name: [draw[name] for draw in found] for name in found[0]}
     held = {
-        causal: {s: torch.tensor([lam(attention_map(seed, KEYS, s, causal)) for seed in maps]) for s in LOGITS} for causal in (False, True)
+        causal: {s: torch.tensor([lam(attention_map(seed, KEYS, s, causal)) for seed in maps]) for s in LOGITS}
+        for causal in (False, True)
     }
     table = [
         {"logits": s, "free": held[False][s].mean().item(), "free_max": held[False][s].max().item(),

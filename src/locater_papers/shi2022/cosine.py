@@ -1,10 +1,12 @@
 """What the mean cosine of tokens measures, and what it does not see: study a.
 
-U are the tokens at unit length, n of them, and d(X) = ||X - 1 mean^T||_F is how far tokens are from all being equal. Then
+U are the tokens at unit length, n of them, and d(X) = ||X - 1 mean^T||_F is how far tokens are from all being equal.
+Then
 
     CosSim(H) = (|sum u|^2 - n) / (n (n - 1)) = 1 - d(U)^2 / (n - 1)
 
-so the paper's measure is its distance, taken after lengths are gone. After a LayerNorm without gain all tokens have one length.
+so the paper's measure is its distance, taken after lengths are gone. After a LayerNorm without gain all tokens have one
+length.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ def by_pairs(x: Tokens) -> float:
 def identities(seed: int) -> tuple[float, float]:
     """Errors of a1 and a2 on one draw; lengths of tokens differ by up to a thousand."""
     n, width = (2, 5, 12)[seed % 3], (3, 16)[seed % 2]
-    x = (normal(n, width, seed=seed) + (seed % 4) * normal(1, width, seed=seed + 1)) * (3 * normal(n, 1, seed=seed + 2)).exp()
+    x = (normal(n, width, seed=seed) + (seed % 4) * normal(1, width, seed=seed + 1)) * (
+        3 * normal(n, 1, seed=seed + 2)
+    ).exp()
     cosine = token_cosine(x[None]).item()
     units = x / x.norm(dim=1, keepdim=True)
     return abs(cosine - by_pairs(x)), abs(1 - cosine - distance(units) ** 2 / (n - 1))
@@ -103,7 +107,12 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     shifted = {c: [readings(own[s] + c * normal(1, WIDTH, seed=s + 1000)) for s in seeds] for c in SHARED}
     few = {r: [readings(own[s][:, :r] @ normal(r, WIDTH, seed=s + 2000)) for s in seeds] for r in DIRECTIONS}
     plain = [draw["centred_rank"] for draw in shifted[0.0]]
-    lost = [1 - d["centred_rank"] / plain[s] for draws in shifted.values() for s, d in enumerate(draws) if d["cosine"] >= 0.99]
+    lost = [
+        1 - d["centred_rank"] / plain[s]
+        for draws in shifted.values()
+        for s, d in enumerate(draws)
+        if d["cosine"] >= 0.99
+    ]
     low = [draw["rank"] / WIDTH for draws in few.values() for draw in draws if draw["cosine"] < 0.05]
     means = [fmean(draw["centred_cosine"] for draw in draws) for draws in few.values()]
     tables: dict[str, Any] = {
@@ -111,14 +120,22 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "directions": [{"directions": r, **_means(draws)} for r, draws in few.items()],
         "tokens": TOKENS, "width": WIDTH,
     }  # fmt: skip
-    spread = max(2 * torch.tensor([d["centred_cosine"] for d in draws]).std().item() / len(draws) ** 0.5 for draws in few.values())
+    spread = max(
+        2 * torch.tensor([d["centred_cosine"] for d in draws]).std().item() / len(draws) ** 0.5
+        for draws in few.values()
+    )
     largest = f"none: the largest of {len(errors)} draws"
     return {
         "a1": Measured(max(e[0] for e in errors), 0.0, largest, tables),
         "a2": Measured(max(e[1] for e in errors), 0.0, largest),
         "a3": Measured(max(lost), 0.0, f"none: the largest of {len(lost)} draws", {"draws": len(lost)}),
         "a4": Measured(min(low), 0.0, f"none: the least of {len(low)} draws", {"draws": len(low)}),
-        "a5": Measured(max(means) - min(means), 2 * spread, "4 standard errors of the least certain mean", {"equal": -1 / (TOKENS - 1)}),
+        "a5": Measured(
+            max(means) - min(means),
+            2 * spread,
+            "4 standard errors of the least certain mean",
+            {"equal": -1 / (TOKENS - 1)},
+        ),
     }
 
 

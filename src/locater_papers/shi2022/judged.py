@@ -1,4 +1,6 @@
-"""Does fusing all layers help a masked language model, and does the place of the norm matter? Study f, judged by training runs."""
+"""Does fusing all layers help a masked language model, and does the place of the norm matter? Study f, judged by
+training runs.
+"""
 
 from __future__ import annotations
 

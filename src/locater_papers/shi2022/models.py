@@ -1,10 +1,12 @@
-"""Trained models by depth: how alike tokens are, raw and around the mean, and what the theorem says of a trained BERT. Study e.
+"""Trained models by depth: how alike tokens are, raw and around the mean, and what the theorem says of a trained BERT.
+Study e.
 
 In a trained block gains count, and GELU is a little steeper than ReLU, so v has two more factors:
 
     v = g_1 g_2 (1 + L s^2) (1 + h s sqrt(lambda)) / (sigma_1 sigma_2),   g = max|gain|, L = 1.129
 
-`close` takes each weight's own norm in the place of s: sum_h |W_VO,h| sqrt(lambda_h) for h s sqrt(lambda), |W_in| |W_out| for s^2.
+`close` takes each weight's own norm in the place of s: sum_h |W_VO,h| sqrt(lambda_h) for h s sqrt(lambda), |W_in|
+|W_out| for s^2.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def by_layer(model: Any, held: Sequence[Batch]) -> dict[str, Tensor]:
     ends = 0 if is_causal(model) else 1
     found: dict[str, list[Tensor]] = {name: [] for name in READ}
     for part in held:
-        states = torch.stack(model(**part, output_hidden_states=True).hidden_states)[:, :, ends : part["input_ids"].shape[1] - ends]
+        states = torch.stack(model(**part, output_hidden_states=True).hidden_states)[
+            :, :, ends : part["input_ids"].shape[1] - ends
+        ]
         for name, read in (
             ("cosine", lambda x: token_cosine(x)), ("centred_cosine", lambda x: token_cosine(x, centred=True)),
             ("centred_rank", lambda x: ranks(x, centred=True).effective),
@@ -80,10 +84,14 @@ def by_layer(model: Any, held: Sequence[Batch]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def promised(model: Any, part: Batch) -> list[dict[str, float]]:
-    """Of every block of a BERT: v, the closer bound, what it did to d, sigma_1 sigma_2; the largest or least over the samples."""
+    """Of every block of a BERT: v, the closer bound, what it did to d, sigma_1 sigma_2; the largest or least over the
+    samples.
+    """
     model.set_attn_implementation("eager")
     seen: list[Tensor] = []
-    norms = [norm for layer in model.encoder.layer for norm in (layer.attention.output.LayerNorm, layer.output.LayerNorm)]
+    norms = [
+        norm for layer in model.encoder.layer for norm in (layer.attention.output.LayerNorm, layer.output.LayerNorm)
+    ]
     hooks = [norm.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for norm in norms]
     try:
         out = model(**part, output_hidden_states=True, output_attentions=True)
@@ -96,7 +104,10 @@ def promised(model: Any, part: Batch) -> list[dict[str, float]]:
         held = [[lam(a) ** 0.5 for a in sample] for sample in maps]
         rows = [
             _bounds(layer, held[b], [x[b].double() for x in seen[2 * number : 2 * number + 2]])
-            | {"kept": distance(out.hidden_states[number + 1][b].double()) / distance(out.hidden_states[number][b].double())}
+            | {
+                "kept": distance(out.hidden_states[number + 1][b].double())
+                / distance(out.hidden_states[number][b].double())
+            }
             for b in range(len(maps))
         ]
         worst = max(row["kept"] / row["close"] for row in rows)
@@ -112,7 +123,9 @@ def _bounds(layer: nn.Module, roots: Sequence[float], before: Sequence[Tensor]) 
     W_V, W_O = parts.attention.self.value.weight.double(), parts.attention.output.dense.weight.double()
     values = [_norm(o @ v) for v, o in zip(W_V.chunk(heads), W_O.chunk(heads, 1), strict=True)]
     outer, inner = _norm(parts.output.dense.weight.double()), _norm(parts.intermediate.dense.weight.double())
-    gains = [norm.weight.double().abs().max().item() for norm in (parts.attention.output.LayerNorm, parts.output.LayerNorm)]
+    gains = [
+        norm.weight.double().abs().max().item() for norm in (parts.attention.output.LayerNorm, parts.output.LayerNorm)
+    ]
     sigma = least_deviation(before[0]) * least_deviation(before[1])
     s = max(*values, outer, inner)
     factor = gains[0] * gains[1] / sigma
@@ -152,8 +165,12 @@ def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
         found["e3"] = _halves([max(_lost(entry, half) for entry in entries) for half in range(2)])
         found["e4"] = _halves([max(_shown(entry, half) for entry in entries) for half in range(2)])
     if blocks:
-        found["e5"] = Measured(min(b["least_v"] for b in blocks), 0.0, f"none: the least of {len(blocks)} blocks and all samples")
-        found["e6"] = Measured(max(b["share"] for b in blocks), 0.0, f"none: the largest of {len(blocks)} blocks and all samples")
+        found["e5"] = Measured(
+            min(b["least_v"] for b in blocks), 0.0, f"none: the least of {len(blocks)} blocks and all samples"
+        )
+        found["e6"] = Measured(
+            max(b["share"] for b in blocks), 0.0, f"none: the largest of {len(blocks)} blocks and all samples"
+        )
     return found
 
 
@@ -186,4 +203,6 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     return found
 
 
-STUDY = Study("trained models", CLAIMS, measure, needs="a trained model of the kind that the claim names", on_models=True)
+STUDY = Study(
+    "trained models", CLAIMS, measure, needs="a trained model of the kind that the claim names", on_models=True
+)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, Sections, arms_table, carried_in, in_sections, in_short, numbers_of
+from locater_papers.arms_page import (
+    Entries,
+    Part,
+    Said,
+    Sections,
+    arms_table,
+    carried_in,
+    in_sections,
+    in_short,
+    numbers_of,
+)
 from locater_papers.figures import Panel, Series, draw
 
 
@@ -86,7 +96,10 @@ def _bounds(found: Entries) -> Part:
         ],
         x_scale="log", y_limits=(0, 4.5),
     )  # fmt: skip
-    medians = ", ".join(f"{name} {found[key]['median']:.2f}" for key, name in (("b1", "attention"), ("b5", "weights"), ("b8", "LayerNorm")))
+    medians = ", ".join(
+        f"{name} {found[key]['median']:.2f}"
+        for key, name in (("b1", "attention"), ("b5", "weights"), ("b8", "LayerNorm"))
+    )
     lines = [
         "## b. Part by part", "", "![λ of maps](figure:lambda)", "",
         f"Draws use this much of each bound, in the median: {medians}. Attention's is attained by tokens along one eigenvector, so it "
@@ -95,7 +108,10 @@ def _bounds(found: Entries) -> Part:
         "copy one token and half another.", "",
         "| logits | λ, no mask (largest) | λ, causal (largest) |", "|---|---|---|",
     ]  # fmt: skip
-    lines += [f"| {r['logits']:g} | {r['free']:.3f} ({r['free_max']:.2f}) | {r['causal']:.2f} ({r['causal_max']:.2f}) |" for r in table]
+    lines += [
+        f"| {r['logits']:g} | {r['free']:.3f} ({r['free_max']:.2f}) | {r['causal']:.2f} ({r['causal_max']:.2f}) |"
+        for r in table
+    ]
     lines += [
         "", f"GELU's steepest slope is {found['b7']['steepest']:.4f}, so d(GELU H) is at most that times d(H), and comes close to it "
         "where channels are near 1.4.",
@@ -140,7 +156,12 @@ def _theorem(found: Entries) -> Part:
     return lines, {"theorem": draw(panels)}
 
 
-NAMES = {"post": "norms after the sums", "post, causal": "the same, causal", "pre": "norms in front", "pre, causal": "the same, causal"}
+NAMES = {
+    "post": "norms after the sums",
+    "post, causal": "the same, causal",
+    "pre": "norms in front",
+    "pre, causal": "the same, causal",
+}
 
 
 def _stacks(found: Entries) -> Part:
@@ -176,10 +197,17 @@ def _models(found: Entries) -> Part:
         ("centred_rank", "effective rank around the mean"),
     ):
         series = [
-            Series(entry["model"], list(enumerate(_mean(entry["curves"][name]))), "line", n) for n, entry in enumerate(held["models"])
+            Series(entry["model"], list(enumerate(_mean(entry["curves"][name]))), "line", n)
+            for n, entry in enumerate(held["models"])
         ]
         panels.append(
-            Panel(f"trained models: {title}", "layer", title, series, y_limits=(-0.05, 0.65) if name != "centred_rank" else (0, 130))
+            Panel(
+                f"trained models: {title}",
+                "layer",
+                title,
+                series,
+                y_limits=(-0.05, 0.65) if name != "centred_rank" else (0, 130),
+            )
         )
     lines = [
         "## e. Trained models", "", "![trained models](figure:models)", "",

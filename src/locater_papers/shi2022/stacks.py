@@ -41,7 +41,9 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def cosines(seed: int, post: bool, causal: bool = False, gain: float = 1.0, depth: int = DEPTH) -> Float[Tensor, " states"]:
+def cosines(
+    seed: int, post: bool, causal: bool = False, gain: float = 1.0, depth: int = DEPTH
+) -> Float[Tensor, " states"]:
     """Mean cosine of tokens before the first layer and after each."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -52,8 +54,14 @@ def cosines(seed: int, post: bool, causal: bool = False, gain: float = 1.0, dept
     later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     states = [x]
     for _ in range(depth):
-        W_QK, W_VO = normal(HEADS, WIDTH, WIDTH) / math.sqrt(WIDTH), gain * normal(HEADS, WIDTH, WIDTH) / math.sqrt(WIDTH * HEADS)
-        W_in, W_out = gain * normal(WIDTH, 4 * WIDTH) / math.sqrt(WIDTH), gain * normal(4 * WIDTH, WIDTH) / math.sqrt(2 * WIDTH)
+        W_QK, W_VO = (
+            normal(HEADS, WIDTH, WIDTH) / math.sqrt(WIDTH),
+            gain * normal(HEADS, WIDTH, WIDTH) / math.sqrt(WIDTH * HEADS),
+        )
+        W_in, W_out = (
+            gain * normal(WIDTH, 4 * WIDTH) / math.sqrt(WIDTH),
+            gain * normal(4 * WIDTH, WIDTH) / math.sqrt(2 * WIDTH),
+        )
         for number in range(2):
             y = x if post else layer_norm(x)
             if number == 0:
@@ -77,7 +85,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     ends = {name: held[:, -1] for name, held in kinds.items()}
     curves = {name: held.mean(0).tolist() for name, held in kinds.items()}
     return {
-        "d1": over_seeds(ends["post, 1"].tolist(), {"curves": curves, "seeds": len(seeds), "tokens": TOKENS, "width": WIDTH}),
+        "d1": over_seeds(
+            ends["post, 1"].tolist(), {"curves": curves, "seeds": len(seeds), "tokens": TOKENS, "width": WIDTH}
+        ),
         "d2": over_seeds(ends["pre, 1"].tolist()),
         "d3": over_seeds((ends["post, causal, 0.3"] - ends["post, 0.3"]).tolist()),
         "d4": over_seeds((ends["post, 0.3"] - ends["pre, 0.3"]).tolist()),

@@ -1,9 +1,11 @@
-"""The theorem on blocks with LayerNorm after the sums: when it promises that tokens become equal, and what v is worth. Study c.
+"""The theorem on blocks with LayerNorm after the sums: when it promises that tokens become equal, and what v is worth.
+Study c.
 
     d(H_{l+1}) <= v d(H_l),   v = (1 + s^2) (1 + h s sqrt(lambda)) / (sigma_1 sigma_2)
 
-with h heads, s the largest singular value of any weight, sigma_1 and sigma_2 the least standard deviation of a token in front of the two
-norms. The form is the one in this project's notes; the abstract says the same in words: LayerNorm's standard deviation sufficiently large.
+with h heads, s the largest singular value of any weight, sigma_1 and sigma_2 the least standard deviation of a token in
+front of the two norms. The form is the one in this project's notes; the abstract says the same in words: LayerNorm's
+standard deviation sufficiently large.
 """
 
 from __future__ import annotations
@@ -118,7 +120,9 @@ def _step(x: Tensor, w: Weights, size: float) -> tuple[Tensor, Step]:
 
 
 def built(shared: float) -> list[Step]:
-    """Blocks whose heads all copy what they see, W_VO = s 1: what tokens share grows by 1 + h s, what differs by 1 + h s sqrt(lambda)."""
+    """Blocks whose heads all copy what they see, W_VO = s 1: what tokens share grows by 1 + h s, what differs by 1 + h
+    s sqrt(lambda).
+    """
     one = torch.eye(WIDTH, dtype=torch.float64)
     heads = one.expand(BUILT_HEADS, -1, -1)
     w = Weights(0.5 * heads, BUILT * heads, BUILT * one, BUILT * one)

@@ -1,8 +1,8 @@
 """The first token sees itself alone: what attention does there, mechanism by mechanism. Study c.
 
-Under a causal mask row 1 of a map that sums to 1 is a single 1, so the output is W_O W_V x whatever queries and keys are: one fixed
-linear map. A spike that is made there depends on nothing but the token. Where a row may sum to less, or more, the weight is a function
-of the token, and the map is not fixed.
+Under a causal mask row 1 of a map that sums to 1 is a single 1, so the output is W_O W_V x whatever queries and keys
+are: one fixed linear map. A spike that is made there depends on nothing but the token. Where a row may sum to less, or
+more, the weight is a function of the token, and the map is not fixed.
 """
 
 from __future__ import annotations
@@ -51,12 +51,18 @@ class First:
 
 
 def outputs(name: str, draws: int) -> First:
-    """A mechanism with random weights, its own ones too, on random tokens; queries are large enough that logits matter."""
+    """A mechanism with random weights, its own ones too, on random tokens; queries are large enough that logits
+    matter.
+    """
     torch.manual_seed(0)
     x = torch.randn(draws, TOKENS, WIDTH, dtype=torch.float64)
-    W_Q, W_K, W_V = (torch.randn(WIDTH, heads * SIZE, dtype=torch.float64) / WIDTH**0.5 for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    W_Q, W_K, W_V = (
+        torch.randn(WIDTH, heads * SIZE, dtype=torch.float64) / WIDTH**0.5 for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    )
     q, k, v = ((x @ W).unflatten(-1, (-1, SIZE)).transpose(1, 2) for W in (3 * W_Q, W_K, W_V))
-    module = attention_module(name, width=WIDTH, heads=HEADS, size=SIZE, kv_heads=KEY_HEADS).double().requires_grad_(False)
+    module = (
+        attention_module(name, width=WIDTH, heads=HEADS, size=SIZE, kv_heads=KEY_HEADS).double().requires_grad_(False)
+    )
     for p in module.parameters():
         p.copy_(torch.randn(p.shape, dtype=torch.float64) * (0.5 if p.ndim < 2 else 1.0))
     out = module(q, k, v, x, causal=True)[:, :, 0].flatten(1)

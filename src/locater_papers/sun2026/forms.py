@@ -1,7 +1,7 @@
 """A SwiGLU MLP as a quadratic form, which it is where its gates are far above 0.
 
-out_k = h^T S_k h with S_k = sum_m W_down[k, m] gate_m up_m^T, as silu(z) is z there. Far below 0 a neuron is shut: size alone does not
-make the MLP quadratic.
+out_k = h^T S_k h with S_k = sum_m W_down[k, m] gate_m up_m^T, as silu(z) is z there. Far below 0 a neuron is shut: size
+alone does not make the MLP quadratic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def form_error(mlp: nn.Module, h: Float[Tensor, "n width"]) -> float:
     wanted = quadratic(mlp, h)
     channels = range(0, wanted.shape[-1], max(1, wanted.shape[-1] // 8))
     found = [torch.einsum("na,ab,nb->n", h.double(), form(mlp, k), h.double()) for k in channels]
-    return max(float((f - wanted[:, k]).abs().max() / wanted[:, k].abs().max()) for f, k in zip(found, channels, strict=True))
+    return max(
+        float((f - wanted[:, k]).abs().max() / wanted[:, k].abs().max()) for f, k in zip(found, channels, strict=True)
+    )
 
 
 def dominance(S: Float[Tensor, "width width"]) -> float:

@@ -1,11 +1,13 @@
-"""What drives sinks and what drives spikes, at the size of this project's runs: head size, gates, norms, MLPs, weight decay. Study e.
+"""What drives sinks and what drives spikes, at the size of this project's runs: head size, gates, norms, MLPs, weight
+decay. Study e.
 
-The paper trains models of 7 billion parameters, whose largest |h| is in the thousands. Here numbers are ratios and shares, and every
-verdict is of a model of 6 layers and width 256 alone. Sinks are compared by the first token's share of rows, since the count of heads over
-a threshold may be 0 in small models, and 0 cannot fall; where softmax gives its first token no more than uniform attention does, nothing
-is said of sinks, and where the plain model has no massive entry nothing of spikes. Softmax and the gate per head are at the better of two
-learning rates, other arms at the higher of them, and "post" at the better of two lower ones: it is a norm of the sum, not the paper's norm
-of branches with QK-norm.
+The paper trains models of 7 billion parameters, whose largest |h| is in the thousands. Here numbers are ratios and
+shares, and every verdict is of a model of 6 layers and width 256 alone. Sinks are compared by the first token's share
+of rows, since the count of heads over a threshold may be 0 in small models, and 0 cannot fall; where softmax gives its
+first token no more than uniform attention does, nothing is said of sinks, and where the plain model has no massive
+entry nothing of spikes. Softmax and the gate per head are at the better of two learning rates, other arms at the higher
+of them, and "post" at the better of two lower ones: it is a norm of the sum, not the paper's norm of branches with
+QK-norm.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def unless_massive(found: Mapping[str, Measured | None], plain: Measured | None, keys: tuple[str, ...]) -> dict[str, Measured | None]:
+def unless_massive(
+    found: Mapping[str, Measured | None], plain: Measured | None, keys: tuple[str, ...]
+) -> dict[str, Measured | None]:
     """The same measurements, those of `keys`, on spikes, left open where the plain model has none."""
     return left_open(found, keys if plain is not None and plain.value < MASSIVE else (), NO_SPIKE, room=MASSIVE)
 

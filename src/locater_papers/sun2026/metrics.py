@@ -1,4 +1,5 @@
-"""Sinks and massive activations as numbers, held against plain loops; and what the sink metric says of heads that have none. Study a.
+"""Sinks and massive activations as numbers, held against plain loops; and what the sink metric says of heads that have
+none. Study a.
 
 alpha_k     weight that key k receives, per query that may look at it (Gu et al. 2024)
 sink rate   share of heads with alpha_1 > 0.3, 1 the first token
@@ -109,7 +110,9 @@ def _uniform(T: int) -> Tensor:
 
 
 def called(heads: int, spread: float) -> tuple[float, float]:
-    """Shares of heads with random queries and keys of size 64 that count as sinks: on the first token, in the first half."""
+    """Shares of heads with random queries and keys of size 64 that count as sinks: on the first token, in the first
+    half.
+    """
     generator = torch.Generator().manual_seed(int(10 * spread))
     q, k = (torch.randn(1, heads, LENGTH, 64, generator=generator) for _ in range(2))
     logits = spread * (q @ k.mT) / 8

@@ -1,13 +1,14 @@
 """What a norm makes of a spike: sparse vectors that all point the same way. Study b.
 
-A spike token is h = s u + r: s along a fixed unit direction u of few channels, r normal noise of deviation 1 in all of n channels.
-RMSNorm divides by the length, so that
+A spike token is h = s u + r: s along a fixed unit direction u of few channels, r normal noise of deviation 1 in all of
+n channels. RMSNorm divides by the length, so that
 
     cosine of two spike tokens   s1 s2 / sqrt((s1^2 + n) (s2^2 + n))
     deviation of other channels  sqrt(n / (s^2 + n)), and P(|x| < t) = erf(t / sqrt 2 / deviation) there, 0 in the channels of u
 
-The cosine is 1 - n / s^2 for large s. It is over 0.99 from s = 10 sqrt(n) on, which is 14.8 sqrt(n) medians of |h|: 944 of them at a
-width of 4096, where 1000 medians are the usual criterion of a massive activation. The criterion is one of that width.
+The cosine is 1 - n / s^2 for large s. It is over 0.99 from s = 10 sqrt(n) on, which is 14.8 sqrt(n) medians of |h|: 944
+of them at a width of 4096, where 1000 medians are the usual criterion of a massive activation. The criterion is one of
+that width.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def spike_tokens(width: int, size: float, count: int, seed: int = 0) -> tuple[Float[Tensor, "1 count width"], Float[Tensor, " count"]]:
+def spike_tokens(
+    width: int, size: float, count: int, seed: int = 0
+) -> tuple[Float[Tensor, "1 count width"], Float[Tensor, " count"]]:
     """Tokens with spikes of about `size` in two channels of fixed ratio, and the sizes."""
     generator = torch.Generator().manual_seed(seed)
     direction = torch.zeros(width, dtype=torch.float64)
@@ -102,7 +105,9 @@ def curve(width: int, count: int, seed: int = 0) -> list[dict[str, float]]:
 
 
 def medians_needed(width: int, count: int) -> float:
-    """Spike, in medians of |h|, at which the measured cosine after RMSNorm passes 0.99, by bisection on one draw of noise."""
+    """Spike, in medians of |h|, at which the measured cosine after RMSNorm passes 0.99, by bisection on one draw of
+    noise.
+    """
     low, high = 1.0, 100.0
     while high / low > 1.001:
         middle = math.sqrt(low * high)

@@ -35,7 +35,9 @@ NAMES = {
 
 def page(document: Mapping[str, Any]) -> Part:
     """The sections after the verdicts, and their figures."""
-    return in_sections(document, ((_norms, ("b1",)), (_first, ("c1",)), (_models, ("d3",)), (_training, ()), (_sinks, ("f1",))))
+    return in_sections(
+        document, ((_norms, ("b1",)), (_first, ("c1",)), (_models, ("d3",)), (_training, ()), (_sinks, ("f1",)))
+    )
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
@@ -75,7 +77,12 @@ def lead(document: Mapping[str, Any]) -> list[str]:
 
 
 def _sinks(found: Entries) -> Part:
-    names = {"softmax": "plain (one head of 64)", "heads=2": "heads of 32", "heads=4": "heads of 16", "heads=8": "heads of 8"}
+    names = {
+        "softmax": "plain (one head of 64)",
+        "heads=2": "heads of 32",
+        "heads=4": "heads of 16",
+        "heads=8": "heads of 8",
+    }
     return sinks_section(found, "f", NAMES | names)
 
 
@@ -114,8 +121,13 @@ def _first(found: Entries) -> Part:
         "over that of the value.", "",
         "| mechanism | kind of map | R² | size |", "|---|---|---|---|",
     ]  # fmt: skip
-    lines += [f"| {name} | {r['kind']} | {r['R2']:.3f} | {r['size']:.2f} |" for name, r in found["c1"]["mechanisms"].items()]
-    lines += ["", "`centred` gives the first token nothing; `differential` has a norm of its own behind the difference."]
+    lines += [
+        f"| {name} | {r['kind']} | {r['R2']:.3f} | {r['size']:.2f} |" for name, r in found["c1"]["mechanisms"].items()
+    ]
+    lines += [
+        "",
+        "`centred` gives the first token nothing; `differential` has a norm of its own behind the difference.",
+    ]
     return lines, {}
 
 
@@ -182,7 +194,11 @@ def _training(found: Entries) -> Part:
     lines += ["", failed_said(lost) + " These arms are left out of the pictures."] if lost else []
 
     def rows(name: str) -> dict[str, list[float]]:
-        found = {arm["arm"]: [end[name] for end in arm["ends"] if end[name] is not None] for arm in arms if arm["arm"] not in lost}
+        found = {
+            arm["arm"]: [end[name] for end in arm["ends"] if end[name] is not None]
+            for arm in arms
+            if arm["arm"] not in lost
+        }
         return {name: values for name, values in found.items() if values}
 
     figures = {}

@@ -1,4 +1,6 @@
-"""What drives sinks and spikes where softmax has a sink: head size, norms, MLPs, weight decay. Study f; models of study e have none."""
+"""What drives sinks and spikes where softmax has a sink: head size, norms, MLPs, weight decay. Study f; models of study
+e have none.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ SIZES = {
 SANDWICH, POST = sink_arm(norm="sandwich"), sink_arm(norm="post")
 GELU, NONE, NO_DECAY, GATE = sink_arm(mlp="gelu"), sink_arm(mlp="none"), sink_arm(decay=0.0), sink_arm("gated")
 ARMS = (*reversed(SIZES.values()), SANDWICH, POST, GELU, NONE, NO_DECAY, GATE)
-ON_FIRST, LARGEST = f"change of the weight on the first token, {HERE}", f"change of the largest entry over the median, {HERE}"
+ON_FIRST, LARGEST = (
+    f"change of the weight on the first token, {HERE}",
+    f"change of the largest entry over the median, {HERE}",
+)
 
 OF_SPIKES = ("f4", "f6", "f9", "f10", "f12")
 UNLEARNED = "unknown: without an MLP the source is not learned, so that heads have something to add"

@@ -1,10 +1,11 @@
-"""Spikes and sinks in trained models: where the stream jumps, on which token, and whether the MLP that does it is quadratic. Study d.
+"""Spikes and sinks in trained models: where the stream jumps, on which token, and whether the MLP that does it is
+quadratic. Study d.
 
-The stream is read after every half-block (attention, then MLP), h_0 the embedding. The first token stands out by max |h| there over the
-median of max |h| of later tokens. A step up is the half-block at which this grows most, as a factor; a step down where it shrinks most.
-As the first token sees itself alone, every token can be tried there as a sequence of one. Tokens that the text does not use are left out:
-a model that never learned them has one embedding for all, and they would all do the same.
-The MLP as a quadratic form is in `forms.py`.
+The stream is read after every half-block (attention, then MLP), h_0 the embedding. The first token stands out by max
+|h| there over the median of max |h| of later tokens. A step up is the half-block at which this grows most, as a factor;
+a step down where it shrinks most. As the first token sees itself alone, every token can be tried there as a sequence of
+one. Tokens that the text does not use are left out: a model that never learned them has one embedding for all, and they
+would all do the same. The MLP as a quadratic form is in `forms.py`.
 """
 
 from __future__ import annotations
@@ -145,9 +146,14 @@ def steps(out: Float[Tensor, " halves"]) -> tuple[int, float, int, float]:
 
 def sinks(model: Any, attention: Pairs) -> dict[str, float]:
     """Shares of heads with a sink, on the first token and in the first half, and the largest alpha_1 of a head."""
-    maps = [replace(layer, norm=Norm()).attention(x) for layer, (x, _) in zip(attention_layers(model), attention, strict=True)]
+    maps = [
+        replace(layer, norm=Norm()).attention(x)
+        for layer, (x, _) in zip(attention_layers(model), attention, strict=True)
+    ]
     counted = [of_map(held, causal=True) for held in maps]  # what attention reads is behind the norm
-    shares = {name: math.fsum(each[name] or 0.0 for each in counted) / len(counted) for name in ("sink_rate", "sink_ratio")}
+    shares = {
+        name: math.fsum(each[name] or 0.0 for each in counted) / len(counted) for name in ("sink_rate", "sink_ratio")
+    }
     return {**shares, "alpha": max(float(held[..., 0].mean((0, 2)).max()) for held in maps)}
 
 
@@ -182,7 +188,9 @@ def one_half(model: Any, ids: Tensor) -> dict[str, Any]:
 
 
 def at_step(model: Any, ids: Tensor, found: Seen, up: int) -> dict[str, Any]:
-    """The MLP that steps up: on first tokens as the text has them, on later ones, and on the text's tokens put first one by one."""
+    """The MLP that steps up: on first tokens as the text has them, on later ones, and on the text's tokens put first
+    one by one.
+    """
     states, _, mlps = found
     number = up // 2 - 1
     mlp = blocks(model)[number].get_submodule("mlp")
@@ -222,7 +230,10 @@ def models(setting: Setting) -> tuple[dict[str, list[dict[str, Any]]], dict[str,
 def _halves(model: Any, setting: Setting) -> list[Tensor]:
     size, count = CHARACTERS[setting.quick], SEQUENCES[setting.quick]
     texts = [setting.text[i * size : (i + 1) * size] for i in range(2)]
-    return [torch.cat([part["input_ids"] for part in batches(model, t, length=LENGTH, tokens=LENGTH * count)])[:count] for t in texts]
+    return [
+        torch.cat([part["input_ids"] for part in batches(model, t, length=LENGTH, tokens=LENGTH * count)])[:count]
+        for t in texts
+    ]
 
 
 def measure(setting: Setting) -> Mapping[str, Measured]:

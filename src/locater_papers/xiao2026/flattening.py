@@ -1,4 +1,6 @@
-"""What signs do to the logits of Gaussian queries and keys: the arcsine law, flatter rows, an order half kept. Study b."""
+"""What signs do to the logits of Gaussian queries and keys: the arcsine law, flatter rows, an order half kept. Study
+b.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,11 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     estimate = float(expected_entropy((2 / math.pi) ** 2, TOKENS))
     ranked = {d: sum(x.rank for x in held) / draws for d, held in by_size.items()}
     table = [
-        {"size": d, "rank": ranked[d], **{n: sum(getattr(x, n) for x in held) / draws for n in ("spread", "binary", "correlation", "top")}}
+        {
+            "size": d,
+            "rank": ranked[d],
+            **{n: sum(getattr(x, n) for x in held) / draws for n in ("spread", "binary", "correlation", "top")},
+        }
         for d, held in by_size.items()
     ]
 

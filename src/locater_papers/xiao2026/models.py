@@ -1,6 +1,8 @@
-"""Trained models whose attention is made binary as it is, with no fine-tuning: entropy, order of keys, gradients, loss. Study c.
+"""Trained models whose attention is made binary as it is, with no fine-tuning: entropy, order of keys, gradients, loss.
+Study c.
 
-The paper fine-tunes for 300 epochs after the change; nothing here says that this is not needed. It says how much it has to repair.
+The paper fine-tunes for 300 epochs after the change; nothing here says that this is not needed. It says how much it has
+to repair.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ CLAIMS = (
 
 
 class BinaryAttention(Mechanism):
-    """Attention of an attached model becomes binary, without a bias: the one thing that binary attention would learn is left out.
+    """Attention of an attached model becomes binary, without a bias: the one thing that binary attention would learn is
+    left out.
 
     >>> BinaryAttention()
     BinaryAttention(layers=None)
@@ -73,13 +76,16 @@ def made_binary(model: nn.Module, times: float = 1.0) -> Iterator[None]:
 
 @torch.no_grad()
 def layer_entry(layer: AttentionLayer, x: Tensor) -> dict[str, float]:
-    """Means over heads and over rows of the second half, whose keys are many: entropies, kept top, kept order, share outside the window."""
+    """Means over heads and over rows of the second half, whose keys are many: entropies, kept top, kept order, share
+    outside the window.
+    """
     bare = replace(layer, norm=Norm(), memory_norm=None)  # x is what comes out of the norm
     q, k = bare.queries(x).double(), bare.keys(x).double()
     late = slice(x.shape[1] // 2, None)
     how: dict[str, Any] = dict(causal=layer.causal, scale=layer.scale)
     real, binary = (mechanism(name).map(q, k, **how)[:, :, late] for name in ("softmax", "binary"))
-    early = slice(1, x.shape[1] // 2)  # keys that all of these rows see, but for the first, which many heads use as a sink
+    # keys that all of these rows see, but for the first, which many heads use as a sink
+    early = slice(1, x.shape[1] // 2)
     logits = [y[..., early].clamp_min(1e-300).log().flatten(0, 2) for y in (real, binary)]
     ranked = row_correlation(ranks(logits[0]), ranks(logits[1].mul(1e5).round()))
     return {
@@ -134,7 +140,12 @@ def model_entry(folder: Path, text: str, quick: bool) -> dict[str, Any]:
     if not found["causal"]:
         return {**found, "cosine": _cosine(before, after), "restored_cosine": _cosine(before, restored)}
     losses = {"loss": loss(before, held), "binary_loss": loss(after, held), "restored_loss": loss(restored, held)}
-    return {**found, **losses, "divergence": divergence(before, after), "restored_divergence": divergence(before, restored)}
+    return {
+        **found,
+        **losses,
+        "divergence": divergence(before, after),
+        "restored_divergence": divergence(before, restored),
+    }
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:

@@ -14,7 +14,10 @@ from locater_papers.xiao2026.signs import KEYS
 
 def page(document: Mapping[str, Any]) -> Part:
     """The sections after the verdicts, and their figures."""
-    return in_sections(document, ((_signs, ("a5", "a6", "a8", "a11")), (_flattening, ("b1", "b2")), (_models, ("c1",)), (_training, ())))
+    return in_sections(
+        document,
+        ((_signs, ("a5", "a6", "a8", "a11")), (_flattening, ("b1", "b2")), (_models, ("c1",)), (_training, ())),
+    )
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:
@@ -56,8 +59,12 @@ def _signs(found: Entries) -> Part:
         "| channels | levels seen | levels at most | bound on a logit | floor | least entropy seen |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for c in found["a5"]["cases"]:
-        lines.append(f"| {c['size']} | {c['levels']} | {c['most']} | {c['bound']:.2f} | {c['floor']:.3g} | {c['least_entropy']:.3f} |")
-    reach = "; ".join(f"d = {c['size']}, mu = {c['mu']:g}: {c['high_keys']} (floor {c['floor']:.3f})" for c in found["a6"]["rows"])
+        lines.append(
+            f"| {c['size']} | {c['levels']} | {c['most']} | {c['bound']:.2f} | {c['floor']:.3g} | {c['least_entropy']:.3f} |"
+        )
+    reach = "; ".join(
+        f"d = {c['size']}, mu = {c['mu']:g}: {c['high_keys']} (floor {c['floor']:.3f})" for c in found["a6"]["rows"]
+    )
     moved = ", ".join(f"{name} {value:.2g}" for name, value in found["a11"]["moved"].items())
     lines += [
         "", f"How many keys agree with the query in the sharpest row: {reach}.", "",
@@ -92,10 +99,15 @@ def _flattening(found: Entries) -> Part:
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for x in sizes:
-        lines.append(f"| {x['size']} | {x['spread']:.3f} | {x['binary']:.3f} | {x['correlation']:.3f} | {x['rank']:.3f} | {x['top']:.2f} |")
+        lines.append(
+            f"| {x['size']} | {x['spread']:.3f} | {x['binary']:.3f} | {x['correlation']:.3f} | {x['rank']:.3f} | {x['top']:.2f} |"
+        )
     if "b7" in found:
         worst, held = found["b7"]["worst"], found["b7"]["by_size"]
-        lines += ["", f"b7: the rank correlation is farthest from 0.62 at d = {worst}, where many counts tie: {held[str(worst)]:.3f}."]
+        lines += [
+            "",
+            f"b7: the rank correlation is farthest from 0.62 at d = {worst}, where many counts tie: {held[str(worst)]:.3f}.",
+        ]
     return lines, {"flattening": draw([first, second])}
 
 

@@ -1,6 +1,8 @@
-"""Attention of one bit per channel, exactly: counts of equal bits, levels, bounds, the entropy floor, gradients, invariances. Study a.
+"""Attention of one bit per channel, exactly: counts of equal bits, levels, bounds, the entropy floor, gradients,
+invariances. Study a.
 
-Everything is in float64 and against something written another way: bits packed into whole numbers, loops over heads, row by row.
+Everything is in float64 and against something written another way: bits packed into whole numbers, loops over heads,
+row by row.
 """
 
 from __future__ import annotations
@@ -142,14 +144,26 @@ def counts() -> dict[str, Measured]:
         k[0], k[1] = q[3], -q[3]
         found, weights, unit = counted(q, k), one_head(q, k), step(q, k)
         off = max(off, float((found - sign(q) @ sign(k).mT).abs().max()))
-        map_off = max(map_off, max(float((w - (unit * row).softmax(-1)).abs().max()) for w, row in zip(weights, found, strict=True)))
+        map_off = max(
+            map_off,
+            max(float((w - (unit * row).softmax(-1)).abs().max()) for w, row in zip(weights, found, strict=True)),
+        )
         gaps = (weights.log()[:, :, None] - weights.log()[:, None, :]) / (2 * unit)
         steps_off = max(steps_off, float((gaps - gaps.round()).abs().max()))
         reached.append(float(gaps.max()) / d)  # gaps are in steps, of which twice the bound has d
         floor = float(entropy_floor_of_range(2 * unit * d, KEYS))
         above.append(float(entropy(weights).min()) - floor)
         levels = max(len(row.unique()) for row in gaps[:, :, 0].round())
-        cases.append({"size": d, "levels": levels, "most": d + 1, "floor": floor, "least_entropy": above[-1] + floor, "bound": unit * d})
+        cases.append(
+            {
+                "size": d,
+                "levels": levels,
+                "most": d + 1,
+                "floor": floor,
+                "least_entropy": above[-1] + floor,
+                "bound": unit * d,
+            }
+        )
     return {
         "a1": Measured(off, 0.0, EXACT), "a2": Measured(map_off, 0.0, EXACT), "a3": Measured(steps_off, 0.0, EXACT),
         "a4": half_range(reached, "half the range over sizes of a head"), "a5": Measured(min(above), 0.0, EXACT, {"cases": cases}),
@@ -168,7 +182,10 @@ def floors() -> dict[str, Measured]:
         floor = float(entropy_floor_of_range(2 * step(q, k) * d, KEYS))
         over.append(min(best) - floor)
         cases.append({"size": d, "mu": size, "floor": floor, "high_keys": best.index(min(best)) + 1})
-    tried = {m: float(entropy(torch.tensor([2.0] * m + [0.0] * (64 - m), dtype=torch.float64).softmax(-1))) for m in range(1, 64)}
+    tried = {
+        m: float(entropy(torch.tensor([2.0] * m + [0.0] * (64 - m), dtype=torch.float64).softmax(-1)))
+        for m in range(1, 64)
+    }
     best_m = min(tried, key=lambda m: tried[m])
     return {
         "a6": Measured(max(over), 0.0, EXACT, {"rows": cases}),
@@ -200,7 +217,9 @@ def rotated(x: Float[Tensor, "T d"], first: int, base: float = 10_000.0) -> Floa
 
 
 def rotary(shift: int = SHIFT) -> dict[str, float]:
-    """rms change of logits when all positions move by `shift`, over their spread: of real logits, of signs after rotation and before."""
+    """rms change of logits when all positions move by `shift`, over their spread: of real logits, of signs after
+    rotation and before.
+    """
     q, k = draw(48, 64, seed=1), draw(48, 64, seed=2)
     kinds = {
         "no signs": lambda first: rotated(q, first) @ rotated(k, first).mT,
@@ -223,7 +242,9 @@ def invariances() -> dict[str, Measured]:
     other = other * q.abs().mean() / other.abs().mean()
     order = torch.randperm(32, generator=torch.Generator().manual_seed(6))
     turn = draw(32, seed=7).sign()
-    channels = max(float((one_head(a, b) - plain).abs().max()) for a, b in ((q[:, order], k[:, order]), (q * turn, k * turn)))
+    channels = max(
+        float((one_head(a, b) - plain).abs().max()) for a, b in ((q[:, order], k[:, order]), (q * turn, k * turn))
+    )
     moved = rotary()
     return {
         "a9": Measured(float((one_head(other, k) - plain).abs().max()), 0.0, EXACT), "a10": Measured(channels, 0.0, EXACT),

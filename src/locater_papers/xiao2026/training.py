@@ -1,4 +1,6 @@
-"""Binary attention trained from the start, which the paper does not do: it fine-tunes trained models, on images. Study d."""
+"""Binary attention trained from the start, which the paper does not do: it fine-tunes trained models, on images. Study
+d.
+"""
 
 from __future__ import annotations
 

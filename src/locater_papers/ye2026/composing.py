@@ -1,7 +1,9 @@
-"""Composition by hand: a recurrence that composes on the fly, what a state must hold in each order, layers that hop. Study c.
+"""Composition by hand: a recurrence that composes on the fly, what a state must hold in each order, layers that hop.
+Study c.
 
-How much a state must hold at a cut of the prompt is counted, not argued: two beginnings need different states exactly when some
-continuation has different answers, so the number of states is that of different rows of answers over all continuations.
+How much a state must hold at a cut of the prompt is counted, not argued: two beginnings need different states exactly
+when some continuation has different answers, so the number of states is that of different rows of answers over all
+continuations.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ CLAIMS = (
 
 
 def pointer(made: Prompts, task: Task) -> Tensor:
-    """Where a pointer ends that starts at (function 1, i_0), by s <- (I + (e_to - e_from) e_from^T) s at every token (l, x, y)."""
+    """Where a pointer ends that starts at (function 1, i_0), by s <- (I + (e_to - e_from) e_from^T) s at every token
+    (l, x, y).
+    """
     batch, size = len(made.x), (task.functions + 1) * task.points
     state = torch.zeros(batch, size, dtype=torch.float64)
     state.scatter_(1, made.start[:, :1], 1.0)
@@ -112,7 +116,9 @@ def state_table(m: int) -> dict[str, list[int]]:
 
 
 def bound(made: Prompts, task: Task) -> tuple[Float[Tensor, "B n c"], Float[Tensor, "B n m"]]:
-    """The first layer: tokens (l, x) and f(x) stand apart, and each f(x) looks one place back. Keys (l, x) and values at the f(x)."""
+    """The first layer: tokens (l, x) and f(x) stand apart, and each f(x) looks one place back. Keys (l, x) and values
+    at the f(x).
+    """
     batch, n = made.x.shape
     asked = torch.nn.functional.one_hot(made.layer * task.points + made.x, task.pairs).double()
     value = torch.nn.functional.one_hot(made.y, task.points).double()
@@ -167,7 +173,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
 
 def _share(wrong: float) -> Measured:
     """Of wrong answers among random prompts; a share of 0 or 1 has the error of one answer."""
-    return Measured(wrong, 2 * math.sqrt(max(wrong * (1 - wrong), 1 / BATCH) / BATCH), f"2 standard errors over {BATCH} prompts")
+    return Measured(
+        wrong, 2 * math.sqrt(max(wrong * (1 - wrong), 1 / BATCH) / BATCH), f"2 standard errors over {BATCH} prompts"
+    )
 
 
 STUDY = Study("composing by hand", CLAIMS, measure)

@@ -55,7 +55,10 @@ def _counts(held: Mapping[str, Any]) -> str:
     >>> _counts({"right": {"LS": [[1.0, 0.2], [1.0, 0.95]], "SS": [[1.0, 1.0], [1.0, 1.0]]}})
     'Seeds that answer 90 % at the last hop: LS 1 of 2, SS 2 of 2.'
     """
-    each = (f"{layout} {sum(seed[-1] >= LEARNED for seed in seeds)} of {len(seeds)}" for layout, seeds in held["right"].items())
+    each = (
+        f"{layout} {sum(seed[-1] >= LEARNED for seed in seeds)} of {len(seeds)}"
+        for layout, seeds in held["right"].items()
+    )
     return f"Seeds that answer {100 * LEARNED:.0f} % at the last hop: {', '.join(each)}."
 
 
@@ -87,7 +90,9 @@ def _recall(found: Entries) -> Part:
         "Pairs are written, then all are asked for. A pair is recalled where the answer is nearest to its own value; keys are random.", "",
         "| pairs / d_k | " + " | ".join(f"{x:g}" for x in loads) + " |", "|---" * (len(loads) + 1) + "|",
     ]  # fmt: skip
-    lines += [f"| {name} | " + " | ".join(f"{y:.2f}" for _, y in points) + " |" for name, points in held["curves"].items()]
+    lines += [
+        f"| {name} | " + " | ".join(f"{y:.2f}" for _, y in points) + " |" for name, points in held["curves"].items()
+    ]
     return [*lines, "", "![recall against load](figure:recall)"], {"recall": draw([first, second])}
 
 
@@ -102,7 +107,11 @@ def _composing(found: Entries) -> Part:
     ]  # fmt: skip
     lines += [f"| {name} | {', '.join(map(str, counts))} |" for name, counts in held["states"].items()]
     points, functions = held["task"]
-    return [*lines, "", f"Layers by hand: {functions} functions on {points} points; one layer binds x to f(x), one makes each hop."], {}
+    return [
+        *lines,
+        "",
+        f"Layers by hand: {functions} functions on {points} points; one layer binds x to f(x), one makes each hop.",
+    ], {}
 
 
 def _stacks(found: Entries) -> Part:

@@ -1,4 +1,6 @@
-"""What a state of fixed size can hold: pairs of keys and values written one after the other, then asked for. Study b."""
+"""What a state of fixed size can hold: pairs of keys and values written one after the other, then asked for. Study
+b.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ CLAIMS = (
 def recalled(
     name: str, keys: Float[Tensor, "n d"], values: Float[Tensor, "n e"], asked: Float[Tensor, "a d"] | None = None
 ) -> Float[Tensor, "a e"]:
-    """What a mechanism answers when asked for keys after all pairs were written; tokens that ask write nothing and come last."""
+    """What a mechanism answers when asked for keys after all pairs were written; tokens that ask write nothing and come
+    last.
+    """
     asked = keys if asked is None else asked
     q = torch.cat([torch.zeros_like(keys), asked])[None, None]
     if name == ADDED:
@@ -105,7 +109,10 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     seeds = range(SEEDS[setting.quick])
     held = {name: {load: [accuracy(name, load, seed) for seed in seeds] for load in LOADS} for name in NAMES}
     curves = {name: [[load, sum(x) / len(x)] for load, x in by.items()] for name, by in held.items()}
-    over = {name: {load: [over_bound(name, load, seed) for seed in seeds] for load in LOADS if load > 1} for name in NAMES[1:]}
+    over = {
+        name: {load: [over_bound(name, load, seed) for seed in seeds] for load in LOADS if load > 1}
+        for name in NAMES[1:]
+    }
     bounds = {name: [[load, sum(x) / len(x)] for load, x in by.items()] for name, by in over.items()}
     first, again = exact_recall()
     least = [min(x[s] for by in over.values() for x in by.values()) for s in seeds]

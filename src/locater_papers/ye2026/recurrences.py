@@ -44,10 +44,18 @@ def operands(seed: int = 0) -> dict[str, Tensor]:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     q, k, v = draw(1, HEADS, TOKENS, SIZE), draw(1, FEW, TOKENS, SIZE), draw(1, FEW, TOKENS, VALUES)
-    return {"q": q, "k": k, "v": v, "beta": draw(1, FEW, TOKENS).sigmoid(), "log_decay": -0.1 * draw(1, FEW, TOKENS).exp()}
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "beta": draw(1, FEW, TOKENS).sigmoid(),
+        "log_decay": -0.1 * draw(1, FEW, TOKENS).exp(),
+    }
 
 
-def kernel_loop(q: Float[Tensor, "T d"], k: Float[Tensor, "T d"], v: Float[Tensor, "T e"], **_: Tensor) -> Float[Tensor, "T e"]:
+def kernel_loop(
+    q: Float[Tensor, "T d"], k: Float[Tensor, "T d"], v: Float[Tensor, "T e"], **_: Tensor
+) -> Float[Tensor, "T e"]:
     """(a)."""
     q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
     total, weight, out = k.new_zeros(k.shape[1], v.shape[1]), k.new_zeros(k.shape[1]), []
@@ -57,7 +65,9 @@ def kernel_loop(q: Float[Tensor, "T d"], k: Float[Tensor, "T d"], v: Float[Tenso
     return torch.stack(out)
 
 
-def erased(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def erased(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     """(b), with decay where it is given: the state times (I - b k k^T)."""
     q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     state, out, eye = k.new_zeros(v.shape[1], k.shape[1]), [], torch.eye(k.shape[1], dtype=k.dtype)
@@ -88,13 +98,16 @@ def difference(name: str, loop: Callable[..., Tensor], options: tuple[str, ...],
     worst = 0.0
     for h in range(HEADS):
         few = h // (HEADS // FEW)
-        want = loop(held["q"][0, h], held["k"][0, few], held["v"][0, few], **{n: held[n][0, few] for n in options}, **more)
+        want = loop(
+            held["q"][0, h], held["k"][0, few], held["v"][0, few], **{n: held[n][0, few] for n in options}, **more
+        )
         worst = max(worst, float((ours[h] - want).abs().max()))
     return worst
 
 
 def rank_across(name: str, *options: str, cut: int = TOKENS // 2, sharp: float = 8.0) -> int:
-    """Rank of the map's block from keys before `cut` to queries after it: what the past can tell the future, per channel of values.
+    """Rank of the map's block from keys before `cut` to queries after it: what the past can tell the future, per
+    channel of values.
 
     For a recurrence with a state of d rows it is at most d.
     """
@@ -117,7 +130,10 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "a4": float((erased(q, k, v, beta, decay) - corrected(q, k, v, beta, decay)).abs().max()),
     }  # fmt: skip
     exact = {key: Measured(value, 0.0, EXACT) for key, value in found.items()}
-    return {**exact, "a5": Measured(ranks["softmax"] / SIZE, 0.0, EXACT, {"ranks": ranks, "size": SIZE, "tokens": TOKENS})}
+    return {
+        **exact,
+        "a5": Measured(ranks["softmax"] / SIZE, 0.0, EXACT, {"ranks": ranks, "size": SIZE, "tokens": TOKENS}),
+    }
 
 
 STUDY = Study("linear attention as a recurrence", CLAIMS, measure)

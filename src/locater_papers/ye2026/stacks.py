@@ -1,12 +1,14 @@
-"""Trained stacks of equal depth with more and more full layers, on composition. Study d. CUDA where there is one; all seeds at once.
+"""Trained stacks of equal depth with more and more full layers, on composition. Study d. CUDA where there is one; all
+seeds at once.
 
-Letters are those of `locater.attention.hybrid`: L a linear layer (`delta`), S a full one (softmax); full layers come last. Tokens hold
-(l, x, f_l(x)) in one, so that L layers are enough where L + 1 are needed for x and f(x) apart. There are no positions: what is asked for
-is found by what it is. Keys have fewer channels, over all heads, than a function has points. The stream is read after every layer and
-asked for where the chain should be by then: without this help two hops are not learned in a short run.
+Letters are those of `locater.attention.hybrid`: L a linear layer (`delta`), S a full one (softmax); full layers come
+last. Tokens hold (l, x, f_l(x)) in one, so that L layers are enough where L + 1 are needed for x and f(x) apart. There
+are no positions: what is asked for is found by what it is. Keys have fewer channels, over all heads, than a function
+has points. The stream is read after every layer and asked for where the chain should be by then: without this help two
+hops are not learned in a short run.
 
-It is a trend at one size and one budget of training. The theorem is about what can be represented at all, for large m, against
-2^(3 L^2) linear layers, which nobody will build.
+It is a trend at one size and one budget of training. The theorem is about what can be represented at all, for large m,
+against 2^(3 L^2) linear layers, which nobody will build.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from locater_papers.ye2026.task import Prompts, Task, prompts
 
 QUESTIONS = 8  # in each prompt, which tell each other nothing that the list does not
 WORSE = 0.05  # of answers: what counts as worse
-LEARNED = 0.9  # the all-full stack has learned the task where it is right so often at all hops; else nothing is compared
+# the all-full stack has learned the task where it is right so often at all hops; else nothing is compared
+LEARNED = 0.9
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ CLAIMS = (
 
 
 class Stack:
-    """One model per seed, all in one: parameters have a first axis of seeds. Pre-norm, an MLP behind each attention layer."""
+    """One model per seed, all in one: parameters have a first axis of seeds. Pre-norm, an MLP behind each attention
+    layer.
+    """
 
     def __init__(self, size: Size, layout: str, device: torch.device) -> None:
         self.size, self.names = size, hybrid(layout, linear="delta").names
@@ -111,7 +116,8 @@ class Stack:
         start = self.point[:, made.start]
         asking = (torch.zeros_like(start), start, self.function[:, -1:, None].expand_as(start))
         parts = [torch.cat(pair, 2) for pair in zip(listed, asking, strict=True)]
-        x = torch.cat([*parts, torch.zeros_like(parts[0])], 3)  # (seeds, batch, tokens, width), a quarter for each part and one free
+        # (seeds, batch, tokens, width), a quarter for each part and one free
+        x = torch.cat([*parts, torch.zeros_like(parts[0])], 3)
         for name, layer in zip(self.names, self.layers, strict=True):
             y = normed(x)
             q, k, v = (self._heads(y, layer[n]) for n in "qkv")
@@ -138,18 +144,27 @@ def normed(x: Tensor) -> Tensor:
 
 
 def trained(size: Size, layout: str, device: torch.device) -> Float[Tensor, "seeds layers"]:
-    """Share of right answers after each layer, on fresh prompts; all seeds see the same prompts and differ in their first weights."""
+    """Share of right answers after each layer, on fresh prompts; all seeds see the same prompts and differ in their
+    first weights.
+    """
     model = Stack(size, layout, device)
-    optimizer = torch.optim.AdamW(model.parameters, lr=size.rate, weight_decay=0.01, betas=(0.9, 0.98), fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters, lr=size.rate, weight_decay=0.01, betas=(0.9, 0.98), fused=device.type == "cuda"
+    )
     warm = max(1, size.steps // 20)
     g = torch.Generator(device).manual_seed(1)
     for step in range(size.steps):
-        share = min(1.0, (step + 1) / warm) * (0.5 + 0.5 * math.cos(math.pi * max(0.0, step - warm) / (size.steps - warm)))
+        share = min(1.0, (step + 1) / warm) * (
+            0.5 + 0.5 * math.cos(math.pi * max(0.0, step - warm) / (size.steps - warm))
+        )
         optimizer.param_groups[0]["lr"] = size.rate * max(share, 0.02)
         made = prompts(size.task, size.batch, g, questions=QUESTIONS)
         logits = model(made)
         wanted = made.reached.permute(2, 0, 1)[:, None].expand(-1, size.seeds, -1, -1)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 3), wanted.flatten(), reduction="sum") / made.answer.numel()
+        loss = (
+            torch.nn.functional.cross_entropy(logits.flatten(0, 3), wanted.flatten(), reduction="sum")
+            / made.answer.numel()
+        )
         grads = torch.autograd.grad(loss, model.parameters)  # of the sum over seeds: each seed's own
         total = torch.stack([grad.flatten(1).square().sum(1) for grad in grads]).sum(0).sqrt()
         for p, grad in zip(model.parameters, grads, strict=True):
@@ -157,7 +172,12 @@ def trained(size: Size, layout: str, device: torch.device) -> Float[Tensor, "see
             p.grad = short.contiguous()  # as the parameter lies: fused AdamW asks for that
         optimizer.step()
     with torch.no_grad():
-        made = prompts(size.task, 2048 if device.type == "cuda" else 512, torch.Generator(device).manual_seed(2), questions=QUESTIONS)
+        made = prompts(
+            size.task,
+            2048 if device.type == "cuda" else 512,
+            torch.Generator(device).manual_seed(2),
+            questions=QUESTIONS,
+        )
         right = model(made).argmax(-1) == made.reached.permute(2, 0, 1)[:, None]  # (layers, seeds, batch, questions)
     return right.double().mean((2, 3)).mT.cpu()
 
@@ -178,7 +198,9 @@ def _of_layout(setting: Setting, layout: str) -> list[list[float]]:
 
 
 def judged(found: Mapping[str, list[list[float]]], size: Size, device: str) -> dict[str, Measured]:
-    """Claims from shares of right answers (seeds x hops) by layout; unknown spreads where the all-full stack has not learned."""
+    """Claims from shares of right answers (seeds x hops) by layout; unknown spreads where the all-full stack has not
+    learned.
+    """
     depth, L = len(size.layouts[0]), size.task.functions
     full, none = "S" * depth, "L" * depth
     fewer = "L" * (depth - L + 1) + "S" * (L - 1)
@@ -188,7 +210,10 @@ def judged(found: Mapping[str, list[list[float]]], size: Size, device: str) -> d
         "width": size.width, "device": device, "brief": size.brief,
     }  # fmt: skip
     counts = torch.tensor([layout.count("S") for layout in found], dtype=torch.float64)
-    trend = [spearman(counts, torch.tensor([held[s][-1] for held in found.values()], dtype=torch.float64)) or 0.0 for s in seeds]
+    trend = [
+        spearman(counts, torch.tensor([held[s][-1] for held in found.values()], dtype=torch.float64)) or 0.0
+        for s in seeds
+    ]
     at_most = [held[-1] for held in found[full]]
     measured = {
         "d1": seeds_range(at_most, numbers), "d2": seeds_range([found[fewer][s][-1] - found[full][s][-1] for s in seeds]),

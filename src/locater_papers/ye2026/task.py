@@ -1,8 +1,8 @@
 """The task of the theorem, simplified: compose L functions on m points, listed with the one applied last in front.
 
-A prompt lists f_L, ..., f_1 as tokens (l, x, f_l(x)), then asks i_L = f_L(... f_1(i_0)) for a start i_0. The published task has tables
-that grow, with words that say which part of a table to use; that is left out here. Functions are permutations, so that a guess is
-right once in m times at every depth.
+A prompt lists f_L, ..., f_1 as tokens (l, x, f_l(x)), then asks i_L = f_L(... f_1(i_0)) for a start i_0. The published
+task has tables that grow, with words that say which part of a table to use; that is left out here. Functions are
+permutations, so that a guess is right once in m times at every depth.
 """
 
 from __future__ import annotations

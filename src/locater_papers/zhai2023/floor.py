@@ -1,10 +1,12 @@
 """The floor under the entropy of attention: study a.
 
-Theorem 3.1: for sigma = |W_Q W_K^T|, sigma_x = |X X^T| (spectral norms) and s = sigma sigma_x, every row of softmax(X W_Q W_K^T X^T) has
+Theorem 3.1: for sigma = |W_Q W_K^T|, sigma_x = |X X^T| (spectral norms) and s = sigma sigma_x, every row of softmax(X
+W_Q W_K^T X^T) has
 
     H >= log(1 + (T-1) b) + s sqrt(T (T-1)) b / (1 + (T-1) b),    b = exp(-s sqrt(T / (T-1)))
 
-`entropy_floor(s, T)` is the right side, and also the least entropy of a row whose logits, less their mean, have the l2 norm s.
+`entropy_floor(s, T)` is the right side, and also the least entropy of a row whose logits, less their mean, have the l2
+norm s.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def layer_rows(seed: int) -> tuple[Float[Tensor, "T T"], float]:
 
 
 def tight_layer(T: int, s: float) -> tuple[Float[Tensor, "T T"], float]:
-    """X = I and W = s e_0 z^T with z = (T-1, -1, ..., -1) / sqrt(T (T-1)): logits of the first token have norm s and two levels."""
+    """X = I and W = s e_0 z^T with z = (T-1, -1, ..., -1) / sqrt(T (T-1)): logits of the first token have norm s and
+    two levels.
+    """
     x, z = torch.eye(T, dtype=torch.float64), torch.full((T,), -1.0, dtype=torch.float64)
     z[0] = T - 1
     W = s * torch.outer(x[0], z / math.sqrt(T * (T - 1)))
@@ -178,7 +182,11 @@ def _range(setting: Setting) -> dict[str, Measured]:
 def _curve() -> list[dict[str, Any]]:
     """The floor against the norm s, by number of tokens; and the floor of a range of that size."""
     return [
-        {"s": s, **{str(T): float(entropy_floor(s, T)) for T in (16, 256)}, "range": float(entropy_floor_of_range(s, 256))}
+        {
+            "s": s,
+            **{str(T): float(entropy_floor(s, T)) for T in (16, 256)},
+            "range": float(entropy_floor_of_range(s, 256)),
+        }
         for s in (0.1 * 1.25**n for n in range(25))
     ]
 

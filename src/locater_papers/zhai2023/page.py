@@ -151,7 +151,8 @@ def _tuned(found: Entries) -> Part:
     held = found["d4"]
     arms = []
     for arm in held["arms"]:
-        known = {"entropy": held["entropy"][arm["arm"]]} if arm["arm"] in held["entropy"] else {}  # these runs keep it beside `measures`
+        # these runs keep it beside `measures`
+        known = {"entropy": held["entropy"][arm["arm"]]} if arm["arm"] in held["entropy"] else {}
         arms.append({**arm, "arm": NAMES.get(arm["arm"], arm["arm"]), "ends": [end | known for end in arm["ends"]]})
     return ["Each at the best of its rates, as seen at this size:", "", *means_table(arms, COLUMNS)], {}
 

@@ -98,7 +98,9 @@ def parametrize_original(module: torch.nn.Module, attribute: str) -> Tensor:
 
 
 def gradients(seed: int, rows: int = 6, columns: int = 9, step: float = 1e-6) -> tuple[float, float, float]:
-    """Of sum(G gamma W / sigma): distance from differences with the exact norm; cosine of W and the gradient, with sigma and without."""
+    """Of sum(G gamma W / sigma): distance from differences with the exact norm; cosine of W and the gradient, with
+    sigma and without.
+    """
     W, G = normal(rows, columns, seed=seed), normal(rows, columns, seed=seed + 1)
     part = SpectralScale(W, 1.5)
     free = W.clone().requires_grad_()
@@ -109,7 +111,9 @@ def gradients(seed: int, rows: int = 6, columns: int = 9, step: float = 1e-6) ->
         return float((G * gamma * at / exact(at)).sum())
 
     nudges = torch.eye(W.numel(), dtype=W.dtype).reshape(-1, rows, columns) * step
-    numeric = torch.tensor([(value(W + n) - value(W - n)) / (2 * step) for n in nudges], dtype=W.dtype).reshape(rows, columns)
+    numeric = torch.tensor([(value(W + n) - value(W - n)) / (2 * step) for n in nudges], dtype=W.dtype).reshape(
+        rows, columns
+    )
     off = float((given - numeric).norm() / numeric.norm())
     without = G * gamma / float(part.sigma(W))  # sigma as a constant
     cosines = [float((W * g).sum() / (W.norm() * g.norm())) for g in (given, without)]
@@ -117,7 +121,8 @@ def gradients(seed: int, rows: int = 6, columns: int = 9, step: float = 1e-6) ->
 
 
 def promised(tokens: int = TOKENS, width: int = WIDTH, head: int = HEAD, gamma: float = 1.0) -> tuple[float, float]:
-    """s and the bound for orthogonal tokens of length sqrt(width): |X X^T| = width, and no tokens of that length have less.
+    """s and the bound for orthogonal tokens of length sqrt(width): |X X^T| = width, and no tokens of that length have
+    less.
 
     >>> s, bound = promised()
     >>> s, f"{bound:.0e}"
@@ -132,7 +137,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     steps = STEPS[setting.quick]
     errors = {rate: [followed(seed, rate, steps) for seed in range(SEEDS)] for rate in RATES}
     worst = {rate: [max(max(step) for step in held[9:]) for held in by_seed] for rate, by_seed in errors.items()}
-    middle = {rate: [fmean(median(step) for step in held[:FIRST]) for held in by_seed] for rate, by_seed in errors.items()}
+    middle = {
+        rate: [fmean(median(step) for step in held[:FIRST]) for held in by_seed] for rate, by_seed in errors.items()
+    }
     of = f"half the range of {SEEDS} seeds"
     table = [
         {"rate": rate, "largest": max(worst[rate]), "median": fmean(middle[rate]), "last": fmean(max(held[-1]) for held in errors[rate])}
@@ -144,10 +151,14 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     needed = max(g / 100 for g in range(1, 101) if promised(gamma=g / 100)[1] >= 1.0)
     return {
         "b1": Measured(max(unchanged(seed) for seed in range(SEEDS)), 0.0, f"none: largest of {SEEDS} models"),
-        "b2": half_range(worst[RATES[1]], of, {"rows": table, "steps": steps, "first": min(FIRST, steps), "curve": curve}),
+        "b2": half_range(
+            worst[RATES[1]], of, {"rows": table, "steps": steps, "first": min(FIRST, steps), "curve": curve}
+        ),
         "b3": half_range(max(middle.values(), key=fmean), of),
         "b4": Measured(max(x[0] for x in found), 0.0, "none: largest of 5 maps"),
-        "b5": Measured(max(x[1] for x in found), 0.0, "none: largest of 5 maps", {"sigma_held": max(x[2] for x in found)}),
+        "b5": Measured(
+            max(x[1] for x in found), 0.0, "none: largest of 5 maps", {"sigma_held": max(x[2] for x in found)}
+        ),
         "b6": Measured(bound, 0.0, "none: solved", {"s": s, "gamma_for_one_nat": needed}),
     }
 

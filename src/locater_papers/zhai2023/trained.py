@@ -51,7 +51,9 @@ CLAIMS = (
 
 
 def spectral_norms(part: TrainedLayer) -> Tensor:
-    """|W_Q W_K^T| of every query head, biases as one more channel of the tokens; with rotary positions |W_Q| |W_K|, which bounds it."""
+    """|W_Q W_K^T| of every query head, biases as one more channel of the tokens; with rotary positions |W_Q| |W_K|,
+    which bounds it.
+    """
     layer = part.layer
 
     def heads(projection: Any, count: int) -> Tensor:
@@ -66,7 +68,9 @@ def spectral_norms(part: TrainedLayer) -> Tensor:
 
 
 def of_layer(part: TrainedLayer) -> list[dict[str, float]]:
-    """Of every head: its entropy and the three bounds, means over the last rows of all sequences; the norms behind them."""
+    """Of every head: its entropy and the three bounds, means over the last rows of all sequences; the norms behind
+    them.
+    """
     logits, T = part.logits(), part.x.shape[1]
     x = torch.cat([part.x.double(), torch.ones_like(part.x[..., :1], dtype=torch.float64)], -1)
     spectral = spectral_norms(part)
@@ -75,18 +79,36 @@ def of_layer(part: TrainedLayer) -> list[dict[str, float]]:
     for at in range(T - ROWS, T):
         keys = at + 1 if part.causal else T
         row = logits[:, :, at, :keys]
-        each = {"entropy": row_entropy(row), "theorem": entropy_floor(s, keys), "row": entropy_floor(centred_norm(row), keys)}
+        each = {
+            "entropy": row_entropy(row),
+            "theorem": entropy_floor(s, keys),
+            "row": entropy_floor(centred_norm(row), keys),
+        }
         each |= {"range": entropy_floor_of_range(row.amax(-1) - row.amin(-1), keys), "norm": centred_norm(row), "s": s}
         for name, values in each.items():
             found.setdefault(name, []).append(values.mean(0))
     means = {name: torch.stack(values).mean(0).tolist() for name, values in found.items()}
-    return [{**{name: held[h] for name, held in means.items()}, "spectral": float(spectral[h])} for h in range(len(spectral))]
+    return [
+        {**{name: held[h] for name, held in means.items()}, "spectral": float(spectral[h])}
+        for h in range(len(spectral))
+    ]
 
 
 def bare(part: TrainedLayer) -> bool:
     """Whether logits are scale times q k^T of linear maps, turned by position at most: what the theorem is about."""
     layer = part.layer
-    return all(x is None for x in (layer.query_norm, layer.key_norm, layer.relative, layer.bias, layer.softcap, layer.sinks, layer.window))
+    return all(
+        x is None
+        for x in (
+            layer.query_norm,
+            layer.key_norm,
+            layer.relative,
+            layer.bias,
+            layer.softcap,
+            layer.sinks,
+            layer.window,
+        )
+    )
 
 
 def measure(setting: Setting) -> Mapping[str, Measured]:
@@ -98,7 +120,10 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     if not held:
         return {}
     both = [[head for halves in held.values() for head in halves[n]] for n in range(2)]
-    ordered = {name: [{key: _order(halves[n], key) for key in ("spectral", "norm")} for n in range(2)] for name, halves in held.items()}
+    ordered = {
+        name: [{key: _order(halves[n], key) for key in ("spectral", "norm")} for n in range(2)]
+        for name, halves in held.items()
+    }
     rows = [
         {"model": name, "entropy": fmean(h["entropy"] for h in halves[0]), "s": median(h["s"] for h in halves[0]),
          "norm": median(h["norm"] for h in halves[0]), **{kind: median(h[kind] for h in halves[0]) for kind in KINDS},
@@ -107,7 +132,11 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     ]  # fmt: skip
     points = [[h["entropy"], h["row"], h["range"], h["theorem"]] for h in both[0]]
     return {
-        "c1": half_range([median(h["theorem"] for h in some) for some in both], HALVES, {"rows": rows, "points": points, "tokens": LENGTH}),
+        "c1": half_range(
+            [median(h["theorem"] for h in some) for some in both],
+            HALVES,
+            {"rows": rows, "points": points, "tokens": LENGTH},
+        ),
         "c2": half_range([median(h["row"] / h["entropy"] for h in some) for some in both], HALVES),
         "c3": half_range([median(h["range"] / h["entropy"] for h in some) for some in both], HALVES),
         "c4": half_range([max(each[n]["spectral"] for each in ordered.values()) for n in range(2)], HALVES),
@@ -119,10 +148,17 @@ def _order(heads: list[dict[str, float]], key: str) -> float:
     return spearman(torch.tensor([h[key] for h in heads]), torch.tensor([h["entropy"] for h in heads])) or 0.0
 
 
-STUDY = Study("bounds on trained heads", CLAIMS, measure, needs="a trained model whose logits are those of linear maps", on_models=True)
+STUDY = Study(
+    "bounds on trained heads",
+    CLAIMS,
+    measure,
+    needs="a trained model whose logits are those of linear maps",
+    on_models=True,
+)
 
 
-# --- training: the runs of bao2024 --------------------------------------------------------------------------------------
+# --- training: the runs of bao2024
+# --------------------------------------------------------------------------------------
 
 HOT = (
     Claim(
@@ -161,7 +197,10 @@ def hot(runs: Runs) -> dict[str, Measured | None]:
     best, _ = rates_survived(losses)
     hottest = max(losses["none"])
     entropy = {
-        name: {rate: [line["entropy"] for line in lines if line and line["status"] == "done"] for rate, lines in by_rate.items()}
+        name: {
+            rate: [line["entropy"] for line in lines if line and line["status"] == "done"]
+            for rate, lines in by_rate.items()
+        }
         for name, by_rate in found.items()
     }
     shown = {
@@ -173,7 +212,9 @@ def hot(runs: Runs) -> dict[str, Measured | None]:
     }  # fmt: skip
     ends = {name: by_rate[hottest] for name, by_rate in entropy.items()}
     return {
-        "d1": seeds_range([a / b for a, b in zip(best["sigma-reparam"], best["none"], strict=True)], shown) if all(best["none"]) else None,
+        "d1": seeds_range([a / b for a, b in zip(best["sigma-reparam"], best["none"], strict=True)], shown)
+        if all(best["none"])
+        else None,
         "d2": seeds_range(ends["none"]) if ends["none"] else None,
         "d3": seeds_range(ends["sigma-reparam"]) if ends["sigma-reparam"] else None,
     }
@@ -182,7 +223,9 @@ def hot(runs: Runs) -> dict[str, Measured | None]:
 def tuned(runs: Runs) -> dict[str, Measured | None]:
     """Each at its best of three rates."""
     own = RIVALS["sigma-reparam"]
-    entropy = {each.name: fmean(line["entropy"] for line in ends) for each in (PLAIN, own) if (ends := each.so_far(runs))}
+    entropy = {
+        each.name: fmean(line["entropy"] for line in ends) for each in (PLAIN, own) if (ends := each.so_far(runs))
+    }
     shown = {"arms": ends_table(runs, (PLAIN, own)), "entropy": entropy}
     return {"d4": change(runs, own, PLAIN, "report_loss", shown), "d5": change(runs, own, PLAIN, "entropy")}
 
@@ -197,7 +240,8 @@ def measure_kept(setting: Setting) -> Mapping[str, Measured]:
 KEPT_RUNS = Study("hot rates and best rates", HOT, measure_kept, KEPT, on_runs=True)
 
 
-# --- training: gamma ----------------------------------------------------------------------------------------------------
+# --- training: gamma
+# ----------------------------------------------------------------------------------------------------
 
 SPECTRAL, UNIT = (
     arm(control=("sigmareparam",), name="sigma-Reparam"),

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 
 from locater_papers.arms_page import carried
 from locater_papers.claim import Claim, Measured, Relation
-from locater_papers.judging import Line, change, ends_table, has_sink, left_open, level, rank_correlation, trained, value_of
+from locater_papers.judging import (
+    Line,
+    change,
+    ends_table,
+    has_sink,
+    left_open,
+    level,
+    rank_correlation,
+    trained,
+    value_of,
+)
 from locater_papers.mechanism_runs import NO_SINK, SEEN
 from locater_papers.runs import Runs
 from locater_papers.zoo.arms import ARMS, BARE, BOTH_WAYS, CAUSAL, STACK
@@ -97,7 +107,9 @@ def _losses(runs: Runs) -> Mapping[str, Measured | None]:
 
 
 def _sinks(runs: Runs) -> Mapping[str, Measured | None]:
-    """Where softmax has no sink, that others have none either says nothing, nor that it needs no massive activation for one."""
+    """Where softmax has no sink, that others have none either says nothing, nor that it needs no massive activation for
+    one.
+    """
     plain = CAUSAL["softmax"]
     names = {"b2": "gated", "b3": "learned_sink", "b4": "softmax_plus_one", "b5": "sigmoid"}
     found = {
@@ -127,7 +139,11 @@ def _sharp(runs: Runs) -> Measured | None:
     ends = {arm: arm.ends(runs) for arm in CAUSAL.values()}
     if any(lines is None for lines in ends.values()):
         return None
-    known = [arm for arm, lines in ends.items() if all(value_of(line, "measures.entropy") is not None for line in lines or ())]
+    known = [
+        arm
+        for arm, lines in ends.items()
+        if all(value_of(line, "measures.entropy") is not None for line in lines or ())
+    ]
     return rank_correlation(runs, known, "measures.entropy", "report_loss", {"mechanisms": len(known)})
 
 

@@ -1,7 +1,7 @@
 """How long a training step of each arm takes: alone on the device, in turns, forward, backward and optimizer.
 
-On CUDA a step is captured as a graph, so that launching kernels from Python costs nothing; it runs PyTorch's own kernels, not compiled
-ones. On a CPU a smaller model is timed by processor time.
+On CUDA a step is captured as a graph, so that launching kernels from Python costs nothing; it runs PyTorch's own
+kernels, not compiled ones. On a CPU a smaller model is timed by processor time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def stepper(shape: Shape, batch: int, device: torch.device) -> Callable[[], None
     torch.manual_seed(0)
     model = Transformer(shape).to(device)
     ids = torch.randint(shape.vocabulary, (batch, shape.length), device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda", capturable=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, fused=device.type == "cuda", capturable=device.type == "cuda"
+    )
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
@@ -86,7 +88,8 @@ def paces(arms: Mapping[str, Arm], setting: Setting) -> dict[str, list[float]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     small = device.type == "cpu"
     steps = {
-        name: stepper(shape_of(arm, small), FEW if small else arm.base.batch, device) for name, arm in setting.each(list(arms.items()))
+        name: stepper(shape_of(arm, small), FEW if small else arm.base.batch, device)
+        for name, arm in setting.each(list(arms.items()))
     }
     turns, each = (3, 2) if small else (TURNS, STEPS)
     for step in steps.values():

@@ -62,7 +62,9 @@ def lead(document: Entry) -> list[str]:
     )
     masked = held["masked"]
     if masked:
-        other = "; ".join(f"{arm['arm'].removesuffix(', masked')} {_span(_changes(arm, masked[0], 'loss'))}" for arm in masked[1:])
+        other = "; ".join(
+            f"{arm['arm'].removesuffix(', masked')} {_span(_changes(arm, masked[0], 'loss'))}" for arm in masked[1:]
+        )
         lines.append(f"- Encoders, masked tokens, against softmax ({_mean(masked[0]['ends'], 'loss'):.4f}): {other}.")
     return [*lines, *_sinks_said(document), ""]
 
@@ -86,7 +88,10 @@ def page(document: Entry) -> Part:
     lines: list[str] = []
     figures: dict[str, str] = {}
     if held is not None:
-        for title, kind in (("Causal language model", "causal"), ("Masked language model: mechanisms that cannot be causal", "masked")):
+        for title, kind in (
+            ("Causal language model", "causal"),
+            ("Masked language model: mechanisms that cannot be causal", "masked"),
+        ):
             if held[kind]:
                 lines += ["", f"## {title}", "", *table(held[kind], (steps or {}).get(kind, {}))]
         lines += ["", *_reading(steps), "", "## One picture per measure", ""]
@@ -117,15 +122,23 @@ def page(document: Entry) -> Part:
 def table(arms: Sequence[Entry], steps: Mapping[str, float]) -> list[str]:
     """A row per mechanism; means over seeds, the loss against softmax with its range."""
     heads = " | ".join(head for head, _, _ in MEASURES.values())
-    lines = [f"| mechanism | rate | loss | against softmax | perplexity | {heads} | step |", "|---|" + "---|" * (len(MEASURES) + 5)]
+    lines = [
+        f"| mechanism | rate | loss | against softmax | perplexity | {heads} | step |",
+        "|---|" + "---|" * (len(MEASURES) + 5),
+    ]
     plain = arms[0]
     for arm in arms:
         name = arm["arm"].removesuffix(", masked")
         loss = _mean(arm["ends"], "loss")
         change = "-" if arm is plain else _span(_changes(arm, plain, "loss"))
-        numbers = (f"{_mean(arm['ends'], key):,.{digits}f}" if _is_known(arm, key) else "-" for key, (_, digits, _) in MEASURES.items())
+        numbers = (
+            f"{_mean(arm['ends'], key):,.{digits}f}" if _is_known(arm, key) else "-"
+            for key, (_, digits, _) in MEASURES.items()
+        )
         step = f"{steps[name] / steps['softmax']:.2f}" if name in steps else "-"
-        lines.append(f"| {name} | {arm['rate']:g} | {loss:.4f} | {change} | {math.exp(loss):.2f} | {' | '.join(numbers)} | {step} |")
+        lines.append(
+            f"| {name} | {arm['rate']:g} | {loss:.4f} | {change} | {math.exp(loss):.2f} | {' | '.join(numbers)} | {step} |"
+        )
     return lines
 
 

@@ -9,7 +9,20 @@ from locater_papers.arms_page import carried
 from locater_papers.claim import Claim, Measured, Relation, seeds_range
 from locater_papers.judging import change, level, trained, value_of
 from locater_papers.runs import Runs
-from locater_papers.sink_runs import HERE, LEFT, PLAIN, SHARE, SINK, SPIKE, UNIFORM, VALUE, WEIGHT, left_of, sink_arm, sinks_table
+from locater_papers.sink_runs import (
+    HERE,
+    LEFT,
+    PLAIN,
+    SHARE,
+    SINK,
+    SPIKE,
+    UNIFORM,
+    VALUE,
+    WEIGHT,
+    left_of,
+    sink_arm,
+    sinks_table,
+)
 
 SMALL = 0.01  # nats that count as nothing
 ARMS = {m.name: PLAIN if m.name == "softmax" else sink_arm(m.name) for m in mechanisms() if m.is_causal_safe}

@@ -25,7 +25,11 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Call:
     q, k = (part.transpose(1, 2) for part in module._split_heads(passage.kept["query_key_value"])[:2])
-    alibi, mask, past = passage.argument(1, "alibi"), passage.argument(2, "attention_mask"), passage.argument(4, "layer_past")
+    alibi, mask, past = (
+        passage.argument(1, "alibi"),
+        passage.argument(2, "attention_mask"),
+        passage.argument(4, "layer_past"),
+    )
     if alibi is None:
         cos, sin = passage.argument(7, "position_embeddings")
         q, k = rotate(q, k, cos.detach(), sin.detach())
@@ -45,7 +49,9 @@ def _causal(call: Call, module: Any) -> Call:
 
 
 def _added(call: Call, mask: Tensor | None, alibi: Tensor | None) -> Call:
-    """The plain way. ALiBi is in the mask already and comes once more; a boolean mask is added too, and then hides nothing."""
+    """The plain way. ALiBi is in the mask already and comes once more; a boolean mask is added too, and then hides
+    nothing.
+    """
     terms = [] if mask is None else [mask.detach().to(call.query)]
     if alibi is not None:
         terms.append(alibi.view(call.query.shape[0], call.query.shape[1], 1, -1))

@@ -20,7 +20,9 @@ def _attend(module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) 
     out = attend(*args, **kwargs)
     sites = listening(module)
     if sites:
-        q, k, mask = (argument(args, kwargs, at, name) for at, name in ((0, "query"), (1, "key"), (3, "attention_mask")))
+        q, k, mask = (
+            argument(args, kwargs, at, name) for at, name in ((0, "query"), (1, "key"), (3, "attention_mask"))
+        )
         call = Call(q.detach(), k.detach(), 1 / float(module.scale_attn), output=out[0].detach().transpose(1, 2))
         tell(sites, call if mask is None else call.masked(mask.detach()))
     return out

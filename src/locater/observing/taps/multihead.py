@@ -2,8 +2,8 @@
 
 Queries and keys are projected again from the inputs, which costs two of the layer's four maps. No hook is used: a hook
 anywhere in nn.TransformerEncoderLayer turns off its fast path, and on padded batches that changes output. The fast path
-goes past the attention module to one function, which is replaced while anything listens. It takes a mask of numbers for a
-boolean one: whatever is not 0 is hidden.
+goes past the attention module to one function, which is replaced while anything listens. It takes a mask of numbers for
+a boolean one: whatever is not 0 is hidden.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ ARGUMENTS = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_
 
 
 def _encode(*args: Any) -> Tensor:
-    """A whole encoder layer in one function: the attention in it is known by its weight. What it returns is not attention's alone."""
+    """A whole encoder layer in one function: the attention in it is known by its weight. What it returns is not
+    attention's alone.
+    """
     out = _plain[0](*args)
     for module in _tapped:
         if module.in_proj_weight is args[3]:
@@ -98,13 +100,19 @@ def _met(module: nn.MultiheadAttention, query: Tensor, key: Tensor, padding: Ten
 
 def _projected(module: nn.MultiheadAttention, x: Tensor, part: int) -> Tensor:
     rows = slice(part * module.embed_dim, (part + 1) * module.embed_dim)
-    weight = module.in_proj_weight[rows] if module._qkv_same_embed_dim else (module.q_proj_weight, module.k_proj_weight)[part]
+    weight = (
+        module.in_proj_weight[rows]
+        if module._qkv_same_embed_dim
+        else (module.q_proj_weight, module.k_proj_weight)[part]
+    )
     bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
     return functional.linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
 
 
 def _masked(call: Call, mask: Tensor | None, hidden: Tensor | None) -> Call:
-    """With masks as PyTorch takes them: True hides, numbers are added. `is_causal` is a hint about `mask` and adds nothing."""
+    """With masks as PyTorch takes them: True hides, numbers are added. `is_causal` is a hint about `mask` and adds
+    nothing.
+    """
     B, H, T, _ = call.query.shape
     added = []
     if mask is not None:

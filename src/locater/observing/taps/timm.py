@@ -1,4 +1,6 @@
-"""timm's attention, known by what it offers: queries and keys out of `qkv`, after the norms per head where there are any."""
+"""timm's attention, known by what it offers: queries and keys out of `qkv`, after the norms per head where there are
+any.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,18 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
     fused = passage.kept["qkv"].unflatten(-1, (3, module.num_heads, -1))  # (B, T, 3, H, D)
     q, k = (
-        fused[:, :, part].transpose(1, 2) if name not in passage.kept else _heads_first(module, passage.kept[name], fused)
+        fused[:, :, part].transpose(1, 2)
+        if name not in passage.kept
+        else _heads_first(module, passage.kept[name], fused)
         for part, name in enumerate(("q_norm", "k_norm"))
     )
     call = Call(q, k, float(module.scale), output=passage.heads("proj", module.num_heads))
     given = {**dict(zip(names, passage.args, strict=False)), **passage.kwargs}
     for name in names[1:]:
         if given.get(name) is not None and name not in KNOWN:
-            raise LocaterError(f"{name_of(module)}: what its argument {name!r} does to attention is not known: pass attn_mask instead")
+            raise LocaterError(
+                f"{name_of(module)}: what its argument {name!r} does to attention is not known: pass attn_mask instead"
+            )
     if given.get("is_causal"):
         call = replace(call, causal=True)
     return _masked(call, module, given.get("attn_mask"))
@@ -42,7 +48,9 @@ def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
 def _heads_first(module: nn.Module, normed: Tensor, fused: Tensor) -> Tensor:
     B, T, _, H, D = fused.shape
     if tuple(normed.shape) not in ((B, H, T, D), (B, T, H, D)):
-        raise LocaterError(f"{name_of(module)}: its norms give {list(normed.shape)}, no heads: describe it with locater.register()")
+        raise LocaterError(
+            f"{name_of(module)}: its norms give {list(normed.shape)}, no heads: describe it with locater.register()"
+        )
     return normed if normed.shape[1] == H else normed.transpose(1, 2)
 
 

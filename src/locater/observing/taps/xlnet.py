@@ -1,8 +1,9 @@
-"""XLNet: everything meets in `rel_attn_core`, time first. Terms of place and segment are computed again and become a bias.
+"""XLNet: everything meets in `rel_attn_core`, time first. Terms of place and segment are computed again and become a
+bias.
 
-In two-stream attention the content stream is counted. The query stream asks from other places with the same keys, often from
-a few of them only, and is left out. Every token sees itself in the content stream, padding too, so which tokens are real is
-read from the mask of the query stream, which is passed along with or without that stream.
+In two-stream attention the content stream is counted. The query stream asks from other places with the same keys, often
+from a few of them only, and is left out. Every token sees itself in the content stream, padding too, so which tokens
+are real is read from the mask of the query stream, which is passed along with or without that stream.
 """
 
 from __future__ import annotations
@@ -21,18 +22,23 @@ from locater.attention.stand_ins import Undo, argument, instead, tell
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:
-    under_way: dict[str, Tensor | None] = {}  # the query stream's mask, from the start of a call until its first stream is seen
+    # the query stream's mask, from the start of a call until its first stream is seen
+    under_way: dict[str, Tensor | None] = {}
     yield instead(module, "forward", partial(_whole, under_way))
     yield instead(module, "rel_attn_core", partial(_attend, under_way))
 
 
-def _whole(under_way: dict[str, Tensor | None], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _whole(
+    under_way: dict[str, Tensor | None], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if listening(module):
         under_way["mask"] = argument(args, kwargs, 3, "attn_mask_g")
     return forward(*args, **kwargs)
 
 
-def _attend(under_way: dict[str, Tensor | None], module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _attend(
+    under_way: dict[str, Tensor | None], module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     out = attend(*args, **kwargs)
     sites = listening(module)
     if sites and "mask" in under_way:
