@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from locater.findings import FLAGS
-
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 
 def test_one_count_of_supported_types() -> None:

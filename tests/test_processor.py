@@ -15,9 +15,8 @@ import pytest
 
 from locater import processor
 from locater.processor import LIMIT, VARIABLES, avoid_broken_amx, half_precision_layer, signal_of
-from tests import conftest, summary
+from tests import ROOT, conftest, summary
 
-ROOT = Path(__file__).parents[1]
 SAID = (
     "locater: AMX is listed and half-precision layers die of it here (SIGILL): going on without it, as with "
     f"{VARIABLES[0]}={LIMIT} in the environment\n"
