@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import ROOT
+from tests.processes import ranks
 
 LENGTH, RANKS = 9, 2
 
@@ -105,8 +102,7 @@ def llama() -> Any:
 
 
 def worker(rank: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
     ids = batch()
     mine = ids.chunk(RANKS)[rank]
     one = gradients(model_of(), ids)
@@ -121,38 +117,8 @@ def worker(rank: int) -> None:
         for name, p in clipped(model, mine, 1.0).items():
             assert torch.allclose(p, whole[name], atol=1e-6), name
     dist.barrier()
-    dist.destroy_process_group()
     print("done", flush=True)
-    os._exit(0)  # gloo's threads may outlive the group, and now and then abort an interpreter that is shutting down
 
 
-def test_two_processes_do_what_one_does() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, "-W", "ignore", "-m", "tests.control.test_distributed"]
-    root = ROOT
-    runs = [
-        subprocess.Popen(
-            [*command, str(rank)], env=settings, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        said = [run.communicate(timeout=120)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0] * RANKS, "\n".join(said)
-    assert all("done" in text for text in said)
-
-
-if __name__ == "__main__":
-    worker(int(sys.argv[1]))
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    assert all("done" in text for text in ranks(worker, tmp_path, RANKS))

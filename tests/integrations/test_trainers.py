@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from locater import LocaterError
+from locater import LocaterError, Monitor
 from locater.control.eigenspectrum import LocAteR
 from locater.integrations import hf
 from locater.tracking.loggers import read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
+from tests.processes import ranks
 
 RATE, SIZE, COUNT = 0.5, 2, 14  # 7 micro-batches: the last group is short
 
@@ -256,55 +257,44 @@ def test_lightning_resumed_counts_no_step_twice(tmp_path: Path) -> None:
     assert control.steps == 2
 
 
-TWO = """
-import os, sys, torch
-from transformers import Trainer, TrainingArguments
-from locater import Monitor
-from locater.control.eigenspectrum import LocAteR
-from locater.integrations import hf
-from tests.integrations.test_trainers import RATE, Words, llama
-settings = TrainingArguments(
-    sys.argv[1], per_device_train_batch_size=1, gradient_accumulation_steps=2, num_train_epochs=1, max_grad_norm=0.5, learning_rate=RATE,
-    lr_scheduler_type="constant", optim="sgd", report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, logging_steps=1,
-    remove_unused_columns=False, ddp_backend="gloo",
-)
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-model = llama()
-trainer = InOrder(model, settings, train_dataset=Words(), callbacks=[Monitor(every=3)])
-hf.attach(trainer, LocAteR(shrink=0.05, hold=0.05))
-trainer.train()
-if os.environ["RANK"] == "0":
-    torch.save(model.state_dict(), sys.argv[1] + "/two.pt")
-"""
+def train_one_of_two(rank: int, folder: Path) -> None:
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test may have trained in one process
+    settings = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        max_grad_norm=0.5,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        remove_unused_columns=False,
+        ddp_backend="gloo",
+    )
+    model = llama()
+    trainer = InOrder(model, settings, train_dataset=Words(), callbacks=[Monitor(every=3)])
+    hf.attach(trainer, LocAteR(shrink=0.05, hold=0.05))
+    trainer.train()
+    assert trainer.args.world_size == 2
+    if rank == 0:
+        torch.save(model.state_dict(), folder / "two.pt")
 
 
 def test_transformers_trainer_in_two_processes(tmp_path: Path) -> None:
     """Two processes of one sequence each see the batches that one process of two sees."""
-    import os
-    import socket
-    import subprocess
-    import sys
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    runs = [
-        subprocess.Popen([sys.executable, "-c", TWO, str(tmp_path)], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, cwd=Path.cwd(),
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for r in range(2)
-    ]  # fmt: skip
-    said = [run.communicate(timeout=180)[0] for run in runs]
-    assert (tmp_path / "two.pt").is_file(), said
+    ranks(lambda rank: train_one_of_two(rank, tmp_path), tmp_path)
     assert len(list(tmp_path.rglob("*.jsonl"))) == 1  # the first process writes
     log = read_run(tmp_path / "locater.jsonl")
     assert [step for step, _ in log.losses] == [1, 2, 3, 4]

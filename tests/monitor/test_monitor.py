@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,10 +22,12 @@ from locater.monitor import Monitor
 from locater.monitor import run_monitor as monitor
 from locater.observing import observe, tally
 from locater.tracking.loggers import read_run
-from tests import ROOT
+from tests.control.test_distributed import batch, shard
+from tests.control.test_distributed import model_of as gemma
 from tests.families import CASES
 from tests.families.decoders import GROUPED, make
 from tests.parity import model_of, redraw, tokens
+from tests.processes import ranks
 
 BATCH = tokens()
 
@@ -345,62 +344,30 @@ def _expect(model: Any, into: list[list[float]]) -> None:
         into[:] = [(x.scale * x.moments().trace).tolist() for x in maps]
 
 
-RANK = """
-import os, sys, torch
-import torch.distributed as dist
-from pathlib import Path
-from locater import Monitor
-from locater.tracking.loggers import read_run
-from tests.control.test_distributed import batch, model_of, shard
-rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-found = []
-for name, group, make in (("one", False, model_of), ("two", True, lambda: shard(model_of()))):
-    if group:
-        dist.init_process_group("gloo")
-    model, path = make().train(), folder / (f"{name}.jsonl" if group else f"{name}-{rank}.jsonl")
-    monitor = Monitor(path, every=1).attach(model)
-    model(batch().chunk(2)[rank] if group else batch())
-    monitor.after_step()
-    assert monitor._stacks is not None
-    monitor.detach()
+def watch_sharded(rank: int, folder: Path) -> None:
+    """The same model whole and sharded over two processes; the first compares what was logged of both."""
+    logged = []
+    for name, group in (("one", False), ("two", True)):
+        if group:
+            dist.init_process_group("gloo")
+        model, path = gemma(), folder / (f"{name}.jsonl" if group else f"{name}-{rank}.jsonl")
+        model = shard(model) if group else model
+        monitor = Monitor(path, every=1).attach(model)
+        model(batch().chunk(2)[rank] if group else batch())
+        monitor.after_step()
+        assert monitor._stacks is not None
+        monitor.detach()
+        if rank == 0:
+            logged.append(read_run(path).steps[0]["heads"])
     if rank == 0:
-        found.append(read_run(path).steps[0]["heads"])
-if rank == 0:
-    for name in ("M", "spread", "entropy", "max_logit"):
-        torch.testing.assert_close(*(torch.tensor(heads[name]) for heads in found), rtol=1e-5, atol=1e-5)
-print("done", flush=True)
-os._exit(0)
-"""
+        for name in ("M", "spread", "entropy", "max_logit"):
+            torch.testing.assert_close(*(torch.tensor(heads[name]) for heads in logged), rtol=1e-5, atol=1e-5)
+        print("compared", flush=True)
 
 
 def test_sharded_weights_are_gathered(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path)],
-            env={**env, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [run.communicate(timeout=180)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert all("done" in text for text in said), "\n".join(said)
+    first, _ = ranks(lambda rank: watch_sharded(rank, tmp_path), tmp_path)
+    assert "compared" in first
 
 
 def test_one_warning_per_head_and_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,20 +4,21 @@ and then.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from locater import LocaterError
 from locater.observing import observe
 from tests.families.decoders import GROUPED, SHAPE, make
 from tests.parity import redraw, tokens
+from tests.processes import ranks
 
 BATCH = tokens()
 
@@ -219,54 +220,23 @@ def test_padded_generation() -> None:
 # Over ranks
 
 
-RANK = """
-import json, os, sys, torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from locater.observing import observe
-from tests.observing.test_modes import llama, BATCH
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo")
-model = DistributedDataParallel(llama().train())
-half = {k: v[rank : rank + 1] for k, v in BATCH.items()}
-with observe(model.module) as seen:
-    for _ in range(2):
-        model(**half, labels=half["input_ids"]).loss.backward()
-    seen.reduce()
-print(json.dumps([[r.rows, r.entropy, r.max_logit, r.sink] for r in seen.rows]), flush=True)
-dist.destroy_process_group()
-"""
+def half_of_the_batch(rank: int) -> None:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(llama().train())
+    half = {k: v[rank : rank + 1] for k, v in BATCH.items()}
+    with observe(model.module) as seen:
+        for _ in range(2):
+            model(**half, labels=half["input_ids"]).loss.backward()
+        seen.reduce()
+    print(json.dumps([[r.rows, r.entropy, r.max_logit, r.sink] for r in seen.rows]), flush=True)
 
 
 def test_ranks_add_up(tmp_path: Path) -> None:
-    import json
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env={**env, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path.cwd(),
-        )
-        for rank in range(2)
-    ]
-    found = [json.loads(run.communicate(timeout=120)[0].splitlines()[-1]) for run in runs]
-    assert found[0] == found[1]
+    by_rank = [json.loads(text.splitlines()[-1]) for text in ranks(half_of_the_batch, tmp_path)]
+    assert by_rank[0] == by_rank[1]
     with observe(llama()) as seen, torch.no_grad():
         seen.model(**BATCH)
-    for (rows, entropy, top, sink), row in zip(found[0], seen.rows, strict=True):
+    for (rows, entropy, top, sink), row in zip(by_rank[0], seen.rows, strict=True):
         assert rows == 2 * row.rows
         assert (entropy, top, sink) == pytest.approx((row.entropy, row.max_logit, row.sink), rel=1e-5)
 
