@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import ROOT
 
 
 def forked(work: Callable[[], Any], log: Path, variables: Mapping[str, str] | None = None) -> int:
@@ -81,3 +84,14 @@ def ranks(work: Callable[[int], Any], folder: Path, count: int = 2, seconds: flo
             log
         )
     return finished(children, seconds)
+
+
+def interpreted(module: str, call: str) -> None:
+    """Run `call`, in which `t` is the test module, with Triton's kernels interpreted on the CPU: a fresh process,
+    because the switch is read when Triton is imported.
+    """
+    pytest.importorskip("triton", reason="Triton is only made for Linux")
+    code = f"import importlib, torch\ntorch.set_num_threads(1)\nt = importlib.import_module({module!r})\n{call}\n"
+    variables = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

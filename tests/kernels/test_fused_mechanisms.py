@@ -5,9 +5,6 @@ Triton runs on the CPU in its interpreter, in a process of its own; on a GPU the
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +17,7 @@ from locater.kernels import weighted as weighed
 from locater.kernels.dispatch import default_backend
 from locater.kernels.recurrence import chunk_scan
 from locater.kernels.terms import LARGEST_CAP, Terms
+from tests.processes import interpreted
 
 # what is seen, batch, query heads, key heads, queries, keys, channels of queries and of values
 SHAPES = {
@@ -140,19 +138,6 @@ def check_scan(device: str) -> None:
         assert (down.cpu() - wanted).abs().max() < 1e-5 * (1 + wanted.abs().max())
 
 
-def interpreted(call: str) -> None:
-    pytest.importorskip("triton", reason="Triton is only made for Linux")
-    code = f"import torch\ntorch.set_num_threads(1)\nfrom tests import test_fused_mechanisms as t\n{call}\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def test_the_recurrence_by_hand() -> None:
     """One channel: M doubles its way to what the key holds."""
     own, keys = torch.tensor([3.0, 5.0, 7.0]), torch.tensor([1.0, 2.0, 1.0])
@@ -162,19 +147,17 @@ def test_the_recurrence_by_hand() -> None:
     assert new.flatten().tolist() == [3.0, 5 - 1.5, 7 - 2 * 8.5]
 
 
-@pytest.mark.parametrize(
-    "names", [tuple(SHAPES)[:3], pytest.param(tuple(SHAPES)[3:], marks=pytest.mark.slow)], ids=["plain", "odd"]
-)
-def test_weights_in_the_interpreter(names: tuple[str, ...]) -> None:
-    interpreted(f"t.check_all('cpu', torch.float32, 1e-5, {names!r})")
+def test_kernels_in_the_interpreter() -> None:
+    shapes = tuple(SHAPES)[:2]
+    weights = (
+        f"t.check_all('cpu', torch.float32, 1e-5, {shapes!r}); t.check_all('cpu', torch.float16, 4e-3, ('causal',))"
+    )
+    interpreted(__name__, f"{weights}; t.check_scan('cpu'); t.check_operations('cpu'); t.check_extremes('cpu')")
 
 
-def test_half_precision_and_the_recurrence_in_the_interpreter() -> None:
-    interpreted("t.check_all('cpu', torch.float16, 4e-3, ('causal',)); t.check_scan('cpu')")
-
-
-def test_operations_and_extremes_in_the_interpreter() -> None:
-    interpreted("t.check_operations('cpu'); t.check_extremes('cpu')")
+@pytest.mark.slow
+def test_every_shape_in_the_interpreter() -> None:
+    interpreted(__name__, f"t.check_all('cpu', torch.float32, 1e-5, {tuple(SHAPES)[2:]!r})")
 
 
 def test_a_cap_that_hardly_caps_is_left_to_pytorch() -> None:

@@ -6,9 +6,6 @@ on the GPU where there is one (make test-gpu).
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from torch import Tensor
 
 from locater import LocaterError
 from locater.kernels import AttentionStatistics, attention_entropy, attention_statistics
+from tests.processes import interpreted
 
 Backend = Any
 SIZES = (8, 64, 80, 128, 256)
@@ -320,42 +318,24 @@ def test_wrong_queries_and_keys_are_named() -> None:
 
 # ---- Triton ----
 
-INTERPRETED = """
-import torch
-torch.set_num_threads(1)
-from tests.kernels import test_statistics as t
-{call}
-"""
+
+SOME = ["causal-window", "left-padding", "bias", "everything"]
 
 
-def interpreted(call: str) -> None:
-    pytest.importorskip("triton", reason="Triton is only made for Linux")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED.format(call=call)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.parametrize(
-    "names", [NAMES[:5], NAMES[5:10], pytest.param(NAMES[10:], marks=pytest.mark.slow)], ids=["masks", "biases", "more"]
-)
-def test_triton_in_the_interpreter(names: list[str]) -> None:
-    interpreted(f"t.check_masks('triton', 'cpu', {names!r}); t.check_gradients('triton', 'cpu', {names!r})")
-
-
-def test_triton_sizes_in_the_interpreter() -> None:
+def test_triton_in_the_interpreter() -> None:
     """float16 stands for half precision: the interpreter multiplies bfloat16 as if its bits were integers. The GPU test
     has both.
     """
-    interpreted("t.check_sizes('triton', 'cpu', (8, 80, 256), (torch.float16,))")
+    masks = f"t.check_masks('triton', 'cpu', {SOME!r}); t.check_gradients('triton', 'cpu', {SOME!r})"
+    sizes = "t.check_sizes('triton', 'cpu', (8, 80), (torch.float16,))"
+    interpreted(__name__, f"{masks}; {sizes}; t.check_extremes('triton', 'cpu'); t.check_layouts('triton', 'cpu')")
 
 
-def test_triton_extremes_and_layouts_in_the_interpreter() -> None:
-    interpreted("t.check_extremes('triton', 'cpu'); t.check_layouts('triton', 'cpu')")
+@pytest.mark.slow
+def test_triton_with_every_mask_and_size_in_the_interpreter() -> None:
+    names = [name for name in NAMES if name not in SOME]
+    masks = f"t.check_masks('triton', 'cpu', {names!r}); t.check_gradients('triton', 'cpu', {names!r})"
+    interpreted(__name__, f"{masks}; t.check_sizes('triton', 'cpu', (64, 256), (torch.float16,))")
 
 
 @pytest.mark.gpu

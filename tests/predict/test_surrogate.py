@@ -390,10 +390,10 @@ T = 128
 @cache
 def texts() -> tuple[str, str]:
     """One text for statistics, another to measure on."""
-    from locater.data.corpus import embedded_text
+    from pydoc_data import topics
 
-    held = embedded_text()
-    return held[: len(held) // 2], held[len(held) // 2 :]
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return text[: len(text) // 2], text[len(text) // 2 :]
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x == "MiniLM" else []) for x in MODELS])

@@ -23,9 +23,8 @@ from locater.report.tables import summary
 from locater.report.terminal import print_probe
 from locater.verbs.probing import PROBE_COLUMNS, ProbeRow
 from tests.conftest import Result
-from tests.report.test_scan_page import Visit, browser, data_of, needs_browser
+from tests.report.visits import Visit, data_of, needs_browser
 
-__all__ = ["browser"]  # a fixture that is used by name
 Run = Callable[..., Result]
 HOSTILE = "</script><img src=x onerror=alert(1)>@TITLE@"
 
@@ -187,8 +186,17 @@ def test_the_headline_is_about_the_model_and_not_the_prediction(
 
 
 @needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["llama", "cross", "tiny", "broken", "hostile"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("llama", "light"),
+        ("llama", "dark"),
+        ("cross", "dark"),
+        ("tiny", "light"),
+        ("broken", "dark"),
+        ("hostile", "light"),
+    ],
+)
 def test_page_is_drawn_without_a_word_on_the_console(
     browser: Any, pages: dict[str, Path], name: str, scheme: str
 ) -> None:
@@ -209,7 +217,6 @@ def test_page_is_drawn_without_a_word_on_the_console(
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert visit.console == []
-    visit.context.close()
 
 
 @needs_browser

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
 from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
@@ -21,11 +17,9 @@ from torch import nn
 from locater import Scan, compare, scan
 from locater.report.terminal import print_scan
 from locater.theory import continuum
-from tests.summary import NO_BROWSER
+from tests.report.visits import Visit, data_of, needs_browser
 
 DEMO = str(files("locater") / "demo")
-CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +53,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "demo.json").unlink()
     Scan("nothing", {"tokens": "t", "weights": "w", "length": 256, "notes": []}, [], []).report(folder / "empty.html")
     return {p.stem: p for p in folder.iterdir()}
-
-
-def data_of(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
 
 
 def test_page_stands_alone(pages: dict[str, Path]) -> None:
@@ -202,38 +190,18 @@ def test_shards_join_to_the_whole() -> None:
 # ---- in a real browser ----
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-        opened = play.chromium.launch(executable_path=CHROMIUM, args=[*sandbox, "--disable-gpu"])
-        yield opened
-        opened.close()
-
-
-class Visit:
-    """A page opened offline; everything on its console is kept."""
-
-    def __init__(self, browser: Any, page: Path, scheme: str = "light", width: int = 1320, choice: str = "") -> None:
-        self.context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
-        self.page = self.context.new_page()
-        self.console: list[str] = []
-        self.page.on("console", lambda m: self.console.append(m.text))
-        self.page.on("pageerror", lambda e: self.console.append(str(e)))
-        self.page.goto(page.as_uri() + choice)
-
-    def text(self, selector: str) -> str:
-        return str(self.page.text_content(selector))
-
-    def inside(self, selector: str) -> str:
-        return str(self.page.inner_html(selector))
-
-
 @needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["demo", "encoder", "twins", "strangers", "broken"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("demo", "light"),
+        ("demo", "dark"),
+        ("encoder", "dark"),
+        ("twins", "light"),
+        ("strangers", "dark"),
+        ("broken", "light"),
+    ],
+)
 def test_page_is_drawn_without_a_word_on_the_console(
     browser: Any, pages: dict[str, Path], name: str, scheme: str
 ) -> None:
@@ -244,7 +212,6 @@ def test_page_is_drawn_without_a_word_on_the_console(
     assert visit.page.locator("#phases .dot").count() > 0
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert visit.console == []
-    visit.context.close()
 
 
 @needs_browser
@@ -435,9 +402,8 @@ def test_the_guide_leaves_the_heat_map_in_view(browser: Any, pages: dict[str, Pa
 
 
 @needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_scan_without_heads_is_a_page_too(browser: Any, pages: dict[str, Path], scheme: str) -> None:
-    visit = Visit(browser, pages["empty"], scheme)
+def test_a_scan_without_heads_is_a_page_too(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["empty"], "dark")
     assert "no heads" in visit.text("#heatmap")
     visit.page.select_option("#metric", "M")
     visit.page.focus("#heatmap")

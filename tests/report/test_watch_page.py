@@ -27,9 +27,7 @@ from locater.report.watch import Server, watch_page
 from locater.tracking.loggers import JsonlSink, Sink, TensorBoardSink, flat, open_sink, read_run
 from locater.tracking.run_log import RunReader
 from tests.conftest import Result
-from tests.report.test_scan_page import Visit, browser, data_of, needs_browser
-
-__all__ = ["browser"]  # a fixture that is used by name
+from tests.report.visits import Visit, data_of, needs_browser
 
 COLUMNS = ["entropy_ratio", "max_logit"]
 
@@ -422,7 +420,6 @@ def test_every_run_is_drawn_without_a_word_on_the_console(
         assert visit.page.evaluate(beyond) == []
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert visit.console == []
-    visit.context.close()
 
 
 @needs_browser
