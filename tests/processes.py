@@ -37,6 +37,8 @@ def forked(work: Callable[[], Any], log: Path, variables: Mapping[str, str] | No
         os.environ.update(variables or {})
         work()
         status = 0
+    except SystemExit as stop:  # a command that ends as commands do
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

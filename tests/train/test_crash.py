@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from locater.cli import main
 from locater.train import Plan, run
+from tests.processes import finished, forked
 from tests.train.test_parts import corpus
 
 if sys.platform == "win32":
@@ -86,25 +88,19 @@ def test_killed_at_many_points_of_a_checkpoint(every: int, least: int, tmp_path:
 
 
 def test_the_command_killed_from_outside(tmp_path: Path) -> None:
-    text = str(corpus(tmp_path))
-    command = [
-        sys.executable,
-        "-m",
-        "locater",
-        "train",
-        "--corpus",
-        text,
-        "--out",
-        str(tmp_path / "killed"),
-        *OPTIONS.split(),
-    ]
-    killed = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
+    options = ["--corpus", str(corpus(tmp_path)), "--out", str(tmp_path / "killed"), *OPTIONS.split()]
+
+    def command() -> None:
+        sys.argv = ["locater", "train", *options]
+        main()
+
+    output = tmp_path / "output.txt"
+    killed = forked(command, output)
     wait_for(tmp_path / "killed" / "step-00000020", killed)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
+    os.kill(killed, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
     assert not (tmp_path / "killed" / "result.json").exists(), "it must die before its end"
-    again = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-    assert again.returncode == 0, again.stderr
+    finished({forked(command, output): output})
     whole = run(replace(Plan.load(tmp_path / "killed" / "plan.json"), out=str(tmp_path / "whole")))
     assert (tmp_path / "killed/model/model.safetensors").read_bytes() == (
         Path(whole.model) / "model.safetensors"
@@ -114,10 +110,10 @@ def test_the_command_killed_from_outside(tmp_path: Path) -> None:
 OPTIONS = "--layers 2 --width 16 --heads 2 --length 16 --batch 4 --steps 120 --checkpoint 20 --observe 50 --device cpu"
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+def wait_for(path: Path, child: int) -> None:
     for _ in range(3000):
         if path.exists():
             return
-        assert process.poll() is None, "it ended before it could be killed"
+        assert os.waitpid(child, os.WNOHANG)[0] == 0, "it ended before it could be killed"
         time.sleep(0.01)
     pytest.fail(f"{path} did not appear")
