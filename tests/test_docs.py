@@ -186,7 +186,7 @@ def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixt
 
 def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
     from locater_papers import PAPERS
-    from locater_papers.report import tally
+    from locater_papers.engine.pages import tally
 
     lines = (ROOT / "docs" / "results" / "README.md").read_text().splitlines()
     for name in PAPERS:

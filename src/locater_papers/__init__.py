@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 
 from locater.errors import LocaterError
-from locater_papers.claim import Claim, Measured, Verdict, judge, verdict_of
-from locater_papers.paper import Paper, Reproduction, Setting, Study, chosen, reproduce
+from locater_papers.engine.claims import Claim, Measured, Verdict, judge, verdict_of
+from locater_papers.engine.papers import Paper, Reproduction, Setting, Study, chosen, reproduce
 
 NAMES = (
     "bao2024", "dong2021", "saada2024", "shi2022", "zhai2023", "ding2020", "gerami2024", "xiao2026", "qiu2025", "nguyen2026", "ye2026",

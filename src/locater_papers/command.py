@@ -16,8 +16,8 @@ from locater.cli.shell import check_writable, show_progress, stdout_console
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.processor import avoid_broken_amx
-from locater_papers.claim import Claim
-from locater_papers.paper import Paper, Setting, chosen, joined, reproduce
+from locater_papers.engine.claims import Claim
+from locater_papers.engine.papers import Paper, Setting, chosen, joined, reproduce
 
 Name = Annotated[str | None, typer.Argument(help="A paper, as --list names it; all of them without.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Minutes on two cores in place of long runs.")]
@@ -81,7 +81,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         data: Data = None,
         jobs: Jobs = 0,
     ) -> None:
-        from locater_papers.report import print_claims
+        from locater_papers.engine.pages import print_claims
 
         wanted = _wanted(paper, claim)
         if show:
@@ -182,7 +182,7 @@ def _check_runs(runs: str | None, data: str | None, jobs: int, trained: list[str
 
 def _check_lines(runs: Path, papers: Iterable[Paper], claim: str | None) -> None:
     """Refuse a file in which no line is a run that these claims ask for: all of them would stay open without a word."""
-    from locater_papers.runs import Runs as Lines
+    from locater_papers.engine.runs import Runs as Lines
 
     held, studies = (
         Lines(runs),
@@ -221,7 +221,7 @@ def _read(path: Path, paper: Paper) -> dict[str, Any]:
 def _deliver(
     document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console
 ) -> None:
-    from locater_papers.report import print_verdicts, write_report
+    from locater_papers.engine.pages import print_verdicts, write_report
 
     text = jsonlib.dumps(document, indent=1, allow_nan=False)
     if json not in (None, "-"):

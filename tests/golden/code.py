@@ -31,7 +31,7 @@ from locater.train.loop import run as train
 from locater.train.plan import Plan
 from locater.verbs.probing import ProbeRow
 from locater_papers import PAPERS
-from locater_papers.runs import Row, Runs
+from locater_papers.engine.runs import Row, Runs
 
 ROOT = Path(__file__).parents[2]
 __all__ = ["MODELS", "ROOT", "Plan", "Row", "Runs", "command", "kept_runs_asked_for", "names", "read_run", "train"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locater_papers.runs import Arm, Runs
+from locater_papers.engine.runs import Arm, Runs
 
 
 def made_line(loss: float, **more: Any) -> dict[str, Any]:

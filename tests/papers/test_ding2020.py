@@ -16,10 +16,10 @@ from locater.families import attention_layers
 from locater.models.transformer import Shape, Transformer
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.ding2020 import PAPER, guarantee, trained
-from locater_papers.draws import normal
-from locater_papers.report import write_report
-from locater_papers.runs import Runs
-from locater_papers.trained_heads import TrainedLayer
+from locater_papers.engine.draws import normal
+from locater_papers.engine.pages import write_report
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.trained_heads import TrainedLayer
 from tests.papers.made_runs import made_line
 
 

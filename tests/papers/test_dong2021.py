@@ -23,9 +23,9 @@ from locater.train import Transformer
 from locater_papers import PAPERS, Setting, judge, reproduce
 from locater_papers.dong2021 import bounds, bridge, circle, contraction, lengths, planted, slowing
 from locater_papers.dong2021.page import lead, page
-from locater_papers.figures import Contour, Field, Panel, Series, contour, draw
-from locater_papers.paper import Study
-from locater_papers.report import write_report
+from locater_papers.engine.figures import Contour, Field, Panel, Series, contour, draw
+from locater_papers.engine.pages import write_report
+from locater_papers.engine.papers import Study
 
 MINE = {"a", "b", "e", "g", "h"}
 

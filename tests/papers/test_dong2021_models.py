@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.numerics import one_thread
-from locater_papers.claim import Claim, Measured, judge
 from locater_papers.dong2021 import depth, encoders, products, slowing, tasks
 from locater_papers.dong2021.classifier import (
     DEPTH,
@@ -36,8 +35,9 @@ from locater_papers.dong2021.classifier import (
     drawn,
     train,
 )
-from locater_papers.paper import Setting
-from locater_papers.parts import device, every
+from locater_papers.engine.claims import Claim, Measured, judge
+from locater_papers.engine.papers import Setting
+from locater_papers.engine.parts import device, every
 
 Array = np.ndarray[Any, Any]
 SMALL: dict[str, dict[str, Any]] = {

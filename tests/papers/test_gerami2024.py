@@ -15,11 +15,11 @@ import torch
 
 from locater.attention import mechanism
 from locater_papers import Setting, judge, reproduce
-from locater_papers.draws import normal
+from locater_papers.engine.draws import normal
+from locater_papers.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
+from locater_papers.engine.pages import page as whole_page
+from locater_papers.engine.runs import Runs
 from locater_papers.gerami2024 import PAPER, cost, forms, judged, leak, limits
-from locater_papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
-from locater_papers.report import page as whole_page
-from locater_papers.runs import Runs
 from tests.papers.made_runs import fill
 
 

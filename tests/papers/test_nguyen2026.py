@@ -12,8 +12,8 @@ import torch
 from torch.func import jacrev
 
 from locater_papers import Setting, reproduce
+from locater_papers.engine.pages import write_report
 from locater_papers.nguyen2026 import PAPER, mixture, places, samples
-from locater_papers.report import write_report
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from locater.errors import LocaterError
 from locater_papers import PAPERS, Claim, Measured, Paper, Setting, Study, chosen, judge, reproduce, verdict_of
 from locater_papers import command as command_module
 from locater_papers.bao2024 import gaussian, propagation, softmax, training
-from locater_papers.claim import over_seeds, seeds_range
 from locater_papers.command import kept_runs
-from locater_papers.figures import Cells, Panel, Series, draw
-from locater_papers.paper import joined
-from locater_papers.report import measured, stated, write_report
-from locater_papers.runs import Runs
+from locater_papers.engine.claims import over_seeds, seeds_range
+from locater_papers.engine.figures import Cells, Panel, Series, draw
+from locater_papers.engine.pages import measured, stated, write_report
+from locater_papers.engine.papers import joined
+from locater_papers.engine.runs import Runs
 from tests import ROOT
 from tests.conftest import Result
 

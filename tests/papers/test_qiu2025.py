@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from locater_papers import PAPERS, Measured, Setting, judge, reproduce
-from locater_papers.arms_page import sinks_said
+from locater_papers.engine.arms_page import sinks_said
+from locater_papers.engine.runs import Runs
 from locater_papers.qiu2025 import gates, judged, nonlinear, qwen, table
 from locater_papers.qiu2025.page import lead, page
-from locater_papers.runs import Runs
 
 PAPER = PAPERS["qiu2025"]
 

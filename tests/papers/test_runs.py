@@ -14,7 +14,7 @@ from locater.train.controls import parse_control
 from locater.train.plan import Plan
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.bao2024 import arms, judged
-from locater_papers.runs import Arm, Row, Runs, complete, placed
+from locater_papers.engine.runs import Arm, Row, Runs, complete, placed
 from tests import ROOT
 
 TINY = Plan(

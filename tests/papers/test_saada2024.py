@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from locater_papers import PAPERS, Setting, reproduce
-from locater_papers.draws import normal
-from locater_papers.report import write_report
-from locater_papers.runs import Runs
+from locater_papers.engine.draws import normal
+from locater_papers.engine.pages import write_report
+from locater_papers.engine.runs import Runs
 from locater_papers.saada2024 import PAPER, gradients, maps, trained, width
 from tests.papers.made_runs import made_line
 

@@ -14,9 +14,9 @@ import torch
 
 from locater.errors import LocaterError
 from locater_papers import Setting, judge, reproduce
-from locater_papers.mechanism_runs import SOFTMAX_MASKED
-from locater_papers.report import page as whole_page
-from locater_papers.runs import Runs
+from locater_papers.engine.mechanism_runs import SOFTMAX_MASKED
+from locater_papers.engine.pages import page as whole_page
+from locater_papers.engine.runs import Runs
 from locater_papers.sant2022 import PAPER, judged, kinds, layouts, models, relevance
 from tests.papers.made_runs import fill
 

@@ -16,10 +16,10 @@ from torch.nn import functional
 from locater.measures import token_cosine
 from locater.theory import Block
 from locater_papers import Setting, judge, reproduce
-from locater_papers.draws import normal
-from locater_papers.mechanism_runs import SOFTMAX_MASKED
-from locater_papers.report import page as whole_page
-from locater_papers.runs import Runs
+from locater_papers.engine.draws import normal
+from locater_papers.engine.mechanism_runs import SOFTMAX_MASKED
+from locater_papers.engine.pages import page as whole_page
+from locater_papers.engine.runs import Runs
 from locater_papers.shi2022 import PAPER, bounds, cosine, judged, models, stacks, theorem
 from tests.papers.made_runs import fill
 

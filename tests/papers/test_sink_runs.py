@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 
-from locater_papers.claim import Claim, Measured, verdict_of
+from locater_papers.engine.claims import Claim, Measured, verdict_of
+from locater_papers.engine.runs import Runs, train
+from locater_papers.engine.sink_runs import (
+    COPY,
+    PLAIN,
+    RATE,
+    SEEDS,
+    UNIFORM,
+    arm_means,
+    left_of,
+    sink_arm,
+    sinks_section,
+)
 from locater_papers.qiu2025 import sinks as gates
-from locater_papers.runs import Runs, train
-from locater_papers.sink_runs import COPY, PLAIN, RATE, SEEDS, UNIFORM, arm_means, left_of, sink_arm, sinks_section
 from locater_papers.sun2026 import sinks as blocks
 from locater_papers.zoo import sinks as zoo
 from tests import ROOT

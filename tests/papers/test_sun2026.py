@@ -13,11 +13,11 @@ from torch import nn
 from locater.errors import LocaterError
 from locater.verbs.load import load_model
 from locater_papers import PAPERS, Setting, judge, reproduce
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.trained_heads import sources
 from locater_papers.qiu2025.judged import ELEMENT, HEAD
-from locater_papers.runs import Runs
 from locater_papers.sun2026 import first, forms, judged, metrics, norms, spikes
 from locater_papers.sun2026.page import lead, page
-from locater_papers.trained_heads import sources
 
 PAPER = PAPERS["sun2026"]
 

@@ -15,11 +15,11 @@ from scipy import stats
 from locater.data.text import batches
 from locater.verbs.load import load_model
 from locater_papers import Setting, reproduce
-from locater_papers.claim import verdict_of
-from locater_papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
-from locater_papers.report import write_report
-from locater_papers.runs import Arm, Runs
-from locater_papers.trained_heads import sources
+from locater_papers.engine.claims import verdict_of
+from locater_papers.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
+from locater_papers.engine.pages import write_report
+from locater_papers.engine.runs import Arm, Runs
+from locater_papers.engine.trained_heads import sources
 from locater_papers.xiao2026 import PAPER, flattening, models, signs, training
 from tests import ROOT
 

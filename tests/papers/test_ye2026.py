@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from locater_papers import Setting, reproduce
-from locater_papers.claim import verdict_of
-from locater_papers.report import write_report
+from locater_papers.engine.claims import verdict_of
+from locater_papers.engine.pages import write_report
 from locater_papers.ye2026 import PAPER, composing, recall, recurrences, stacks
 from locater_papers.ye2026.page import lead, page
 from locater_papers.ye2026.task import Task, prompts

@@ -21,10 +21,10 @@ from locater.models.transformer import Shape, Transformer
 from locater.theory import entropy_floor
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.bao2024.arms import PLAIN, RIVALS, stability_rows
-from locater_papers.draws import normal
-from locater_papers.report import write_report
-from locater_papers.runs import Runs
-from locater_papers.trained_heads import TrainedLayer
+from locater_papers.engine.draws import normal
+from locater_papers.engine.pages import write_report
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.trained_heads import TrainedLayer
 from locater_papers.zhai2023 import PAPER, floor, reparam, trained
 from tests import ROOT
 from tests.papers.made_runs import made_line

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from locater_papers import Measured, judge
-from locater_papers.claim import verdict_of
-from locater_papers.runs import Runs
+from locater_papers.engine.claims import verdict_of
+from locater_papers.engine.runs import Runs
 from locater_papers.zoo import judged
 from locater_papers.zoo.arms import ARMS, BARE, BOTH_WAYS, CAUSAL
 from locater_papers.zoo.page import lead, page
@@ -98,7 +98,7 @@ def test_the_page_names_what_failed_and_has_no_bar_in_a_cell() -> None:
 def test_the_plan_is_that_of_the_arms() -> None:
     """Written before the runs; arms that change afterwards show here."""
     from locater_papers import PAPERS
-    from locater_papers.mechanism_runs import plan_table
+    from locater_papers.engine.mechanism_runs import plan_table
 
     names = (
         "zoo",

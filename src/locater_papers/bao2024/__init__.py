@@ -5,7 +5,7 @@ mean.
 from locater_papers.bao2024 import gaussian, propagation, softmax, training
 from locater_papers.bao2024.judged import STUDIES
 from locater_papers.bao2024.page import lead, page
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 
 PAPER = Paper(
     "bao2024",

@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import chain
 
 from locater.train.plan import Plan
-from locater_papers import mechanism_runs
-from locater_papers.runs import Arm, Row, Runs, foreseen
+from locater_papers.engine import mechanism_runs
+from locater_papers.engine.runs import Arm, Row, Runs, foreseen
 
 BASE = replace(mechanism_runs.BASE, evaluate=300)
 LOCATER, MEAN, SCALE = "locater(target=2)", "locater(target=2, shrink=0)", "locater(hold=0)"

@@ -21,9 +21,9 @@ from locater.measures import ChannelMoments, normality_distance
 from locater.theory.surrogate import gaussian_tokens
 from locater.verbs.load import load_model
 from locater.verbs.probing import probe
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
-from locater_papers.trained_heads import inputs, sources
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.trained_heads import inputs, sources
 
 LENGTH = 128
 TOKENS = {True: 2048, False: 8192}  # per half of the text

@@ -30,9 +30,9 @@ from locater_papers.bao2024.arms import (
     rows_of,
     stability_rows,
 )  # fmt: skip
-from locater_papers.claim import Claim, Measured, seeds_range
-from locater_papers.judging import Line, change, ends_table, known, of_runs
-from locater_papers.runs import Arm, Row, Runs
+from locater_papers.engine.arms import Line, change, ends_table, known, of_runs
+from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.runs import Arm, Row, Runs
 
 SURVIVED = 0.5  # nats above the plain run at the coolest of the hot rates
 TUNED = "each at its best of three rates"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, in_sections, numbers_of
 from locater_papers.bao2024.runs_page import SECTIONS, answer
-from locater_papers.figures import Cells, Panel, Series, draw
+from locater_papers.engine.arms_page import Entries, Part, in_sections, numbers_of
+from locater_papers.engine.figures import Cells, Panel, Series, draw
 
 
 def page(document: Mapping[str, Any]) -> Part:

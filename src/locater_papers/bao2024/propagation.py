@@ -13,8 +13,8 @@ from torch import Tensor
 
 from locater.spectrum import moments
 from locater.theory import mixture_propagation, signal_propagation, simulate, unit_moments
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 NUMBERS = {True: 24_000_000, False: 240_000_000}  # normal numbers drawn per case, quick or not
 WALKS = {True: 20_000, False: 100_000}  # at most

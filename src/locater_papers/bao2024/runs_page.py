@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part
-from locater_papers.figures import Panel, Series, draw
-from locater_papers.strips import strips
+from locater_papers.engine.arms_page import Entries, Part
+from locater_papers.engine.figures import Panel, Series, draw
+from locater_papers.engine.strips import strips
 
 HEAD = [
     "| arm | rate | report loss, by seed | against none | perplexity | entropy | M | Frobenius^2 |",

@@ -17,8 +17,8 @@ from locater.measures import rank_residual
 from locater.numerics import spearman
 from locater.spectrum import moments
 from locater.theory import localization
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.papers import Setting, Study
 
 HEAD, LENGTH = 64, 128  # directions of the map; tokens
 SCALE = HEAD**-0.5

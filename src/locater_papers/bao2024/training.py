@@ -20,8 +20,8 @@ from locater.observing.inputs import quiet
 from locater.observing.observation import observe
 from locater.train.controls import offer
 from locater.verbs.scanning import scan
-from locater_papers.claim import Claim, Measured, seeds_range
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.papers import Setting, Study
 
 STEPS, SEEDS = {True: 800, False: 3000}, {True: 2, False: 4}
 BATCH, LENGTH, RATE, WARM = 8, 64, 3e-3, 40

@@ -4,7 +4,7 @@ away.
 
 from locater_papers.ding2020 import guarantee, trained
 from locater_papers.ding2020.page import lead, page
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 
 PAPER = Paper(
     "ding2020",

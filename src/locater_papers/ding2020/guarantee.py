@@ -14,9 +14,9 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.errors import LocaterError
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 
 Logits = Float[Tensor, "T S"]
 

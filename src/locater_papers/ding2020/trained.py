@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.ding2020.guarantee import Logits, prefix_normalized, sinkhorn
-from locater_papers.judging import change, ends_table, level, trained
-from locater_papers.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
-from locater_papers.paper import Setting, Study
-from locater_papers.runs import Runs
-from locater_papers.trained_heads import HALVES, LENGTH, TrainedLayer, trained_layers
+from locater_papers.engine.arms import change, ends_table, level, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.trained_heads import HALVES, LENGTH, TrainedLayer, trained_layers
 
 FAINT = 0.1  # a column sum that is a tenth of the mean
 QUANTILES = 41

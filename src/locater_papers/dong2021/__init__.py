@@ -2,7 +2,7 @@
 
 from locater_papers.dong2021 import bounds, bridge, circle, contraction, depth, lengths, products, slowing, tasks
 from locater_papers.dong2021.page import lead, page
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 
 PAPER = Paper(
     "dong2021",

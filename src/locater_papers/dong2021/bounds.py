@@ -15,10 +15,10 @@ from torch import Tensor
 
 from locater.measures import composite_norm, token_residual
 from locater.theory import attention_bound, beta, depth_residuals, layer_bound, mlp_lipschitz, skip_bound
-from locater_papers.claim import Claim, Measured
 from locater_papers.dong2021.contraction import FLOOR, block, exact_depth, relu_mlp, worst
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 
 DRAWS = {True: 600, False: 6000}
 WIDTH, TOKENS, SIZES = 4, (2, 5, 20), (0.05, 0.3, 1.0, 4.0)

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from locater.numerics import spearman
 from locater.theory import localization
-from locater_papers.claim import Claim, Measured
 from locater_papers.dong2021.contraction import over_draws
 from locater_papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens
-from locater_papers.paper import Setting, Study
-from locater_papers.parts import every
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.parts import every
 
 SEEDS, SEQUENCES = {True: 4, False: 8}, {True: 6, False: 16}
 HALF = 0.5  # of residual or entropy: under it, collapsed

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part
 from locater_papers.dong2021 import slowing
-from locater_papers.figures import Contour, Field, Panel, Series, draw
+from locater_papers.engine.arms_page import Entries, Part
+from locater_papers.engine.figures import Contour, Field, Panel, Series, draw
 
 RANK, ENTROPY, LAMBDA = "#8c2f16", "#16406f", "#555"  # colours of the three lines of a phase diagram
 NONE = (0.6, 26.0, "no such head")

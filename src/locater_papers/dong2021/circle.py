@@ -23,8 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 POINTS, RADIUS, APART, WALKED = 1000, 0.3, 499, 300
 HEADS, BATCH, RATE = 2, 64, 3e-3

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from locater_papers.captured import captured
+from locater_papers.engine.captured import captured
 
 DEPTH, DROPOUT, EPS = 6, 0.1, 1e-12
 WARM = 100  # steps

@@ -20,9 +20,9 @@ from torch import Tensor
 from locater.measures import composite_norm
 from locater.numerics import spearman
 from locater.theory import Block, contraction_order, contraction_rate, depth_residuals
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 
 TOKENS, WIDTH, DEPTH = 16, 8, 12
 SEEDS = {True: 16, False: 64}

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from locater.data.text import batches
-from locater_papers.arms_page import Entries, Part
-from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.dong2021.encoders import (
     BRANCH_OUT,
     CONFIGS,
@@ -29,9 +27,11 @@ from locater_papers.dong2021.encoders import (
     variants_of,
     word_rows,
 )
-from locater_papers.figures import Panel, Series, draw
-from locater_papers.paper import Setting, Study
-from locater_papers.trained_heads import read_each, sources
+from locater_papers.engine.arms_page import Entries, Part
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.figures import Panel, Series, draw
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.trained_heads import read_each, sources
 
 LAYERS = 12
 SAMPLES, DRAWS = {True: 4, False: 32}, {True: 4, False: 8}

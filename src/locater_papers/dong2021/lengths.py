@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from locater.theory import length_contributions, length_weights, path_counts, path_lengths
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 
 @dataclass(frozen=True)

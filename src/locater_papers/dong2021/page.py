@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, Sections, in_sections, in_short
 from locater_papers.dong2021 import depth, products, tasks
 from locater_papers.dong2021.bridge_page import bridge, left, seen, slowing_section, slows
-from locater_papers.figures import Panel, Series, draw
+from locater_papers.engine.arms_page import Entries, Part, Said, Sections, in_sections, in_short
+from locater_papers.engine.figures import Panel, Series, draw
 
 
 def page(document: Mapping[str, Any]) -> Part:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from locater.data.text import batches
 from locater.errors import LocaterError
 from locater.measures import composite_norm, token_residual
-from locater_papers.arms_page import Entries, Part
-from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.dong2021.encoders import LENGTH, TEXT, initial, is_causal, trained_model, word_rows
-from locater_papers.figures import Panel, Series, draw
-from locater_papers.paper import Setting, Study
-from locater_papers.trained_heads import read_each, sources
+from locater_papers.engine.arms_page import Entries, Part
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.figures import Panel, Series, draw
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.trained_heads import read_each, sources
 
 REPEATS, DRAWS, SAMPLES = {True: 24, False: 100}, {True: 2, False: 4}, {True: 2, False: 8}
 FLOOR = 1e-12  # of float64 products: medians under it do not enter slopes

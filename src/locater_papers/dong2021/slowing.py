@@ -21,11 +21,11 @@ from locater.control.surgery import Surgery
 from locater.measures import rank_residual
 from locater.theory import Block, depth_residuals
 from locater.train import Shape, Transformer
-from locater_papers.claim import Claim, Measured, seeds_range
 from locater_papers.dong2021.bridge import MAIN
 from locater_papers.dong2021.planted import WIDTH, tokens
-from locater_papers.paper import Setting, Study
-from locater_papers.parts import device, every
+from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.parts import device, every
 
 SEEDS = {True: 3, False: 8}
 TARGET, LARGE = 2.0, 8.0  # LocAteR's default, and one beyond it

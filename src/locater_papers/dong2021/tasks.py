@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from locater.data.text import read_text
-from locater_papers.arms_page import Entries, Part
-from locater_papers.claim import Claim, Measured
 from locater_papers.dong2021.classifier import DEPTH, Classifier, Data, Recipe, Shape, accuracy, drawn, guess, train
 from locater_papers.dong2021.encoders import words
-from locater_papers.figures import Panel, Series, draw
-from locater_papers.paper import Setting, Study
-from locater_papers.parts import device, every
+from locater_papers.engine.arms_page import Entries, Part
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.figures import Panel, Series, draw
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.parts import device, every
 
 PATHS, REPEATS = (5, 20), 5
 FEW, MANY = (f"{count} paths" for count in PATHS)

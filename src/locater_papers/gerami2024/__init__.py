@@ -2,9 +2,9 @@
 factorises.
 """
 
+from locater_papers.engine.papers import Paper
 from locater_papers.gerami2024 import cost, forms, judged, leak, limits
 from locater_papers.gerami2024.page import lead, page
-from locater_papers.paper import Paper
 
 PAPER = Paper(
     "gerami2024",

@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from locater.attention import mechanism
 from locater.attention.fastmax import taylor_features
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.papers import Setting, Study
 
 SIZES = (16, 32, 64)
 COUNTED = (1024, 2048, 4096)

@@ -18,9 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater_papers.claim import Claim, Measured
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 
 DRAWS = {True: 40, False: 300}
 LENGTHS = {True: (256, 2048), False: (256, 2048, 16384)}

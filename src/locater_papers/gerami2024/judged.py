@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from locater.train.measured import SINK
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured
-from locater_papers.judging import change, ends_table, level, trained
-from locater_papers.mechanism_runs import BASE, IMAGE, SOFTMAX, SOFTMAX_IMAGE, arm
-from locater_papers.runs import Runs
+from locater_papers.engine.arms import change, ends_table, level, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.mechanism_runs import BASE, IMAGE, SOFTMAX, SOFTMAX_IMAGE, arm
+from locater_papers.engine.runs import Runs
 
 SECOND, FIRST, PICTURES = arm("fastmax"), arm("fastmax(order=1)"), arm("fastmax", IMAGE)
 ARMS = (SOFTMAX, SECOND, FIRST, SOFTMAX_IMAGE, PICTURES)

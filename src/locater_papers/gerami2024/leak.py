@@ -16,10 +16,10 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.numerics import spearman
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.draws import normal
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.gerami2024.forms import polynomial
-from locater_papers.paper import Setting, Study
 
 SEEDS = {True: 32, False: 200}
 TOKENS, SIZE = 64, 16

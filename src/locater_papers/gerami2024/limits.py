@@ -24,10 +24,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.draws import normal
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.gerami2024.forms import polynomial
-from locater_papers.paper import Setting, Study
 
 DRAWS = {True: 200, False: 2000}
 KEYS = (4, 40, 400, 4000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import (
+from locater_papers.engine.arms_page import (
     Entries,
     Part,
     Said,
@@ -16,7 +16,7 @@ from locater_papers.arms_page import (
     in_short,
     numbers_of,
 )
-from locater_papers.figures import Panel, Series, draw
+from locater_papers.engine.figures import Panel, Series, draw
 
 
 def page(document: Mapping[str, Any]) -> Part:

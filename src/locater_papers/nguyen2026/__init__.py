@@ -1,8 +1,8 @@
 """Nguyen et al. (2026): gated attention as a hierarchical mixture of experts, and how many samples its experts take."""
 
+from locater_papers.engine.papers import Paper
 from locater_papers.nguyen2026 import mixture, places, samples
 from locater_papers.nguyen2026.page import lead, page
-from locater_papers.paper import Paper
 
 PAPER = Paper(
     "nguyen2026",

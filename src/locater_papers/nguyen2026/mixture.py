@@ -19,8 +19,8 @@ from torch import Tensor
 
 from locater.attention.gated import Gate
 from locater.attention.modules import attention_module
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 TOKENS, WIDTH, HEADS, SIZE = 5, 6, 4, 3
 EXACT = "none: exact"

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, in_sections, in_short
-from locater_papers.figures import Panel, Series, draw
+from locater_papers.engine.arms_page import Entries, Part, Said, in_sections, in_short
+from locater_papers.engine.figures import Panel, Series, draw
 
 
 def page(document: Mapping[str, Any]) -> Part:

@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater_papers.claim import Claim, Measured, seeds_range
+from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.nguyen2026.mixture import EXACT
-from locater_papers.paper import Setting, Study
 
 TOKENS, WIDTH, SIZE = 6, 8, 3
 PLACES = (

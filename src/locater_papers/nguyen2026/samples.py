@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.papers import Setting, Study
 
 TOKENS, WIDTH = 4, 3  # of a token: a 1 and two numbers
 COUNTS = (100, 200, 400, 800, 1600)

@@ -1,6 +1,6 @@
 """Qiu et al. (2025): a sigmoid gate after attention, where it stands, what it undoes, and what it does in training."""
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.qiu2025 import gates, judged, nonlinear, sinks, table
 from locater_papers.qiu2025.page import lead, page
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from locater.attention.gated import Gate
 from locater.attention.modules import AttentionModule, attention_module
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.qiu2025 import qwen
 from locater_papers.qiu2025.qwen import relative
 

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured, seeds_range
-from locater_papers.judging import change, ends_table, has_sink, left_open, level, rank_correlation, trained
-from locater_papers.mechanism_runs import BASE, NO_SINK, SEEN, SOFTMAX, TUNED, VARIED, arm
-from locater_papers.runs import Row, Runs
+from locater_papers.engine.arms import change, ends_table, has_sink, left_open, level, rank_correlation, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.mechanism_runs import BASE, NO_SINK, SEEN, SOFTMAX, TUNED, VARIED, arm
+from locater_papers.engine.runs import Row, Runs
 
 HEAD, ELEMENT = arm("gated"), arm("gated(per=element)")
 VALUE, KEY, QUERY = arm("gated(position=value, per=element)"), arm("gated(position=key)"), arm("gated(position=query)")

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.measures import ranks
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.qiu2025.gates import EXACT, Layer, module
 from locater_papers.qiu2025.qwen import relative
 from locater_papers.qiu2025.table import TABLE

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured
-from locater_papers.judging import change, level, rank_correlation, trained
-from locater_papers.runs import Runs
-from locater_papers.sink_runs import HERE, LEFT, PLAIN, SHARE, SINK, UNIFORM, WEIGHT, left_of, sink_arm, sinks_table
+from locater_papers.engine.arms import change, level, rank_correlation, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.sink_runs import (
+    HERE,
+    LEFT,
+    PLAIN,
+    SHARE,
+    SINK,
+    UNIFORM,
+    WEIGHT,
+    left_of,
+    sink_arm,
+    sinks_table,
+)
 
 HEAD, ELEMENT, VALUES = (
     sink_arm("gated"),

@@ -11,8 +11,8 @@ from itertools import permutations
 import torch
 
 from locater.numerics import spearman
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Nait Saada, Naderi and Tanner (2025): the gap in the spectrum of attention collapses tokens as sequences grow."""
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.saada2024 import gradients, maps, trained, width
 from locater_papers.saada2024.page import lead, page
 

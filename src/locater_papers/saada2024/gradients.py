@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.saada2024.maps import orthonormal
 from locater_papers.saada2024.width import LENGTHS, Stack, exponent
 

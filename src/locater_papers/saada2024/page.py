@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from locater_papers.arms_page import (
+from locater_papers.engine.arms_page import (
     Entries,
     Part,
     Said,
@@ -18,7 +18,7 @@ from locater_papers.arms_page import (
     means_table,
     numbers_of,
 )
-from locater_papers.figures import Panel, Series, draw
+from locater_papers.engine.figures import Panel, Series, draw
 
 
 def lead(document: Mapping[str, Any]) -> list[str]:

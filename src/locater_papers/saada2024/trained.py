@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.judging import Line, change, ends_table, trained
-from locater_papers.mechanism_runs import MASKED, SOFTMAX, SOFTMAX_MASKED, arm
-from locater_papers.paper import Setting, Study
-from locater_papers.runs import Runs
-from locater_papers.trained_heads import HALVES, LENGTH, trained_layers
+from locater_papers.engine.arms import Line, change, ends_table, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.mechanism_runs import MASKED, SOFTMAX, SOFTMAX_MASKED, arm
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.trained_heads import HALVES, LENGTH, trained_layers
 
 CLAIMS = (
     Claim(

@@ -2,7 +2,7 @@
 counts.
 """
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.sant2022 import judged, kinds, layouts, models, relevance
 from locater_papers.sant2022.page import lead, page
 

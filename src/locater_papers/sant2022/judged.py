@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured
-from locater_papers.judging import Line, change, ends_table, rank_correlation, trained
-from locater_papers.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
-from locater_papers.runs import Arm, Runs
+from locater_papers.engine.arms import Line, change, ends_table, rank_correlation, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm
+from locater_papers.engine.runs import Arm, Runs
 from locater_papers.sant2022.models import variation
 
 FULL_MIX = arm("multiformer", MASKED)

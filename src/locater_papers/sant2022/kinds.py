@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.attention import mechanism
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 
 DRAWS = {True: 30, False: 200}
 HEADS, SIZE, WINDOW = 4, 6, 64

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from locater.attention import mechanism
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 LAYERS, HEADS, WINDOW = 12, 4, 64
 LENGTHS = (64, 250, 1000, 4000, 16000)

@@ -18,9 +18,9 @@ from locater.errors import LocaterError
 from locater.families import attention_layers
 from locater.numerics import spearman
 from locater.verbs.load import load_model
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.paper import Setting, Study
-from locater_papers.trained_heads import read_each, sources
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.trained_heads import read_each, sources
 
 SAMPLES, LENGTH = {True: 3, False: 16}, 48
 CHARACTERS = 60_000

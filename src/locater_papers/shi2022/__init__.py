@@ -1,6 +1,6 @@
 """Shi and others (2022): over-smoothing in BERT, tokens that grow alike with depth, and fusion of layers against it."""
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.shi2022 import bounds, cosine, judged, models, stacks, theorem
 from locater_papers.shi2022.page import lead, page
 

@@ -19,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.shi2022.cosine import distance
 
 DRAWS = {True: 600, False: 6000}

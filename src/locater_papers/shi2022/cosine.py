@@ -21,9 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import ranks, token_cosine, token_residual
-from locater_papers.claim import Claim, Measured
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 
 DRAWS = {True: 60, False: 600}
 SEEDS = {True: 16, False: 64}

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from locater.numerics import spearman
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured
-from locater_papers.judging import Line, change, ends_table, level, trained
-from locater_papers.mechanism_runs import MASKED, SOFTMAX_MASKED, arm, cool
-from locater_papers.runs import Arm, Runs
+from locater_papers.engine.arms import Line, change, ends_table, level, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm, cool
+from locater_papers.engine.runs import Arm, Runs
 
 FUSIONS = {kind: arm(base=MASKED, fusion=kind) for kind in ("concat", "max", "gate")}
 POST = cool(arm(base=MASKED, norm="post"))

@@ -23,12 +23,12 @@ from locater.data.text import batches
 from locater.measures import ranks, token_cosine
 from locater.numerics import spearman
 from locater.verbs.load import load_model
-from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.dong2021.encoders import LENGTH, TEXT, is_causal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.trained_heads import read_each, sources
 from locater_papers.shi2022.bounds import STEEPEST, lam, least_deviation
 from locater_papers.shi2022.cosine import distance
-from locater_papers.trained_heads import read_each, sources
 
 SAMPLES = {True: 8, False: 32}
 BOUNDED = 2  # samples on which blocks are held to the theorem: a singular value per head and sample

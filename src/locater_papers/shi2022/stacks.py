@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import token_cosine
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.shi2022.bounds import layer_norm
 
 SEEDS = {True: 6, False: 24}

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from locater.measures import token_cosine
 from locater.numerics import spearman
-from locater_papers.claim import Claim, Measured
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.shi2022.bounds import lam, layer_norm, least_deviation
 from locater_papers.shi2022.cosine import distance
 

@@ -1,6 +1,6 @@
 """Sun, Canziani, LeCun and Zhu (2026): spikes in the stream, sinks in attention, and what ties or unties them."""
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.sun2026 import first, judged, metrics, norms, sinks, spikes
 from locater_papers.sun2026.page import lead, page
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from locater.attention import mechanism, mechanisms
 from locater.attention.modules import attention_module
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 WIDTH, HEADS, KEY_HEADS, SIZE, TOKENS = 16, 4, 2, 4, 6
 DRAWS = {True: 300, False: 2000}

@@ -15,12 +15,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured
-from locater_papers.judging import change, ends_table, has_sink, left_open, level, rank_correlation, trained, value_of
-from locater_papers.mechanism_runs import MASSIVE, NO_SINK, NO_SPIKE, SEEN, SOFTMAX, TUNED, VARIED, arm, cool
+from locater_papers.engine.arms import (
+    change,
+    ends_table,
+    has_sink,
+    left_open,
+    level,
+    rank_correlation,
+    trained,
+    value_of,
+)
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.mechanism_runs import MASSIVE, NO_SINK, NO_SPIKE, SEEN, SOFTMAX, TUNED, VARIED, arm, cool
+from locater_papers.engine.runs import Runs
 from locater_papers.qiu2025.judged import ELEMENT, HEAD
-from locater_papers.runs import Runs
 
 SIZES = {8: arm(heads=32), 16: arm(heads=16), 64: SOFTMAX, 128: arm(heads=2)}  # by head size
 SANDWICH, POST = arm(norm="sandwich"), cool(arm(norm="post"))

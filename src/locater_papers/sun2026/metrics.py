@@ -20,8 +20,8 @@ from torch import Tensor
 from locater.kernels import attention_statistics
 from locater.measures import massive_activations
 from locater.train.measured import SINK, of_map
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 THRESHOLD = SINK
 LENGTH = 64  # at which Gu et al. measure

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from locater.measures import ranks, token_cosine
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.papers import Setting, Study
 
 WIDTHS = (64, 256, 1024, 4096)
 SPIKES = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 100.0)  # s / sqrt(n)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import (
+from locater_papers.engine.arms import uniform_first
+from locater_papers.engine.arms_page import (
     Entries,
     Part,
     Said,
@@ -18,11 +19,10 @@ from locater_papers.arms_page import (
     numbers_of,
     sinks_said,
 )
-from locater_papers.figures import Panel, Series, draw
-from locater_papers.judging import uniform_first
-from locater_papers.mechanism_runs import BASE
-from locater_papers.sink_runs import arm_means, sinks_section
-from locater_papers.strips import strips
+from locater_papers.engine.figures import Panel, Series, draw
+from locater_papers.engine.mechanism_runs import BASE
+from locater_papers.engine.sink_runs import arm_means, sinks_section
+from locater_papers.engine.strips import strips
 from locater_papers.sun2026.metrics import LENGTH, THRESHOLD
 
 UNIFORM = uniform_first(BASE.length)  # the first token's share of rows under uniform attention

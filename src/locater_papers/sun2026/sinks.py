@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured
-from locater_papers.judging import change, left_open, level, rank_correlation, trained, value_of
-from locater_papers.mechanism_runs import MASSIVE
-from locater_papers.runs import Runs
-from locater_papers.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sinks_table
+from locater_papers.engine.arms import change, left_open, level, rank_correlation, trained, value_of
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.mechanism_runs import MASSIVE
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sinks_table
 from locater_papers.sun2026.judged import unless_massive
 
 SIZES = {

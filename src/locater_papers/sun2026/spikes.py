@@ -27,11 +27,11 @@ from locater.families import Norm, attention_layers
 from locater.measures import massive_activations, token_cosine
 from locater.train.measured import of_map
 from locater.verbs.load import load_model
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.trained_heads import HALVES, read_each, sources
 from locater_papers.sun2026.forms import alignment, dominance, form, form_error, quadratic
 from locater_papers.sun2026.metrics import LENGTH
-from locater_papers.trained_heads import HALVES, read_each, sources
 
 SEQUENCES = {True: 24, False: 96}  # of each half of the text
 CHARACTERS = {True: 30_000, False: 120_000}

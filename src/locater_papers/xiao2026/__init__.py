@@ -1,6 +1,6 @@
 """Xiao, Zhang and Zhang (2026): attention with queries and keys of one bit per channel."""
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.xiao2026 import flattening, models, signs, training
 from locater_papers.xiao2026.page import lead, page
 

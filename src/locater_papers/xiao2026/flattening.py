@@ -15,8 +15,8 @@ from torch import Tensor
 from locater.attention import mechanism
 from locater.attention.binary import sign
 from locater.theory import expected_entropy
-from locater_papers.claim import Claim, Measured, over_seeds
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.xiao2026.signs import draw, entropy
 
 CORRELATIONS = (-0.6, -0.3, 0.0, 0.3, 0.6, 0.9, 0.99)

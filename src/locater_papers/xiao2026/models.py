@@ -24,9 +24,9 @@ from locater.data.text import batches
 from locater.families import AttentionLayer, Norm
 from locater.observing.inputs import run
 from locater.verbs.load import load_model
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.paper import Setting, Study
-from locater_papers.trained_heads import HALVES, inputs, sources
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.trained_heads import HALVES, inputs, sources
 from locater_papers.xiao2026.flattening import ranks, row_correlation, top_agreement
 from locater_papers.xiao2026.signs import entropy
 

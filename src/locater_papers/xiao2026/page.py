@@ -6,8 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, arms_table, carried_in, in_sections, in_short, numbers_of
-from locater_papers.figures import Panel, Series, draw
+from locater_papers.engine.arms_page import (
+    Entries,
+    Part,
+    Said,
+    arms_table,
+    carried_in,
+    in_sections,
+    in_short,
+    numbers_of,
+)
+from locater_papers.engine.figures import Panel, Series, draw
 from locater_papers.xiao2026.flattening import TOKENS
 from locater_papers.xiao2026.signs import KEYS
 

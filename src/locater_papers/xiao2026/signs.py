@@ -18,8 +18,8 @@ from torch import Tensor
 from locater.attention import mechanism
 from locater.attention.binary import sign
 from locater.theory import entropy_floor_of_range
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.papers import Setting, Study
 
 SIZES = (4, 16, 64, 128)  # channels of a head
 KEYS = 64

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured
-from locater_papers.judging import change, ends_table, trained
-from locater_papers.mechanism_runs import IMAGE, SEEN, SOFTMAX, SOFTMAX_IMAGE, TUNED, arm
-from locater_papers.runs import Runs
+from locater_papers.engine.arms import change, ends_table, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.mechanism_runs import IMAGE, SEEN, SOFTMAX, SOFTMAX_IMAGE, TUNED, arm
+from locater_papers.engine.runs import Runs
 
 BINARY = arm("binary")
 PLAIN = arm("binary(span=0)", name="binary, no bias")  # one bias for all distances, which a softmax does not feel

@@ -1,6 +1,6 @@
 """Ye et al. (2026): what stacks of full attention can compose and hybrids with linear layers cannot."""
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.ye2026 import composing, recall, recurrences, stacks
 from locater_papers.ye2026.page import lead, page
 

@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 from locater_papers.ye2026.task import Prompts, Task, prompts
 
 POINTS = 3  # of the functions that are listed in full: 27 of them

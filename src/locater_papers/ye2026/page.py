@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, Sections, in_sections, in_short, numbers_of
-from locater_papers.figures import Panel, Series, draw
+from locater_papers.engine.arms_page import Entries, Part, Said, Sections, in_sections, in_short, numbers_of
+from locater_papers.engine.figures import Panel, Series, draw
 from locater_papers.ye2026.stacks import LEARNED
 
 

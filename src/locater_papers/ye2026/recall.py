@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater_papers.claim import Claim, Measured, seeds_range
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.papers import Setting, Study
 
 SIZE = 32  # d_k, of a key
 VALUES = 64  # of a value

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater_papers.claim import Claim, Measured
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Setting, Study
 
 TOKENS, SIZE, VALUES = 150, 8, 5  # more tokens than two of the package's chunks
 HEADS, FEW = 4, 2

@@ -25,10 +25,10 @@ from torch import Tensor
 from locater.attention import mechanism
 from locater.attention.hybrid import hybrid
 from locater.numerics import spearman
-from locater_papers.claim import Claim, Measured, seeds_range
-from locater_papers.judging import known, left_open
-from locater_papers.paper import Setting, Study
-from locater_papers.parts import device, every
+from locater_papers.engine.arms import known, left_open
+from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.parts import device, every
 from locater_papers.ye2026.task import Prompts, Task, prompts
 
 QUESTIONS = 8  # in each prompt, which tell each other nothing that the list does not

@@ -1,6 +1,6 @@
 """Zhai and others (2023): sigma-Reparam, and the floor that spectral norms put under the entropy of attention."""
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.zhai2023 import floor, reparam, trained
 from locater_papers.zhai2023.page import lead, page
 

@@ -21,9 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.theory import entropy_floor, entropy_floor_of_range
-from locater_papers.claim import Claim, Measured
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 
 Row = Float[Tensor, "*n T"]
 

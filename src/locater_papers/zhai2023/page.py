@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from locater_papers.arms_page import Entries, Part, Said, Sections, carried_in, in_sections, in_short, means_table
-from locater_papers.figures import Panel, Series, draw
+from locater_papers.engine.arms_page import (
+    Entries,
+    Part,
+    Said,
+    Sections,
+    carried_in,
+    in_sections,
+    in_short,
+    means_table,
+)
+from locater_papers.engine.figures import Panel, Series, draw
 
 NAMES = {"none": "plain", "sigma-reparam": "sigma-Reparam"}  # arms of bao2024
 COLUMNS = {"entropy": ("entropy", 2), "F": ("F, variance of logits", 2)}

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 from locater.control.sigma_reparam import SigmaReparam, SpectralScale
 from locater.models.transformer import Shape, Transformer
 from locater.theory import entropy_floor
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.draws import normal
-from locater_papers.paper import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.draws import normal
+from locater_papers.engine.papers import Setting, Study
 
 STEPS = {True: 100, False: 400}
 FIRST = 100

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from locater.numerics import spearman
 from locater.theory import entropy_floor, entropy_floor_of_range
-from locater_papers.arms_page import carried
 from locater_papers.bao2024.arms import PLAIN, RIVALS, SHORT, stability_rows
 from locater_papers.bao2024.judged import hot_losses, rates_survived
-from locater_papers.claim import Claim, Measured, half_range, seeds_range
-from locater_papers.judging import change, ends_table, known, trained
-from locater_papers.mechanism_runs import SOFTMAX, arm
-from locater_papers.paper import Setting, Study
-from locater_papers.runs import Runs
-from locater_papers.trained_heads import HALVES, LENGTH, TrainedLayer, trained_layers
+from locater_papers.engine.arms import change, ends_table, known, trained
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured, half_range, seeds_range
+from locater_papers.engine.mechanism_runs import SOFTMAX, arm
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.trained_heads import HALVES, LENGTH, TrainedLayer, trained_layers
 from locater_papers.zhai2023.floor import centred_norm, row_entropy
 
 ROWS = 16  # the last of every sequence

@@ -1,6 +1,6 @@
 """The zoo: every attention mechanism, same model, data and seeds, each at the better of two learning rates."""
 
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 from locater_papers.zoo import pace, sinks
 from locater_papers.zoo.judged import STUDIES
 from locater_papers.zoo.page import lead, page

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from locater.attention import mechanisms
-from locater_papers.mechanism_runs import MASKED, RATES, SOFTMAX, SOFTMAX_MASKED, arm
-from locater_papers.runs import Arm
+from locater_papers.engine.mechanism_runs import MASKED, RATES, SOFTMAX, SOFTMAX_MASKED, arm
+from locater_papers.engine.runs import Arm
 
 STACK = replace(arm("hybrid(layout=3:1)", name="hybrid 3:1"), rates=RATES, seeds=3)
 BARE = arm("differential(norm=False)", name="differential, no norm")

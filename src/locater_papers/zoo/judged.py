@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured, Relation
-from locater_papers.judging import (
+from locater_papers.engine.arms import (
     Line,
     change,
     ends_table,
@@ -17,8 +15,10 @@ from locater_papers.judging import (
     trained,
     value_of,
 )
-from locater_papers.mechanism_runs import NO_SINK, SEEN
-from locater_papers.runs import Runs
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured, Relation
+from locater_papers.engine.mechanism_runs import NO_SINK, SEEN
+from locater_papers.engine.runs import Runs
 from locater_papers.zoo.arms import ARMS, BARE, BOTH_WAYS, CAUSAL, STACK
 
 LOSS = "report loss against softmax, each at the better of two rates"

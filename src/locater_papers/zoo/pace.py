@@ -15,11 +15,11 @@ import torch
 
 from locater.models.transformer import Shape, Transformer
 from locater.train.recipe import hidden_of
-from locater_papers.captured import captured
-from locater_papers.claim import Claim, Measured, half_range
-from locater_papers.mechanism_runs import BASE
-from locater_papers.paper import Setting, Study
-from locater_papers.runs import Arm
+from locater_papers.engine.captured import captured
+from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.mechanism_runs import BASE
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.runs import Arm
 from locater_papers.zoo.arms import BOTH_WAYS, CAUSAL
 
 TURNS, STEPS = 5, 20

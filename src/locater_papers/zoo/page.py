@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from locater_papers.arms_page import Part, failed, failed_said, numbers_of
-from locater_papers.judging import uniform_first
-from locater_papers.mechanism_runs import BASE
-from locater_papers.sink_runs import arm_means, sinks_section
-from locater_papers.strips import strips
+from locater_papers.engine.arms import uniform_first
+from locater_papers.engine.arms_page import Part, failed, failed_said, numbers_of
+from locater_papers.engine.mechanism_runs import BASE
+from locater_papers.engine.sink_runs import arm_means, sinks_section
+from locater_papers.engine.strips import strips
 from locater_papers.zoo.sinks import AWAY
 
 Entry = Mapping[str, Any]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from locater.attention import mechanisms
-from locater_papers.arms_page import carried
-from locater_papers.claim import Claim, Measured, Relation, seeds_range
-from locater_papers.judging import change, level, trained, value_of
-from locater_papers.runs import Runs
-from locater_papers.sink_runs import (
+from locater_papers.engine.arms import change, level, trained, value_of
+from locater_papers.engine.arms_page import carried
+from locater_papers.engine.claims import Claim, Measured, Relation, seeds_range
+from locater_papers.engine.runs import Runs
+from locater_papers.engine.sink_runs import (
     HERE,
     LEFT,
     PLAIN,

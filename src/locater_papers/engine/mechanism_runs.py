@@ -15,8 +15,8 @@ from typing import Any
 
 from locater.attention import mechanisms
 from locater.train.plan import Plan
-from locater_papers.paper import Paper
-from locater_papers.runs import Arm, Row, Runs, foreseen
+from locater_papers.engine.papers import Paper
+from locater_papers.engine.runs import Arm, Row, Runs, foreseen
 
 BASE = Plan(
     corpus=("speeches.tar.xz",), vocabulary=4096, layers=6, width=256, heads=4, length=256, steps=1500, batch=32, observe=0, evaluate=500,

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from locater_papers.paper import Setting
+from locater_papers.engine.papers import Setting
 
 Part = TypeVar("Part")
 Found = TypeVar("Found")

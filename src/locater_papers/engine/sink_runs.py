@@ -17,12 +17,12 @@ from statistics import fmean
 from typing import Any
 
 from locater.train.plan import Plan
-from locater_papers.arms_page import Part, failed, failed_said, means_table
-from locater_papers.claim import Measured, seeds_range
-from locater_papers.judging import Line, end_of, ends_table, uniform_first, value_of
-from locater_papers.mechanism_runs import changed
-from locater_papers.runs import Arm, Runs
-from locater_papers.strips import strips
+from locater_papers.engine.arms import Line, end_of, ends_table, uniform_first, value_of
+from locater_papers.engine.arms_page import Part, failed, failed_said, means_table
+from locater_papers.engine.claims import Measured, seeds_range
+from locater_papers.engine.mechanism_runs import changed
+from locater_papers.engine.runs import Arm, Runs
+from locater_papers.engine.strips import strips
 
 COPY = Plan(
     task="copy", vocabulary=64, layers=1, width=64, heads=1, length=64, batch=32, steps=1000, positions="learned", observe=0, evaluate=500,

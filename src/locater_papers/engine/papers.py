@@ -20,7 +20,7 @@ from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
-from locater_papers.claim import Claim, Measured, Verdict, verdict_of
+from locater_papers.engine.claims import Claim, Measured, Verdict, verdict_of
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 Part = TypeVar("Part")

@@ -10,8 +10,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from locater_papers.claim import Measured
-from locater_papers.judging import uniform_first
+from locater_papers.engine.arms import uniform_first
+from locater_papers.engine.claims import Measured
 
 Entries = Mapping[str, Mapping[str, Any]]  # of claims that were measured: the numbers behind them
 Part = tuple[list[str], dict[str, str]]  # lines, and figures by name

@@ -21,7 +21,7 @@ from locater.errors import LocaterError, first_line
 from locater.families import AttentionLayer, Norm, attention_layers
 from locater.observing.inputs import Read, on_input, run
 from locater.verbs.load import load_model
-from locater_papers.paper import Setting
+from locater_papers.engine.papers import Setting
 
 Found = TypeVar("Found")
 

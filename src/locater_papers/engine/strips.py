@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from locater_papers.figures import COLOURS
+from locater_papers.engine.figures import COLOURS
 
 ROW, LABELS, PLOT, TOP, BOTTOM, RIGHT = 22, 190, 420, 34, 40, 20
 

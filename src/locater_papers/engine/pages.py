@@ -13,7 +13,7 @@ from rich.table import Table
 
 from locater.files import write_whole
 from locater.report.prose import prose_page
-from locater_papers.paper import Paper
+from locater_papers.engine.papers import Paper
 
 BAR = "\\|"  # a bar inside a cell of a table
 STYLES = {"holds": "green", "fails": "bold red", "undecided": "dim"}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from locater.numerics import spearman
-from locater_papers.claim import Claim, Measured, seeds_range
-from locater_papers.paper import Setting, Study
-from locater_papers.runs import Arm, Row, Runs, complete
+from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.runs import Arm, Row, Runs, complete
 
 Line = Mapping[str, Any]
 What = str | Callable[[Line], float]

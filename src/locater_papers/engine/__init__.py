@@ -1,0 +1,1 @@
+"""What papers share: claims and verdicts, training runs and arms, pages and figures."""
