@@ -81,7 +81,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         data: Data = None,
         jobs: Jobs = 0,
     ) -> None:
-        from locater_papers.engine.pages import print_claims
+        from locater_papers.engine.terminal import print_claims
 
         wanted = _wanted(paper, claim)
         if show:
@@ -221,7 +221,8 @@ def _read(path: Path, paper: Paper) -> dict[str, Any]:
 def _deliver(
     document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console
 ) -> None:
-    from locater_papers.engine.pages import print_verdicts, write_report
+    from locater_papers.engine.pages import write_report
+    from locater_papers.engine.terminal import print_verdicts
 
     text = jsonlib.dumps(document, indent=1, allow_nan=False)
     if json not in (None, "-"):

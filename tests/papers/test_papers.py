@@ -19,7 +19,7 @@ from locater_papers import PAPERS, Claim, Measured, Paper, Setting, Study, chose
 from locater_papers import command as command_module
 from locater_papers.bao2024 import gaussian, propagation, softmax, training
 from locater_papers.command import kept_runs
-from locater_papers.engine.claims import over_seeds, seeds_range
+from locater_papers.engine.claims import by_seed, by_seed
 from locater_papers.engine.figures import Cells, Panel, Series, draw
 from locater_papers.engine.pages import measured, stated, write_report
 from locater_papers.engine.papers import joined
@@ -66,7 +66,7 @@ def test_what_is_not_a_number_decides_nothing() -> None:
 
 def test_a_wrong_statement_fails_on_the_real_measurement() -> None:
     """The same measurement under the stated bound and under one that is not true."""
-    found = {"x1": over_seeds([softmax.dimensions(seed)[0] for seed in range(2)])}
+    found = {"x1": by_seed([softmax.dimensions(seed)[0] for seed in range(2)])}
     study = Study("dimensions", (Claim("x1", "", "", "at least", 0.5),), lambda setting: found)
     right = reproduce(Paper("p", "", "", (study,)))
     wrong = reproduce(Paper("p", "", "", (replace(study, claims=(Claim("x1", "", "", "at least", 0.99),)),)))
@@ -410,5 +410,5 @@ def test_a_short_run_moves_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(plain.M) < 0.3
     assert held.M > plain.M + 0.5
     assert torch.equal(next(training.batches(data, 1, 3)), next(training.batches(data, 1, 3)))
-    spread = seeds_range([1.0, 4.0])
+    spread = by_seed([1.0, 4.0])
     assert (spread.value, spread.spread) == (2.5, 1.5)

@@ -31,7 +31,7 @@ from locater_papers.bao2024.arms import (
     stability_rows,
 )  # fmt: skip
 from locater_papers.engine.arms import Line, change, ends_table, known, of_runs
-from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.runs import Arm, Row, Runs
 
 SURVIVED = 0.5  # nats above the plain run at the coolest of the hot rates
@@ -44,40 +44,40 @@ CLAIMS = {
     ),
     "d": (
         Claim("d8", "Holding the mean alone lowers the loss (prototype: -0.015)", f"change of report loss by mean only, {TUNED}",
-              "at most", 0.0, by="notes"),
+              "at most", 0.0, by="ours"),
         Claim("d9", "Shrinking the scale alone raises entropy (prototype: +0.3)", f"change of entropy by scale only, {TUNED}",
-              "at least", 0.0, by="notes"),
+              "at least", 0.0, by="ours"),
         Claim("d10", "Shrinking the scale alone does not lower the loss (prototype: +0.015)",
-              f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="notes"),
+              f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="ours"),
         Claim("d11", "The larger the mean, the lower the loss (prototype: from -1 to 4)",
-              "rank correlation of the target, -2 to 8, with report loss under LocAteR", "at most", -0.8, by="notes"),
+              "rank correlation of the target, -2 to 8, with report loss under LocAteR", "at most", -0.8, by="ours"),
         Claim("d12", "The sign of the mean matters: positive helps, negative hurts",
-              "report loss with target 2 less that with target -2", "at most", 0.0, by="notes"),
+              "report loss with target 2 less that with target -2", "at most", 0.0, by="ours"),
         Claim("d13", "Raw tr W^2 lets the map grow without bound", "log10 of Frobenius^2 under it over that without",
-              "at least", 1.0, by="notes"),
+              "at least", 1.0, by="ours"),
         Claim("d14", "With learned positions, holding the mean alone lowers the loss", f"change of report loss by mean only, {TUNED}",
-              "at most", 0.0, by="notes"),
+              "at most", 0.0, by="ours"),
         Claim("d15", "With learned positions, LocAteR lowers the loss", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0),
         Claim("d16", "With learned positions, shrinking the scale alone does not lower the loss",
-              f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="notes"),
+              f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="ours"),
     ),
     "e": (
         Claim("e1", "LocAteR does better than an initialisation with the same mean",
-              f"report loss of LocAteR less that of mimetic initialisation, {TUNED}", "at most", 0.0, by="notes"),
+              f"report loss of LocAteR less that of mimetic initialisation, {TUNED}", "at most", 0.0, by="ours"),
         Claim("e2", "LocAteR does better than QK-norm", f"report loss of LocAteR less that of QK-norm, {TUNED}",
-              "at most", 0.0, by="notes"),
+              "at most", 0.0, by="ours"),
         Claim("e3", "LocAteR adds to mimetic initialisation", f"change of report loss by LocAteR on top of it, {TUNED}",
-              "at most", 0.0, by="notes"),
-        Claim("e4", "LocAteR adds to QK-norm", f"change of report loss by LocAteR on top of it, {TUNED}", "at most", 0.0, by="notes"),
+              "at most", 0.0, by="ours"),
+        Claim("e4", "LocAteR adds to QK-norm", f"change of report loss by LocAteR on top of it, {TUNED}", "at most", 0.0, by="ours"),
         Claim("e6", "LocAteR adds to more weight decay", f"change of report loss by LocAteR on top of a decay of 0.3, {TUNED}",
-              "at most", 0.0, by="notes"),
+              "at most", 0.0, by="ours"),
         Claim("e5", "No rival does better than LocAteR", f"report loss of LocAteR less that of the best rival, {TUNED}",
-              "at most", 0.0, by="notes"),
+              "at most", 0.0, by="ours"),
     ),
     "f": (
-        Claim("f1", "A masked language model gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="notes"),
-        Claim("f2", "An image classifier gains too", f"change of test accuracy by LocAteR, {TUNED}", "at least", 0.0, by="notes"),
-        Claim("f3", "Sorting gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="notes"),
+        Claim("f1", "A masked language model gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="ours"),
+        Claim("f2", "An image classifier gains too", f"change of test accuracy by LocAteR, {TUNED}", "at least", 0.0, by="ours"),
+        Claim("f3", "Sorting gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="ours"),
     ),
     "h": (
         Claim("h1", "Raising entropy improves perplexity, the mean held",
@@ -85,13 +85,13 @@ CLAIMS = {
         Claim("h2", "Lowering entropy costs perplexity, the mean held",
               "change of report loss by an entropy ceiling of 0.35, M held at 2", "at least", 0.0),
         Claim("h3", "Raising the mean improves perplexity, nothing else held",
-              "change of report loss by M from 0 to 4 under mean only", "at most", 0.0, by="notes"),
+              "change of report loss by M from 0 to 4 under mean only", "at most", 0.0, by="ours"),
     ),
     "i": (
         Claim("i1", "With LocAteR a model trains at rates at which the plain one fails",
               "highest rate survived with LocAteR over that without", "at least", 2.0),
         Claim("i2", "It trains there as well as with QK-norm", "report loss of LocAteR less that of QK-norm, at the hottest rate",
-              "at most", 0.0, by="notes"),
+              "at most", 0.0, by="ours"),
     ),
 }  # fmt: skip
 
@@ -190,7 +190,7 @@ def _i(runs: Runs) -> dict[str, Measured]:
     ratios = [a / b for a, b in zip(survived["LocAteR"], survived["none"], strict=True)]
     ahead = [a - b for a, b in zip(losses["LocAteR"][hottest], losses["QK-norm"][hottest], strict=True)]
     numbers = {"losses": losses, "survived": survived, "limits": limits, "steps": SHORT}
-    return {"i1": seeds_range(ratios, numbers), "i2": seeds_range(ahead)}
+    return {"i1": by_seed(ratios, numbers), "i2": by_seed(ahead)}
 
 
 def hot_losses(runs: Runs) -> dict[str, dict[float, list[float]]]:
@@ -240,7 +240,7 @@ def _by_seed(
     found = [_lines(runs, rows) for rows in groups]
     if not all(found):
         return None
-    return seeds_range([of(list(lines)) for lines in zip(*found, strict=True)], more)
+    return by_seed([of(list(lines)) for lines in zip(*found, strict=True)], more)
 
 
 def _lines(runs: Runs, rows: Iterable[Row]) -> list[Line]:

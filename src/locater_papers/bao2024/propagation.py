@@ -38,11 +38,11 @@ CLAIMS = (
     ),
     Claim(
         "a3", "Averaged over queries, the conditional law of the walk gives the propagation probability exactly at any rank",
-        "largest distance of the mixture from simulated walks, in their joint standard errors", "at most", 4.5, by="notes",
+        "largest distance of the mixture from simulated walks, in their joint standard errors", "at most", 4.5, by="ours",
     ),
     Claim(
         "a4", "The closed form's error is 0.064 |g1|, g1 the skewness of the query's quadratic form, for maps near a projector",
-        "median over ranks of error / |g1|, projectors, against the mixture", "about", 0.064, 0.008, by="notes",
+        "median over ranks of error / |g1|, projectors, against the mixture", "about", 0.064, 0.008, by="ours",
     ),
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from locater.measures import rank_residual
 from locater.numerics import spearman
 from locater.spectrum import moments
 from locater.theory import localization
-from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 
 HEAD, LENGTH = 64, 128  # directions of the map; tokens
@@ -41,7 +41,7 @@ CLAIMS = (
     ),
     Claim(
         "b3", "The index Lambda, from two moments, orders heads as the true softmax does",
-        "rank correlation of Lambda with the centre of the true softmax, all means and variances", "at least", 0.9, by="notes",
+        "rank correlation of Lambda with the centre of the true softmax, all means and variances", "at least", 0.9, by="ours",
     ),
     Claim(
         "b4", "Small variance and a mean that is not zero avoid rank collapse and entropy collapse at once",
@@ -170,15 +170,15 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     best = [{name: _best(points) for name, points in found.items()} for found in unit]
     gains = [[_best(f["concentrated"]) - _best(f["mean zero"]) for f in found] for found in (unit, raw)]
     return {
-        "b1": over_seeds([_worst(grid, "centre") for grid in grids], {"phase": _phase(grids)}),
-        "b2": over_seeds([_worst(grid, "near") for grid in grids], {"by_mean": _by_mean(grids, "near")}),
-        "b3": over_seeds([_agreement(grid) for grid in grids]),
-        "b4": over_seeds([b["concentrated"] for b in best], {"frontier": _mean_frontier(unit), "sizes": list(SIZES)}),
-        "b5": over_seeds(gains[0], {name: _best(points) for name, points in _mean_frontier(unit).items()}),
-        "b6": over_seeds(
+        "b1": by_seed([_worst(grid, "centre") for grid in grids], {"phase": _phase(grids)}),
+        "b2": by_seed([_worst(grid, "near") for grid in grids], {"by_mean": _by_mean(grids, "near")}),
+        "b3": by_seed([_agreement(grid) for grid in grids]),
+        "b4": by_seed([b["concentrated"] for b in best], {"frontier": _mean_frontier(unit), "sizes": list(SIZES)}),
+        "b5": by_seed(gains[0], {name: _best(points) for name, points in _mean_frontier(unit).items()}),
+        "b6": by_seed(
             gains[1], {name: _best(p) for name, p in _mean_frontier(raw).items()} | {"frontier": _mean_frontier(raw)}
         ),
-        "b7": over_seeds([r for r, _ in ranks], _rank_table([pair for _, pairs in ranks for pair in pairs])),
+        "b7": by_seed([r for r, _ in ranks], _rank_table([pair for _, pairs in ranks for pair in pairs])),
     }
 
 

@@ -20,7 +20,7 @@ from locater.observing.inputs import quiet
 from locater.observing.observation import observe
 from locater.train.controls import offer
 from locater.verbs.scanning import scan
-from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 
 STEPS, SEEDS = {True: 800, False: 3000}, {True: 2, False: 4}
@@ -56,15 +56,15 @@ SMALL = f"a model of {SHAPE['num_hidden_layers']} layers, width {SHAPE['hidden_s
 CLAIMS = (
     Claim(
         "d1", "Holding a positive mean alone lowers the validation loss (prototype: -0.015 nats)",
-        f"change of validation loss by the mean-only penalty, {SMALL}", "at most", 0.0, by="notes",
+        f"change of validation loss by the mean-only penalty, {SMALL}", "at most", 0.0, by="ours",
     ),
     Claim(
         "d2", "Shrinking the scale alone raises attention entropy (prototype: +0.3 nats)",
-        f"change of mean attention entropy by the scale-only penalty, {SMALL}", "at least", 0.0, by="notes",
+        f"change of mean attention entropy by the scale-only penalty, {SMALL}", "at least", 0.0, by="ours",
     ),
     Claim(
         "d3", "Shrinking the scale alone does not lower the validation loss (prototype: +0.015 nats)",
-        f"change of validation loss by the scale-only penalty, {SMALL}", "at least", 0.0, by="notes",
+        f"change of validation loss by the scale-only penalty, {SMALL}", "at least", 0.0, by="ours",
     ),
     Claim(
         "d4", "LocAteR lowers the validation loss (prototype: -0.014 nats)",
@@ -80,7 +80,7 @@ CLAIMS = (
     ),
     Claim(
         "d7", "Raw tr W^2 is no penalty on the scale: it grows the antisymmetric part (prototype: tr W^2 -1.0, Frobenius^2 +11 %)",
-        f"change of tr W^2 / Frobenius^2 by the raw penalty, {SMALL}", "at most", 0.0, by="notes",
+        f"change of tr W^2 / Frobenius^2 by the raw penalty, {SMALL}", "at most", 0.0, by="ours",
     ),
 )  # fmt: skip
 
@@ -178,19 +178,19 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         return [getattr(runs[arm, s], name) - getattr(runs["no penalty", s], name) for s in seeds]
 
     def change(arm: str, name: str) -> Measured:
-        return seeds_range(differences(arm, name))
+        return by_seed(differences(arm, name))
 
     def symmetry(arm: str) -> list[float]:
         return [runs[arm, s].trace_of_square / runs[arm, s].frobenius_sq for s in seeds]
 
     return {
-        "d1": seeds_range(differences("mean only", "loss"), {"runs": table, "settings": settings}),
+        "d1": by_seed(differences("mean only", "loss"), {"runs": table, "settings": settings}),
         "d2": change("scale only", "entropy"),
         "d3": change("scale only", "loss"),
         "d4": change("both", "loss"),
         "d5": change("both", "entropy"),
-        "d6": seeds_range([runs["both", s].M for s in seeds]),
-        "d7": seeds_range([a - b for a, b in zip(symmetry("raw tr W^2"), symmetry("no penalty"), strict=True)]),
+        "d6": by_seed([runs["both", s].M for s in seeds]),
+        "d7": by_seed([a - b for a, b in zip(symmetry("raw tr W^2"), symmetry("no penalty"), strict=True)]),
     }
 
 

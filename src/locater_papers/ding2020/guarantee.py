@@ -14,7 +14,7 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.errors import LocaterError
-from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
 from locater_papers.engine.papers import Setting, Study
 
@@ -36,11 +36,11 @@ CLAIMS = (
     ),
     Claim(
         "a2", "The hybrid u times it and 1 - u times softmax gives at least u/S",
-        "least column sum times S / u, the same logits", "at least", 1.0, by="notes",
+        "least column sum times S / u, the same logits", "at least", 1.0, by="ours",
     ),
     Claim(
         "a3", "The bound is reached: no larger one is true",
-        f"column sum times S where one query wins every key and the others avoid one, {TIGHT} keys", "about", 1.0, 1e-6, by="notes",
+        f"column sum times S where one query wins every key and the others avoid one, {TIGHT} keys", "about", 1.0, 1e-6, by="ours",
     ),
     Claim(
         "a4", "Softmax gives no such promise",
@@ -48,43 +48,43 @@ CLAIMS = (
     ),
     Claim(
         "a5", "It is one round of Sinkhorn's iteration, columns first",
-        "largest difference from dividing exp(E) by column sums, then by row sums", "at most", 1e-12, by="notes",
+        "largest difference from dividing exp(E) by column sums, then by row sums", "at most", 1e-12, by="ours",
     ),
     Claim(
         "a6", "What is added to all logits of one key cancels: no key can make itself heard, or be a sink, by its own bias",
-        "largest change of the map by biases N(0, 25) on keys", "at most", 1e-12, by="notes",
+        "largest change of the map by biases N(0, 25) on keys", "at most", 1e-12, by="ours",
     ),
     Claim(
         "a7", "Padding changes nothing: a sequence padded within a batch has the map of the sequence alone",
-        "largest difference from the map of the sequence alone", "at most", 1e-12, by="notes",
+        "largest difference from the map of the sequence alone", "at most", 1e-12, by="ours",
     ),
     Claim(
         "a8", "The promise is about sums: one query may be all that looks at a key",
-        f"largest share of a key's column that comes from one query, logits of standard deviation {ROUGH:g}", "at least", 0.99, by="notes",
+        f"largest share of a key's column that comes from one query, logits of standard deviation {ROUGH:g}", "at least", 0.99, by="ours",
     ),
 )  # fmt: skip
 
 CAUSAL = (
     Claim(
         "b1", "It cannot be causal, and is refused where it would have to be",
-        "causal calls that were answered, of three ways to ask", "at most", 0.0, by="notes",
+        "causal calls that were answered, of three ways to ask", "at most", 0.0, by="ours",
     ),
     Claim(
         "b2", "With a causal mask on its rows alone, an earlier token would learn of later ones",
         "largest change of earlier rows when the last query changes, mean of draws, logits of standard deviation 1", "at least", 0.01,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "b3", "Sums over queries from the key's to the row's own leak nothing",
-        "the same change with such prefix sums", "at most", 1e-12, by="notes",
+        "the same change with such prefix sums", "at most", 1e-12, by="ours",
     ),
     Claim(
         "b4", "This causal form keeps the promise, and gives more: key j receives at least 1/j, from its own query alone",
-        "least of j times the weight of token j on itself, random logits of four sizes", "at least", 1.0, by="notes",
+        "least of j times the weight of token j on itself, random logits of four sizes", "at least", 1.0, by="ours",
     ),
     Claim(
         "b5", "Causal softmax does not",
-        "least of j times the column sum of key j, the same logits", "at most", 1e-6, by="notes",
+        "least of j times the column sum of key j, the same logits", "at most", 1e-6, by="ours",
     ),
 )  # fmt: skip
 
@@ -256,7 +256,7 @@ def measure_causal(setting: Setting) -> Mapping[str, Measured]:
         plain.append(float((map_of("softmax", E, causal=True).sum(0) * place).min()))
     return {
         "b1": Measured(float(answered()), 0.0, "none: counted"),
-        "b2": over_seeds(leaks, of="draws"),
+        "b2": by_seed(leaks, of="draws"),
         "b3": Measured(max(tells), 0.0, "none: largest of 20 draws"),
         "b4": Measured(round(min(own), 9), 0.0, f"none: least of {len(own)} draws"),
         "b5": Measured(min(plain), 0.0, f"none: least of {len(plain)} draws"),

@@ -35,15 +35,15 @@ CLAIMS = (
     ),
     Claim(
         "c3", "That takes the crowd away from the loudest key",
-        "largest column sum under double normalization over that under softmax, median over heads", "at most", 0.5, by="notes",
+        "largest column sum under double normalization over that under softmax, median over heads", "at most", 0.5, by="ours",
     ),
     Claim(
         "c4", "It is a small change of the map, so that a trained model could take it over",
-        "distance of rows (half the sum of absolute differences), mean over heads", "at most", 0.1, by="notes",
+        "distance of rows (half the sum of absolute differences), mean over heads", "at most", 0.1, by="ours",
     ),
     Claim(
         "c5", "Causal trained attention explains keys away as well",
-        "share of keys with a column sum under 1/S, causal models, mean over heads", "at least", 0.01, by="notes",
+        "share of keys with a column sum under 1/S, causal models, mean over heads", "at least", 0.01, by="ours",
     ),
 )  # fmt: skip
 
@@ -154,7 +154,7 @@ TRAINING = (
     ),
     Claim(
         "d5", "The hybrid raises what the least heard key receives, as seen at this size",
-        "change of the least column sum, hybrid against softmax, after training", "at least", 0.0, by="notes",
+        "change of the least column sum, hybrid against softmax, after training", "at least", 0.0, by="ours",
     ),
 )  # fmt: skip
 

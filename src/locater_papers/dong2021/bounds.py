@@ -33,7 +33,7 @@ CLAIMS = (
     ),
     Claim(
         "b2", "The bound of one layer is so loose that random draws stay a thousand times under it",
-        "the same number", "at most", 0.001, by="notes",
+        "the same number", "at most", 0.001, by="ours",
     ),
     Claim(
         "b3", "L layers of pure attention: residual at most (4 β H s)^((3^L - 1)/2) |res|^(3^L)",
@@ -53,7 +53,7 @@ CLAIMS = (
     ),
     Claim(
         "b7", "sqrt(2 g) in the place of 4, g the load of the busiest key, is enough",
-        "largest of residual over this bound, the same draws; crowds, with g at its largest, n", "at most", 1.0, by="notes",
+        "largest of residual over this bound, the same draws; crowds, with g at its largest, n", "at most", 1.0, by="ours",
     ),
 )  # fmt: skip
 

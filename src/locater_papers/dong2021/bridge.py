@@ -46,46 +46,46 @@ CLAIMS = (
     Claim(
         "h1", "The two collapses are ends of one axis: hardly any head has both",
         "share of heads with less than half of the residual and of the entropy, worst of three kinds of tokens with and without mask",
-        "at most", 0.01, by="notes",
+        "at most", 0.01, by="ours",
     ),
     Claim(
         "h2", "What attention keeps of the tokens' differences it pays for in entropy: kept <= sqrt(2 (log n - H)) max|R| / rms|R|",
-        "largest of kept over that bound, every head, no mask", "at most", 1.0, by="notes",
+        "largest of kept over that bound, every head, no mask", "at most", 1.0, by="ours",
     ),
     Claim(
         "h3", "Three moments of the spectrum, M, F and S, govern both",
         "share of the variance of residual kept and of entropy that they explain, the lesser, spectra of four shapes", "at least", 0.95,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "h4", "Entropy collapse is a matter of scale alone",
-        "rank correlation of F with the entropy ratio, weakest of three kinds of tokens", "at most", -0.9, by="notes",
+        "rank correlation of F with the entropy ratio, weakest of three kinds of tokens", "at most", -0.9, by="ours",
     ),
     Claim(
         "h5", "Rank collapse follows from the same map seen through the tokens' covariance, k^2 = tr(A C^2 A^T C) / tr C",
         "chance that k puts a head that keeps half of the residual above one that does not, worst kind of tokens", "at least", 0.95,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "h6", "Λ alone tells where neither happens",
-        "balanced accuracy of the best interval of Λ, tokens of equal norm", "at least", 0.9, by="notes",
+        "balanced accuracy of the best interval of Λ, tokens of equal norm", "at least", 0.9, by="ours",
     ),
     Claim(
         "h7", "The concentration M^2 / F alone tells where neither happens",
-        "balanced accuracy of the best interval of M^2 / F, tokens of equal norm", "at least", 0.9, by="notes",
+        "balanced accuracy of the best interval of M^2 / F, tokens of equal norm", "at least", 0.9, by="ours",
     ),
     Claim(
         "h8", "There are heads with neither collapse for every kind of tokens",
-        "share of the grid, scarcest kind of tokens, no mask", "at least", 0.05, by="notes",
+        "share of the grid, scarcest kind of tokens, no mask", "at least", 0.05, by="ours",
     ),
     Claim(
         "h9", "The more concentrated the spectrum, the wider the window between the two collapses",
         "rank correlation of M / sqrt(d F) with the octaves of scale in which neither happens, tokens of equal norm", "at least", 0.9,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "h10", "Two numbers tell it: the scale F for entropy, and k for rank",
-        "balanced accuracy of k at least a and F at most b, chosen on other seeds, tokens of equal norm", "at least", 0.9, by="notes",
+        "balanced accuracy of k at least a and F at most b, chosen on other seeds, tokens of equal norm", "at least", 0.9, by="ours",
     ),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from locater.measures import composite_norm
 from locater.numerics import spearman
 from locater.theory import Block, contraction_order, contraction_rate, depth_residuals
-from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
 from locater_papers.engine.papers import Setting, Study
 
@@ -40,7 +40,7 @@ CLAIMS = (
     ),
     Claim(
         "a2", "With a causal mask it is the first power: the paper's rate is one of attention that sees both ways",
-        "the same slope with a causal mask", "about", 1.0, 0.05, by="notes",
+        "the same slope with a causal mask", "about", 1.0, 0.05, by="ours",
     ),
     Claim(
         "a3", "The residual of pure attention falls doubly exponentially with depth",
@@ -65,7 +65,7 @@ CLAIMS = (
     Claim(
         "a8", "Under a causal mask the fall is a plain exponential, a factor of 2 a layer, whatever the weights",
         f"residual's share over that of the layer before, geometric mean of layers {MASKED_FROM} to {MASKED_DEPTH}", "about", 0.5, 0.03,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "a9", "MLPs counteract it: with MLPs that keep a token's size it takes more layers than without",
@@ -199,7 +199,7 @@ def last_ratio(residuals: Sequence[float]) -> float:
     return kept[-1] / kept[-2]
 
 
-over_draws = partial(over_seeds, of="draws")
+over_draws = partial(by_seed, of="draws")
 
 
 def worst(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measured:

@@ -23,7 +23,7 @@ from locater.theory import Block, depth_residuals
 from locater.train import Shape, Transformer
 from locater_papers.dong2021.bridge import MAIN
 from locater_papers.dong2021.planted import WIDTH, tokens
-from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 from locater_papers.engine.parts import device, every
 
@@ -54,17 +54,17 @@ Maps = tuple[Float[Tensor, "heads h d"], Float[Tensor, "heads h d"]]
 CLAIMS = (
     Claim(
         "h11", f"LocAteR's penalty alone, at its default target of {TARGET:g}, slows the collapse of drawn heads",
-        f"decades of the residual's share gained after {SHOWN} layers of attention and LayerNorm", "at least", 0.0, by="notes",
+        f"decades of the residual's share gained after {SHOWN} layers of attention and LayerNorm", "at least", 0.0, by="ours",
     ),
     Claim(
         "h12", "It is the mean that does it: maps of mean zero and the same F collapse sooner",
-        f"decades of the residual's share lost after {SHOWN} layers by redrawing the maps at the same F", "at least", 0.0, by="notes",
+        f"decades of the residual's share lost after {SHOWN} layers by redrawing the maps at the same F", "at least", 0.0, by="ours",
     ),
     Claim(
         "h13", "A trained model's attention collapses later if it was trained with LocAteR",
         f"decades of the residual's share gained after {HALFWAY} of {SHAPE.layers} layers without skips and MLPs, models that sort",
         "at least", 0.0,
-        by="notes",
+        by="ours",
     ),
 )  # fmt: skip
 
@@ -205,11 +205,11 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     models = {arm: _over(runs, arm) for arm in ARMS}
     same = "mean zero, F of target"
     return {
-        "h11": seeds_range(gained("penalty, target 2", "drawn"), {"stacks": shown}),
-        "h12": seeds_range(
+        "h11": by_seed(gained("penalty, target 2", "drawn"), {"stacks": shown}),
+        "h12": by_seed(
             gained("penalty, target 2", f"{same} 2"), {"target 8": gained("penalty, target 8", f"{same} 8")}
         ),
-        "h13": seeds_range(later, {"models": models, "target 8": large, "steps": STEPS[setting.quick]}),
+        "h13": by_seed(later, {"models": models, "target 8": large, "steps": STEPS[setting.quick]}),
     }
 
 

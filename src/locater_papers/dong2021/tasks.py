@@ -207,7 +207,7 @@ CLAIMS = (
     ),
     Claim(
         "f17", "Paths that keep the attention of the whole model, as in the decomposition, sort better than those that compute their own",
-        f"token accuracy of {MANY} of length 1, attention held less recomputed, sorting", "at least", 0.05, by="notes",
+        f"token accuracy of {MANY} of length 1, attention held less recomputed, sorting", "at least", 0.05, by="ours",
     ),
 )  # fmt: skip
 

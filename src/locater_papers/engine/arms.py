@@ -1,11 +1,12 @@
 """Claims judged by training runs: arms seed by seed against each other, from the lines of a file.
 
-Differences are taken within a seed, which fixes first weights and order of the data. A measurement is the middle of the
-seeds' range and its spread half of that range, so that a verdict asks all seeds to agree.
+Differences are taken within a seed, which fixes first weights and order of the data; `intervals.py` says what they
+decide.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 
 from locater.numerics import spearman
-from locater_papers.engine.claims import Claim, Measured, seeds_range
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, by_seed
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.runs import Arm, Row, Runs, complete
 
 Line = Mapping[str, Any]
 What = str | Callable[[Line], float]
-Judge = Callable[[Runs], Mapping[str, Measured | None]]
+Judge = Callable[[Runs], Results | Mapping[str, Measured | None]]
 NEEDS = "training runs: --runs FILE of earlier ones, with --jobs N --data FOLDER to make those that it lacks"
 
 
@@ -33,14 +34,14 @@ def trained(
 def of_runs(title: str, claims: tuple[Claim, ...], rows: Callable[[Runs], list[Row]], judge: Judge) -> Study:
     """A study that reads these runs, and makes those that are missing when told to."""
 
-    def measured(setting: Setting) -> Mapping[str, Measured]:
+    def measured(setting: Setting) -> Results | Mapping[str, Measured | None]:
         if setting.runs is None:
             return {}
         runs = Runs(setting.runs, setting.more_runs)
         if setting.jobs:
             assert setting.data is not None
             complete(rows, runs, setting.data, setting.jobs, setting.tell)
-        return known(judge(runs))
+        return judge(runs)
 
     return Study(title, claims, measured, NEEDS, on_runs=True, rows=rows)
 
@@ -59,13 +60,13 @@ def change(runs: Runs, arm: Arm, against: Arm, what: What, more: Mapping[str, An
     values = [(value_of(a, what), value_of(b, what)) for a, b in zip(of, base, strict=False)]  # seeds are 0, 1, ...
     if any(x is None for pair in values for x in pair):
         return None
-    return seeds_range([a - b for a, b in values if a is not None and b is not None], more)
+    return by_seed([a - b for a, b in values if a is not None and b is not None], more)
 
 
 def level(runs: Runs, arm: Arm, what: What, more: Mapping[str, Any] | None = None) -> Measured | None:
     """The quantity itself over the seeds of an arm."""
     values = [value_of(line, what) for line in arm.ends(runs) or ()]
-    return seeds_range([x for x in values if x is not None], more) if values and None not in values else None
+    return by_seed([x for x in values if x is not None], more) if values and None not in values else None
 
 
 def rank_correlation(
@@ -81,7 +82,7 @@ def rank_correlation(
             return None
         a, b = (torch.tensor(values, dtype=torch.float64) for values in (xs, ys))
         found.append(spearman(a, b) or 0.0)  # 0 where one side is constant
-    return seeds_range(found, more) if found else None
+    return by_seed(found, more) if found else None
 
 
 def uniform_first(length: int) -> float:
@@ -101,19 +102,20 @@ def has_sink(runs: Runs, arm: Arm) -> bool:
     return bool(found) and all((value_of(line, "measures.first_mass") or 0.0) > least for line in found or ())
 
 
-def left_open(
-    found: Mapping[str, Measured | None], keys: Iterable[str], why: str, room: float = 2.0
+def mark_inconclusive(
+    measured: Mapping[str, Measured | None], ids: Iterable[str], reason: str
 ) -> dict[str, Measured | None]:
-    """The same measurements, those of `keys` with a spread that decides nothing: all that a share or a correlation can
-    be.
+    """The same measurements, those of `ids` left open for a reason that no number of seeds mends.
 
-    >>> left_open({"a": Measured(0.1, 0.0, ""), "b": None}, ("a", "b"), "unknown: no sink")["a"].spread
-    2.0
+    >>> mark_inconclusive({"a": Measured(0.1, 0.0, ""), "b": None}, ("a", "b"), "there is no sink")["a"].spread_of
+    'unknown: there is no sink'
     """
-    open_ = set(keys)
+    open_ids, why = set(ids), f"unknown: {reason.removeprefix('unknown: ')}"
     return {
-        key: replace(value, spread=room, spread_of=why) if value is not None and key in open_ else value
-        for key, value in found.items()
+        key: replace(value, spread=math.inf, spread_of=why, sample=())
+        if value is not None and key in open_ids
+        else value
+        for key, value in measured.items()
     }
 
 

@@ -1,27 +1,33 @@
-"""A claim of a paper, what was measured of it, and the verdict that follows from the two.
+"""A claim, what was measured of it, and the verdict that follows from the two.
 
 A claim states a bound or a value for one quantity. A measurement brings a value and its spread, the half-width of the
 interval that it is known to lie in. The verdict compares the whole interval with what is stated, so a measurement that
-is too coarse to tell says `undecided` and not the more welcome of the two answers.
+is too coarse to tell says `undecided` and not the more welcome of the two answers. Measurements with several seeds are
+judged together with the others of their page (`intervals.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal
 
-import torch
+from locater_papers.engine.intervals import LEVEL, decided_together, interval, p_value
 
 Relation = Literal["at most", "at least", "about"]
 Judgement = Literal["holds", "fails", "undecided"]
+Author = Literal["paper", "summary", "assumption", "ours"]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of a paper (`by="paper"`) or of this project's own notes on it (`by="notes"`), and the number that
-    decides it.
+    """A sentence, whose it is, and the number that decides it.
+
+    `by` tells who says it: the paper, with `where` (section, theorem, equation or figure); a public summary of the
+    paper; an assumption that its theory makes; or this project (ours). `bound` tells who chose the number: a paper that
+    says "small" leaves the bound to us.
     """
 
     id: str
@@ -30,23 +36,29 @@ class Claim:
     relation: Relation
     stated: float
     tolerance: float = 0.0  # with "about": how far off still counts
-    by: Literal["paper", "notes"] = "paper"
+    by: Author = "paper"
+    where: str = ""
+    bound: Literal["paper", "ours"] = "paper"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A value, the half-width of its interval (`spread_of` says which interval), and the numbers behind it."""
+    """A value, the half-width of its interval (`spread_of` says which interval), and the numbers behind it.
+
+    `sample` are the values by seed, where there are seeds: the verdict then follows from their p-value.
+    """
 
     value: float
     spread: float
     spread_of: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    sample: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A claim beside its measurement. `measured` is None where nothing was measured, and `waits_for` then says what it
-    needs.
+    needs. `alone` is the verdict before claims are judged together, `p` the level at which it would just be decided.
     """
 
     claim: Claim
@@ -59,32 +71,27 @@ class Verdict:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     spread_of: str = ""
     waits_for: str = ""
+    p: float | None = None
+    alone: Judgement = "undecided"
 
     def to_dict(self) -> dict[str, Any]:
         """As it stands in the JSON document: `claim` is the sentence, `id` its short name."""
-        known = {k: v for k, v in asdict(self.claim).items() if k not in ("says", "stated")}
-        return {
-            **known, "claim": self.claim.says, "stated": self.stated, "measured": self.measured, "spread": self.spread,
-            "spread_of": self.spread_of, "verdict": self.verdict, "decided": self.decided, "command": self.command,
-            "waits_for": self.waits_for, "numbers": dict(self.numbers),
-        }  # fmt: skip
+        entry = asdict(self.claim)
+        sentence = entry.pop("says")
+        measurement = asdict(replace(self, numbers={}))
+        del measurement["claim"], measurement["numbers"]
+        return {**entry, "claim": sentence, **measurement, "numbers": dict(self.numbers)}
 
 
-def over_seeds(values: Sequence[float], numbers: Mapping[str, Any] | None = None, of: str = "seeds") -> Measured:
-    """Mean over seeds, with twice its standard error."""
-    x = torch.tensor(values, dtype=torch.float64)
-    return Measured(
-        float(x.mean()), 2 * float(x.std()) / len(x) ** 0.5, f"2 standard errors over {len(x)} {of}", numbers or {}
-    )
-
-
-def seeds_range(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> Measured:
-    """The middle of the seeds' range and its half-width: the verdict then asks all seeds to agree."""
-    return half_range(values, f"half the range of {len(values)} seeds", {"by_seed": list(values), **(numbers or {})})
+def by_seed(values: Sequence[float], numbers: Mapping[str, Any] | None = None, of: str = "seeds") -> Measured:
+    """Mean over seeds, or other repetitions, with its 95 % interval."""
+    mean, half = interval(values)
+    which = f"95 % interval (t) over {len(values)} {of}" if len(values) > 1 else f"unknown: one of the {of}"
+    return Measured(mean, half, which, {"by_seed": list(values), **(numbers or {})}, tuple(values))
 
 
 def half_range(values: Sequence[float], of: str, numbers: Mapping[str, Any] | None = None) -> Measured:
-    """The middle of a range and its half-width; `of` says which range."""
+    """The middle of a range and its half-width; `of` says which range. For sets that are complete, not for samples."""
     low, high = min(values), max(values)
     return Measured((low + high) / 2, (high - low) / 2, of, numbers or {})
 
@@ -96,7 +103,7 @@ def judge(claim: Claim, value: float, spread: float) -> Judgement:
     >>> claim = Claim("x1", "errors are small", "error", "at most", 0.1)
     >>> judge(claim, 0.05, 0.01), judge(claim, 0.2, 0.01), judge(claim, 0.1, 0.01)
     ('holds', 'fails', 'undecided')
-    >>> judge(Claim("x2", "shares are small", "share", "at most", 0.3), 0.1, 0.2)                      # 0.1 + 0.2 > 0.3 in floating point
+    >>> judge(Claim("x2", "shares are small", "share", "at most", 0.3), 0.1, 0.2)  # 0.1 + 0.2 > 0.3 in floating point
     'holds'
     """
     if not (math.isfinite(value) and math.isfinite(spread)):
@@ -111,15 +118,56 @@ def judge(claim: Claim, value: float, spread: float) -> Judgement:
     return _sided(least <= low and high <= most, high < least or low > most)
 
 
-def verdict_of(claim: Claim, found: Measured | None, command: str, waits_for: str = "") -> Verdict:
-    """The verdict on a measurement; undecided where there is none."""
-    if found is None:
+def p_of(claim: Claim, sample: Sequence[float]) -> float:
+    """The level at which a sample would just decide a claim, either way.
+
+    A value that is stated with a tolerance has two ends: the sample must be clear of both to hold, of the nearer one to
+    fail.
+
+    >>> claim = Claim("x", "it is small", "size", "about", 0.0, tolerance=1.0)
+    >>> p_of(claim, [0.0, 0.1, -0.1]) == p_value([0.0, 0.1, -0.1], 1.0)
+    True
+    """
+    if claim.relation != "about":
+        return p_value(sample, claim.stated)
+    ends = [p_value(sample, claim.stated + sign * claim.tolerance) for sign in (-1, 1)]
+    inside = abs(fmean(sample) - claim.stated) <= claim.tolerance
+    return max(ends) if inside else min(ends)
+
+
+def verdict_of(claim: Claim, measured: Measured | None, command: str, waits_for: str = "") -> Verdict:
+    """The verdict on a measurement by itself; undecided where there is none."""
+    if measured is None:
         return Verdict(claim, claim.stated, None, None, "undecided", False, command, waits_for=waits_for)
-    said = judge(claim, found.value, found.spread)
-    value, spread = (x if math.isfinite(x) else None for x in (found.value, found.spread))
+    value, spread = (x if math.isfinite(x) else None for x in (measured.value, measured.spread))
+    p = p_of(claim, measured.sample) if measured.sample else None
+    alone = judge(claim, measured.value, 0.0 if p is not None else measured.spread)
+    verdict = alone if p is None or p <= LEVEL else "undecided"
     return Verdict(
-        claim, claim.stated, value, spread, said, said != "undecided", command, found.numbers, found.spread_of
+        claim,
+        claim.stated,
+        value,
+        spread,
+        verdict,
+        verdict != "undecided",
+        command,
+        measured.numbers,
+        measured.spread_of,
+        p=p,
+        alone=alone,
     )
+
+
+def judged_together(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """The same verdicts, with those that rest on seeds corrected for their number."""
+    decided = decided_together({v.claim.id: v.p for v in verdicts if v.p is not None})
+    return tuple(
+        v if v.p is None else _corrected(v, v.alone if v.claim.id in decided else "undecided") for v in verdicts
+    )
+
+
+def _corrected(verdict: Verdict, judgement: Judgement) -> Verdict:
+    return replace(verdict, verdict=judgement, decided=judgement != "undecided")
 
 
 def _sided(all_of_it: bool, none_of_it: bool) -> Judgement:

@@ -1,115 +1,41 @@
-"""A reproduction as a table in the terminal, and as a Markdown page with figures, both from the JSON document alone."""
+"""The page of a paper: a template beside its studies, filled from the JSON document alone.
+
+A template (page.md.j2, Jinja2) extends the one of this folder and fills three blocks: `differs`, rows of a table that
+says how what was run differs from what the paper ran; `short`, what came out in plain words; `sections`, the rest in the
+paper's order. It asks for numbers by name, and says one thing where a claim holds, another where it fails, a third where
+it is open. A name that is not there is an error, not an empty space.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from locater.files import write_whole
 from locater.report.prose import prose_page
+from locater_papers.engine import verdict_words
+from locater_papers.engine.arms_page import arms_table, failed, failed_said, means_table
+from locater_papers.engine.figures import Cells, Contour, Field, Panel, Series, draw
 from locater_papers.engine.papers import Paper
+from locater_papers.engine.strips import strips
 
 BAR = "\\|"  # a bar inside a cell of a table
-STYLES = {"holds": "green", "fails": "bold red", "undecided": "dim"}
-
-
-def stated(entry: Mapping[str, Any]) -> str:
-    """`at most 0.05`, `about 0.064 ± 0.008`."""
-    room = f" ± {entry['tolerance']:g}" if entry["relation"] == "about" else ""
-    return f"{entry['relation']} {entry['stated']:g}{room}"
-
-
-def measured(entry: Mapping[str, Any]) -> str:
-    """`0.029 ± 0.015`, `0.029 (open)` where a spread is not known, or a dash.
-
-    >>> measured({"measured": 0.5, "spread": 2.0, "spread_of": "unknown: there is no sink"})
-    '0.5 (open)'
-    """
-    if entry["measured"] is None:
-        return "-"
-    value, spread = entry["measured"], entry["spread"]
-    if is_open(entry):
-        return f"{value:.3g} (open)"
-    return f"{value:.3g}" + (f" ± {spread:.2g}" if spread else "")
-
-
-def is_open(entry: Mapping[str, Any]) -> bool:
-    """Whether something was measured that cannot decide its claim, whatever it is."""
-    return entry["measured"] is not None and str(entry.get("spread_of", "")).startswith("unknown")
-
-
-def reasons(claims: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Why claims are open or not measured, each reason once with the claims it is of."""
-    found: dict[str, list[str]] = {}
-    for entry in claims:
-        why = (
-            entry["spread_of"].removeprefix("unknown: ")
-            if is_open(entry)
-            else entry["waits_for"] and f"waits for {entry['waits_for']}"
-        )
-        if why:
-            found.setdefault(why, []).append(entry["id"])
-    return [f"{', '.join(ids)}: {why}" for why, ids in found.items()]
-
-
-def _time(held: Mapping[str, Any], study: str) -> str:
-    """Processor time; that of the clock where another device did nearly all."""
-    spent, clock = held["processor_seconds"][study], held["seconds"][study]
-    return f"{clock:.0f} s by the clock" if spent < clock / 10 else f"{spent:.0f} s"
-
-
-def tally(claims: Iterable[Mapping[str, Any]]) -> tuple[int, int, int]:
-    """How many hold, fail and are undecided."""
-    said = [entry["verdict"] for entry in claims]
-    return said.count("holds"), said.count("fails"), said.count("undecided")
-
-
-def count(claims: Sequence[Mapping[str, Any]]) -> str:
-    """`9 hold, 3 fail, 6 undecided`, claims of the paper first where there are others."""
-    held, notes = ([entry for entry in claims if entry["by"] == by] for by in ("paper", "notes"))
-    said = ["{} hold, {} fail, {} undecided".format(*tally(part)) for part in (held, notes) if part]
-    return f"The paper's: {said[0]}. This project's notes: {said[1]}" if len(said) == 2 else said[0]
-
-
-def print_verdicts(document: Mapping[str, Any], console: Console) -> None:
-    """One line per claim."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for name in ("id", "stated", "measured"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("claim", overflow="fold")
-    for entry in document["claims"]:
-        said = entry["verdict"]
-        table.add_row(entry["id"], stated(entry), measured(entry), f"[{STYLES[said]}]{said}[/]", escape(entry["claim"]))
-    console.print(table)
-    for why in reasons(document["claims"]):
-        console.print(f"[dim]{escape(why)}[/dim]", highlight=False)
-    console.print(f"{count(document['claims'])} (± is the spread; --json has the numbers behind each)", highlight=False)
-
-
-def print_claims(paper: Paper, console: Console) -> None:
-    """What `--list` shows."""
-    console.print(f"[bold]{paper.name}[/bold]  {escape(paper.source)}", highlight=False)
-    for study in paper.studies:
-        how = "" if study.measure is not None else f" [dim](undecided: needs {escape(study.needs)})[/dim]"
-        console.print(f"  {escape(study.title)}{how}", highlight=False)
-        for claim in study.claims:
-            console.print(f"    [bold]{claim.id}[/bold]  {escape(claim.says)}", highlight=False)
+HERE = Path(__file__).parent
 
 
 def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: Path) -> list[Path]:
     """Write the page, as HTML with its figures inside (.html) or as Markdown with figures in files; returns the files
     written.
     """
-    more, figures = paper.page(dict(document)) if paper.page is not None else ([], {})
+    text, figures = page(document, paper)
     if path.suffix == ".html":
-        write_whole(path, prose_page("\n".join([*page(document, paper), *more, ""]), figures))
+        write_whole(path, prose_page(text, figures))
         return [path]
     written = []
     for name, drawing in figures.items():
@@ -117,47 +43,184 @@ def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: 
         write_whole(target, drawing)
         written.append(target)
         link = Path(os.path.relpath(target.resolve(), path.resolve().parent)).as_posix()
-        more = [line.replace(f"(figure:{name})", f"({link})") for line in more]
-    write_whole(path, "\n".join([*page(document, paper), *more, ""]))
+        text = text.replace(f"(figure:{name})", f"({link})")
+    write_whole(path, text)
     return [path, *written]
 
 
-def page(document: Mapping[str, Any], paper: Paper) -> list[str]:
-    """Heading, verdicts, and how it was run."""
-    claims, held = document["claims"], document["assumptions"]
-    lines = [
-        f"# {paper.title}", "", *_made_by(paper, held), "", *(paper.lead(dict(document)) if paper.lead is not None else []),
-        "## Verdicts", "",
-        f"{count(claims)}. A claim holds or fails where the whole of measured ± spread is on one side of what is stated. "
-        "Of several seeds, measured is the middle of their range; tables below have means.", "",
-        "| | claim | quantity | stated | measured | verdict |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for entry in claims:
-        by = "" if entry["by"] == "paper" else " (this project's notes)"
-        said = f"**{entry['verdict']}**" if entry["verdict"] == "fails" else entry["verdict"]
-        cells = (entry["id"], f"{entry['claim']}{by}", entry["quantity"], stated(entry), measured(entry), said)
-        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
-    took = ", ".join(f"{name} {_time(held, name)}" for name in held["processor_seconds"])
-    lines += [
-        "",
-        f"torch {held['torch']}, Python {held['python']}, threads: {held['threads']}. Processor time: {took}.",
-    ]
-    why = [entry for entry in claims if is_open(entry)]
-    if why:
-        lines += ["", "Open, whatever was measured:", "", *(f"- {text}." for text in reasons(why))]
-    waiting = [entry for entry in claims if entry["waits_for"]]
-    if waiting:
-        lines += ["", "Not decided yet:", ""]
-        lines += [f"- {entry['id']}: waits for {entry['waits_for']}; then `{entry['command']}`" for entry in waiting]
-    return lines
+def page(document: Mapping[str, Any], paper: Paper) -> tuple[str, dict[str, str]]:
+    """Markdown, with (figure:NAME) where the link to a figure goes, and the figures by name."""
+    facts = Facts(document)
+    folders = [HERE] if paper.folder is None else [paper.folder, HERE]
+    environment = Environment(
+        loader=FileSystemLoader(folders),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= FILTERS
+    environment.globals |= FUNCTIONS | facts.functions()
+    template = environment.get_template("base.md.j2" if paper.folder is None else "page.md.j2")
+    text = template.render(paper=paper, document=document, **_about(document, paper))
+    if paper.page is not None:  # not yet a template
+        lines, facts.figures = paper.page(dict(document))
+        text = "\n".join([text.rstrip("\n"), *lines, ""])
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n", facts.figures
 
 
-def _made_by(paper: Paper, held: Mapping[str, Any]) -> list[str]:
-    how = " --quick" * held["quick"] + " --runs ..." * ("runs" in held)
+@dataclass
+class Facts:
+    """What a template can ask of a document."""
+
+    document: Mapping[str, Any]
+    figures: dict[str, str] = field(default_factory=dict)
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        names = ("claim", "value", "verdict", "measured", "numbers", "table", "has", "say", "interval", "figure")
+        return {name: getattr(self, name) for name in names}
+
+    def claim(self, id: str) -> Mapping[str, Any]:
+        """A claim of the document, measured or not."""
+        for entry in self.document["claims"]:
+            if entry["id"] == id:
+                return entry
+        raise KeyError(f"claim {id} is not in this document")
+
+    def measured(self, *ids: str) -> bool:
+        """Whether all of these claims are in the document and were measured."""
+        present = {entry["id"] for entry in self.document["claims"] if entry["measured"] is not None}
+        return present >= set(ids)
+
+    def value(self, id: str) -> float:
+        return float(self.claim(id)["measured"])
+
+    def verdict(self, id: str) -> str:
+        """holds, fails or undecided; unmeasured where nothing was measured."""
+        return str(self.claim(id)["verdict"]) if self.measured(id) else "unmeasured"
+
+    def numbers(self, id: str) -> Mapping[str, Any]:
+        """The numbers behind a claim."""
+        return self.claim(id)["numbers"]
+
+    def has(self, *names: str) -> bool:
+        """Whether studies left tables of these names."""
+        return all(any(name in study["tables"] for study in self.document["studies"].values()) for name in names)
+
+    def table(self, name: str) -> Any:
+        """A study's table."""
+        for study in self.document["studies"].values():
+            if name in study["tables"]:
+                return study["tables"][name]
+        raise KeyError(f"no study of this document has a table {name}")
+
+    def say(self, id: str, *, holds: str, fails: str, undecided: str, unmeasured: str = "") -> str:
+        """The sentence that fits the verdict."""
+        return {"holds": holds, "fails": fails, "undecided": undecided, "unmeasured": unmeasured}[self.verdict(id)]
+
+    def interval(self, id: str, digits: int = 3, signed: bool = True) -> str:
+        """A measurement with its interval: `-0.0083 (-0.0180 to +0.0014)`."""
+        entry, sign = self.claim(id), "+" if signed else ""
+        middle = f"{entry['measured']:{sign}.{digits}f}"
+        if verdict_words.is_open(entry) or not entry["spread"]:
+            return middle
+        ends = (entry["measured"] - entry["spread"], entry["measured"] + entry["spread"])
+        return f"{middle} ({' to '.join(f'{end:{sign}.{digits}f}' for end in ends)})"
+
+    def figure(self, name: str, *panels: Panel | Cells | Field | str, columns: int = 0, words: str = "") -> str:
+        """The link to a figure of these panels, or of a drawing that is whole already."""
+        first = panels[0]
+        self.figures[name] = first if isinstance(first, str) else draw(panels, columns)  # type: ignore[arg-type]
+        return f"![{words or name}](figure:{name})"
+
+
+def _about(document: Mapping[str, Any], paper: Paper) -> dict[str, Any]:
+    claims, assumptions = document["claims"], document["assumptions"]
+    times = (f"{name} {verdict_words.time_of(assumptions, name)}" for name in assumptions["processor_seconds"])
+    return {
+        "made_by": _made_by(paper, assumptions),
+        "lead": "\n".join(paper.lead(dict(document))) if paper.lead is not None else "",
+        "count": verdict_words.count(claims),
+        "took": ", ".join(times),
+        "open_reasons": verdict_words.reasons(entry for entry in claims if verdict_words.is_open(entry)),
+        "waiting": [entry for entry in claims if entry["waits_for"]],
+    }
+
+
+def _made_by(paper: Paper, assumptions: Mapping[str, Any]) -> str:
+    how = " --quick" * assumptions["quick"] + " --runs ..." * ("runs" in assumptions)
     first = f"{paper.source}. Made by `locater reproduce {paper.name}{how} --json ... --report ...`"
-    if "joined" in held:
-        return [
-            f"{first}, {held['joined']} runs joined by `--from`;",
-            "the JSON beside this page has the command of each claim and every number.",
-        ]
-    return [f"{first};", "every number is in the JSON beside this page."]
+    if "joined" in assumptions:
+        count = assumptions["joined"]
+        return f"{first}, {count} runs joined by `--from`; the JSON beside this page has every number and its command."
+    return f"{first}; every number is in the JSON beside this page."
+
+
+def points(rows: Iterable[Any], x: Any, y: Any, least: float | None = None) -> list[tuple[float, float]]:
+    """Points of a curve from two keys of a table's rows; rows that lack one are left out. `least`: drawn there if
+    smaller.
+
+    >>> points([{"s": 1, "H": 0.5}, {"s": 2, "H": None}], "s", "H")
+    [(1, 0.5)]
+    """
+    pairs = ((row[x], row[y]) for row in rows)
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return known if least is None else [(a, max(b, least)) for a, b in known]
+
+
+def markdown_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Sequence[str] | str]) -> str:
+    """A table: `columns` gives each key its heading, and a format where it is a number.
+
+    >>> print(markdown_table([{"model": "demo", "loss": 1.234}], {"model": "model", "loss": ("loss", ".2f")}))
+    | model | loss |
+    |---|---|
+    | demo | 1.23 |
+    """
+    named = {key: (column, "") if isinstance(column, str) else tuple(column) for key, column in columns.items()}
+    lines = ["| " + " | ".join(heading for heading, _ in named.values()) + " |", "|---" * len(named) + "|"]
+    for row in rows:
+        cells = ("-" if row.get(key) is None else _cell(format(row[key], form)) for key, (_, form) in named.items())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", BAR)
+
+
+def _means_table(
+    arms: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, int]], names: Mapping[str, str] | None = None
+) -> str:
+    names = names or {}
+    return _lines(means_table([{**arm, "arm": names.get(arm["arm"], arm["arm"])} for arm in arms], columns))
+
+
+def _lines(rows: Sequence[str]) -> str:
+    return "\n".join(rows)
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "cell": _cell,
+    "whose": verdict_words.whose,
+    "stated": verdict_words.stated,
+    "measured_text": verdict_words.measured,
+    "points": points,
+    "as_table": markdown_table,
+    "arms_table": lambda arms, columns: _lines(arms_table(arms, columns)),
+    "means_table": _means_table,
+    "number": format,  # {{ x | number(".2f") }}, and every other format of Python
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Panel": Panel,
+    "Series": Series,
+    "Cells": Cells,
+    "Field": Field,
+    "Contour": Contour,
+    "strips": strips,
+    "failed": failed,
+    "failed_words": failed_said,
+    "max": max,
+    "min": min,
+    "zip": zip,
+    "enumerate": enumerate,
+}

@@ -20,7 +20,8 @@ from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
-from locater_papers.engine.claims import Claim, Measured, Verdict, verdict_of
+from locater_papers.engine.claims import Claim, Measured, Verdict, judged_together, verdict_of
+from locater_papers.engine.intervals import decided_together
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 Part = TypeVar("Part")
@@ -56,14 +57,26 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Results:
+    """What a study brings home: a measurement for each claim that it could measure, and tables for the page.
+
+    Tables are data that JSON can hold (lists of rows, curves, settings), by a name that is the paper's own: the page
+    reads them, verdicts do not.
+    """
+
+    measured: Mapping[str, Measured | None]
+    tables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Study:
-    """One measurement and the claims it decides. `measure` returns a `Measured` per claim id; None where it cannot be
-    run yet.
+    """One measurement and the claims it decides. `measure` is None where it cannot be run yet, and `needs` says what it
+    waits for.
     """
 
     title: str
     claims: tuple[Claim, ...]
-    measure: Callable[[Setting], Mapping[str, Measured]] | None = None
+    measure: Callable[[Setting], Results | Mapping[str, Measured | None]] | None = None
     needs: str = ""  # what an undecided study waits for
     on_models: bool = False  # whether it runs trained models, those of `Setting.models` too
     on_runs: bool = False  # whether it judges training runs
@@ -72,13 +85,16 @@ class Study:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper: `name` is what the command line calls it."""
+    """A paper: `name` is what the command line calls it. `folder` has its page.md.j2; without, a page has verdicts
+    alone.
+    """
 
     name: str
     title: str
     source: str
     studies: tuple[Study, ...]
-    # more of a report: lines, and figures by name
+    folder: Path | None = None
+    # until every paper has its template: lines, and figures by name
     page: Callable[[dict[str, Any]], tuple[list[str], dict[str, str]]] | None = None
     lead: Callable[[dict[str, Any]], list[str]] | None = None  # what a report says first
 
@@ -89,18 +105,24 @@ class Paper:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What a run found."""
+    """Verdicts of a paper's claims, and the tables of its studies."""
 
     paper: Paper
     verdicts: tuple[Verdict, ...]
     assumptions: dict[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by study, then by name
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document: schema, locater, source, assumptions, claims."""
+        """The JSON document: schema, locater, source, paper, assumptions, claims, studies."""
         return {
-            "schema": SCHEMA, "locater": __version__, "source": self.paper.source, "paper": self.paper.name,
-            "assumptions": self.assumptions, "claims": [_rounded(v.to_dict()) for v in self.verdicts],
-        }  # fmt: skip
+            "schema": SCHEMA,
+            "locater": __version__,
+            "source": self.paper.source,
+            "paper": self.paper.name,
+            "assumptions": self.assumptions,
+            "claims": [_rounded(v.to_dict()) for v in self.verdicts],
+            "studies": _rounded({title: {"tables": tables} for title, tables in self.tables.items()}),
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
@@ -112,48 +134,72 @@ class Reproduction:
 
 def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = None) -> Reproduction:
     """Measure what can be measured and judge every claim, or those that `claim` names: an id (`a2`) or a letter for its
-    group.
+    group. Claims that rest on seeds are judged together, as many as are measured here.
     """
     setting = setting or Setting()
-    wanted = {c.id for c in chosen(paper, claim)}
+    ids = {c.id for c in chosen(paper, claim)}
     verdicts: list[Verdict] = []
+    tables: dict[str, Mapping[str, Any]] = {}
     seconds: dict[str, list[float]] = {}  # by the clock, and of processors
-    studies = [study for study in paper.studies if wanted & {c.id for c in study.claims}]
+    studies = [study for study in paper.studies if ids & {c.id for c in study.claims}]
     start = time.perf_counter()
     for number, study in enumerate(studies, 1):
-        asked = [c for c in study.claims if c.id in wanted]
         began = time.perf_counter(), _processor()
         setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({began[0] - start:.0f} s so far)")
-        # quick studies are small: a team of threads costs more than it brings
-        with one_thread() if setting.quick else nullcontext():
-            found = {} if study.measure is None else study.measure(setting)
+        results = measure(study, setting)
         if study.measure is not None:
             seconds[study.title] = [round(time.perf_counter() - began[0], 1), round(_processor() - began[1], 1)]
-        verdicts += [
-            verdict_of(c, found.get(c.id), command(paper, c, study, setting, c.id in found), study.needs) for c in asked
-        ]
-    return Reproduction(paper, tuple(verdicts), _assumptions(setting, seconds))
+        if results.tables:
+            tables[study.title] = results.tables
+        for each in study.claims:
+            if each.id in ids:
+                measured = results.measured.get(each.id)
+                how = command(paper, each, study, setting, measured is not None)
+                verdicts.append(verdict_of(each, measured, how, study.needs))
+    return Reproduction(paper, judged_together(verdicts), _assumptions(setting, seconds), tables)
+
+
+def measure(study: Study, setting: Setting) -> Results:
+    """One study; quick ones are small, and a team of threads costs them more than it brings."""
+    if study.measure is None:
+        return Results({})
+    with one_thread() if setting.quick else nullcontext():
+        results = study.measure(setting)
+    return results if isinstance(results, Results) else Results(results)
 
 
 def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
-    """Several runs as one document: of a claim that several measured, the last; in the paper's order. `command` tells
-    how each was run.
+    """Several runs as one document: of a claim or a table that several measured, the last; in the paper's order, judged
+    together. `command` tells how each was run.
     """
     claims: dict[str, dict[str, Any]] = {}
+    tables: dict[str, dict[str, Any]] = {}
     for document in documents:
         claims |= {x["id"]: x for x in document["claims"] if x["measured"] is not None or x["id"] not in claims}
-    order = [claim.id for claim in paper.claims if claim.id in claims]
-    held = dict(documents[-1]["assumptions"])
+        for title, study in document.get("studies", {}).items():
+            tables.setdefault(title, {}).update(study["tables"])
+    ids = [claim.id for claim in paper.claims if claim.id in claims]
+    titles = [study.title for study in paper.studies if study.title in tables]
+    assumptions = dict(documents[-1]["assumptions"])
     for name in ("seconds", "processor_seconds"):
-        held[name] = {k: v for document in documents for k, v in document["assumptions"][name].items()}
-    held["quick"] = all(document["assumptions"]["quick"] for document in documents)
+        assumptions[name] = {k: v for document in documents for k, v in document["assumptions"][name].items()}
+    assumptions["quick"] = all(document["assumptions"]["quick"] for document in documents)
     for name in ("torch", "python"):
-        held[name] = ", ".join(
-            sorted({part for document in documents for part in document["assumptions"][name].split(", ")})
-        )
+        versions = {part for document in documents for part in document["assumptions"][name].split(", ")}
+        assumptions[name] = ", ".join(sorted(versions))
     if len(documents) > 1:
-        held["joined"] = len(documents)
-    return {**documents[-1], "assumptions": held, "claims": [claims[name] for name in order]}
+        assumptions["joined"] = len(documents)
+    decided = decided_together({key: x["p"] for key, x in claims.items() if x.get("p") is not None})
+    for key, entry in claims.items():
+        if entry.get("p") is not None:
+            verdict = entry["alone"] if key in decided else "undecided"
+            claims[key] = {**entry, "verdict": verdict, "decided": verdict != "undecided"}
+    return {
+        **documents[-1],
+        "assumptions": assumptions,
+        "claims": [claims[name] for name in ids],
+        "studies": {title: {"tables": tables[title]} for title in titles},
+    }
 
 
 def chosen(paper: Paper, claim: str | None) -> list[Claim]:
@@ -189,7 +235,8 @@ def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str,
     if "text" in vars(setting):
         held["text_sha256"] = fingerprint(setting.text)
     held["verdict"] = (
-        "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else undecided"
+        "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else "
+        "undecided; claims on seeds by Student's t, those of one document together (Holm, 5 %)"
     )
     return held
 

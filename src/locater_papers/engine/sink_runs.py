@@ -19,7 +19,7 @@ from typing import Any
 from locater.train.plan import Plan
 from locater_papers.engine.arms import Line, end_of, ends_table, uniform_first, value_of
 from locater_papers.engine.arms_page import Part, failed, failed_said, means_table
-from locater_papers.engine.claims import Measured, seeds_range
+from locater_papers.engine.claims import Measured, by_seed
 from locater_papers.engine.mechanism_runs import changed
 from locater_papers.engine.runs import Arm, Runs
 from locater_papers.engine.strips import strips
@@ -62,7 +62,7 @@ def left_of(runs: Runs, arm: Arm) -> Measured | None:
     ends, plain = arm.ends(runs), PLAIN.ends(runs)
     values = [(value_of(a, WEIGHT), value_of(b, WEIGHT)) for a, b in zip(ends or (), plain or (), strict=False)]
     ratios = [a / b for a, b in values if a is not None and b]
-    return seeds_range(ratios) if ratios and len(ratios) == len(values) else None
+    return by_seed(ratios) if ratios and len(ratios) == len(values) else None
 
 
 def sinks_table(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:

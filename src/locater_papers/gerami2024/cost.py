@@ -37,17 +37,17 @@ CLAIMS = (
     Claim("d2", "Softmax attention's is quadratic", "the same of softmax attention", "about", 2.0, 0.02),
     Claim(
         "d3", "Order 2 multiplies less than softmax attention from T = F on, F the features of a token",
-        f"T at which counts are equal over F, heads of {', '.join(map(str, SIZES))}: farthest from 1", "about", 1.0, 0.1, by="notes",
+        f"T at which counts are equal over F, heads of {', '.join(map(str, SIZES))}: farthest from 1", "about", 1.0, 0.1, by="ours",
     ),
     Claim(
         "d4", f"At {TIMED[-1]:,} tokens and heads of {TIMED_SIZE} order 2 is faster than fused attention",
-        "processor time over that of fused attention, forward, one thread of this machine, no mask", "at most", 1.0, by="notes",
+        "processor time over that of fused attention, forward, one thread of this machine, no mask", "at most", 1.0, by="ours",
     ),
-    Claim("d5", "There order 1 is faster than fused attention, too", "the same, order 1", "at most", 1.0, by="notes"),
+    Claim("d5", "There order 1 is faster than fused attention, too", "the same, order 1", "at most", 1.0, by="ours"),
     Claim(
         "d6", f"At the length of the training runs, {TRAINED[0]} tokens, order 2 with heads of {TRAINED[1]} multiplies no more than "
         "softmax attention",
-        "multiplications over those of softmax attention", "at most", 1.0, by="notes",
+        "multiplications over those of softmax attention", "at most", 1.0, by="ours",
     ),
 )  # fmt: skip
 

@@ -37,11 +37,11 @@ CLAIMS = (
     ),
     Claim(
         "a4", "Sums over many tokens keep their digits in float32",
-        "largest error of causal outputs in float32, order 2, Gaussian operands, over the largest output", "at most", 1e-5, by="notes",
+        "largest error of causal outputs in float32, order 2, Gaussian operands, over the largest output", "at most", 1e-5, by="ours",
     ),
     Claim(
         "a5", "Order 1 keeps its digits where all keys oppose the query, too",
-        f"the same for one query and 64 keys {AGAINST[-1]:g} from its opposite, order 1", "at most", 1e-5, by="notes",
+        f"the same for one query and 64 keys {AGAINST[-1]:g} from its opposite, order 1", "at most", 1e-5, by="ours",
     ),
 )  # fmt: skip
 

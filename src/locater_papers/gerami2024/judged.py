@@ -22,11 +22,11 @@ CLAIMS = (
     ),
     Claim(
         "e2", "Order 1 does about as well as softmax too, as seen at this size",
-        f"change of report loss by order 1, which has one rate, {TEXT}", "at most", 0.05, by="notes",
+        f"change of report loss by order 1, which has one rate, {TEXT}", "at most", 0.05, by="ours",
     ),
     Claim(
         "e3", "Order 2 does better than order 1, as seen at this size",
-        f"report loss of order 2 less that of order 1, which has one rate, {TEXT}", "at most", 0.0, by="notes",
+        f"report loss of order 2 less that of order 1, which has one rate, {TEXT}", "at most", 0.0, by="ours",
     ),
     Claim(
         "e4", "Fastmax does about as well as softmax on images, as seen at this size",
@@ -34,11 +34,11 @@ CLAIMS = (
     ),
     Claim(
         "e5", "Trained, it does not localise: entropy stays near that of uniform rows, as seen at this size",
-        f"entropy over log of keys in view, order 2, {TEXT}", "at least", 0.95, by="notes",
+        f"entropy over log of keys in view, order 2, {TEXT}", "at least", 0.95, by="ours",
     ),
     Claim(
         "e6", "Softmax, trained, does localise, as seen at this size",
-        "entropy over log of keys in view, softmax, the same model", "at most", 0.8, by="notes",
+        "entropy over log of keys in view, softmax, the same model", "at most", 0.8, by="ours",
     ),
 )  # fmt: skip
 

@@ -32,12 +32,12 @@ CLAIMS = (
     Claim("a2", "So is an entry of gated attention, with a weight made of the query's token on every expert",
           "largest difference of the triple sum from the layer, gates per element and per head after attention", "at most", 1e-12),
     Claim("a3", "With gates on the values the experts are gated themselves", "largest difference of the triple sum from the layer, "
-          "gates per element and per head on the values", "at most", 1e-12, by="notes"),
+          "gates per element and per head on the values", "at most", 1e-12, by="ours"),
     Claim("a4", "Weights over tokens are those of a mixture: they sum to 1 in every head, gate or no gate on the keys and queries",
-          "largest difference of a sum over tokens from 1", "at most", 1e-12, by="notes"),
+          "largest difference of a sum over tokens from 1", "at most", 1e-12, by="ours"),
     Claim("a5", "Behind a gate they are not: over tokens they sum to the gate",
           "largest difference of a sum over tokens from 1, gate per head",
-          "at least", 0.1, by="notes"),
+          "at least", 0.1, by="ours"),
 )  # fmt: skip
 
 

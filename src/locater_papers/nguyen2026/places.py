@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 from locater_papers.nguyen2026.mixture import EXACT
 
@@ -39,26 +39,26 @@ HELD = "the map held"
 
 CLAIMS = (
     Claim("b1", "Without a gate a head's output is linear in its tokens", f"share of variance that a linear fit leaves, {HELD}",
-          "at most", 1e-9, by="notes"),
+          "at most", 1e-9, by="ours"),
     Claim("b2", "A gate after attention, or on the values, makes the experts non-linear",
           "share of variance that a linear fit leaves, the least of places 1 and 2, per element and per head, gate logits of deviation 1, "
           f"{HELD}", "at least", 0.05),
     Claim("b3", "Gates on keys and queries do not: they act through the map alone",
-          f"share of variance that a linear fit leaves, the larger of places 3 and 4, {HELD}", "at most", 1e-9, by="notes"),
+          f"share of variance that a linear fit leaves, the larger of places 3 and 4, {HELD}", "at most", 1e-9, by="ours"),
     Claim("b4", "Nor does a gate after W_O, so that linear experts tell the places that help from those that do not",
-          f"share of variance that a linear fit leaves, place 5, {HELD}", "at most", 1e-9, by="notes"),
+          f"share of variance that a linear fit leaves, place 5, {HELD}", "at most", 1e-9, by="ours"),
     Claim("b5", "Gates begin nearly linear: the first weights of a gate, 0.02 at a width of 256",
-          "share of variance that a linear fit leaves, place 1, gate logits of standard deviation 0.32", "at most", 0.01, by="notes"),
+          "share of variance that a linear fit leaves, place 1, gate logits of standard deviation 0.32", "at most", 0.01, by="ours"),
     Claim("b6", "A gate between W_V and W_O keeps them from being one matrix",
           "relative change of the output when W_V, W_O become W_V R, R^T W_O, R a rotation; the lesser of places "
-          "1 and 2, per element", "at least", 0.1, by="notes"),
+          "1 and 2, per element", "at least", 0.1, by="ours"),
     Claim("b7", "So does a gate of one number per head", "the same, the lesser of places 1 and 2, one number per head", "at least", 0.1,
-          by="notes"),
+          by="ours"),
     Claim("b8", "Gates elsewhere leave them one matrix", "the same, the largest of no gate and places 3, 4, 5", "at most", 1e-12,
-          by="notes"),
+          by="ours"),
     Claim("b9", "A gate does not raise the rank of what a head adds: at most the size of the head",
-          "largest rank less the size of the head, places 1 to 4", "at most", 0.0, by="notes"),
-    Claim("b10", "Not after W_O either", "largest rank less the size of the head, place 5", "at most", 0.0, by="notes"),
+          "largest rank less the size of the head, places 1 to 4", "at most", 0.0, by="ours"),
+    Claim("b10", "Not after W_O either", "largest rank less the size of the head, place 5", "at most", 0.0, by="ours"),
 )  # fmt: skip
 
 Head = Callable[[Tensor], Tensor]  # (batch, N, D) to (batch, N, D)
@@ -152,11 +152,11 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     first = [linear_share("1 after attention", seed, draws, 0.32) for seed in seeds]
     return {
         "b1": Measured(1 - min(linear["none"]), 0.0, EXACT, {"places": table, "curves": curves, "size": SIZE}),
-        "b2": seeds_range([1 - max(linear[p][s] for p in (*gates, *per_head)) for s in seeds]),
+        "b2": by_seed([1 - max(linear[p][s] for p in (*gates, *per_head)) for s in seeds]),
         "b3": Measured(1 - min(x for p in ("3 keys", "4 queries") for x in linear[p]), 0.0, EXACT),
-        "b4": seeds_range([1 - x for x in linear["5 after W_O"]]), "b5": seeds_range([1 - x for x in first]),
-        "b6": seeds_range([min(turned[p][s] for p in gates) for s in seeds]),
-        "b7": seeds_range([min(turned[p][s] for p in per_head) for s in seeds]),
+        "b4": by_seed([1 - x for x in linear["5 after W_O"]]), "b5": by_seed([1 - x for x in first]),
+        "b6": by_seed([min(turned[p][s] for p in gates) for s in seeds]),
+        "b7": by_seed([min(turned[p][s] for p in per_head) for s in seeds]),
         "b8": Measured(max(x for p in ("none", "3 keys", "4 queries", "5 after W_O") for x in turned[p]), 0.0, EXACT),
         "b9": Measured(float(max(ranks[p] for p in PLACES[:-1]) - SIZE), 0.0, EXACT),
         "b10": Measured(float(ranks["5 after W_O"] - SIZE), 0.0, EXACT),

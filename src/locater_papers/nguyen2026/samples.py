@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 
 TOKENS, WIDTH = 4, 3  # of a token: a 1 and two numbers
@@ -33,17 +33,17 @@ PER_HEAD = {"P": WIDTH * (WIDTH - 1), "a": WIDTH, "w": WIDTH}
 
 CLAIMS = (
     Claim("c1", "Gated students learn their experts with more samples", "slope of log expert error against log n, one head too many",
-          "at most", 0.0, by="notes"),
+          "at most", 0.0, by="ours"),
     Claim("c2", "Gated students learn them faster than ungated ones (polynomial against exponential need; a trend, no rate is tested)",
           "slope of gated less slope of ungated students, one head too many, as seen at this size", "at most", 0.0),
     Claim("c3", "They do with the right number of heads too", "slope of gated less slope of ungated students, two heads", "at most", 0.0,
-          by="notes"),
+          by="ours"),
     Claim("c4", "At the largest sample the gated student's experts are nearer to the truth",
-          "log of expert error, gated less ungated, one head too many", "at most", 0.0, by="notes"),
+          "log of expert error, gated less ungated, one head too many", "at most", 0.0, by="ours"),
     Claim("c5", "What is predicted is learned at the same speed with a gate and without: the difference is in the experts",
-          "slope of log prediction error, gated less ungated, one head too many", "about", 0.0, 0.1, by="notes"),
+          "slope of log prediction error, gated less ungated, one head too many", "about", 0.0, 0.1, by="ours"),
     Claim("c6", "Gated students learn them faster with more noise too", "slope of gated less slope of ungated students, one head too many, "
-          f"noise of {LOUD:g}", "at most", 0.0, by="notes"),
+          f"noise of {LOUD:g}", "at most", 0.0, by="ours"),
 )  # fmt: skip
 
 
@@ -193,26 +193,24 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     rows: list[dict[str, Any]] = []
     for (gated, heads), by_kind in found.items():
         for what, values in by_kind.items():
-            fit = over_seeds(slopes(values).tolist())
+            fit = by_seed(slopes(values).tolist())
             median = values.median(1).values.tolist()
             rows.append(
                 {"gated": gated, "heads": heads, "of": what, "slope": fit.value, "spread": fit.spread, "errors": median}
             )
 
     def less(heads: int, what: str) -> Measured:
-        return over_seeds((slopes(found[True, heads][what]) - slopes(found[False, heads][what])).tolist())
+        return by_seed((slopes(found[True, heads][what]) - slopes(found[False, heads][what])).tolist())
 
     last = (found[True, 3]["experts"][-1].log() - found[False, 3]["experts"][-1].log()).tolist()
     curves = {"counts": list(COUNTS), "rows": rows, "seeds": seeds, "noise": NOISE}
     loud: dict[str, Measured] = {}
     if not setting.quick:
         held = [slopes(errors(gated, 3, seeds // 2, steps, LOUD)["experts"]) for gated in (True, False)]
-        loud["c6"] = over_seeds(
-            (held[0] - held[1]).tolist(), {"slopes": [float(x.mean()) for x in held], "noise": LOUD}
-        )
+        loud["c6"] = by_seed((held[0] - held[1]).tolist(), {"slopes": [float(x.mean()) for x in held], "noise": LOUD})
     return {
-        **loud, "c1": over_seeds(slopes(found[True, 3]["experts"]).tolist(), curves), "c2": less(3, "experts"), "c3": less(2, "experts"),
-        "c4": over_seeds(last), "c5": less(3, "values"),
+        **loud, "c1": by_seed(slopes(found[True, 3]["experts"]).tolist(), curves), "c2": less(3, "experts"), "c3": less(2, "experts"),
+        "c4": by_seed(last), "c5": less(3, "values"),
     }  # fmt: skip
 
 

@@ -41,11 +41,11 @@ CLAIMS = (
     ),
     Claim(
         "a3", "Its query and gate rows lie side by side head by head; another reading of the same weights is another layer",
-        "relative error of the closer of two other readings: two halves, or side by side per group of heads", "at least", 0.1, by="notes",
+        "relative error of the closer of two other readings: two halves, or side by side per group of heads", "at least", 0.1, by="ours",
     ),
     Claim(
         "a4", "A gate with zero weights is 1/2 and halves what attention adds",
-        "largest distance from 1/2 of the layer's output over that without a gate", "at most", 1e-12, by="notes",
+        "largest distance from 1/2 of the layer's output over that without a gate", "at most", 1e-12, by="ours",
     ),
     Claim(
         "a5", "A gate shared by heads is the mean of their element-wise gates; one that ignores the input is the same for every token; "
@@ -57,15 +57,15 @@ CLAIMS = (
     ),
     Claim(
         "a7", "After attention a query may look away: rows of the map sum to its gate",
-        "largest distance of a row's sum from its gate, per head", "at most", 1e-12, by="notes",
+        "largest distance of a row's sum from its gate, per head", "at most", 1e-12, by="ours",
     ),
     Claim(
         "a8", "On keys or queries it may not: rows sum to 1 whatever the gate", "largest distance of a row's sum from 1", "at most", 1e-12,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "a9", "A gate that ignores the input adds no function: it folds into the output projection",
-        "relative error of the plain layer whose W_O has the gate in it", "at most", 1e-12, by="notes",
+        "relative error of the plain layer whose W_O has the gate in it", "at most", 1e-12, by="ours",
     ),
 )  # fmt: skip
 

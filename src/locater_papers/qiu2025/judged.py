@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from locater_papers.engine.arms import change, ends_table, has_sink, left_open, level, rank_correlation, trained
+from locater_papers.engine.arms import change, ends_table, has_sink, level, mark_inconclusive, rank_correlation, trained
 from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.mechanism_runs import BASE, NO_SINK, SEEN, SOFTMAX, TUNED, VARIED, arm
 from locater_papers.engine.runs import Row, Runs
 
@@ -61,7 +61,7 @@ CLAIMS = (
     Claim("d17", "Gates shared by heads cost loss", f"report loss with shared gates less with own ones, per element, {VARIED}",
           "at least", 0.0),
     Claim("d18", "A gate that ignores the input, which adds no function, leaves the loss where it is",
-          f"change of report loss against softmax, {VARIED}", "about", 0.0, 0.01, by="notes"),
+          f"change of report loss against softmax, {VARIED}", "about", 0.0, 0.01, by="ours"),
 )  # fmt: skip
 HOT_CLAIMS = (
     Claim("e1", "The gate stands a hot learning rate better (in the paper: a rate at which the plain model diverges)",
@@ -93,7 +93,7 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "d18": change(runs, CONSTANT, SOFTMAX, loss),
     }
     found = carried(found, {"arms": ends_table(runs, ARMS)})
-    return found if has_sink(runs, SOFTMAX) else left_open(found, OF_SINKS, NO_SINK)
+    return found if has_sink(runs, SOFTMAX) else mark_inconclusive(found, OF_SINKS, NO_SINK)
 
 
 def hot_rows() -> dict[str, list[Row]]:
@@ -115,7 +115,7 @@ def judge_hot(runs: Runs) -> Mapping[str, Measured | None]:
         losses[name] = [_loss(line) for line in lines if line is not None]
     plain, gated = losses.values()
     return {
-        "e1": seeds_range(
+        "e1": by_seed(
             [a - b for a, b in zip(gated, plain, strict=True)], {"losses": losses, "rate": HOT, "steps": SHORT}
         )
     }

@@ -39,27 +39,27 @@ BEST = min(variant.gate for variant in TABLE)  # mean gate of the variant whose 
 CLAIMS = (
     Claim(
         "b1", "Without a gate a head is linear in its tokens, the map held", "largest 1 - R^2 of a linear fit, draws of weights",
-        "at most", 1e-12, by="notes",
+        "at most", 1e-12, by="ours",
     ),
     Claim(
         "b2", "A gate after attention makes it nonlinear", "R^2 of a linear fit, gate per element, logits of deviation 2", "at most", 0.8,
     ),
     Claim(
         "b3", "A gate without bias leaves more than half of it linear, however sharp (tokens symmetric about 0)",
-        "least R^2 over sharpness and draws of weights", "at least", 0.5, by="notes",
+        "least R^2 over sharpness and draws of weights", "at least", 0.5, by="ours",
     ),
     Claim(
         "b4", "R^2 = 1 / (1 + 4 var((g - 1/2) o) / var o)",
-        "largest distance of the fitted R^2 from this, over sharpness and draws of weights", "at most", 0.02, by="notes",
+        "largest distance of the fitted R^2 from this, over sharpness and draws of weights", "at most", 0.02, by="ours",
     ),
     Claim(
         "b5", "What takes a head far from linear is a gate that is mostly closed",
-        f"R^2 at the mean gate of the paper's best variant, {BEST:g}, interpolated over gates of growing bias", "at most", 0.5, by="notes",
+        f"R^2 at the mean gate of the paper's best variant, {BEST:g}, interpolated over gates of growing bias", "at most", 0.5, by="ours",
     ),
     Claim(
         "b6", "The gate does not raise the rank of a head's output: it stays at the head's size",
         "largest rank of a head's output over the head's size, gates after attention or on values, per head or element", "at most", 1.0,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "b7", "Per element, W_V and W_O no longer merge: tokens see as many maps as the head has channels",
@@ -67,7 +67,7 @@ CLAIMS = (
     ),
     Claim(
         "b8", "Per head they still merge: all tokens see one map, and the gate scales it",
-        "largest relative error of gate x (A X) (W_V W_O), the two merged beforehand", "at most", 1e-12, by="notes",
+        "largest relative error of gate x (A X) (W_V W_O), the two merged beforehand", "at most", 1e-12, by="ours",
     ),
 )  # fmt: skip
 

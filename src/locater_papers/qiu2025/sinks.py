@@ -34,21 +34,21 @@ ON_FIRST = f"weight on the first token, as it acts, {HERE}"
 OF_ROWS = f"first token's share of rows made to sum to 1, {HERE}"  # what the paper's table has
 
 CLAIMS = (
-    Claim("f1", "Softmax has a sink to take away", ON_FIRST, "at least", SINK, by="notes"),
+    Claim("f1", "Softmax has a sink to take away", ON_FIRST, "at least", SINK, by="ours"),
     Claim("f2", "A gate per element takes weight off it", f"change of the {OF_ROWS}", "at most", 0.0),
     Claim("f3", "So does one gate per head", f"change of the {OF_ROWS}", "at most", 0.0),
     Claim("f4", "Gates on values leave more of it", f"{OF_ROWS}, with gates on values less after attention", "at least", 0.0),
-    Claim("f5", "A gate on keys leaves it", ON_FIRST, "at least", SINK, by="notes"),
-    Claim("f6", "A gate on queries leaves it", ON_FIRST, "at least", SINK, by="notes"),
+    Claim("f5", "A gate on keys leaves it", ON_FIRST, "at least", SINK, by="ours"),
+    Claim("f6", "A gate on queries leaves it", ON_FIRST, "at least", SINK, by="ours"),
     Claim("f7", "Gates that ignore the input leave more of it", f"{OF_ROWS}, without input less with it, per head", "at least", 0.0),
     Claim("f8", "Gates that cannot close leave more of it", f"{OF_ROWS}, with NS-sigmoid less with the sigmoid", "at least", 0.0),
     Claim("f9", "The more the gates close, the smaller the sink", "rank correlation of mean gate with the first token's share over "
           f"{len(VARIANTS)} variants, seed by seed, {HERE}", "at least", 0.8),
     Claim("f10", "As it acts, the gate per element leaves a tenth at most", f"weight on the first token over that under softmax, {HERE}",
-          "at most", LEFT, by="notes"),
-    Claim("f11", "So does the gate per head", f"weight on the first token over that under softmax, {HERE}", "at most", LEFT, by="notes"),
+          "at most", LEFT, by="ours"),
+    Claim("f11", "So does the gate per head", f"weight on the first token over that under softmax, {HERE}", "at most", LEFT, by="ours"),
     Claim("f12", "The map behind a gate per head has no sink either: no more than even attention gives", OF_ROWS, "at most", UNIFORM,
-          by="notes"),
+          by="ours"),
 )  # fmt: skip
 
 

@@ -43,13 +43,13 @@ CLAIMS = (
     Claim("c2", "And the smaller the largest activation", "rank correlation of mean gate with largest activation, six variants",
           "at least", 1.0),
     Claim("c3", "Such an order is no accident of six rows", "share of all orders of six rows that have a correlation as high as c1",
-          "at most", 0.01, by="notes"),
+          "at most", 0.01, by="ours"),
     Claim("c4", "Perplexity follows the mean gate too", "rank correlation of mean gate with perplexity, six variants",
-          "at least", 1.0, by="notes"),
+          "at least", 1.0, by="ours"),
     Claim("c5", "One gate per head buys most of what one per element does, with a hundredth of the parameters",
           "gain in perplexity per head over that per element", "at least", 0.8),
     Claim("c6", "Most of the gain takes a gate that adds a function: one that ignores the input has less than half",
-          "gain in perplexity of the gate without input over that per element", "at most", 0.5, by="notes"),
+          "gain in perplexity of the gate without input over that per element", "at most", 0.5, by="ours"),
 )  # fmt: skip
 
 

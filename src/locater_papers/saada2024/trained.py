@@ -22,15 +22,15 @@ from locater_papers.engine.trained_heads import HALVES, LENGTH, trained_layers
 CLAIMS = (
     Claim(
         "e1", "A trained map without a mask has the gap of a random one: s_2 = 2 σ / sqrt(T), with the σ of its own entries",
-        f"s_2 sqrt(T) / (2 σ), σ^2 = sum of A_ij^2 less 1, median over heads, encoders on {LENGTH} tokens", "about", 1.0, 0.25, by="notes",
+        f"s_2 sqrt(T) / (2 σ), σ^2 = sum of A_ij^2 less 1, median over heads, encoders on {LENGTH} tokens", "about", 1.0, 0.25, by="ours",
     ),
     Claim(
         "e2", "It has a gap at all: the second singular value is less than half of the first",
-        "s_2 / s_1, median over heads, encoders", "at most", 0.5, by="notes",
+        "s_2 / s_1, median over heads, encoders", "at most", 0.5, by="ours",
     ),
     Claim(
         "e3", "Causal trained maps have none",
-        "s_2 / s_1, median over heads, causal models", "at least", 0.5, by="notes",
+        "s_2 / s_1, median over heads, causal models", "at least", 0.5, by="ours",
     ),
 )  # fmt: skip
 
@@ -105,24 +105,24 @@ ARMS = (SOFTMAX, CENTRED, SOFTMAX_MASKED, CENTRED_MASKED)
 TRAINING = (
     Claim(
         "f1", "Without the outlier a model that sees both ways learns better, as seen at this size",
-        "change of report loss by the centred mechanism, masked language model", "at most", 0.0, by="notes",
+        "change of report loss by the centred mechanism, masked language model", "at most", 0.0, by="ours",
     ),
     Claim(
         "f2", "A causal one, with the prefix mean taken off, learns better, as seen at this size",
-        "change of report loss by the centred mechanism, causal language model", "at most", 0.0, by="notes",
+        "change of report loss by the centred mechanism, causal language model", "at most", 0.0, by="ours",
     ),
     Claim(
         "f3", "After training, too, the map that acts has less of a gap once the outlier is off",
         "1 - s_2 / s_1 of A less the uniform map, less that of A in the softmax model; mean over heads, masked language model",
-        "at most", 0.0, by="notes",
+        "at most", 0.0, by="ours",
     ),
     Claim(
         "f4", "Its tokens stay further apart, as seen at this size",
-        "change of the residual's share after the last block, masked language model", "at least", 0.0, by="notes",
+        "change of the residual's share after the last block, masked language model", "at least", 0.0, by="ours",
     ),
     Claim(
         "f5", "So do those of a causal one, as seen at this size",
-        "change of the residual's share after the last block, causal language model", "at least", 0.0, by="notes",
+        "change of the residual's share after the last block, causal language model", "at least", 0.0, by="ours",
     ),
 )  # fmt: skip
 

@@ -37,7 +37,7 @@ CLAIMS = (
     Claim(
         "e4", "A mix makes heads count more evenly, as seen at this size",
         f"variation of relevance of llcc less that of softmax attention, mean over layers, {SIZE}, llcc at one rate", "at most", 0.0,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "e5", "The more evenly heads count, the better the model, as seen at this size",

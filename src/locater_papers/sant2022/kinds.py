@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.attention import mechanism
-from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
 from locater_papers.engine.papers import Setting, Study
 
@@ -26,12 +26,12 @@ TAPS = ((5, 2), (7, 3), (3, 1))  # (taps, stride): the two of the paper, and one
 
 CLAIMS = (
     Claim("a1", "A layer whose heads are all full is multi-head attention", "largest difference from PyTorch's own layer, weights shared",
-        "at most", 1e-12, by="notes"),
+        "at most", 1e-12, by="ours"),
     Claim("a2", "A local head does not see keys outside its window",
         "largest change of outputs when those keys and values are drawn anew", "at most", 0.0),
     Claim(
         "a3", "A compressed head of one tap, stride 1 and kernel 1 is a full head", "largest difference of outputs", "at most", 1e-12,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "a4", "A compressed head is a strided convolution of keys and values, then attention",
@@ -40,11 +40,11 @@ CLAIMS = (
     Claim(
         "a5", f"A published window of {WINDOW} lets every token see {WINDOW // 2} tokens on either side",
         "least reach to a side of a token in the middle, windows aligned to blocks as in the public code", "at least",
-        WINDOW // 2, by="notes",
+        WINDOW // 2, by="ours",
     ),
     Claim(
         "a6", "What a compressed head gives is a weighted mean of values: the rows of its map sum to 1",
-        "mean distance of a row's sum from 1, kernels as they are at first", "at most", 0.1, by="notes",
+        "mean distance of a row's sum from 1, kernels as they are at first", "at most", 0.1, by="ours",
     ),
 )  # fmt: skip
 
@@ -176,7 +176,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         "a3": Measured(max(identity_error(seed) for seed in seeds), 0.0, largest),
         "a4": Measured(max(convolution_error(seed) for seed in seeds), 0.0, largest),
         "a5": Measured(float(window["least"]), 0.0, "none: counted", window),
-        "a6": over_seeds(off, {"least": every.min().item(), "most": every.max().item()}, of="kernels"),
+        "a6": by_seed(off, {"least": every.min().item(), "most": every.max().item()}, of="kernels"),
     }
 
 

@@ -31,11 +31,11 @@ CLAIMS = (
     Claim(
         "d1", "Heads of a trained layer count unevenly", "variation of relevance over heads (standard deviation over mean), mean over "
         "layers, least of the models",
-        "at least", 0.1, by="notes",
+        "at least", 0.1, by="ours",
     ),
     Claim(
         "d2", "Relevance orders the heads of a layer as leaving them out does",
-        "rank correlation with the change of the last states, mean over layers, least of the models", "at least", 0.5, by="notes",
+        "rank correlation with the change of the last states, mean over layers, least of the models", "at least", 0.5, by="ours",
     ),
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention.multiformer import head_relevance
-from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
 from locater_papers.engine.papers import Setting, Study
 
@@ -30,22 +30,22 @@ CLAIMS = (
     Claim(
         "c3", "Their medians over samples do too", f"largest distance of the sum from 1 over draws, {SAMPLES} samples that lean on "
         "different heads", "at most", 0.02,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "c4", "Another basis inside heads, another order of tokens or another scale of the layer changes nothing",
-        "largest change of a share", "at most", 1e-12, by="notes",
+        "largest change of a share", "at most", 1e-12, by="ours",
     ),
     Claim(
         "c5", "Another basis of the stream changes nothing", f"change of share, two heads of equal strength, one of which writes to one "
         f"channel of {WIDTH}",
-        "at most", 0.05, by="notes",
+        "at most", 0.05, by="ours",
     ),
     Claim(
         "c6", "A layer without its most relevant heads is another layer",
         "change of the layer's output by leaving out two heads with 0.9 of the relevance that undo each other, over its size",
         "at least", 0.5,
-        by="notes",
+        by="ours",
     ),
 )  # fmt: skip
 
@@ -127,7 +127,7 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         medians.append(found.sum().item() - 1)
     pairs = [turned_stream(10 * seed) for seed in seeds]
     undone = cancelling()
-    moved = over_seeds([b - a for a, b in pairs], {"as_it_is": pairs[0][0], "turned": pairs[0][1]}, of="draws")
+    moved = by_seed([b - a for a, b in pairs], {"as_it_is": pairs[0][0], "turned": pairs[0][1]}, of="draws")
     numbers: dict[str, Any] = {"mean": sum(medians) / len(medians)}
     return {
         "c1": Measured(max(exact), 0.0, "none: the largest of 5 draws"),

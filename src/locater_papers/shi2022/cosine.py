@@ -35,24 +35,24 @@ Tokens = Float[Tensor, "tokens width"]
 CLAIMS = (
     Claim(
         "a1", "The mean cosine of all pairs of tokens follows from the sum of unit vectors, without any pair",
-        "largest difference from the mean over written-out pairs", "at most", 1e-12, by="notes",
+        "largest difference from the mean over written-out pairs", "at most", 1e-12, by="ours",
     ),
     Claim(
         "a2", "It is the distance from equal tokens once lengths are gone: 1 - CosSim = d(U)^2 / (n - 1)",
-        "largest difference of the two sides", "at most", 1e-12, by="notes",
+        "largest difference of the two sides", "at most", 1e-12, by="ours",
     ),
     Claim(
         "a3", "Cosine near 1 means that tokens have lost directions",
         f"share of effective rank around the mean that {TOKENS} Gaussian tokens lose to a shared vector that takes their cosine to 0.99",
-        "at least", 0.5, by="notes",
+        "at least", 0.5, by="ours",
     ),
     Claim(
         "a4", "Cosine near 0 means that tokens have many directions",
-        f"effective rank of tokens with a cosine under 0.05, least of the draws, over the width {WIDTH}", "at least", 0.5, by="notes",
+        f"effective rank of tokens with a cosine under 0.05, least of the draws, over the width {WIDTH}", "at least", 0.5, by="ours",
     ),
     Claim(
         "a5", "Cosine around the mean tells few directions from many",
-        f"its mean over tokens in 1, 2, ... {WIDTH} directions: largest less least", "at least", 0.1, by="notes",
+        f"its mean over tokens in 1, 2, ... {WIDTH} directions: largest less least", "at least", 0.1, by="ours",
     ),
 )  # fmt: skip
 

@@ -35,21 +35,21 @@ CLAIMS = (
     *(
         Claim(
             f"f{n}", f"Fusing all layers ({kind}) keeps tokens of the last layer apart, as seen at this size",
-            f"change of their mean cosine, in front of fusion, {VARIED}", "at most", 0.0, by="notes",
+            f"change of their mean cosine, in front of fusion, {VARIED}", "at most", 0.0, by="ours",
         )
         for n, kind in enumerate(FUSIONS, 4)
     ),
     Claim(
         "f7", "With norms in front, too, tokens grow alike with depth, as seen at this size",
-        f"rank correlation of depth with mean cosine, half-blocks of a {SIZE}", "at least", 0.8, by="notes",
+        f"rank correlation of depth with mean cosine, half-blocks of a {SIZE}", "at least", 0.8, by="ours",
     ),
     Claim(
         "f8", "With norms after the sums tokens of the last layer are more alike, as seen at this size",
-        f"change of their mean cosine, {COOL}", "at least", 0.0, by="notes",
+        f"change of their mean cosine, {COOL}", "at least", 0.0, by="ours",
     ),
     Claim(
         "f9", "With norms after the sums it trains as well, as seen at this size",
-        f"change of report loss, {COOL}", "at most", 0.02, by="notes",
+        f"change of report loss, {COOL}", "at most", 0.02, by="ours",
     ),
 )  # fmt: skip
 

@@ -42,22 +42,22 @@ CLAIMS = (
     ),
     Claim(
         "e2", "So do tokens of trained causal models with norms in front",
-        "the same, least of trained causal models", "at least", 0.8, by="notes",
+        "the same, least of trained causal models", "at least", 0.8, by="ours",
     ),
     Claim(
         "e3", "Where tokens are more alike they have fewer directions",
         "rank correlation over layers of mean cosine with effective rank around the mean, "
-        "largest of the models", "at most", -0.8, by="notes",
+        "largest of the models", "at most", -0.8, by="ours",
     ),
     Claim(
         "e4", "Cosine around the mean shows the same as raw cosine",
         "change of cosine around the mean from first to last state over that of raw cosine, largest of the models", "at least",
-        0.5, by="notes",
+        0.5, by="ours",
     ),
-    Claim("e5", "In a trained BERT the theorem promises equal tokens: v is under 1", "least v of its blocks", "at most", 1.0, by="notes"),
+    Claim("e5", "In a trained BERT the theorem promises equal tokens: v is under 1", "least v of its blocks", "at most", 1.0, by="ours"),
     Claim(
         "e6", "The theorem holds in a trained BERT, gains and GELU counted", "largest d(H') / (v d(H)), each norm in place of s",
-        "at most", 1.0, by="notes",
+        "at most", 1.0, by="ours",
     ),
 )  # fmt: skip
 

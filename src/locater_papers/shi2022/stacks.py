@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import token_cosine
-from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 from locater_papers.shi2022.bounds import layer_norm
 
@@ -24,19 +24,19 @@ GAINS = (0.3, 1.0)  # of what a sublayer adds, beside the tokens' size
 CLAIMS = (
     Claim(
         "d1", "With norms after the sums, tokens of a drawn model become all but equal",
-        f"mean cosine after {DEPTH} layers, Gaussian weights that keep a token's size", "at least", 0.99, by="notes",
+        f"mean cosine after {DEPTH} layers, Gaussian weights that keep a token's size", "at least", 0.99, by="ours",
     ),
     Claim(
         "d2", "With norms in front they stay apart: the stream grows, and a layer changes less of it",
-        "the same", "at most", 0.9, by="notes",
+        "the same", "at most", 0.9, by="ours",
     ),
     Claim(
         "d3", "A causal mask keeps tokens apart",
-        f"cosine after {DEPTH} layers with the mask less without, norms after the sums, sublayers that add 0.3", "at most", 0.0, by="notes",
+        f"cosine after {DEPTH} layers with the mask less without, norms after the sums, sublayers that add 0.3", "at most", 0.0, by="ours",
     ),
     Claim(
         "d4", "Where sublayers add little (0.3), the place of the norm is worth less than 0.1 of cosine",
-        f"cosine after {DEPTH} layers, norms after the sums less norms in front", "at most", 0.1, by="notes",
+        f"cosine after {DEPTH} layers, norms after the sums less norms in front", "at most", 0.1, by="ours",
     ),
 )  # fmt: skip
 
@@ -85,12 +85,12 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     ends = {name: held[:, -1] for name, held in kinds.items()}
     curves = {name: held.mean(0).tolist() for name, held in kinds.items()}
     return {
-        "d1": over_seeds(
+        "d1": by_seed(
             ends["post, 1"].tolist(), {"curves": curves, "seeds": len(seeds), "tokens": TOKENS, "width": WIDTH}
         ),
-        "d2": over_seeds(ends["pre, 1"].tolist()),
-        "d3": over_seeds((ends["post, causal, 0.3"] - ends["post, 0.3"]).tolist()),
-        "d4": over_seeds((ends["post, 0.3"] - ends["pre, 0.3"]).tolist()),
+        "d2": by_seed(ends["pre, 1"].tolist()),
+        "d3": by_seed((ends["post, causal, 0.3"] - ends["post, 0.3"]).tolist()),
+        "d4": by_seed((ends["post, 0.3"] - ends["pre, 0.3"]).tolist()),
     }
 
 

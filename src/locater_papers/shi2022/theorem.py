@@ -37,29 +37,29 @@ CLAIMS = (
     Claim("c1", "d after a block is at most v times d before it", "largest d(H') / (v d(H)), Gaussian weights of five sizes", "at most",
         1.0),
     Claim(
-        "c2", "The bound is loose", "median of d(H') / (v d(H)) where weights keep a token's size (1)", "at most", 0.1, by="notes",
+        "c2", "The bound is loose", "median of d(H') / (v d(H)) where weights keep a token's size (1)", "at most", 0.1, by="ours",
     ),
     Claim(
-        "c3", "Weights that keep a token's size bring v under 1", "least v of the draws with weights of size 1", "at most", 1.0, by="notes",
+        "c3", "Weights that keep a token's size bring v under 1", "least v of the draws with weights of size 1", "at most", 1.0, by="ours",
     ),
     Claim(
         "c4", "v under 1 can be reached: many heads that copy the mean to every token",
-        f"v of the last of {BUILT_DEPTH} blocks built for it, tokens independent at first", "at most", 1.0, by="notes",
+        f"v of the last of {BUILT_DEPTH} blocks built for it, tokens independent at first", "at most", 1.0, by="ours",
     ),
     Claim(
         "c5", "There tokens become equal exponentially, at the rate v",
-        "geometric mean of d(H') / d(H) over v, last three of the built blocks", "about", 1.0, 0.1, by="notes",
+        "geometric mean of d(H') / d(H) over v, last three of the built blocks", "about", 1.0, 0.1, by="ours",
     ),
     Claim(
         "c6", "The larger the standard deviation in front of the norms, the closer tokens come",
         "rank correlation of σ1 σ2 with d(H') / d(H), all draws", "at most", -0.5,
     ),
     Claim(
-        "c7", "The smaller v, the closer tokens come", "rank correlation of v with d(H') / d(H), all draws", "at least", 0.5, by="notes",
+        "c7", "The smaller v, the closer tokens come", "rank correlation of v with d(H') / d(H), all draws", "at least", 0.5, by="ours",
     ),
     Claim(
         "c8", "Tokens come closer only where v is under 1",
-        "share of draws with v above 1 among those whose tokens came closer", "at most", 0.5, by="notes",
+        "share of draws with v above 1 among those whose tokens came closer", "at most", 0.5, by="ours",
     ),
 )  # fmt: skip
 

@@ -28,9 +28,9 @@ CLAIMS = (
     Claim("c1", "Attention at the first position is a fixed linear map", "relative error of W_O W_V x beside causal softmax, grouped heads",
           "at most", 1e-12),
     Claim("c2", "So it is for every causal mechanism whose rows sum to 1", "largest relative error over these mechanisms",
-          "at most", 1e-9, by="notes"),
+          "at most", 1e-9, by="ours"),
     Claim("c3", "Where a query can look away it is not", "largest R^2 of a linear fit of the output on the token: "
-          "gate per head, softmax with a sink, learned sink, sigmoid", "at most", 0.99, by="notes"),
+          "gate per head, softmax with a sink, learned sink, sigmoid", "at most", 0.99, by="ours"),
 )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from locater_papers.engine.arms import (
     change,
     ends_table,
     has_sink,
-    left_open,
     level,
+    mark_inconclusive,
     rank_correlation,
     trained,
     value_of,
@@ -41,9 +41,9 @@ OF_SINKS = ("e3", "e4", "e5", "e6", "e8", "e10", "e11", "e14")
 RATIO, FIRST, SPIKE, SPIKE_RATIO = (f"measures.{name}" for name in ("sink_ratio", "first_mass", "spike", "spike_ratio"))
 
 CLAIMS = (
-    Claim("e1", "There are sinks to drive away", f"sink ratio of the plain model, {SEEN}", "at least", 0.1, by="notes"),
+    Claim("e1", "There are sinks to drive away", f"sink ratio of the plain model, {SEEN}", "at least", 0.1, by="ours"),
     Claim("e2", "There are spikes to drive away", f"largest entry over the median in the plain model, {SEEN}", "at least", MASSIVE,
-          by="notes"),
+          by="ours"),
     Claim("e3", "Small heads have less of a sink", f"first token's share with heads of 8 less with heads of 64, equal width, {VARIED}",
           "at most", 0.0),
     Claim("e4", "Sinks grow with head size", "rank correlation of head size (8, 16, 64, 128) with the first token's share, "
@@ -55,7 +55,7 @@ CLAIMS = (
     Claim("e8", "They leave sinks as they are", f"log of the first token's share with sandwich norms over that without, {VARIED}",
           "about", 0.0, 0.25),
     Claim("e9", "A norm of the sum lowers spikes", f"change of the largest entry over the median, at the better of two lower "
-          f"rates, {SEEN}", "at most", 0.0, by="notes"),
+          f"rates, {SEEN}", "at most", 0.0, by="ours"),
     Claim("e10", "GELU in the place of SwiGLU has more of a sink", f"change of the first token's share, {VARIED}", "at least", 0.0),
     Claim("e11", "Without MLPs there is more of a sink", f"change of the first token's share, {VARIED}", "at least", 0.0),
     Claim("e12", "Without MLPs spikes shrink", f"change of the largest entry over the median, {VARIED}", "at most", 0.0),
@@ -70,7 +70,7 @@ def unless_massive(
     found: Mapping[str, Measured | None], plain: Measured | None, keys: tuple[str, ...]
 ) -> dict[str, Measured | None]:
     """The same measurements, those of `keys`, on spikes, left open where the plain model has none."""
-    return left_open(found, keys if plain is not None and plain.value < MASSIVE else (), NO_SPIKE, room=MASSIVE)
+    return mark_inconclusive(found, keys if plain is not None and plain.value < MASSIVE else (), NO_SPIKE, room=MASSIVE)
 
 
 def judge(runs: Runs) -> Mapping[str, Measured | None]:
@@ -92,7 +92,7 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
     }
     found = carried(found, {"arms": ends_table(runs, ARMS)})
     found = unless_massive(found, found["e2"], OF_SPIKES)
-    return found if has_sink(runs, SOFTMAX) else left_open(found, OF_SINKS, NO_SINK)
+    return found if has_sink(runs, SOFTMAX) else mark_inconclusive(found, OF_SINKS, NO_SINK)
 
 
 STUDY = trained("what drives sinks and spikes", CLAIMS, ARMS, judge)

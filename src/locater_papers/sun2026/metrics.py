@@ -37,11 +37,11 @@ CLAIMS = (
           "heads, of planted sinks of every strength, that are told apart otherwise by loops", "at most", 0.0),
     Claim("a3", "Massive: over 100 and over 1000 medians", "hidden states that are told apart otherwise by sorting", "at most", 0.0),
     Claim("a4", "Short sequences make every head a sink: uniform causal attention passes up to nine tokens",
-          "longest sequence on which uniform causal attention has alpha_1 > 0.3", "about", 9.0, by="notes"),
+          "longest sequence on which uniform causal attention has alpha_1 > 0.3", "about", 9.0, by="ours"),
     Claim("a5", "At 64 tokens a head without a sink is not called one on the first token",
-          "share of random heads with alpha_1 > 0.3, largest over spreads of their logits up to 8", "at most", 0.01, by="notes"),
+          "share of random heads with alpha_1 > 0.3, largest over spreads of their logits up to 8", "at most", 0.01, by="ours"),
     Claim("a6", "Nor on another of the first half", "share of random heads that the sink ratio counts, largest over spreads up to 8",
-          "at most", 0.01, by="notes"),
+          "at most", 0.01, by="ours"),
 )  # fmt: skip
 
 

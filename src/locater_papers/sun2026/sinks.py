@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from locater_papers.engine.arms import change, left_open, level, rank_correlation, trained, value_of
+from locater_papers.engine.arms import change, level, mark_inconclusive, rank_correlation, trained, value_of
 from locater_papers.engine.arms_page import carried
 from locater_papers.engine.claims import Claim, Measured
 from locater_papers.engine.mechanism_runs import MASSIVE
@@ -30,14 +30,14 @@ OF_SPIKES = ("f4", "f6", "f9", "f10", "f12")
 UNLEARNED = "unknown: without an MLP the source is not learned, so that heads have something to add"
 
 CLAIMS = (
-    Claim("f1", "There is a sink to drive away", f"weight on the first token, plain model, {HERE}", "at least", SINK, by="notes"),
+    Claim("f1", "There is a sink to drive away", f"weight on the first token, plain model, {HERE}", "at least", SINK, by="ours"),
     Claim("f2", "Small heads have less of a sink", f"weight on the first token, heads of 8 less one of 64, {HERE}", "at most", 0.0),
     Claim("f3", "Sinks grow with head size", "rank correlation of head size (8, 16, 32, 64) with the weight on the first token, seed by "
           f"seed, {HERE}", "at least", 0.8),
     Claim("f4", "Norms behind branches lower spikes", LARGEST, "at most", 0.0),
     Claim("f5", "They leave sinks as they are", f"log of the weight on the first token with sandwich norms over that without, {HERE}",
           "about", 0.0, 0.25),
-    Claim("f6", "A norm of the sum lowers spikes", LARGEST, "at most", 0.0, by="notes"),
+    Claim("f6", "A norm of the sum lowers spikes", LARGEST, "at most", 0.0, by="ours"),
     Claim("f7", "GELU in the place of SwiGLU has more of a sink", ON_FIRST, "at least", 0.0),
     Claim("f8", "Without MLPs there is more of a sink", ON_FIRST, "at least", 0.0),
     Claim("f9", "Without MLPs spikes shrink", LARGEST, "at most", 0.0),
@@ -67,7 +67,7 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
     found = unless_massive(found, level(runs, PLAIN, SPIKE), OF_SPIKES)
     lost = change(runs, NONE, PLAIN, "report_loss")
     if lost is not None and lost.value > SHORT:
-        found = left_open(found, ("f8", "f9"), UNLEARNED, room=MASSIVE)
+        found = mark_inconclusive(found, ("f8", "f9"), UNLEARNED, room=MASSIVE)
     return found
 
 

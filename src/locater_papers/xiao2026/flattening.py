@@ -15,7 +15,7 @@ from torch import Tensor
 from locater.attention import mechanism
 from locater.attention.binary import sign
 from locater.theory import expected_entropy
-from locater_papers.engine.claims import Claim, Measured, over_seeds
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 from locater_papers.xiao2026.signs import draw, entropy
 
@@ -31,30 +31,30 @@ CLAIMS = (
     Claim(
         "b1", "Of jointly Gaussian entries of mean zero and correlation r, the mean product of signs is (2/pi) asin(r); "
         "the paper's Theorem 1 is of this kind, its wording was not at hand",
-        f"largest difference over {len(CORRELATIONS)} correlations, in standard errors", "at most", 4.0, by="notes",
+        f"largest difference over {len(CORRELATIONS)} correlations, in standard errors", "at most", 4.0, by="ours",
     ),
     Claim("b2", "Signs flatten: the standard deviation of logits falls to 2/pi of what it was",
           "standard deviation of binary logits over that of real ones, independent N(0, 1) queries and keys, d = 64", "about", 0.637, 0.005,
-          by="notes"),
+          by="ours"),
     Claim("b3", f"A real row of {TOKENS} keys has 5.05 nats of entropy", "mean entropy in nats of softmax rows, d = 64", "about", 5.05,
-          0.01, by="notes"),
+          0.01, by="ours"),
     Claim("b4", f"A binary row of {TOKENS} keys has 5.345 nats", "mean entropy in nats of binary rows, d = 64", "about", 5.345,
-          0.01, by="notes"),
+          0.01, by="ours"),
     Claim("b5", "The binary entropy follows from the arcsine law: log N - (2/pi)^2 / 2",
-          "measured entropy less that estimate, in nats", "about", 0.0, 0.02, by="notes"),
+          "measured entropy less that estimate, in nats", "about", 0.0, 0.02, by="ours"),
     Claim("b6", "The order of keys is half kept: the rank correlation of real and binary logits is about 0.62",
-          "rank correlation within rows, d = 64, ties shared", "about", 0.62, 0.01, by="notes"),
+          "rank correlation within rows, d = 64, ties shared", "about", 0.62, 0.01, by="ours"),
     Claim("b7", "That is so whatever d is",
           f"largest distance of the rank correlation from 0.62, d = {', '.join(map(str, SIZES))}", "at most", 0.02,
-          by="notes"),
+          by="ours"),
     Claim("b8", "Over all pairs, real and binary logits have a correlation of 2/pi whatever d is, so that of ranks tends to "
           "(6/pi) asin(1/pi) = 0.6194",
-          "rank correlation at the largest d less that limit", "about", 0.0, 0.005, by="notes"),
+          "rank correlation at the largest d less that limit", "about", 0.0, 0.005, by="ours"),
     Claim("b9", f"Sharp rows (queries and keys {SHARP:g} times as large): a real one has 0.64 nats", "mean entropy in nats, d = 64",
-          "about", 0.64, 0.05, by="notes"),
-    Claim("b10", "Sharp rows: a binary one has 1.13 nats", "mean entropy in nats, d = 64", "about", 1.13, 0.05, by="notes"),
+          "about", 0.64, 0.05, by="ours"),
+    Claim("b10", "Sharp rows: a binary one has 1.13 nats", "mean entropy in nats, d = 64", "about", 1.13, 0.05, by="ours"),
     Claim("b11", "Sharp rows: the strongest key is the same in 13 % of them", "share of rows with the same largest weight, d = 64, "
-          "ties among binary weights counted by their share", "about", 0.13, 0.02, by="notes"),
+          "ties among binary weights counted by their share", "about", 0.13, 0.02, by="ours"),
 )  # fmt: skip
 
 
@@ -147,16 +147,16 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     ]
 
     def over(held: list[Rows], what: str) -> Measured:
-        return over_seeds([getattr(x, what) for x in held], of="draws")
+        return by_seed([getattr(x, what) for x in held], of="draws")
 
     worst = max(SIZES, key=lambda d: abs(ranked[d] - 0.62))
     away = over(by_size[worst], "rank")
     return {
         "b1": Measured(off, 0.0, "none: in standard errors", {"law": law}),
-        "b2": over_seeds([x.spread for x in plain], {"sizes": table}, "draws"), "b3": over(plain, "real"), "b4": over(plain, "binary"),
-        "b5": over_seeds([x.binary - estimate for x in plain], of="draws"), "b6": over(plain, "rank"),
+        "b2": by_seed([x.spread for x in plain], {"sizes": table}, "draws"), "b3": over(plain, "real"), "b4": over(plain, "binary"),
+        "b5": by_seed([x.binary - estimate for x in plain], of="draws"), "b6": over(plain, "rank"),
         "b7": Measured(abs(away.value - 0.62), away.spread, away.spread_of, {"by_size": ranked, "worst": worst}),
-        "b8": over_seeds([x.rank - LIMIT for x in by_size[SIZES[-1]]], {"limit": LIMIT}, "draws"),
+        "b8": by_seed([x.rank - LIMIT for x in by_size[SIZES[-1]]], {"limit": LIMIT}, "draws"),
         "b9": over(sharp, "real"), "b10": over(sharp, "binary"), "b11": over(sharp, "top"),
     }  # fmt: skip
 

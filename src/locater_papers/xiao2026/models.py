@@ -37,18 +37,18 @@ RESTORED = math.pi / 2  # times: brings the spread of Gaussian logits back to wh
 
 CLAIMS = (
     Claim("c1", "Signs flatten the rows of trained models too", "change of mean entropy in nats by binary attention, least of the models",
-          "at least", 0.0, by="notes"),
+          "at least", 0.0, by="ours"),
     Claim("c2", "Trained heads keep their strongest key more often than random ones do (13 %)",
-          "share of rows whose largest weight stays the largest, least of the models", "at least", 0.13, by="notes"),
+          "share of rows whose largest weight stays the largest, least of the models", "at least", 0.13, by="ours"),
     Claim("c3", "The order of keys is kept as well as of Gaussian ones (0.62)",
-          "rank correlation of real and binary logits within rows, mean over heads, least of the models", "at least", 0.62, by="notes"),
+          "rank correlation of real and binary logits within rows, mean over heads, least of the models", "at least", 0.62, by="ours"),
     Claim("c4", "A trained model can be made binary as it is: fine-tuning is for the last bit",
           "divergence of the next token's distribution from the model's own, nats, largest of the causal models", "at most", 0.1,
-          by="notes"),
+          by="ours"),
     Claim("c5", "Giving logits their spread back (times pi/2) makes up for it: flatness is what is wrong",
-          "share of that divergence that is undone, least of the causal models", "at least", 0.5, by="notes"),
+          "share of that divergence that is undone, least of the causal models", "at least", 0.5, by="ours"),
     Claim("c6", "Fine-tuning sees its queries and keys: most entries are inside the window from -1 to 1 through which gradients come",
-          "share of entries of queries and keys outside of it, largest of the models", "at most", 0.5, by="notes"),
+          "share of entries of queries and keys outside of it, largest of the models", "at most", 0.5, by="ours"),
 )  # fmt: skip
 
 

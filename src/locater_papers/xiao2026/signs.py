@@ -40,59 +40,59 @@ CLAIMS = (
     ),
     Claim(
         "a3", "Logits without a bias take at most d + 1 levels, 2 mu_q mu_k / sqrt(d) apart",
-        "largest distance of a difference of two logits from a whole number of steps, in steps", "at most", 1e-9, by="notes",
+        "largest distance of a difference of two logits from a whole number of steps, in steps", "at most", 1e-9, by="ours",
     ),
     Claim(
         "a4", "No logit without a bias exceeds mu_q mu_k sqrt(d)",
         "range of a row's logits over twice that bound, largest of all rows; keys with a query's own signs and with the opposite ones are "
-        "among the keys, so it is reached", "about", 1.0, 1e-9, by="notes",
+        "among the keys, so it is reached", "about", 1.0, 1e-9, by="ours",
     ),
     Claim(
         "a5", "So entropy has a floor that depends on mu_q, mu_k, d and the number of keys alone",
-        "least of (entropy - floor) over rows, in nats", "at least", -1e-12, by="notes",
+        "least of (entropy - floor) over rows, in nats", "at least", -1e-12, by="ours",
     ),
     Claim(
         "a6", "The floor is reached: by m keys with the query's signs among others with the opposite ones, at the best m",
-        "largest (entropy - floor) of such rows, in nats", "at most", 1e-12, by="notes",
+        "largest (entropy - floor) of such rows, in nats", "at most", 1e-12, by="ours",
     ),
     Claim(
         "a7", "One key above all others is not always the sharpest row: of 64 logits in a range of 2, the floor is 3.684, not 4.044",
-        "least entropy over rows of two levels, every number of high keys tried", "about", 3.684, 5e-4, by="notes",
+        "least entropy over rows of two levels, every number of high keys tried", "about", 3.684, 5e-4, by="ours",
     ),
     Claim(
         "a8", "The gradient passes a sign where abs(x) <= 1 in raw units, so with large queries nearly all of it is cut",
-        "share of a query's entries whose sign passes no gradient, at an rms of 10", "at least", 0.9, by="notes",
+        "share of a query's entries whose sign passes no gradient, at an rms of 10", "at least", 0.9, by="ours",
     ),
     Claim(
         "a9", "Without a bias the map knows of q only the signs and the mean size of its entries",
         "largest change of a weight when every entry of q is rescaled by a factor of its own and their mean size is kept", "at most",
-        ROUNDING, by="notes",
+        ROUNDING, by="ours",
     ),
     Claim(
         "a10", "A permutation of channels, or turning the sign of some, in both q and k leaves the map as it is",
-        "largest change of a weight", "at most", ROUNDING, by="notes",
+        "largest change of a weight", "at most", ROUNDING, by="ours",
     ),
     Claim(
         "a11", "Signs taken after rotary embedding keep what it is for: logits depend on the distance of two tokens alone",
         "rms change of a logit when all positions move by the same number, over the standard deviation of logits", "at most", 0.01,
-        by="notes",
+        by="ours",
     ),
     Claim(
         "a12", "Signs taken before it keep that, and lose the count: logits are no d + 1 levels any more",
-        "distinct logits of one query over d + 1", "at least", 1.5, by="notes",
+        "distinct logits of one query over d + 1", "at least", 1.5, by="ours",
     ),
     Claim(
         "a13", "Grouped heads: the map is that of every query head with its key head, one mean size of entries per key head",
-        "largest difference from a loop over query heads", "at most", ROUNDING, by="notes",
+        "largest difference from a loop over query heads", "at most", ROUNDING, by="ours",
     ),
     Claim(
         "a14", "One mean size for all queries of a head, and one for its keys, as published for images, tells a causal query of "
         "later tokens",
-        "change of the largest weight of an early row when the last token is made ten times as long", "at least", 1e-3, by="notes",
+        "change of the largest weight of an early row when the last token is made ten times as long", "at least", 1e-3, by="ours",
     ),
     Claim(
         "a15", "With the query's own mean and that of the keys in view it does not",
-        "the same change in the causal form of this package", "at most", 0.0, by="notes",
+        "the same change in the causal form of this package", "at most", 0.0, by="ours",
     ),
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention import mechanism
-from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 
 SIZE = 32  # d_k, of a key
@@ -28,19 +28,19 @@ EXACT = "none: exact"
 
 CLAIMS = (
     Claim("b1", "DeltaNet recalls d_k pairs with orthonormal keys exactly", "largest error of a recalled entry, d_k pairs", "at most",
-          1e-12, by="notes"),
+          1e-12, by="ours"),
     Claim("b2", "It replaces exactly: a key written again gives its new value, and the others keep theirs",
-          "largest error of a recalled entry after half of the keys are written again", "at most", 1e-12, by="notes"),
+          "largest error of a recalled entry after half of the keys are written again", "at most", 1e-12, by="ours"),
     Claim("b3", "Plain linear attention recalls up to d_k pairs", f"share of pairs recalled by `linear`, d_k pairs, random keys of length "
-          f"{LONG:g}; a value counts as recalled where it is the nearest of all", "at least", 0.9, by="notes"),
+          f"{LONG:g}; a value counts as recalled where it is the nearest of all", "at least", 0.9, by="ours"),
     Claim("b4", "and fails past d_k, features or none", "share of pairs recalled, 2 d_k pairs, the larger of `linear` and of adding v k^T "
-          "alone", "at most", 0.9, by="notes"),
+          "alone", "at most", 0.9, by="ours"),
     Claim("b5", "No state of d_k rows can do better than 1 - d_k / n of the squared error on n orthonormal values",
-          "least of (squared error) / (1 - d_k / n) over recurrences, n from 1.5 to 8 d_k", "at least", 1.0, by="notes"),
+          "least of (squared error) / (1 - d_k / n) over recurrences, n from 1.5 to 8 d_k", "at least", 1.0, by="ours"),
     Claim("b6", "Past d_k, correcting the state (`delta`) holds more than adding to it", "share of pairs recalled by `delta`, every key "
-          "written in full, less that of adding, 2 d_k pairs", "at least", 0.0, by="notes"),
+          "written in full, less that of adding, 2 d_k pairs", "at least", 0.0, by="ours"),
     Claim("b7", "Full attention knows no such bound", "share of pairs recalled by sharp softmax, 8 d_k pairs", "at least", 0.99,
-          by="notes"),
+          by="ours"),
 )  # fmt: skip
 
 
@@ -118,10 +118,10 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     least = [min(x[s] for by in over.values() for x in by.values()) for s in seeds]
     return {
         "b1": Measured(first, 0.0, EXACT), "b2": Measured(again, 0.0, EXACT),
-        "b3": seeds_range(held["linear"][1.0], {"curves": curves, "bounds": bounds, "size": SIZE}),
-        "b4": seeds_range([max(held[name][2.0][s] for name in ("linear", ADDED)) for s in seeds]),
-        "b5": seeds_range(least), "b6": seeds_range([held["delta"][2.0][s] - held[ADDED][2.0][s] for s in seeds]),
-        "b7": seeds_range(held["softmax"][8.0]),
+        "b3": by_seed(held["linear"][1.0], {"curves": curves, "bounds": bounds, "size": SIZE}),
+        "b4": by_seed([max(held[name][2.0][s] for name in ("linear", ADDED)) for s in seeds]),
+        "b5": by_seed(least), "b6": by_seed([held["delta"][2.0][s] - held[ADDED][2.0][s] for s in seeds]),
+        "b7": by_seed(held["softmax"][8.0]),
     }  # fmt: skip
 
 

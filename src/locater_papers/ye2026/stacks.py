@@ -25,8 +25,8 @@ from torch import Tensor
 from locater.attention import mechanism
 from locater.attention.hybrid import hybrid
 from locater.numerics import spearman
-from locater_papers.engine.arms import known, left_open
-from locater_papers.engine.claims import Claim, Measured, seeds_range
+from locater_papers.engine.arms import known, mark_inconclusive
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
 from locater_papers.engine.parts import device, every
 from locater_papers.ye2026.task import Prompts, Task, prompts
@@ -69,13 +69,13 @@ UNTRAINED = "unknown: the stack of full layers itself has not learned the task"
 
 CLAIMS = (
     Claim("d1", "A stack of full layers learns to compose", "share of right answers at all L hops, every layer full, as seen at this size",
-          "at least", LEARNED, by="notes"),
+          "at least", LEARNED, by="ours"),
     Claim("d2", "Of equal depth, L - 1 full layers among linear ones do worse (the theorem is about what can be represented, and large m)",
-          "share of right answers at L hops, L - 1 full layers less all full, as seen at this size", "at most", -WORSE, by="notes"),
+          "share of right answers at L hops, L - 1 full layers less all full, as seen at this size", "at most", -WORSE, by="ours"),
     Claim("d3", "The more full layers, the more hops", "rank correlation of the number of full layers with the share of right answers at "
-          "L hops, as seen at this size", "at least", 0.8, by="notes"),
+          "L hops, as seen at this size", "at least", 0.8, by="ours"),
     Claim("d4", "Linear layers alone do worse at one hop already, where a function has more points than all keys have channels",
-          "share of right answers after the first layer, no full layer less all full, as seen at this size", "at most", -WORSE, by="notes"),
+          "share of right answers after the first layer, no full layer less all full, as seen at this size", "at most", -WORSE, by="ours"),
 )  # fmt: skip
 
 
@@ -216,12 +216,12 @@ def judged(found: Mapping[str, list[list[float]]], size: Size, device: str) -> d
     ]
     at_most = [held[-1] for held in found[full]]
     measured = {
-        "d1": seeds_range(at_most, numbers), "d2": seeds_range([found[fewer][s][-1] - found[full][s][-1] for s in seeds]),
-        "d3": seeds_range(trend), "d4": seeds_range([found[none][s][0] - found[full][s][0] for s in seeds]),
+        "d1": by_seed(at_most, numbers), "d2": by_seed([found[fewer][s][-1] - found[full][s][-1] for s in seeds]),
+        "d3": by_seed(trend), "d4": by_seed([found[none][s][0] - found[full][s][0] for s in seeds]),
     }  # fmt: skip
     if min(at_most) >= LEARNED:
         return measured
-    return known(left_open(measured, measured if size.brief else ("d2", "d3"), UNTRAINED))
+    return known(mark_inconclusive(measured, measured if size.brief else ("d2", "d3"), UNTRAINED))
 
 
 STUDY = Study("trained stacks", CLAIMS, measure, NEEDS)

@@ -1,17 +1,17 @@
 """Zhai and others (2023): sigma-Reparam, and the floor that spectral norms put under the entropy of attention."""
 
+from pathlib import Path
+
 from locater_papers.engine.papers import Paper
 from locater_papers.zhai2023 import floor, reparam, trained
-from locater_papers.zhai2023.page import lead, page
 
 PAPER = Paper(
     "zhai2023",
     "Stabilizing training by preventing entropy collapse: what the bound says, and what the method does",
-    "Zhai, Likhomanenko, Littwin, Busbridge, Ramapuram, Zhang, Gu and Susskind, Stabilizing Transformer Training by Preventing Attention "
-    "Entropy Collapse (ICML 2023, arXiv 2303.06296)",
+    "Zhai, Likhomanenko, Littwin, Busbridge, Ramapuram, Zhang, Gu and Susskind, Stabilizing Transformer Training by "
+    "Preventing Attention Entropy Collapse (ICML 2023, arXiv 2303.06296)",
     (floor.STUDY, reparam.STUDY, trained.STUDY, trained.KEPT_RUNS, trained.RUNS),
-    page,
-    lead,
+    Path(__file__).parent,
 )
 
 __all__ = ["PAPER"]

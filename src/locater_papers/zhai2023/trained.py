@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from statistics import fmean, median
 from typing import Any
 
@@ -14,11 +13,10 @@ from locater.numerics import spearman
 from locater.theory import entropy_floor, entropy_floor_of_range
 from locater_papers.bao2024.arms import PLAIN, RIVALS, SHORT, stability_rows
 from locater_papers.bao2024.judged import hot_losses, rates_survived
-from locater_papers.engine.arms import change, ends_table, known, trained
-from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured, half_range, seeds_range
+from locater_papers.engine.arms import change, ends_table, trained
+from locater_papers.engine.claims import Claim, by_seed, half_range
 from locater_papers.engine.mechanism_runs import SOFTMAX, arm
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.runs import Runs
 from locater_papers.engine.trained_heads import HALVES, LENGTH, TrainedLayer, trained_layers
 from locater_papers.zhai2023.floor import centred_norm, row_entropy
@@ -29,23 +27,23 @@ KINDS = ("theorem", "row", "range")
 CLAIMS = (
     Claim(
         "c1", "On trained models the bound of Theorem 3.1 says something",
-        f"median over heads of the bound, in nats, {LENGTH} tokens", "at least", 0.01, by="notes",
+        f"median over heads of the bound, in nats, {LENGTH} tokens", "at least", 0.01, by="ours",
     ),
     Claim(
         "c2", "The row form, which needs the logits, explains half of the entropy",
-        "bound over entropy, median over heads", "at least", 0.5, by="notes",
+        "bound over entropy, median over heads", "at least", 0.5, by="ours",
     ),
     Claim(
         "c3", "So does the range of the logits",
-        "bound over entropy, median over heads", "at least", 0.5, by="notes",
+        "bound over entropy, median over heads", "at least", 0.5, by="ours",
     ),
     Claim(
         "c4", "Heads with a larger spectral norm of the query-key map have less entropy",
-        "rank correlation over the heads of a model, the weakest of the models", "at most", -0.3, by="notes",
+        "rank correlation over the heads of a model, the weakest of the models", "at most", -0.3, by="ours",
     ),
     Claim(
         "c5", "The norm of a head's rows of logits orders heads by entropy",
-        "rank correlation over the heads of a model, the weakest of the models", "at most", -0.8, by="notes",
+        "rank correlation over the heads of a model, the weakest of the models", "at most", -0.8, by="ours",
     ),
 )  # fmt: skip
 
@@ -111,14 +109,14 @@ def bare(part: TrainedLayer) -> bool:
     )
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Every head of every model, on two halves of a text."""
     held: dict[str, list[list[dict[str, float]]]] = {}
     for part in trained_layers(setting):
         if bare(part):
             held.setdefault(part.model, [[], []])[part.half].extend(of_layer(part))
     if not held:
-        return {}
+        return Results({})
     both = [[head for halves in held.values() for head in halves[n]] for n in range(2)]
     ordered = {
         name: [{key: _order(halves[n], key) for key in ("spectral", "norm")} for n in range(2)]
@@ -131,17 +129,14 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
         for name, halves in held.items()
     ]  # fmt: skip
     points = [[h["entropy"], h["row"], h["range"], h["theorem"]] for h in both[0]]
-    return {
-        "c1": half_range(
-            [median(h["theorem"] for h in some) for some in both],
-            HALVES,
-            {"rows": rows, "points": points, "tokens": LENGTH},
-        ),
+    measured = {
+        "c1": half_range([median(h["theorem"] for h in some) for some in both], HALVES),
         "c2": half_range([median(h["row"] / h["entropy"] for h in some) for some in both], HALVES),
         "c3": half_range([median(h["range"] / h["entropy"] for h in some) for some in both], HALVES),
         "c4": half_range([max(each[n]["spectral"] for each in ordered.values()) for n in range(2)], HALVES),
         "c5": half_range([max(each[n]["norm"] for each in ordered.values()) for n in range(2)], HALVES),
     }
+    return Results(measured, {"trained_heads": {"rows": rows, "points": points, "tokens": LENGTH}})
 
 
 def _order(heads: list[dict[str, float]], key: str) -> float:
@@ -163,29 +158,29 @@ STUDY = Study(
 HOT = (
     Claim(
         "d1", "With sigma-Reparam a model trains at rates at which the plain one fails, as seen at this size",
-        "highest rate survived with it over that without", "at least", 2.0,
+        "highest rate survived with it over that without", "at least", 2.0, where="abstract", bound="ours",
     ),
     Claim(
         "d2", "Where the plain model fails its entropy has collapsed, as seen at this size",
-        "entropy of attention of the plain model at the hottest rate, in nats", "at most", 0.1,
+        "entropy of attention of the plain model at the hottest rate, in nats", "at most", 0.1, where="abstract", bound="ours",
     ),
     Claim(
         "d3", "With sigma-Reparam entropy does not collapse, as seen at this size",
-        "entropy of attention at the hottest rate, in nats", "at least", 1.0,
+        "entropy of attention at the hottest rate, in nats", "at least", 1.0, where="abstract", bound="ours",
     ),
     Claim(
         "d4", "At the best rate of each it does no worse than the plain model, as seen at this size",
-        "change of report loss, each at its best of three rates", "at most", 0.0,
+        "change of report loss, each at its best of three rates", "at most", 0.0, where="section 4",
     ),
     Claim(
         "d5", "It raises entropy at the best rates too, as seen at this size",
-        "change of the entropy of attention, each at its best of three rates", "at least", 0.0, by="notes",
+        "change of the entropy of attention, each at its best of three rates", "at least", 0.0, by="ours",
     ),
 )  # fmt: skip
 KEPT = "training runs of bao2024: --runs docs/results/bao2024-runs.jsonl"
 
 
-def hot(runs: Runs) -> dict[str, Measured | None]:
+def hot(runs: Runs) -> Results:
     """Hot rates, with and without; None where a run is missing."""
     held = stability_rows()
     found = {
@@ -193,7 +188,7 @@ def hot(runs: Runs) -> dict[str, Measured | None]:
     }  # fmt: skip
     losses = {name: by_rate for name, by_rate in hot_losses(runs).items() if name in found}
     if losses.keys() < found.keys():
-        return {}
+        return Results({})
     best, _ = rates_survived(losses)
     hottest = max(losses["none"])
     entropy = {
@@ -203,7 +198,7 @@ def hot(runs: Runs) -> dict[str, Measured | None]:
         }
         for name, by_rate in found.items()
     }
-    shown = {
+    table = {
         "rows": [
             {"control": name, "rate": rate, "loss": fmean(losses[name][rate]), "entropy": fmean(entropy[name][rate] or [math.nan])}
             for name in losses for rate in losses[name]
@@ -211,30 +206,32 @@ def hot(runs: Runs) -> dict[str, Measured | None]:
         "survived": best, "steps": SHORT,
     }  # fmt: skip
     ends = {name: by_rate[hottest] for name, by_rate in entropy.items()}
-    return {
-        "d1": seeds_range([a / b for a, b in zip(best["sigma-reparam"], best["none"], strict=True)], shown)
-        if all(best["none"])
-        else None,
-        "d2": seeds_range(ends["none"]) if ends["none"] else None,
-        "d3": seeds_range(ends["sigma-reparam"]) if ends["sigma-reparam"] else None,
-    }
+    ratios = [a / b for a, b in zip(best["sigma-reparam"], best["none"], strict=True)] if all(best["none"]) else []
+    samples = {"d1": ratios, "d2": ends["none"], "d3": ends["sigma-reparam"]}
+    measured = {key: by_seed(values) if values else None for key, values in samples.items()}
+    return Results(measured, {"hot_rates": table})
 
 
-def tuned(runs: Runs) -> dict[str, Measured | None]:
+def tuned(runs: Runs) -> Results:
     """Each at its best of three rates."""
     own = RIVALS["sigma-reparam"]
     entropy = {
         each.name: fmean(line["entropy"] for line in ends) for each in (PLAIN, own) if (ends := each.so_far(runs))
     }
-    shown = {"arms": ends_table(runs, (PLAIN, own)), "entropy": entropy}
-    return {"d4": change(runs, own, PLAIN, "report_loss", shown), "d5": change(runs, own, PLAIN, "entropy")}
+    arms = ends_table(runs, (PLAIN, own))
+    for arm_ in arms:  # these runs keep it beside `measures`
+        for end in arm_["ends"]:
+            end["entropy"] = entropy[arm_["arm"]]
+    measured = {"d4": change(runs, own, PLAIN, "report_loss"), "d5": change(runs, own, PLAIN, "entropy")}
+    return Results(measured, {"best_rates": arms})
 
 
-def measure_kept(setting: Setting) -> Mapping[str, Measured]:
+def measure_kept(setting: Setting) -> Results:
     if setting.runs is None:
-        return {}
+        return Results({})
     runs = Runs(setting.runs, setting.more_runs)
-    return known({**hot(runs), **tuned(runs)})
+    parts = hot(runs), tuned(runs)
+    return Results(parts[0].measured | parts[1].measured, parts[0].tables | parts[1].tables)  # type: ignore[operator]
 
 
 KEPT_RUNS = Study("hot rates and best rates", HOT, measure_kept, KEPT, on_runs=True)
@@ -253,26 +250,26 @@ TRAINING = (
     Claim(
         "e1", "Begun with gamma = 1, as in the paper, it does better than begun with each map's own norm, as in its code, as seen at "
         "this size",
-        "report loss with gamma = 1 less that with the maps' norms", "at most", 0.0, by="notes",
+        "report loss with gamma = 1 less that with the maps' norms", "at most", 0.0, by="ours",
     ),
     Claim(
         "e2", "Begun with gamma = 1 it does no worse than the plain model, as seen at this size",
-        "change of report loss", "at most", 0.0, by="notes",
+        "change of report loss", "at most", 0.0, by="ours",
     ),
     Claim(
         "e3", "Begun with gamma = 1 entropy stays above that of the plain model, as seen at this size",
-        "change of the entropy of attention after training", "at least", 0.0, by="notes",
+        "change of the entropy of attention after training", "at least", 0.0, by="ours",
     ),
 )  # fmt: skip
 
 
-def judged(runs: Runs) -> Mapping[str, Measured | None]:
-    found = {
+def judged(runs: Runs) -> Results:
+    measured = {
         "e1": change(runs, UNIT, SPECTRAL, "report_loss"),
         "e2": change(runs, UNIT, SOFTMAX, "report_loss"),
         "e3": change(runs, UNIT, SOFTMAX, "measures.entropy"),
     }
-    return carried(found, {"begun": ends_table(runs, ARMS)})
+    return Results(measured, {"gamma_start": ends_table(runs, ARMS)})
 
 
 RUNS = trained("where gamma begins", TRAINING, ARMS, judged)

@@ -9,8 +9,8 @@ from locater_papers.engine.arms import (
     change,
     ends_table,
     has_sink,
-    left_open,
     level,
+    mark_inconclusive,
     rank_correlation,
     trained,
     value_of,
@@ -27,7 +27,7 @@ SMALL = 0.01  # nats that count as nothing
 
 def _claim(id: str, says: str, quantity: str, relation: Relation, stated: float) -> Claim:
     """All of them are this project's: papers speak of larger models."""
-    return Claim(id, says, f"{quantity}, {SEEN}", relation, stated, by="notes")
+    return Claim(id, says, f"{quantity}, {SEEN}", relation, stated, by="ours")
 
 
 def _loss(id: str, says: str, at_most: float) -> Claim:
@@ -121,7 +121,7 @@ def _sinks(runs: Runs) -> Mapping[str, Measured | None]:
     }
     if has_sink(runs, plain):
         return found
-    return left_open(left_open(found, ("b6",), NO_SINK), ("b8",), NO_SINK, room=1000.0)
+    return mark_inconclusive(mark_inconclusive(found, ("b6",), NO_SINK), ("b8",), NO_SINK, room=1000.0)
 
 
 def _entropy(runs: Runs) -> Mapping[str, Measured | None]:

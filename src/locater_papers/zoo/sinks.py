@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from locater.attention import mechanisms
 from locater_papers.engine.arms import change, level, trained, value_of
 from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured, Relation, seeds_range
+from locater_papers.engine.claims import Claim, Measured, Relation
 from locater_papers.engine.runs import Runs
 from locater_papers.engine.sink_runs import (
     HERE,
@@ -32,7 +32,7 @@ AWAY = {"f2": "gated", "f3": "sigmoid", "f4": "softmax_plus_one", "f5": "learned
 
 
 def _claim(id: str, says: str, quantity: str, relation: Relation, stated: float) -> Claim:
-    return Claim(id, says, f"{quantity}, {HERE}", relation, stated, by="notes")
+    return Claim(id, says, f"{quantity}, {HERE}", relation, stated, by="ours")
 
 
 def _weight(id: str, says: str, relation: Relation, stated: float) -> Claim:
@@ -87,7 +87,7 @@ def _largest(runs: Runs) -> Measured | None:
     ends = [ARMS[name].ends(runs) or [] for name in SUMS]
     by_seed = [[value_of(line, WEIGHT) for line in lines] for lines in zip(*ends, strict=False)]
     known = [[x for x in values if x is not None] for values in by_seed]
-    return seeds_range([max(values) for values in known]) if known and all(len(x) == len(SUMS) for x in known) else None
+    return by_seed([max(values) for values in known]) if known and all(len(x) == len(SUMS) for x in known) else None
 
 
 STUDY = trained("sinks where a head has nothing to add", CLAIMS, (*ARMS.values(), ROTARY), judge)
