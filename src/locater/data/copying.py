@@ -19,7 +19,7 @@ SKEW = 1.0, 1.5  # standard deviation of log chances: of tokens, and of pairs
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class CopySource:
     """Tokens 0 to V - 1 and a start token V. Float64.
 
     The first token is never a trigger, so there is always one to copy; and what comes after a trigger is none, so that
@@ -94,7 +94,7 @@ class Source:
 
 
 @lru_cache(maxsize=4)
-def copy_source(vocabulary: int) -> Source:
+def copy_source(vocabulary: int) -> CopySource:
     """The source of so many tokens, the same in every run; its triggers are the likeliest ones.
 
     >>> copy_source(64).triggers.tolist() == copy_source(64).chain.mean(0).topk(3).indices.tolist()
@@ -105,7 +105,7 @@ def copy_source(vocabulary: int) -> Source:
         torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((vocabulary,), (vocabulary, vocabulary))
     )
     chain = (SKEW[0] * tokens + SKEW[1] * pairs).softmax(1)
-    return Source(chain, chain.mean(0).topk(TRIGGERS).indices)
+    return CopySource(chain, chain.mean(0).topk(TRIGGERS).indices)
 
 
 def entropies(chances: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
     return PairTokenizer(held)
 
 
-def kept_tokenizer(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
+def tokenizer_of_run(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
     """The tokenizer of a run that goes on from a checkpoint, which its folder holds; for others a new one."""
     path = folder / FILE
     if vocabulary == BYTES or not path.is_file() or not any(folder.glob("step-*")):
