@@ -1,19 +1,9 @@
 """Predictions from moments and sizes. Pure functions: tensors in, tensors out."""
 
-from locater.theory.collapse import (
-    Block,
-    attention_bound,
-    beta,
-    contraction_order,
-    contraction_rate,
-    depth_residuals,
-    hidden_states,
-    kept_at_entropy,
-    layer_bound,
-    mlp_lipschitz,
-    residual_kept,
-    skip_bound,
-)
+from locater.theory.attenuation import kept_at_entropy, residual_kept
+from locater.theory.blocks import Block, hidden_states
+from locater.theory.bounds import attention_bound, beta, layer_bound, mlp_lipschitz, skip_bound
+from locater.theory.contraction import contraction_order, contraction_rate, depth_residuals
 from locater.theory.entropy import entropy_floor, entropy_floor_of_range, entropy_ratio, expected_entropy
 from locater.theory.localization import (
     REGIMES,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.measures import composite_norm
-from locater.theory.collapse import Block
+from locater.theory.blocks import Block
 
 # --- the sum ----------------------------------------------------------------------------------------------------------
 
