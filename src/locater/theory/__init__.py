@@ -5,18 +5,6 @@ from locater.theory.blocks import Block, hidden_states
 from locater.theory.bounds import attention_bound, beta, layer_bound, mlp_lipschitz, skip_bound
 from locater.theory.contraction import contraction_order, contraction_rate, depth_residuals
 from locater.theory.entropy import entropy_floor, entropy_floor_of_range, entropy_ratio, expected_entropy
-from locater.theory.localization import (
-    REGIMES,
-    continuum,
-    localization,
-    mixture_continuum,
-    mixture_localization,
-    mixture_propagation,
-    phase_diagram,
-    regime,
-    signal_propagation,
-    unit_moments,
-)
 from locater.theory.path_sums import (
     FrozenLayer,
     Path,
@@ -30,6 +18,18 @@ from locater.theory.path_sums import (
     path_sum,
     skip_weight,
     terms_by_length,
+)
+from locater.theory.propagation import (
+    REGIMES,
+    continuum,
+    localization,
+    mixture_continuum,
+    mixture_localization,
+    mixture_propagation,
+    phase_diagram,
+    regime,
+    signal_propagation,
+    unit_moments,
 )
 from locater.theory.walk import Walks, simulate
 

@@ -1,4 +1,4 @@
-"""The random walk itself, simulated: the reference that the formulas of `localization.py` are held to."""
+"""The random walk itself, simulated: the reference that the formulas of `propagation.py` are held to."""
 
 from __future__ import annotations
 

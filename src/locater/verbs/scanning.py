@@ -32,7 +32,7 @@ from locater.theory import (
     residual_kept,
     unit_moments,
 )
-from locater.theory.localization import SKEW_LIMIT
+from locater.theory.propagation import SKEW_LIMIT
 from locater.verbs.result import LENGTH, HeadRow, Scan
 
 OF_SOFTMAX = ("expected_entropy", "residual_kept", "localization")  # columns that speak of no other weights
