@@ -1,9 +1,10 @@
-"""Measures of hidden states: how alike tokens are, how many directions they use, what sticks out, how normal they are.
+"""Measures of hidden states: how alike tokens are, how many directions they use, which entries stick out, how normal
+they are.
 
-Hidden states are (batch, tokens, width). `real` marks tokens that are not padding; padding does not count, whatever it
-holds. Everything is computed and returned in float64, whatever the precision of x: near collapse the answer is a small
-difference of large numbers. A value that does not exist (no tokens, a zero matrix, something infinite among the real
-tokens) is NaN.
+Hidden states are tensors (batch, tokens, width). The mask `real` is True for tokens that are not padding; padding never
+counts, whatever numbers it contains. Results are computed and returned in float64 for inputs of any precision, because
+near collapse the answer is a small difference of large numbers. A value that does not exist (no tokens, a zero matrix,
+an infinite entry among the real tokens) is NaN.
 """
 
 from locater.measures.channel_moments import ChannelMoments, excess_kurtosis, mean_share

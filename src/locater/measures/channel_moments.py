@@ -17,10 +17,10 @@ Scalar = Float[Tensor, ""]
 
 @dataclass(frozen=True)
 class ChannelMoments:
-    """Mean and central moments of every channel, over tokens that come in parts; a part is added without looking back.
+    """Mean and central moments of every channel, accumulated over parts of the tokens, each part read once.
 
-    Kept as sums of powers of x - mean and joined by the formulas of Pébay (2008). Sums of x^2, x^3, x^4 would be
-    simpler and lose every digit of the kurtosis once a channel's mean is 10,000 times its spread, as it is where
+    Stored as sums of powers of x - mean and merged by the formulas of Pébay (2008). Sums of x^2, x^3, x^4 would be
+    simpler, but lose every digit of the kurtosis once a channel's mean is 10,000 times its spread, which happens where
     activations are massive.
 
     >>> parts = torch.tensor([[0.0], [2.0]]), torch.tensor([[10.0]])
@@ -39,14 +39,14 @@ class ChannelMoments:
 
     @classmethod
     def empty(cls, width: int, device: torch.device | str | None = None) -> ChannelMoments:
-        """Of no tokens yet."""
+        """The moments of no tokens."""
         return cls.of(torch.zeros(0, width, device=device))
 
     @classmethod
     def of(cls, x: Float[Tensor, "*tokens width"], real: Bool[Tensor, "*tokens"] | None = None) -> ChannelMoments:
-        """Of the tokens of x that are real."""
+        """The moments of the real tokens of x."""
         keep = (torch.ones_like(x[..., 0], dtype=torch.bool) if real is None else real).reshape(-1, 1)
-        # masked, not selected: selecting would stop a GPU
+        # masked, not indexed: indexing with a mask would make the GPU wait
         x = x.reshape(-1, x.shape[-1]).masked_fill(~keep, 0).double()
         count = keep.sum().double()
         mean = x.sum(0) / count.clamp_min(1)
@@ -55,15 +55,15 @@ class ChannelMoments:
         return cls(count, mean, square.sum(0), (square * rest).sum(0), square.square().sum(0))
 
     def add(self, x: Float[Tensor, "*tokens width"], real: Bool[Tensor, "*tokens"] | None = None) -> ChannelMoments:
-        """With more tokens."""
+        """These moments after adding the real tokens of x."""
         return self.merge(ChannelMoments.of(x, real))
 
     def merge(self, other: ChannelMoments) -> ChannelMoments:
-        """Of both sets of tokens."""
+        """The moments of both sets of tokens together."""
         n = (self.count + other.count).clamp_min(1)
         a, b = self.count / n, other.count / n
         gap = other.mean - self.mean
-        between = n * a * b * gap**2  # what the distance of the two means adds to the second sum
+        between = n * a * b * gap**2  # what the distance between the two means adds to the second sum
         third = between * gap * (a - b) + 3 * gap * (a * other.second - b * self.second)
         fourth = (
             between * gap**2 * (a**2 - a * b + b**2)
@@ -80,7 +80,7 @@ class ChannelMoments:
 
     @property
     def mean_share(self) -> Scalar:
-        """|mean|^2 / E|x|^2: the part of the energy that is the same for all tokens. NaN for no tokens or no energy."""
+        """|mean|^2 / E|x|^2: the share of the energy that all tokens have in common. NaN without tokens or energy."""
         energy = self.mean.square().sum()
         return torch.where(self.count > 0, energy / (energy + self.second.sum() / self.count), math.nan)
 
@@ -92,14 +92,12 @@ class ChannelMoments:
 
     @property
     def median_kurtosis(self) -> Scalar:
-        """Median excess kurtosis of the channels that vary: a few channels have huge ones, and would be all that a mean
-        shows.
-        """
+        """Median excess kurtosis of the channels that vary. A mean shows only the few channels with huge ones."""
         return self.excess_kurtosis.nanquantile(0.5)
 
 
 def mean_share(x: Float[Tensor, "*tokens width"], real: Bool[Tensor, "*tokens"] | None = None) -> Scalar:
-    """|mean|^2 / E|x|^2 over all tokens of all sequences; in parts: `ChannelMoments`.
+    """|mean|^2 / E|x|^2 over all tokens of all sequences. For tokens in parts use `ChannelMoments`.
 
     >>> mean_share(torch.tensor([[3.0, 1.0], [3.0, -1.0]])).item()
     0.9
@@ -108,8 +106,9 @@ def mean_share(x: Float[Tensor, "*tokens width"], real: Bool[Tensor, "*tokens"] 
 
 
 def excess_kurtosis(x: Float[Tensor, "*tokens width"], real: Bool[Tensor, "*tokens"] | None = None) -> PerChannel:
-    """Excess kurtosis of every channel over all tokens of all sequences (the biased estimate); in parts:
-    `ChannelMoments`.
+    """Excess kurtosis of every channel over all tokens of all sequences (the biased estimate).
+
+    For tokens in parts use `ChannelMoments`.
 
     >>> excess_kurtosis(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0], [-1.0, 4.0]])).tolist()
     [-2.0, -0.6666666666666665]

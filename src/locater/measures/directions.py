@@ -1,4 +1,4 @@
-"""Which directions carry the energy of tokens: their mean, and the principal directions of their covariance."""
+"""Which directions carry the energy of tokens: the mean, and the principal directions of the covariance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from locater.measures.symmetric import eigenvalues
 
 @dataclass(frozen=True)
 class Directions:
-    """Shares of E|x|^2 = |mean|^2 + tr C. `mean` and all of `principal` sum to 1; `along_mean` is the part of C on the
-    mean's axis.
+    """Shares of E|x|^2 = |mean|^2 + tr C. `mean` and all of `principal` sum to 1.
+
+    `along_mean` is the share of the variance of tokens along the axis of the mean.
     """
 
     mean: Float[Tensor, "*n"]
@@ -24,15 +25,15 @@ class Directions:
 
 
 def top_directions(mean: Float[Tensor, "*n d"], covariance: Float[Tensor, "*n d d"], k: int) -> Directions:
-    """Shares of the energy of tokens with this mean and covariance C: of the mean, and of the top k principal
+    """Shares of the energy E of tokens with this mean m and covariance C: of the mean, and of the top k principal
     directions of C.
 
         mean = |m|^2 / E,   along_mean = m^T C m / (|m|^2 E),   principal_i = lambda_i(C) / E,   E = |m|^2 + tr C
 
     The energy on the axis of the mean is mean + along_mean, whether or not that axis is principal.
 
-    >>> found = top_directions(torch.tensor([2.0, 0.0, 0.0]), torch.diag(torch.tensor([1.0, 4.0, 1.0])), k=1)
-    >>> found.mean.item(), found.along_mean.item(), found.principal.tolist()
+    >>> shares = top_directions(torch.tensor([2.0, 0.0, 0.0]), torch.diag(torch.tensor([1.0, 4.0, 1.0])), k=1)
+    >>> shares.mean.item(), shares.along_mean.item(), shares.principal.tolist()
     (0.4, 0.1, [0.4])
     """
     if not 1 <= k <= mean.shape[-1]:

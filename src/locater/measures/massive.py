@@ -1,4 +1,4 @@
-"""Massive activations: single entries of hidden states that are far larger than the rest."""
+"""Massive activations: single entries of hidden states that are far larger than all others (Sun et al. 2024)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import Tensor
 from locater.measures.sequences import PerSequence, Real, Sequences
 from locater.numerics import upcast
 
-MASSIVE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al. 2024
-Place = Int[Tensor, "batch"]
-Verdict = Bool[Tensor, "batch"]
+MASSIVE, MASSIVE_RATIO = 100.0, 1000.0  # the thresholds of Sun et al. 2024
+Index = Int[Tensor, "batch"]
+IsMassive = Bool[Tensor, "batch"]
 
 
 @dataclass(frozen=True)
 class Massive:
-    """The largest entry of each sequence beside its median. token and channel are -1 where there is no token."""
+    """Largest and median |entry| of each sequence. `token` and `channel` are -1 where there are no tokens."""
 
     top: PerSequence
     median: PerSequence
     ratio: PerSequence
-    token: Place
-    channel: Place
-    is_massive: Verdict
+    token: Index
+    channel: Index
+    is_massive: IsMassive
 
 
 def massive_activations(x: Sequences, real: Real | None = None) -> Massive:
-    """Largest |x| and median |x| over tokens and channels, and whether the first is massive: > 100 and >= 1000 medians
-    (Sun et al. 2024).
+    """Largest |x| and median |x| over tokens and channels. The largest is massive if > 100 and >= 1000 medians.
 
-    Of an even number of entries the median is the lower middle one. Widths and precisions differ: compare ratios.
+    For an even number of entries the median is the lower of the two middle ones. Between models of different width or
+    precision, compare ratios.
 
     >>> x = torch.ones(1, 3, 4)
     >>> x[0, 2, 1] = -1500
-    >>> found = massive_activations(x)
-    >>> found.ratio.item(), found.token.item(), found.channel.item(), found.is_massive.item()
+    >>> largest = massive_activations(x)
+    >>> largest.ratio.item(), largest.token.item(), largest.channel.item(), largest.is_massive.item()
     (1500.0, 2, 1, True)
     """
     width = x.shape[-1]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from locater.measures.sequences import NOISE
 
-BLOCK = 4096  # tokens that are upcast at a time where the float64 copy of all of them is not needed
+BLOCK = 4096  # tokens converted to float64 at a time, to save memory
 
 
 @dataclass(frozen=True)
 class Normality:
-    """Kolmogorov distances over random directions, and what the mean would be for tokens that are normal."""
+    """Kolmogorov distances from normal over random directions: mean, largest, and the mean expected of normal tokens."""
 
     mean: float
     max: float
@@ -26,20 +26,23 @@ class Normality:
 def normality_distance(x: Float[Tensor, "tokens width"], projections: int = 16, seed: int = 0) -> Normality:
     """sup |F_n - Phi| of the standardised tokens along random unit directions; 0 is normal, two equal points give 0.34.
 
-    Mean and spread are estimated, so normal tokens come closer than Kolmogorov's law says (Lilliefors 1967). `expected`
-    is their mean distance, (0.6366 - 0.153 / sqrt(n) - 0.122 / n) / sqrt(n), fitted to 30,000 to 800,000 draws per n:
-    within 0.2 % of them for 8 to 2,048 independent tokens, 4 % too high at 3. One direction spreads by 0.147 / sqrt(n)
-    around it, and the largest of 16 independent ones has mean 0.93 / sqrt(n). Tokens of one text depend on each other,
-    which is worth fewer of them. NaN under three.
+    Mean and spread are estimated from the tokens, so normal tokens come closer than Kolmogorov's law says (Lilliefors
+    1967). `expected` is the mean distance of n independent normal tokens,
 
-    >>> found = normality_distance(torch.tensor([-1.0, 1.0]).repeat(500)[:, None])
-    >>> round(found.mean, 3), round(found.expected, 4)
+        (0.6366 - 0.153 / sqrt(n) - 0.122 / n) / sqrt(n)
+
+    fitted to 30,000 to 800,000 draws per n: within 0.2 % for n from 8 to 2,048, 4 % too high at 3. Single directions
+    have a standard deviation of 0.147 / sqrt(n), and the largest of 16 independent ones has mean 0.93 / sqrt(n). Tokens
+    of one text depend on each other, so their distances are those of a smaller n. NaN for fewer than three tokens.
+
+    >>> two_points = normality_distance(torch.tensor([-1.0, 1.0]).repeat(500)[:, None])
+    >>> round(two_points.mean, 3), round(two_points.expected, 4)
     (0.341, 0.02)
     """
     n, width = x.shape
     if n < 3:
         return Normality(math.nan, math.nan, math.nan)
-    generator = torch.Generator().manual_seed(seed)  # drawn on the CPU: the same directions on every device
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same directions for every device
     directions = torch.randn(width, projections, generator=generator, dtype=torch.float64).to(x.device)
     directions = directions / torch.linalg.vector_norm(directions, dim=0)
     along = torch.cat([part.double() @ directions for part in x.split(BLOCK)])
