@@ -55,8 +55,8 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
     "end before begin": (changed("b", data_offsets=[20, 8]), "tensor b"),
     "bytes after the last tensor": (packed(TWO, bytes(21)), "1 byte more than its tensors"),
     "bytes missing": (packed(TWO, bytes(19)), "truncated"),
-    "tensor twice": (packed(json.dumps(TWO).encode().replace(b'"b"', b'"a"')), "'a' stands twice"),
-    "field twice": (text(b'"shape": [2], "shape": [2]'), "'shape' stands twice"),
+    "tensor twice": (packed(json.dumps(TWO).encode().replace(b'"b"', b'"a"')), "'a' occurs twice"),
+    "field twice": (text(b'"shape": [2], "shape": [2]'), "'shape' occurs twice"),
     "shape that overflows": (packed({"a": {"dtype": "F32", "shape": [2**62, 16, 0], "data_offsets": [0, 0]}}, b""), "tensor a"),
     "shape beyond a machine's numbers": (packed({"a": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}, b""), "tensor a"),
     "shape with a fraction": (text(b'"shape": [2.0]'), "2.0"),
@@ -181,7 +181,7 @@ def test_an_index_that_places_a_tensor_twice(saved_llama: Path, tmp_path: Path) 
     (tmp_path / "model.safetensors.index.json").write_text(
         f'{{"weight_map": {{"lm_head.weight": "{sorted(set(places.values()))[1]}", {json.dumps(places)[1:]}}}'
     )
-    with pytest.raises(LocaterError, match=r"'lm_head\.weight' stands twice"):
+    with pytest.raises(LocaterError, match=r"'lm_head\.weight' occurs twice"):
         open_source(tmp_path)
 
 
@@ -232,7 +232,7 @@ def test_a_compressed_pickle_is_refused(pickled: Path, saved_llama: Path) -> Non
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_pickle_with_a_record_twice_is_refused(pickled: Path) -> None:
     rewritten(pickled, zipfile.ZIP_STORED, "data/0")
-    with pytest.raises(LocaterError, match=r"pytorch_model\.bin: .*data/0 stands twice"):
+    with pytest.raises(LocaterError, match=r"pytorch_model\.bin: .*data/0 occurs twice"):
         open_source(pickled)
 
 

@@ -289,7 +289,7 @@ def key(name: str, kind: int, value: bytes) -> bytes:
         (key("x", 8, struct.pack("<Q", 2**63)), "truncated"),
         (key("x", 8, struct.pack("<Q", 1) + b"\xff"), "UTF-8"),
         (key("x", 7, b"\2"), "'x' is neither true nor false"),
-        (key("x", 0, b"\0") * 2, "'x' stands twice"),
+        (key("x", 0, b"\0") * 2, "'x' occurs twice"),
         (key("general.alignment", 4, struct.pack("<I", 24)), "alignment"),
         (key("general.alignment", 4, struct.pack("<I", 0)), "alignment"),
         (key("general.alignment", 5, struct.pack("<I", 32)), "alignment"),

@@ -19,7 +19,7 @@ from tests import conftest, summary
 
 ROOT = Path(__file__).parents[1]
 SAID = (
-    "locater: AMX is listed and half-precision layers die of it here (SIGILL): going on without it, as with "
+    "locater: AMX is listed but half-precision layers crash with it here (SIGILL): continuing without AMX, as with "
     f"{VARIABLES[0]}={LIMIT} in the environment\n"
 )
 

@@ -1,4 +1,4 @@
-"""Threads, precision and rank correlation."""
+"""Small helpers for numbers: threads, precision, missing values, rank correlation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Small operations in this block run in the calling thread: a team of threads costs more than they do."""
+    """Run this block with one PyTorch thread: for small operations, a team of threads costs more than the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -23,23 +23,27 @@ def one_thread() -> Iterator[None]:
 
 
 def upcast(w: Tensor) -> Tensor:
-    """float32 at least."""
+    """The tensor in float32, or in float64 if it already is."""
     return w if w.dtype in (torch.float32, torch.float64) else w.float()
 
 
 def finite_or_none(x: float | None) -> float | None:
-    """The number, or None where it is none: JSON has no NaN."""
+    """The number, or None where it is missing, infinite or NaN, which JSON does not have."""
     return x if x is not None and math.isfinite(x) else None
 
 
 def known_median(values: Iterable[float | None]) -> float | None:
-    """Median of the numbers there are; None where there is none."""
+    """Median of the values that are not None; None where all are.
+
+    >>> known_median([3.0, None, 1.0])
+    2.0
+    """
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
-    """Rank correlation, ties sharing their mean rank; None where one side is constant.
+    """Spearman's rank correlation. Ties share their mean rank. None where one side is constant.
 
     >>> round(spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 15.0])), 6)
     0.5

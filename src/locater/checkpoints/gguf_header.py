@@ -71,7 +71,7 @@ def read_header(path: Path) -> Header:
         for _ in range(key_count):
             name = cursor.text()
             if name in fields:
-                cursor.refuse(f"the key {name!r:.80} stands twice")
+                cursor.refuse(f"the key {name!r:.80} occurs twice")
             kind = cursor.take(KIND)
             fields[name] = cursor.value(kind, name)
             if name == ALIGNMENT and kind != UINT32:
@@ -179,7 +179,7 @@ def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, T
     for _ in range(count):
         name = cursor.text()
         if name in entries:
-            cursor.refuse(f"the tensor {name:.80} stands twice")
+            cursor.refuse(f"the tensor {name:.80} occurs twice")
         entries[name] = _entry(cursor, name)
     alignment = fields.get(ALIGNMENT, 32)
     if alignment < 1 or alignment & (alignment - 1):

@@ -124,7 +124,7 @@ def _records(path: Path, file: Any, archive: zipfile.ZipFile) -> dict[int, int]:
     names = sorted(record.filename for record in records)
     twice = next((a for a, b in pairwise(names) if a == b), None)
     if twice is not None:
-        raise LocaterError(f"{path}: its record {twice} stands twice: save it again")
+        raise LocaterError(f"{path}: its record {twice} occurs twice: save it again")
     for record in records:
         where, damaged = f"{path}: its record {record.filename}", "the file is damaged, fetch it again"
         if (

@@ -16,7 +16,7 @@ BLOCK = 4096  # tokens converted to float64 at a time, to save memory
 
 @dataclass(frozen=True)
 class Normality:
-    """Kolmogorov distances from normal over random directions: mean, largest, and the mean expected of normal tokens."""
+    """Kolmogorov distances from normal over random directions: mean, largest, and the mean of normal tokens."""
 
     mean: float
     max: float

@@ -1,4 +1,4 @@
-"""Predictions from moments and sizes. Pure functions: tensors in, tensors out."""
+"""Predictions about attention from moments and sizes. Pure functions: tensors in, tensors out. See docs/theory.md."""
 
 from locater.theory.attenuation import kept_at_entropy, residual_kept
 from locater.theory.blocks import Block, hidden_states

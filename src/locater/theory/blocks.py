@@ -1,4 +1,7 @@
-"""A block of attention, skips, MLP and norms as a function on tokens, and a stack of blocks."""
+"""A transformer block as a function on tokens: attention, skips, MLP, norms; and a stack of such blocks.
+
+Tokens are the rows of X. Head h maps X to P_h X W_h, with P_h = softmax(s X Q_h X^T), Q = W_Q W_K^T and W = W_V W_O.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-NORM_EPS = 1e-12  # that of BERT: LayerNorm of a token with no spread is 0
+NORM_EPS = 1e-12  # the value of BERT; LayerNorm maps a token whose channels are all equal to 0
 
 
 @dataclass(frozen=True)
 class Block:
-    """Attention and what stands around it. Weights act from the right: a token is a row.
+    """Attention, then an optional MLP, each with an optional skip and LayerNorm. Weights act from the right.
 
-        Y = sum_h P_h X W_VO,h  (+ X if skip)        LayerNorm if norm        Z = mlp(Y)  (+ Y if mlp_skip)        LayerNorm if norm
+        Y = sum_h P_h X W_VO,h  (+ X if skip)          then LayerNorm if norm
+        Z = mlp(Y)              (+ Y if mlp_skip)      then LayerNorm if norm
 
     The norms have no gain. `scale` is usually 1 / sqrt(d_head).
 
@@ -35,7 +39,7 @@ class Block:
     causal: bool = False
 
     def attention(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "heads tokens tokens"]:
-        """P_h for every head, in float64."""
+        """The attention maps P_h of all heads, in float64."""
         x = x.double()
         logits = self.scale * (x @ self.W_QK.double() @ x.mT)
         if self.causal:
@@ -58,7 +62,7 @@ class Block:
 
 
 def hidden_states(x: Float[Tensor, "tokens width"], blocks: Sequence[Block]) -> Float[Tensor, "states tokens width"]:
-    """The tokens before the first block and after each.
+    """The tokens before the first block and after each block.
 
     >>> half = Block(torch.zeros(1, 1, 1), torch.full((1, 1, 1), 0.5), scale=1.0)          # half of the mean
     >>> hidden_states(torch.tensor([[1.0], [3.0]]), [half, half])[..., 0].tolist()
