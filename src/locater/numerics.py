@@ -1,11 +1,9 @@
-"""Small helpers for numbers: threads, precision, missing values, rank correlation."""
+"""PyTorch threads, precision and rank correlation."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -25,21 +23,6 @@ def one_thread() -> Iterator[None]:
 def upcast(w: Tensor) -> Tensor:
     """The tensor in float32, or in float64 if it already is."""
     return w if w.dtype in (torch.float32, torch.float64) else w.float()
-
-
-def finite_or_none(x: float | None) -> float | None:
-    """The number, or None where it is missing, infinite or NaN, which JSON does not have."""
-    return x if x is not None and math.isfinite(x) else None
-
-
-def known_median(values: Iterable[float | None]) -> float | None:
-    """Median of the values that are not None; None where all are.
-
-    >>> known_median([3.0, None, 1.0])
-    2.0
-    """
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
