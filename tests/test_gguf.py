@@ -203,7 +203,7 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF but not really")
     with pytest.raises(LocaterError, match="not a readable GGUF file"):
         scan(tmp_path / "x.gguf")
-    with pytest.raises(LocaterError, match="holds GGUF files; name one"):
+    with pytest.raises(LocaterError, match="contains GGUF files; name one"):
         scan(tmp_path)
     writer = gguf.GGUFWriter(tmp_path / "y.gguf", "rwkv6")
     writer.add_block_count(1)

@@ -435,7 +435,7 @@ def test_images_that_are_refused(tmp_path: Path) -> None:
     for name, said in (
         ("flat.npy", r"shape \[3, 4\]; images are"), ("none.npy", "images are"), ("labels.npz", "only labels"),
         ("junk.npy", "cannot be read as"),
-        ("empty", "holds no picture"), ("missing", "no such file or folder"),
+        ("empty", "contains no image"), ("missing", "no such file or folder"),
     ):  # fmt: skip
         with pytest.raises(LocaterError, match=said):
             image_batches(vit, tmp_path / name)
