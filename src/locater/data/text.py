@@ -55,8 +55,8 @@ def batches(
 
 
 def as_text(parts: Sequence[Any]) -> str:
-    """Strings and text files joined into one text. A string that names a file is read; one that looks like the name of a
-    missing file is refused.
+    """Strings and text files joined into one text. A string that names a file is read; one that looks like the name of
+    a missing file is refused.
 
     The strings of a list are files only where all of them look like files. Otherwise all are text: a line of a corpus
     may well be `and/or`.
@@ -80,7 +80,7 @@ def files_named(parts: Sequence[Any]) -> list[Path | None]:
 
 
 def _file_named(text: str) -> Path | None:
-    """The path that a string names: an existing file or folder, or a string that looks like a path and not like words."""
+    """The path that a string names: an existing file or folder, or a string that looks like a path, not like words."""
     if len(text) > LONGEST_NAME or "\n" in text or not text.strip():
         return None
     path = os.path.expanduser(text)
