@@ -55,7 +55,7 @@ class ByteTokenizer:
             "vocab": {sign: b for b, sign in enumerate(byte_signs())},
             "merges": [],
         }
-        document = {
+        document: dict[str, Any] = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
