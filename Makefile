@@ -19,10 +19,10 @@ test: $(VENV)/.dev lint
 	$(PYTEST) -n 2
 
 # What needs no optional package: macOS and Windows run this.
-CORE := spectrum localization walk entropy measures paths mechanism_facts corpus train_copy
+CORE := test_spectrum.py theory measures attention/test_mechanism_facts.py data train/test_copy.py
 test-core: $(VENV)/.core
 	$(INSTALL) -e '.[test]'
-	$(PYTEST) -n 2 $(CORE:%=tests/test_%.py)
+	$(PYTEST) -n 2 $(CORE:%=tests/%)
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m slow
@@ -32,7 +32,7 @@ test-slow: $(VENV)/.dev
 PARTS ?= 12
 test-gpu: $(if $(filter command,$(firstword $(origin BIN))),,$(VENV)/.dev)
 	seq $(PARTS) | PYTHONPATH=src xargs -P $(PARTS) -I {} $(PYTEST) -p no:cacheprovider -m gpu --part {}/$(PARTS) \
-	  $$(grep -l 'mark\.gpu' tests/*.py)
+	  $$(grep -lr --include='*.py' 'mark\.gpu' tests)
 
 # 20,000 mutated files of every format in at most ten minutes; make test tries some hundred of each. Faults are kept in fuzz-faults/.
 fuzz: $(VENV)/.dev

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from locater.findings import FLAGS
-
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+from tests.processes import finished, forked
 
 
 def test_one_count_of_supported_types() -> None:
@@ -101,10 +101,16 @@ def test_the_readme_runs_as_written(number: int, tmp_path: Path) -> None:
     """Each example as a script of its own, in an empty folder; a log that it writes has the observed steps, and M
     nearer to the target.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKS[number]], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+
+    def example() -> None:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.chdir(tmp_path)
+        exec(compile(BLOCKS[number], "README.md", "exec"), {"__name__": "__main__"})
+
+    output = tmp_path / "output.txt"
+    finished({forked(example, output): output}, 300)
     logs = [*tmp_path.rglob("*.jsonl")]
     assert len(logs) == ("Monitor(" in BLOCKS[number])
     for log in logs:

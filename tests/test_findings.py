@@ -22,9 +22,10 @@ from locater import Probe, Scan, compare, probe, scan
 from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, judge, untrained
 from locater.report.tables import summary
 from locater.report.terminal import _print_meanings, print_comparison, print_probe, print_scan
+from tests import ROOT
 
 DEMO = str(files("locater") / "demo")
-SHARED = Path(__file__).parents[2] / "shared"
+SHARED = ROOT.parent / "shared"
 COLLAPSED = {"flags": ("sharp", "locked"), "entropy_ratio": 0.05, "distance": 60.0, "self_mass": 0.1}
 WIDTHS = (20, 30, 40, 60, 80, 100, 140)
 
@@ -79,7 +80,7 @@ def test_every_flag_has_a_severity_and_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_the_documentation_states_the_severity(flag: Any) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "theory.md").read_text()
+    text = (ROOT / "docs" / "theory.md").read_text()
     assert any(line.startswith(f"| `{flag.name}` | {flag.severity} |") for line in text.splitlines())
 
 

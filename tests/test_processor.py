@@ -15,9 +15,8 @@ import pytest
 
 from locater import processor
 from locater.processor import LIMIT, VARIABLES, avoid_broken_amx, half_precision_layer, signal_of
-from tests import conftest, summary
+from tests import ROOT, conftest, summary
 
-ROOT = Path(__file__).parents[1]
 SAID = (
     "locater: AMX is listed but half-precision layers crash with it here (SIGILL): continuing without AMX, as with "
     f"{VARIABLES[0]}={LIMIT} in the environment\n"

@@ -1,0 +1,479 @@
+"""The monitor in a loop of one's own, in transformers' Trainer and in Lightning: what it logs, when it warns, what it
+leaves alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from locater import LocaterError
+from locater.families import attention_layers, effective, folded
+from locater.monitor import Monitor
+from locater.monitor import run_monitor as monitor
+from locater.observing import observe, tally
+from locater.tracking.loggers import read_run
+from tests.control.test_distributed import batch, shard
+from tests.control.test_distributed import model_of as gemma
+from tests.families import CASES
+from tests.families.decoders import GROUPED, make
+from tests.parity import model_of, redraw, tokens
+from tests.processes import ranks
+
+BATCH = tokens()
+
+
+def llama() -> Any:
+    model = make("Llama", **GROUPED)
+    redraw(model, 0.3)
+    return model
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(model: Any, monitor: Monitor, steps: int, rate: float = 1e-3, evaluate: bool = False) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    model.train()
+    for _ in range(steps):
+        loss = model(**BATCH, labels=BATCH["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                model(input_ids=BATCH["input_ids"])
+            model.train()
+        monitor.after_step(loss=loss)
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    model = llama()
+    with observe(model) as seen, torch.no_grad():
+        model(**BATCH)
+    monitor = Monitor(tmp_path / "run.jsonl", every=4).attach(model)
+    train(model, monitor, 10)
+    monitor.detach()
+    monitor.detach()
+    run = read_run(tmp_path / "run.jsonl")
+    assert run.ended
+    assert [step["step"] for step in run.steps] == [1, 5, 9]
+    assert [layer["name"] for layer in run.header["layers"]] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    found = run.steps[0]["heads"]  # before any update
+    assert found["entropy"][1][2] == pytest.approx(seen.rows[6].entropy, rel=1e-6)
+    assert found["spread"][0][0] > 0
+    assert all(step["loss"] > 0 for step in run.steps)
+    assert sorted(x["step"] for x in records(tmp_path / "run.jsonl") if x["kind"] == "loss") == [2, 3, 4, 6, 7, 8, 10]
+    assert not any("locater" in name for module in model.modules() for name in vars(module))
+
+
+def test_measuring_imports_nothing_that_controls() -> None:
+    """Controls stand on what is measured, and not the other way round."""
+    root = Path(monitor.__file__).parents[1]
+    for path in (*(root / "monitor").glob("*.py"), *(root / "observing").rglob("*.py")):
+        found = [
+            line
+            for line in path.read_text().splitlines()
+            if re.match(r"\s*(from|import) locater\.(control|integrations)\b", line)
+        ]
+        assert found == [], path
+
+
+def test_training_is_not_changed(tmp_path: Path) -> None:
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = llama()
+        monitor: Any = Monitor(tmp_path / "run.jsonl", every=2).attach(model) if watched else _Deaf()
+        train(model, monitor, 5)
+        monitor.detach()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class _Deaf:
+    def after_step(self, **_: Any) -> None:
+        return
+
+    def detach(self) -> None:
+        return
+
+
+def test_evaluation_between_steps_is_not_part_of_them(tmp_path: Path) -> None:
+    alone, between = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path, evaluate in ((alone, False), (between, True)):
+        torch.manual_seed(0)
+        monitor = Monitor(path, every=1).attach(llama())
+        train(monitor.observation.model, monitor, 3, evaluate=evaluate)  # type: ignore[union-attr]
+        monitor.detach()
+    assert [x["heads"] for x in read_run(alone).steps] == [x["heads"] for x in read_run(between).steps]
+
+
+@pytest.mark.gpu
+def test_unobserved_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
+    """Their losses reach the log all the same, as soon as the device has them."""
+    model = llama().cuda()
+    monitor = Monitor(tmp_path / "run.jsonl", every=100).attach(model.train())
+    model(**{name: x.cuda() for name, x in BATCH.items()})
+    monitor.after_step(loss=torch.ones((), device="cuda"))  # observed
+    loss = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            torch.cuda._sleep(200_000_000)  # about 0.1 s each
+            monitor.after_step(loss=loss.add_(1))
+        written = len(records(tmp_path / "run.jsonl"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    monitor.after_step(loss=loss.add_(1))
+    torch.cuda.synchronize()
+    monitor.after_step(loss=loss.add_(1))
+    held = [(x["step"], x["loss"]) for x in records(tmp_path / "run.jsonl") if x["kind"] == "loss"]
+    monitor.detach()
+    assert written < 7  # the device was still busy with the first of them
+    # copied in time: the loop has written over the tensor
+    assert held[:6] == [(step, float(step)) for step in range(2, 8)]
+
+
+def test_unobserved_steps_compute_nothing(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path / "run.jsonl", every=3).attach(model := llama())
+    train(model, monitor, 1)  # observed
+    loss = torch.tensor(1.0)
+    with Counted() as seen:
+        monitor.after_step(loss=loss)
+    assert seen.count <= 1  # the number is read, which waits for nothing on the CPU
+    assert records(tmp_path / "run.jsonl")[-1] == {"kind": "loss", "step": 2, "loss": 1.0}
+    monitor.detach()
+
+
+class Counted(TorchDispatchMode):
+    """How many operations reach the device: views do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or func is torch.ops.aten.detach.default)
+        return func(*args, **(kwargs or {}))
+
+
+def after_step_of(layers: int, folder: Path) -> tuple[int, list[str]]:
+    """Operations of an observed step's end, and what was read from tensors meanwhile."""
+    model = make("Llama", **{**GROUPED, "num_hidden_layers": layers}).train()
+    monitor = Monitor(folder / f"{layers}.jsonl", every=1).attach(model)
+    reads: list[str] = []
+    for _ in range(2):
+        model(**BATCH)
+        with Counted() as seen, pytest.MonkeyPatch.context() as patch:
+            for name in ("item", "tolist", "__float__", "cpu"):
+                original = getattr(Tensor, name)
+                patch.setattr(
+                    Tensor, name, lambda self, *a, _o=original, _n=name, **k: (reads.append(_n), _o(self, *a, **k))[1]
+                )
+            monitor.after_step(loss=torch.tensor(1.0), other=torch.tensor(2.0, dtype=torch.bfloat16))
+    monitor.detach()
+    return seen.count, reads
+
+
+def test_an_observed_step_ends_in_few_operations_and_one_read(tmp_path: Path) -> None:
+    few, reads = after_step_of(2, tmp_path)
+    many, _ = after_step_of(6, tmp_path)
+    assert reads == ["tolist"] * 2  # in two steps
+    assert few <= 50
+    assert many == few
+
+
+def test_a_call_is_counted_in_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(2, 4, 6, 8)
+    found = tally.attention_statistics(q, q, causal=True)
+    monkeypatch.setattr(tally, "attention_statistics", lambda *args, **kw: found)
+    for padding, most in ((None, 22), (torch.ones(2, 6, dtype=torch.bool), 70)):
+        with Counted() as seen:
+            counted(q, q, padding=padding)
+        assert seen.count <= most
+
+
+def counted(
+    q: Tensor, k: Tensor, causal: bool = True, window: int = 0, softcap: float = 0.0, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Sums and maxima of one call."""
+    sums, maxima = (
+        torch.zeros(q.shape[1], len(tally.COLUMNS), dtype=torch.float64),
+        torch.full((q.shape[1], 1), -torch.inf),
+    )
+    given = {
+        name: more.get(name)
+        for name in ("padding", "documents", "mask", "bias", "alibi", "sinks", "output", "heads", "cut")
+    }
+    pairs = torch.zeros(q.shape[1], 0, 2, dtype=torch.float64)
+    tally._kernel(
+        q, k, sums, maxima, pairs, None, 0.4, causal, True, window, softcap, *given.values(), 0, False, [], [], False
+    )
+    return sums, maxima
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "its own key alone": {"window": 1},
+    "window": {"window": 3},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi": torch.tensor([0.1, 0.2, 0.4, 0.8])},
+    "sinks": {"sinks": torch.tensor([-1.0, 0.0, 1.0, 2.0])},
+}
+
+
+@pytest.mark.parametrize("stacked", [1, 1 << 25])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("queries", [6, 4, 1])
+@pytest.mark.parametrize("more", list(MORE))
+def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
+    stacked: int, causal: bool, queries: int, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(queries)
+    q, k = torch.randn(3, 4, queries, 8, generator=generator), torch.randn(3, 2, 6, 8, generator=generator)
+    short = counted(q, k, causal, **MORE[more])
+    monkeypatch.setattr(tally, "STACKED", stacked)
+    long = counted(q, k, causal, padding=torch.ones(3, 6, dtype=torch.bool), **MORE[more])
+    torch.testing.assert_close(short, long, rtol=1e-5, atol=1e-5)
+
+
+# M and spread
+
+
+@pytest.mark.parametrize("stacked", [1, 1 << 26])
+@pytest.mark.parametrize(
+    "label", ["gpt2", "gemma3", "llama", "whisper", "bart", "deepseek_v3", "albert", "torch-transformer-post"]
+)
+def test_layers_folded_together_are_those_folded_apart(
+    label: str, stacked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folded, "STACKED", stacked)
+    model = model_of(next(case for case in CASES if case.label == label)).float()
+    count = len(list(attention_layers(model)))
+    stacks = folded.FoldedStacks(model, range(count))
+    assert sorted(layer for stack in stacks.stacks for layer in stack.layers) == list(range(count))
+    if stacked == 1:
+        assert all(len(stack.layers) == 1 for stack in stacks.stacks)
+    for _ in range(2):
+        with torch.no_grad():
+            layers = [effective(layer) for layer in attention_layers(model)]
+        for part in stacks.spectra():
+            for at, number in enumerate(part.layers):
+                apart = folded.spectra_of(number, layers[number])
+                assert apart.scales == [part.scales[at]]
+                assert (part.trace is None) == (apart.trace is None) == layers[number].cross
+                for a, b in zip(part.tensors, apart.tensors, strict=True):
+                    torch.testing.assert_close(a[at], b[0].detach(), rtol=1e-5, atol=1e-5)
+        with torch.no_grad():  # weights move on, gains too
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def test_layers_of_one_shape_are_one_stack() -> None:
+    case = next(case for case in CASES if case.label == "bart")
+    found = [stack.layers for stack in folded.FoldedStacks(model_of(case), range(6)).stacks]
+    assert found == [[0, 1], [2, 4], [3, 5]]  # encoder; decoder, itself; decoder, memory
+
+
+def spectrum_of(model: Any, path: Path, meanwhile: Any = None) -> list[Any]:
+    watch = Monitor(path, every=1).attach(model)
+    model = model if meanwhile is None else meanwhile(model)
+    model.train()
+    watch.observation.model.train()  # type: ignore[union-attr]
+    model(**BATCH)
+    watch.after_step()
+    watch.detach()
+    return [read_run(path).steps[0]["heads"][name] for name in ("M", "spread")]
+
+
+def test_what_cannot_be_recorded_is_read_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = spectrum_of(llama(), tmp_path / "a.jsonl")
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("not recorded")
+
+    for name in ("__init__", "spectra"):
+        with monkeypatch.context() as patch:
+            patch.setattr(monitor.FoldedStacks, name, fails)
+            apart = spectrum_of(llama(), tmp_path / f"{name}.jsonl")
+        for a, b in zip(together, apart, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_and_parametrizations_that_come_later_count(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: Any) -> Any:
+        found = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+        )
+        _expect(model, wanted)
+        return found
+
+    def doubled(model: Any) -> Any:
+        class Double(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return 2 * x
+
+        torch.nn.utils.parametrize.register_parametrization(model.model.layers[1].self_attn.k_proj, "weight", Double())
+        _expect(model, wanted)
+        return model
+
+    for name, change in (("adapted", adapted), ("doubled", doubled)):
+        wanted: list[list[float]] = []
+        M, _ = spectrum_of(llama(), tmp_path / f"{name}.jsonl", change)
+        torch.testing.assert_close(torch.tensor(M), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+
+
+def _expect(model: Any, into: list[list[float]]) -> None:
+    with torch.no_grad():
+        maps = [effective(layer) for layer in attention_layers(model)]
+        into[:] = [(x.scale * x.moments().trace).tolist() for x in maps]
+
+
+def watch_sharded(rank: int, folder: Path) -> None:
+    """The same model whole and sharded over two processes; the first compares what was logged of both."""
+    logged = []
+    for name, group in (("one", False), ("two", True)):
+        if group:
+            dist.init_process_group("gloo")
+        model, path = gemma(), folder / (f"{name}.jsonl" if group else f"{name}-{rank}.jsonl")
+        model = shard(model) if group else model
+        monitor = Monitor(path, every=1).attach(model)
+        model(batch().chunk(2)[rank] if group else batch())
+        monitor.after_step()
+        assert monitor._stacks is not None
+        monitor.detach()
+        if rank == 0:
+            logged.append(read_run(path).steps[0]["heads"])
+    if rank == 0:
+        for name in ("M", "spread", "entropy", "max_logit"):
+            torch.testing.assert_close(*(torch.tensor(heads[name]) for heads in logged), rtol=1e-5, atol=1e-5)
+        print("compared", flush=True)
+
+
+def test_sharded_weights_are_gathered(tmp_path: Path) -> None:
+    first, _ = ranks(lambda rank: watch_sharded(rank, tmp_path), tmp_path)
+    assert "compared" in first
+
+
+def test_one_warning_per_head_and_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[8:16] *= 3000  # head 1
+    monitor = Monitor(tmp_path / "run.jsonl", every=1, warn_on="exploding, locked, max_logit>50").attach(model)
+    with caplog.at_level(logging.WARNING, "locater"):
+        train(model, monitor, 3)
+    monitor.detach()
+    warnings = read_run(tmp_path / "run.jsonl").warnings
+    assert {(w["layer"], w["head"]) for w in warnings} == {(1, 1)}
+    assert len(warnings) == len({w["flag"] for w in warnings})  # three steps, each reason once
+    explode = next(w for w in warnings if w["flag"] == "exploding")
+    assert explode["value"] > 200
+    assert "model.layers.1.self_attn head 1: exploding (max_logit" in caplog.text
+    assert next(w for w in warnings if w["flag"] == "max_logit>50")["threshold"] == 50
+
+
+def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    model = llama()
+    monitor = Monitor(tmp_path / "run.jsonl", every=1).attach(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
+    found = []
+    model.train()
+    model(**BATCH, labels=BATCH["input_ids"])
+    found = monitor.after_step()
+    monitor.detach()
+    # both queries of key head 0
+    assert {(w["layer"], w["head"]) for w in found if w["flag"] == "nonfinite"} >= {(0, 0), (0, 1)}
+    assert read_run(tmp_path / "run.jsonl").steps[0]["heads"]["entropy"][0][0] is None
+
+
+def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
+    model = llama()
+    for start in (0, 4):
+        monitor = Monitor(tmp_path / "run.jsonl", every=2)
+        monitor.step = start
+        monitor.attach(model)
+        train(model, monitor, 4)
+        monitor.detach()
+    assert [s["step"] for s in read_run(tmp_path / "run.jsonl").steps] == [1, 3, 5, 7]
+
+
+def test_misuse_is_told(tmp_path: Path) -> None:
+    with pytest.raises(LocaterError, match="every=0"):
+        Monitor(every=0)
+    with pytest.raises(LocaterError, match=r"^warn_on 'entropi<1': no column 'entropi'"):
+        Monitor(warn_on="entropi<1")
+    with pytest.raises(LocaterError, match="not attached"):
+        Monitor().after_step()
+    monitor = Monitor(tmp_path / "run.jsonl").attach(llama())
+    with pytest.raises(LocaterError, match="attached already"):
+        monitor.attach(llama())
+    monitor.detach()
+
+
+# Trainers
+
+
+class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, 64, (8,), generator=torch.Generator().manual_seed(at))
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_in_transformers_trainer(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    settings = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=1, logging_steps=1,
+        eval_strategy="steps", eval_steps=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    model = llama()
+    Trainer(model, settings, train_dataset=Words(), eval_dataset=Words(), callbacks=[Monitor(every=2)]).train()
+    run = read_run(tmp_path / "locater.jsonl")
+    assert run.ended
+    assert [s["step"] for s in run.steps] == [1, 3, 5]
+    assert len(run.losses) == 6
+    assert not any("locater" in name for module in model.modules() for name in vars(module))
+
+
+def test_in_lightning(tmp_path: Path) -> None:
+    import lightning
+
+    class Lit(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama()
+
+        def training_step(self, batch: Any, at: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    trainer = lightning.Trainer(
+        max_epochs=1, accumulate_grad_batches=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[Monitor(every=2)],
+    )  # fmt: skip
+    trainer.fit(Lit(), torch.utils.data.DataLoader(Words(), batch_size=2))
+    run = read_run(tmp_path / "locater.jsonl")
+    assert run.ended
+    assert [s["step"] for s in run.steps] == [1, 3, 5]
+    assert run.header["layers"][0]["name"].endswith("layers.0.self_attn")

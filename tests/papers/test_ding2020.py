@@ -1,0 +1,163 @@
+"""Ding and others 2020: the promise against plain arithmetic, verdicts of runs, and the page."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from locater.families import attention_layers
+from locater.models.transformer import Shape, Transformer
+from locater_papers import PAPERS, Setting, reproduce
+from locater_papers.ding2020 import PAPER, guarantee, trained
+from locater_papers.draws import normal
+from locater_papers.report import write_report
+from locater_papers.runs import Runs
+from locater_papers.trained_heads import TrainedLayer
+from tests.papers.made_runs import made_line
+
+
+def doubly(E: np.ndarray) -> np.ndarray:
+    """Columns, then rows."""
+    xi = np.exp(E) / np.exp(E).sum(0)
+    return np.asarray(xi / xi.sum(1, keepdims=True))
+
+
+def test_maps_against_plain_arithmetic() -> None:
+    E = normal(5, 7, seed=0)
+    assert np.allclose(guarantee.map_of("doubly_normalized", E), doubly(E.numpy()))
+    assert np.allclose(guarantee.sinkhorn(E), doubly(E.numpy()))
+    assert np.allclose(guarantee.sinkhorn(E[:, :5], 200).sum(0), 1), "many rounds are doubly stochastic"
+
+
+def test_the_prefix_form_against_its_sums() -> None:
+    E = normal(4, 4, seed=1)
+    weight, want = np.exp(E.numpy()), np.zeros((4, 4))
+    for i in range(4):
+        for j in range(i + 1):
+            want[i, j] = weight[i, j] / sum(weight[k, j] for k in range(j, i + 1))
+    assert np.allclose(guarantee.prefix_normalized(E), want / want.sum(1, keepdims=True))
+    assert guarantee.prefix_normalized(E)[-1, -1] >= 1 / 4
+
+
+def test_a_causal_mask_alone_leaks_and_the_prefix_form_does_not() -> None:
+    E = normal(6, 6, seed=2)
+    other = torch.cat([E[:-1], E[-1:] + 3 * torch.arange(6)])
+    assert not torch.allclose(guarantee.leaking(E)[:-1], guarantee.leaking(other)[:-1], atol=1e-3)
+    assert torch.equal(guarantee.prefix_normalized(E)[:-1], guarantee.prefix_normalized(other)[:-1])
+
+
+def test_the_tight_example_is_at_the_bound_and_not_under_it() -> None:
+    columns = doubly(guarantee.tight(5, 20.0).numpy()).sum(0)
+    assert columns.min() == pytest.approx(1 / 5, rel=1e-6)
+    assert columns.min() >= 1 / 5 * (1 - 1e-12)
+
+
+def test_columns_of_a_head_that_explains_a_key_away() -> None:
+    E = torch.zeros(4, 4, dtype=torch.float64)
+    E[:, 0] = -20.0  # no query wants the first key
+    found = trained.columns(E, causal=False)
+    assert found["away"] == 0.25
+    assert found["away_doubly"] == 0.0
+    assert found["least_doubly"] == pytest.approx(1.0), "what is the same for all queries cancels"
+    assert found["moved"] == pytest.approx(0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_gives_an_entry_for_every_head_and_sequence(causal: bool) -> None:
+    torch.manual_seed(0)
+    layer = next(
+        iter(attention_layers(Transformer(Shape(width=16, layers=1, heads=2, kv_heads=2, hidden=16, causal=causal))))
+    )
+    part = TrainedLayer("toy", 0, 0, layer, torch.randn(3, 6, 16))
+    found = trained.of_layer(part)
+    assert len(found) == 6
+    assert part.causal is causal
+    sums = part.maps().flatten(0, 1).sum(1)
+    assert [x["largest"] for x in found] == pytest.approx(sums.amax(-1).tolist(), rel=1e-5)
+    plain, twice = trained.quantiles(part.logits().flatten(0, 1), causal)
+    assert plain[0] == pytest.approx(float(sums.min()), rel=1e-5)
+    assert twice[-1] <= 6
+
+
+# --- verdicts of runs
+# ---------------------------------------------------------------------------------------------------
+
+
+def filled(path: Path, better: float, away: float) -> Path:
+    runs = Runs(path)
+    for each in trained.ARMS:
+        plain = each.name.startswith("softmax")
+        while rows := runs.missing(each.rows(runs)):
+            for row in rows:
+                loss = 3.0 + 0.01 * row.plan.seed - (0.0 if plain else better)
+                measures = {
+                    "explained_away": away if plain else 0.0,
+                    "column_least": 0.1 if plain else 0.4,
+                    "entropy": 2.0,
+                }
+                runs.add(row, made_line(loss, measures=measures))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("better", "away", "expected"),
+    [(0.1, 0.2, ["holds"] * 5), (-0.1, 0.0, ["fails", "fails", "holds", "fails", "holds"])],
+)
+def test_runs_are_judged_seed_by_seed(tmp_path: Path, better: float, away: float, expected: list[str]) -> None:
+    found = reproduce(PAPER, Setting(runs=filled(tmp_path / "runs.jsonl", better, away)), claim="d")
+    assert [v.verdict for v in found.verdicts] == expected
+
+
+# --- the whole, small
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(guarantee.DRAWS, True, 100)
+
+        def one(setting: Setting) -> Iterator[TrainedLayer]:
+            torch.manual_seed(0)
+            for half in range(2):
+                for name, causal in (("both ways", False), ("causal", True)):
+                    shape = Shape(width=16, layers=1, heads=2, kv_heads=1, hidden=16, causal=causal)
+                    layer = next(iter(attention_layers(Transformer(shape, scale=0.5))))
+                    yield TrainedLayer(name, 0, half, layer, 3 * torch.randn(2, 12, 16))
+
+        patch.setattr(trained, "trained_layers", one)
+        yield
+
+
+@pytest.fixture(scope="module")
+def document(small: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    setting = Setting(runs=filled(tmp_path_factory.mktemp("runs") / "runs.jsonl", 0.1, 0.2))
+    return json.loads(reproduce(PAPER, setting).to_json())
+
+
+def test_the_promise_holds_and_softmax_has_none(document: dict[str, Any]) -> None:
+    said = {entry["id"]: entry["verdict"] for entry in document["claims"]}
+    assert all(said[name] == "holds" for name in said if name[0] in "ab")
+    assert said["c2"] == "holds"
+    value = {entry["id"]: entry["measured"] for entry in document["claims"]}
+    assert value["a1"] >= 1 > 1e-6 > value["a4"]
+
+
+def test_the_page_and_its_first_lines_come_from_the_document(document: dict[str, Any], tmp_path: Path) -> None:
+    written = write_report(document, PAPERS["ding2020"], tmp_path / "page.md", tmp_path)
+    text = written[0].read_text()
+    assert [path.name for path in written[1:]] == ["ding2020-columns.svg"]
+    ElementTree.parse(written[1])
+    assert "changes the loss of a masked language model by -0.1000 nats" in text
+    assert "## d. Training" in text
+    without = {**document, "claims": [x if x["id"][0] != "d" else {**x, "measured": None} for x in document["claims"]]}
+    assert (
+        "## d. Training" not in write_report(without, PAPERS["ding2020"], tmp_path / "bare.md", tmp_path)[0].read_text()
+    )

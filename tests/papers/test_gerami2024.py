@@ -1,0 +1,150 @@
+"""Fastmax: both forms, its limits against closed forms, the leak, counts, and training judged by runs that were made
+up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from locater.attention import mechanism
+from locater_papers import Setting, judge, reproduce
+from locater_papers.draws import normal
+from locater_papers.gerami2024 import PAPER, cost, forms, judged, leak, limits
+from locater_papers.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
+from locater_papers.report import page as whole_page
+from locater_papers.runs import Runs
+from tests.papers.made_runs import fill
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """One run at small sizes, with runs that are made up."""
+    path = tmp_path_factory.mktemp("runs") / "runs.jsonl"
+    runs = Runs(path)
+    fill(runs, SOFTMAX, [4.0, 4.1, 4.2], {"entropy_share": 0.6, "sink_rate": 0.1, "stable_rank": 3.0})
+    fill(runs, judged.SECOND, [4.2, 4.3, 4.4], {"entropy_share": 0.99})
+    fill(runs, judged.FIRST, [4.1, 4.5], {"entropy_share": 0.995})
+    fill(runs, SOFTMAX_IMAGE, [0.3, 0.3], {}, accuracy=0.9)
+    fill(runs, judged.PICTURES, [0.3, 0.3], {}, accuracy=0.895)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forms, "DRAWS", {True: 6})
+        patch.setattr(forms, "LENGTHS", {True: (256,)})
+        patch.setattr(limits, "DRAWS", {True: 12})
+        patch.setattr(leak, "SEEDS", {True: 4})
+        patch.setattr(cost, "TIMED", (64, 128))
+        yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
+
+
+def test_the_reference_by_hand() -> None:
+    """Unit vectors at right angles: x = 1 with itself and 0 with the other."""
+    x = torch.eye(2, dtype=torch.float64)[None, None]
+    v = torch.tensor([[[[1.0], [0.0]]]], dtype=torch.float64)
+    first, second = (forms.explicit(3 * x, x, v, order, causal=False).flatten().tolist() for order in (1, 2))
+    assert first == pytest.approx([2 / 3, 1 / 3])
+    assert second == pytest.approx([2.5 / 3.5, 1 / 3.5])
+    assert forms.explicit(x, x, v, 2, causal=True).flatten().tolist() == pytest.approx([1.0, 1 / 3.5])
+
+
+@pytest.mark.parametrize("n", [4, 40])
+def test_the_cap_as_a_fraction(n: int) -> None:
+    top, low = Fraction(5, 2), Fraction(1, 2)
+    assert limits.largest_weight(*limits.built(n)) == pytest.approx(float(top / (top + (n - 1) * low)), abs=1e-15)
+    assert top / (top + (n - 1) * low) == Fraction(5, n + 4)
+
+
+def test_order_2_of_the_mechanism_is_positive_without_a_norm() -> None:
+    assert 0.5 <= limits.least_f(0) + 1e-12 < 0.51
+
+
+def test_entropy_is_least_at_the_worst_share() -> None:
+    """Weights drawn within a ratio of 5 never exceed the gap, and two levels at the worst share come close."""
+    weights = 1 + 4 * torch.rand(20_000, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).round()
+    weights = weights / weights.sum(1, keepdim=True)
+    gap = math.log(50) - limits.entropy(weights).min().item()
+    assert gap <= limits.widest_gap()
+    worst = min(limits.entropy(mechanism("fastmax").map(*limits.built(400, m))).item() for m in range(50, 150))
+    assert math.log(400) - worst == pytest.approx(limits.widest_gap(), abs=1e-3)
+
+
+def test_the_slope_by_its_formula() -> None:
+    """dO / dx_l = f'(x_l) (v_l - o) / sum f."""
+    x, v = torch.tensor([0.3, -0.7, 1.0], dtype=torch.float64), normal(3, 2, seed=0)
+    assert limits.slope(x, v) == pytest.approx(((1 + x) / (1 + x + x * x / 2).sum()).max().item())
+
+
+@pytest.mark.parametrize(("n", "holds"), [(2, False), (4, True), (7, True)])
+def test_the_bound_on_slopes_needs_four_keys(n: int, holds: bool) -> None:
+    """One key at x, all others where f is least."""
+    steepest = max(
+        limits.slope(torch.tensor([x] + [-1.0] * (n - 1), dtype=torch.float64), normal(n, 2, seed=n))
+        for x in torch.linspace(-1, 1, 41).tolist()
+    )
+    assert (steepest <= 4 / (n + 4) * (1 + 1e-12)) is holds
+
+
+def test_scales_for_half_of_the_weight() -> None:
+    assert limits.half_scale(1000, fastmax=True) == pytest.approx(math.sqrt(998) - 1, rel=1e-6)  # s^2 + 2 s + 2 = n - 1
+    assert limits.half_scale(1000, fastmax=False) == pytest.approx(math.log(999) / 2, rel=1e-6)
+
+
+def test_what_the_sequence_norm_tells() -> None:
+    x = leak.sequence_normed(normal(9, 4, seed=0))
+    assert (x @ x.mT).abs().max() <= 1 + 1e-12
+    assert leak.told(0, 16, sequence=False) == 0
+    assert leak.told(0, 16, sequence=True) > 1e-3
+    assert leak.told(0, 16, sequence=True, factor=1.0) == 0, "the same token"
+    q, k, v = (normal(1, 1, 16, 4, seed=i) for i in range(3))
+    # the last row sees all: what the mechanism does
+    ours = leak.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]
+    torch.testing.assert_close(ours, mechanism("fastmax")(q, k, v, norm="sequence")[0, 0, -1])
+
+
+def test_multiplications_by_their_formula() -> None:
+    assert cost.multiplications(512, 16, None) == 2 * 512 * 512 * 16
+    assert cost.multiplications(512, 16, 1) == 2 * 512 * 17 * 17
+    assert cost.multiplications(512, 16, 2) == 2 * 512 * cost.features(16, 2) * 17
+
+
+def test_verdicts(document: dict[str, Any]) -> None:
+    found = {x["id"]: x for x in document["claims"]}
+    held = ("a1", "a2", "a3", "a4", "b1", "b2", "b4", "b5", "b6", "b7", "b8", "b9", "c1", "c2", "d1", "d2", "d3")
+    assert {key: found[key]["verdict"] for key in held} == dict.fromkeys(held, "holds")
+    assert {found[key]["verdict"] for key in ("a5", "b3", "b10", "d6")} == {"fails"}
+    cap = next(c for c in PAPER.claims if c.id == "b4")
+    assert judge(cap, 1e-6, 0.0) == "fails", "a weight over the cap would be told"
+
+
+def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
+    found = {x["id"]: x for x in document["claims"]}
+    assert [found[f"e{n}"]["verdict"] for n in range(1, 7)] == [
+        "fails",
+        "fails",
+        "undecided",
+        "holds",
+        "holds",
+        "holds",
+    ]
+    assert found["e1"]["measured"] == pytest.approx(0.2)
+    assert found["e3"]["numbers"]["by_seed"] == pytest.approx([0.1, -0.2])
+    without = reproduce(PAPER, Setting(), claim="e").verdicts
+    assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
+
+
+def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
+    held = json.loads(json.dumps(document, allow_nan=False))
+    assert PAPER.page is not None
+    lines, figures = PAPER.page(held)
+    text = "\n".join(whole_page(held, PAPER) + lines)
+    assert set(figures) == {"limits", "leak", "cost"}
+    assert all(f"(figure:{name})" in text for name in figures)
+    assert "Trained, order 2 changes the report loss of a causal language model by +0.200" in text
+    assert f"| fastmax, image | {judged.PICTURES.rates[0]:g} | 0.300, 0.300 | 0.895, 0.895 | -, - |" in text
+    lines, _ = PAPER.page({**held, "claims": [x for x in held["claims"] if x["id"][0] != "e"]})
+    assert "## e. Trained" not in lines

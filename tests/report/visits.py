@@ -1,0 +1,41 @@
+"""Pages opened in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.summary import NO_BROWSER
+
+CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+
+
+class Visit:
+    """A page opened offline; everything on its console is kept."""
+
+    def __init__(self, browser: Any, page: Path, scheme: str = "light", width: int = 1320, choice: str = "") -> None:
+        self.context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
+        self.page = self.context.new_page()
+        self.console: list[str] = []
+        self.page.on("console", lambda m: self.console.append(m.text))
+        self.page.on("pageerror", lambda e: self.console.append(str(e)))
+        self.page.goto(page.as_uri() + choice)
+
+    def text(self, selector: str) -> str:
+        return str(self.page.text_content(selector))
+
+    def inside(self, selector: str) -> str:
+        return str(self.page.inner_html(selector))
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """The data that a page carries."""
+    script = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert script is not None
+    return json.loads(script[1])
