@@ -11,9 +11,6 @@ Section numbers refer to docs/theory.md.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +19,7 @@ from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.numerics import one_thread, upcast
+from locater.numerics import spread_over_workers, upcast
 
 Batched = Float[Tensor, "*heads"]
 # Eigenvalues whose moduli differ by fewer than this many rounding errors of the largest count as equal; solvers make up
@@ -145,7 +142,9 @@ class Moments:
 
         Computed in float64, because squaring the singular values costs half of the digits.
         """
-        values = _head_by_head(_singular_values, _on_cpu(self.query_gram).double(), _on_cpu(self.key_gram).double())
+        values = spread_over_workers(
+            _singular_values, _on_cpu(self.query_gram).double(), _on_cpu(self.key_gram).double()
+        )
         return values.to(self.query_gram.dtype).to(self.query_gram.device)
 
     def eigenvalues(self) -> Complex[Tensor, "*heads h"]:
@@ -154,7 +153,7 @@ class Moments:
         Where moduli are equal up to rounding, as in a conjugate pair, the larger real part comes first, then the larger
         imaginary part. The order therefore does not depend on the solver.
         """
-        values = _head_by_head(torch.linalg.eigvals, _on_cpu(self.gram))
+        values = spread_over_workers(torch.linalg.eigvals, _on_cpu(self.gram))
         size = torch.finfo(self.gram.dtype)
         step = values.abs().amax(-1, keepdim=True).clamp_min(size.tiny) * TIED * size.eps
         group = torch.zeros(values.shape, dtype=torch.long)  # values with the same number are equal so far
@@ -286,20 +285,6 @@ def _singular_values(A: Tensor, B: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(A)
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     return torch.linalg.eigvalsh(root.mT @ B @ root).flip(-1).clamp_min(0).sqrt()
-
-
-def _head_by_head(function: Callable[..., Tensor], *matrices: Float[Tensor, "*heads h h"]) -> Tensor:
-    """Apply a batched decomposition, with the heads distributed over workers of one thread each.
-
-    Several threads inside a decomposition of a 64 x 64 matrix cost more than they gain, and on a busy machine they cost
-    two hundred times more. CUDA has no fast non-symmetric solver.
-    """
-    heads = matrices[0].shape[:-2]
-    flat = [m.reshape(-1, *m.shape[-2:]) for m in matrices]
-    workers = min(os.cpu_count() or 1, max(1, len(flat[0]) // 4))
-    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        parts = list(pool.map(function, *(m.tensor_split(workers) for m in flat)))
-    return torch.cat(parts).unflatten(0, heads) if heads else parts[0][0]
 
 
 def _grouped_product(k: Tensor, q: Tensor) -> Tensor:
