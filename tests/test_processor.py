@@ -18,7 +18,7 @@ from locater.processor import LIMIT, VARIABLES, avoid_broken_amx, half_precision
 from tests import ROOT, conftest, summary
 
 SAID = (
-    "locater: AMX is listed and half-precision layers die of it here (SIGILL): going on without it, as with "
+    "locater: AMX is listed but half-precision layers crash with it here (SIGILL): continuing without AMX, as with "
     f"{VARIABLES[0]}={LIMIT} in the environment\n"
 )
 

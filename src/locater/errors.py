@@ -1,10 +1,14 @@
-"""One exception for everything a user can mend: its message is one line that names the culprit and the way out."""
+"""The exception for everything that a user can fix. Its message is one line that names the culprit and the way out."""
 
 
 class LocaterError(Exception):
-    """Bad input. The command line prints the message on one line and exits with status 2."""
+    """Bad input. The command line prints the message and exits with status 2."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception from elsewhere says, on one line; its kind where it says nothing."""
+    """The first line of an exception's message, or the name of its class where the message is empty.
+
+    >>> first_line(ValueError("one\\ntwo")), first_line(KeyError())
+    ('one', 'KeyError')
+    """
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,5 +1,5 @@
-"""Files: written whole or not at all; read only where they are regular, JSON of a bounded size, and no name that stands
-twice.
+"""Read and write files safely: only regular files are read, JSON has a size limit and no duplicate keys, and a file is
+written completely or not at all.
 """
 
 from __future__ import annotations
@@ -13,35 +13,34 @@ from typing import Any
 
 from locater.errors import LocaterError
 
-JSON_LIMIT = 100_000_000  # bytes of a configuration or an index; real ones have less than ten million
+JSON_LIMIT = 100_000_000  # bytes; real configurations and indices have fewer than ten million
 
 
 def regular_file(path: Path) -> int:
-    """Size of a regular file. A folder, a pipe, a socket, a device or a link that leads nowhere is refused by name:
-    reading a pipe hangs, and a device never ends."""
+    """Size of a regular file in bytes. Anything else is refused: reading a pipe can hang, and a device never ends."""
     try:
         status = os.stat(path)
     except OSError as error:
-        what = "a link that leads nowhere" if path.is_symlink() else "cannot be read"
-        raise LocaterError(f"{path}: {what} ({error.strerror})") from None
+        reason = "a link that leads nowhere" if path.is_symlink() else "cannot be read"
+        raise LocaterError(f"{path}: {reason} ({error.strerror})") from None
     except ValueError:
         raise LocaterError(f"{str(path)!r}: no file can have this name") from None
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        what = kinds.get(stat.S_IFMT(status.st_mode), "a device")
-        raise LocaterError(f"{path}: {what}, not a regular file: only regular files are read")
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
+        raise LocaterError(f"{path}: {kind}, not a regular file: only regular files are read")
     return status.st_size
 
 
 def is_there(path: Path) -> bool:
-    """Whether a regular file has this name; anything else with this name is refused."""
+    """Whether there is a regular file at this path; anything else at this path is refused."""
     return os.path.lexists(path) and regular_file(path) >= 0
 
 
 def read_json(path: Path, unique: bool = False) -> Any:
-    """What a JSON file holds; `unique` refuses objects with a key twice, of which the last would win without a word."""
+    """The content of a JSON file. `unique` refuses duplicate keys, of which Python would silently keep the last."""
     if regular_file(path) > JSON_LIMIT:
-        raise LocaterError(f"{path}: more than {JSON_LIMIT:,} bytes, too long for what it should be")
+        raise LocaterError(f"{path}: more than {JSON_LIMIT:,} bytes, too large for a configuration or an index")
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates if unique else None)
     except RecursionError:
@@ -53,28 +52,29 @@ def read_json(path: Path, unique: bool = False) -> Any:
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys stand once each."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    """For `json.loads(object_pairs_hook=...)`: the object, or ValueError where a key occurs twice."""
+    document = dict(pairs)
+    if len(document) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
-    return made
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return document
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that it appears whole or not at all. Links are followed; what is no file (a pipe, a device) is
-    written into.
+    """Write a file completely or not at all: readers never see half of it.
+
+    Links are followed. A pipe or a device is written to directly.
     """
     path = Path(os.path.realpath(path))
-    held = content.encode() if isinstance(content, str) else content
+    data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            path.write_bytes(held)
+            path.write_bytes(data)
             return
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(held)
+                file.write(data)
             os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
             os.replace(name, path)
         except BaseException:

@@ -1,8 +1,7 @@
-"""Processors that promise more than they do: AMX that is listed and kills whoever uses it.
+"""Work around processors that list AMX but crash when it is used.
 
-On some virtual machines /proc/cpuinfo lists AMX, the kernel grants it, single instructions run, and half-precision
-layers still end the process with an illegal instruction inside oneDNN. No flag tells; trying does. So a child process
-tries.
+On some virtual machines /proc/cpuinfo lists AMX, the kernel grants it and single instructions run, but half-precision
+layers still crash with an illegal instruction inside oneDNN. No flag shows this, so a child process tries such a layer.
 """
 
 from __future__ import annotations
@@ -19,47 +18,46 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-LIMIT = "AVX512_CORE_FP16"  # the most that oneDNN can be allowed without AMX
-VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # new name and old
-PATIENCE = 60.0  # seconds that a trial may take
-FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)  # of instructions that do not work
+LIMIT = "AVX512_CORE_FP16"  # the largest instruction set of oneDNN without AMX
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the new name and the old one
+PATIENCE = 60.0  # seconds allowed for a trial
+FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)  # raised by instructions that do not work
 TRIAL = "from locater.processor import half_precision_layer; half_precision_layer()"
 
 
 def avoid_broken_amx(
     probe: Callable[[], int] | None = None, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo"
 ) -> str | None:
-    """Keep oneDNN off AMX where a half-precision layer dies of it. Returns what was done, also said on standard error,
-    or None.
+    """Forbid AMX to oneDNN where half-precision layers crash with it. Returns the message that it prints, or None.
 
-    Call it before the first half-precision operation: oneDNN reads its limit once. The limit is an environment
-    variable, so child processes have it too, and whoever sets it first, or one of their own choice, is not asked again.
-    Costs nothing where the processor has no AMX, and 0.05 s where it has. Commands that run a model call it; in a
-    program of your own:
+    Call it before the first half-precision operation, because oneDNN reads its limit only once. The limit is an
+    environment variable, so child processes inherit it. Nothing is tried or changed where the variable is already set.
+    It costs nothing where the processor has no AMX, and 0.05 s where it has. Commands that run a model call it; in
+    your own program:
 
         from locater.processor import avoid_broken_amx
         avoid_broken_amx()
 
-    `probe` tries a layer and returns the number of the signal that ended it, or 0.
+    `probe` runs a layer and returns the number of the signal that ended it, or 0.
 
     >>> avoid_broken_amx(probe=lambda: 4, cpuinfo="a processor that lists nothing")
     """
     if any(name in os.environ for name in VARIABLES) or not _lists_amx(Path(cpuinfo)):
         return None
-    ended = (_default_probe if probe is None else probe)()
-    if ended not in FAULTS:  # a child that was killed, as for want of memory, says nothing about AMX
+    fault = (_default_probe if probe is None else probe)()
+    if fault not in FAULTS:  # a child that was killed otherwise, for example out of memory, says nothing about AMX
         return None
     os.environ[VARIABLES[0]] = LIMIT
-    said = (
-        f"AMX is listed and half-precision layers die of it here ({signal.Signals(ended).name}): going on without it, as with "
-        f"{VARIABLES[0]}={LIMIT} in the environment"
+    message = (
+        f"AMX is listed but half-precision layers crash with it here ({signal.Signals(fault).name}): "
+        f"continuing without AMX, as with {VARIABLES[0]}={LIMIT} in the environment"
     )
-    print(f"locater: {said}", file=sys.stderr)
-    return said
+    print(f"locater: {message}", file=sys.stderr)
+    return message
 
 
 def half_precision_layer() -> None:
-    """What dies: linear layers in half precision, large enough that oneDNN takes them."""
+    """The trial: linear layers in half precision, large enough that oneDNN runs them."""
     import torch
 
     torch.set_num_threads(1)  # a team of threads does not survive a fork
@@ -69,9 +67,9 @@ def half_precision_layer() -> None:
 
 
 def signal_of(trial: Callable[[], None]) -> int:
-    """Number of the signal that ends a forked child which runs `trial`, or 0; an exception in it is no signal."""
+    """Run `trial` in a forked child; return the number of the signal that ended it, or 0. An exception is no signal."""
     with warnings.catch_warnings():
-        # threads of a BLAS library count as threads; they are not used here
+        # Python warns of forking with threads; those of a BLAS library are idle here
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -88,12 +86,12 @@ def signal_of(trial: Callable[[], None]) -> int:
         time.sleep(0.002)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return 0  # it hung, which is no sign of AMX
+    return 0  # it hung, which is not the fault looked for
 
 
 @cache
 def _default_probe() -> int:
-    """In a fork where that is safe; else in a process that imports PyTorch again, which takes seconds."""
+    """Run the trial in a fork where that is safe, else in a new process, which takes seconds."""
     import torch
 
     alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
@@ -109,14 +107,14 @@ def _default_probe() -> int:
 def _lists_amx(cpuinfo: Path) -> bool:
     try:
         with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
-            flags = next((line for line in lines if line.startswith("flags")), "")  # the first processor stands for all
+            flags = next((line for line in lines if line.startswith("flags")), "")  # all processors are alike
     except OSError:  # not Linux
         return False
     return any(flag.startswith("amx") for flag in flags.split())
 
 
 def _die_quietly() -> None:
-    """No core file, no traceback, no handlers of the parent."""
+    """In the child: no core file, no traceback, no signal handlers of the parent."""
     import resource
 
     faulthandler.disable()

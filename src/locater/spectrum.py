@@ -1,7 +1,7 @@
 """Moments and eigenvalues of a head's query-key map W = W_Q^T W_K, without ever forming it.
 
-W is d x d but its rank is at most d_head, and everything that the theory asks of it is a function of three d_head x
-d_head matrices, taken in the inner product of a token covariance C (the identity unless given):
+W is d x d, but its rank is at most d_head. Everything that the theory needs is a function of three small matrices,
+d_head x d_head, in the inner product of a token covariance C (the identity by default):
 
     G = W_K C W_Q^T        A = W_Q C W_Q^T        B = W_K C W_K^T
 
@@ -11,9 +11,6 @@ Section numbers refer to docs/theory.md.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,22 +19,23 @@ from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.numerics import one_thread, upcast
+from locater.numerics import spread_over_workers, upcast
 
 Batched = Float[Tensor, "*heads"]
-# roundings of the largest eigenvalue by which two moduli may differ and still count as equal; the solver makes up to 52
+# Eigenvalues whose moduli differ by fewer than this many rounding errors of the largest count as equal; solvers make up
+# to 52 such errors.
 TIED = 64
-# powers of two that ||W||^2 may be from 1, so that cubes of W and their digits are within the range of float32
+# |log2 ||W||^2| above which cubes of W, or their digits, leave the range of float32.
 SINGLE = 60
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The three small matrices of a batch of heads; every moment is computed from them when it is asked for.
+    """The three small matrices of a batch of heads. Every moment is computed from them on first use.
 
-    With C = I the names read as written; otherwise W stands for W C (traces) and C^(1/2) W C^(1/2) (norms).
-    `cross` is None for cross-attention, where query and key live in different spaces: there traces have no meaning
-    and asking for one raises.
+    With C = I the names read as written; otherwise W stands for W C in traces and for C^(1/2) W C^(1/2) in norms.
+    `cross` is None for cross-attention, where queries and keys are in different spaces. Traces mean nothing there, and
+    reading one raises.
     """
 
     query_gram: Float[Tensor, "*heads h h"]  # A
@@ -83,21 +81,17 @@ class Moments:
 
     @cached_property
     def _sizes(self) -> tuple[Tensor, Tensor]:
-        """Of W_Q and W_K."""
+        """The powers of two nearest to the sizes of W_Q and of W_K."""
         return _size(self.query_gram), _size(self.key_gram)
 
     @property
     def size(self) -> Batched:
-        """A power of two about as large as |W_Q| |W_K|, 1 for a zero map: what numbers without a scale are computed
-        at.
-        """
+        """A power of two near |W_Q| |W_K|, 1 for a zero map. Numbers without a scale are computed from W / size."""
         return self._sizes[0] * self._sizes[1]
 
     @cached_property
     def unit(self) -> Moments:
-        """Moments of W / size: squares and cubes of its entries stay within the range of float32 for weights of 1e-17
-        and of 1e17.
-        """
+        """Moments of W / size. Their squares and cubes stay in the range of float32 for weights from 1e-17 to 1e17."""
         query, key = (x[..., None, None] for x in self._sizes)
         cross = None if self.cross is None else self.cross / query / key
         return Moments(self.query_gram / query / query, self.key_gram / key / key, cross)
@@ -109,8 +103,8 @@ class Moments:
 
     @property
     def variance(self) -> Batched:
-        """tr(W_sym^2) / d_head - mean^2, never negative. Over all d directions a low-rank head could never be
-        concentrated.
+        """tr(W_sym^2) / d_head - mean^2, never negative. It is taken over the d_head directions that the head can use:
+        over all d, a low-rank map could never be concentrated.
         """
         return (self.symmetric_sq / self.head_dim - self.mean**2).clamp_min(0)
 
@@ -139,28 +133,30 @@ class Moments:
 
     @property
     def stable_rank(self) -> Batched:
-        """||W||_F^2 / ||W||_2^2, in [1, d_head]; 0 for a zero map. No gradient: singular values have none here."""
+        """||W||_F^2 / ||W||_2^2, in [1, d_head]; 0 for a zero map. Without a gradient, like `singular_values`."""
         top = (self.spectral_norm / self.size) ** 2
         return torch.where(top > 0, self.unit.frobenius_sq.detach() / top, torch.zeros_like(top))
 
     def singular_values(self) -> Float[Tensor, "*heads h"]:
         """All d_head singular values of W, largest first: square roots of the eigenvalues of L^T B L with A = L L^T.
 
-        float64, because squaring the singular values costs half of the digits.
+        Computed in float64, because squaring the singular values costs half of the digits.
         """
-        found = _head_by_head(_singular_values, _on_cpu(self.query_gram).double(), _on_cpu(self.key_gram).double())
-        return found.to(self.query_gram.dtype).to(self.query_gram.device)
+        values = spread_over_workers(
+            _singular_values, _on_cpu(self.query_gram).double(), _on_cpu(self.key_gram).double()
+        )
+        return values.to(self.query_gram.dtype).to(self.query_gram.device)
 
     def eigenvalues(self) -> Complex[Tensor, "*heads h"]:
         """The d_head eigenvalues of W that can be non-zero, by decreasing modulus; on the CPU.
 
-        Where moduli are equal but for rounding, as in a conjugate pair, the larger real part comes first, then the
-        larger imaginary part: not the order that a solver happens to find them in.
+        Where moduli are equal up to rounding, as in a conjugate pair, the larger real part comes first, then the larger
+        imaginary part. The order therefore does not depend on the solver.
         """
-        values = _head_by_head(torch.linalg.eigvals, _on_cpu(self.gram))
+        values = spread_over_workers(torch.linalg.eigvals, _on_cpu(self.gram))
         size = torch.finfo(self.gram.dtype)
         step = values.abs().amax(-1, keepdim=True).clamp_min(size.tiny) * TIED * size.eps
-        group = torch.zeros(values.shape, dtype=torch.long)  # of those that are equal so far
+        group = torch.zeros(values.shape, dtype=torch.long)  # values with the same number are equal so far
         for key in (torch.abs, torch.real, torch.imag):
             order = key(values).argsort(dim=-1, descending=True, stable=True)
             order = order.gather(-1, group.gather(-1, order).argsort(dim=-1, stable=True))
@@ -177,11 +173,11 @@ class Moments:
         )
 
     def cpu(self) -> Moments:
-        """The same on the CPU."""
+        """These moments on the CPU."""
         return Moments(self.query_gram.cpu(), self.key_gram.cpu(), None if self.cross is None else self.cross.cpu())
 
     def select(self, index: Tensor | slice | int) -> Moments:
-        """The same, for some of the heads (first leading axis)."""
+        """These moments for some of the heads (first leading axis)."""
         return Moments(self.query_gram[index], self.key_gram[index], None if self.cross is None else self.cross[index])
 
 
@@ -192,8 +188,8 @@ def moments(
 ) -> Moments:
     """Moments of W = W_Q^T W_K (times a token covariance), batched over any leading axes that broadcast.
 
-    `covariance` is None (identity), (d,) for a diagonal or (d, d). Half-precision inputs are upcast to float32 before
-    anything is multiplied; float64 stays float64. Grouped-query heads need no copy of the keys: give queries as
+    `covariance` is None (identity), (d,) for a diagonal or (d, d). Half-precision inputs are converted to float32
+    first; float64 stays float64. Grouped-query heads need no copy of the keys: pass queries as
     (kv_heads, group, d_head, d) and keys as (kv_heads, 1, d_head, d).
 
     >>> W_Q = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
@@ -206,48 +202,59 @@ def moments(
     q, k = upcast(W_Q), upcast(W_K)
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k = q.to(dtype), k.to(dtype)
-    # inside a training step it would take the products to half precision
+    # autocast in a training step would compute the products in half precision
     with torch.autocast(q.device.type, enabled=False):
         q_c, k_c = (q, k) if covariance is None else (_times(q, covariance), _times(k, covariance))
         query_gram, key_gram, gram = q_c @ q.mT, k_c @ k.mT, _grouped_product(k_c, q)
     shape = gram.shape
-    found = Moments(query_gram.expand(shape), key_gram.expand(shape), gram)
-    return moments(q.double(), k.double(), covariance) if _needs_double(found, q, k) else found
+    single = Moments(query_gram.expand(shape), key_gram.expand(shape), gram)
+    return moments(q.double(), k.double(), covariance) if _needs_double(single, q, k) else single
 
 
 def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) -> Moments:
-    """The part of the moments that cross-attention keeps: the Frobenius norm and the singular values."""
+    """The moments that exist for cross-attention: the Frobenius norm and the singular values.
+
+    >>> cross_moments(torch.eye(2, 3), 2 * torch.eye(2, 4)).frobenius_sq.item()     # widths 3 and 4
+    8.0
+    """
     q, k = upcast(W_Q), upcast(W_K)
     dtype = torch.promote_types(q.dtype, k.dtype)
     query_gram, key_gram = q.to(dtype) @ q.to(dtype).mT, k.to(dtype) @ k.to(dtype).mT
     shape = torch.broadcast_shapes(query_gram.shape, key_gram.shape)
-    found = Moments(query_gram.expand(shape), key_gram.expand(shape), None)
-    return cross_moments(q.double(), k.double()) if _needs_double(found, q, k) else found
+    single = Moments(query_gram.expand(shape), key_gram.expand(shape), None)
+    return cross_moments(q.double(), k.double()) if _needs_double(single, q, k) else single
 
 
 def lost_in_float32(m: Moments) -> Bool[Tensor, "*heads"]:
-    """Heads whose moments float32 does not hold: W is much smaller than its factors, or its squares and cubes leave the
-    range.
+    """Heads whose moments need float64: W is much smaller than its factors, or its squares and cubes leave the range
+    of float32.
 
-    Rare: queries and keys that live in nearly separate channels; weights below 1e-6 or beyond 1e3. A head that is zero,
-    or not finite, is none of them.
+    This is rare: queries and keys that use nearly separate channels, or weights below 1e-6 or above 1e3. A head that is
+    zero or not finite is not among them.
+
+    >>> W = torch.tensor([1.0, 1e-8])[:, None, None] * torch.eye(2)     # two heads
+    >>> lost_in_float32(moments(W, W))
+    tensor([False,  True])
     """
     return _lost(m, _factors(m))
 
 
 def _factors(m: Moments) -> Tensor:
-    """||A||_F ||B||_F, which ||W||_F^2 does not exceed; in float64, which it does not leave."""
+    """||A||_F ||B||_F, an upper bound of ||W||_F^2, in float64, whose range is wide enough."""
     query, key = (torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64) for x in (m.query_gram, m.key_gram))
     return query * key
 
 
 def _lost(m: Moments, factors: Tensor) -> Tensor:
-    size = factors.log2().abs()  # infinite for a head that is zero or infinite
+    size = factors.log2().abs()  # infinite for a head that is zero or not finite
     return (m.frobenius_sq < 1e-3**0.5 * factors) | ((size > SINGLE) & (size < math.inf))
 
 
 def _needs_double(m: Moments, q: Tensor, k: Tensor) -> bool:
-    """Asked only outside training, on the CPU: the answer would stop a GPU and break a compiled graph."""
+    """Whether float32 is not enough.
+
+    Always False in training and on a GPU: the check would make the GPU wait and break a compiled graph.
+    """
     if (
         m.query_gram.dtype != torch.float32
         or m.query_gram.device.type != "cpu"
@@ -259,13 +266,14 @@ def _needs_double(m: Moments, q: Tensor, k: Tensor) -> bool:
     lost, zero = _lost(m, factors), factors == 0
     if not bool((lost | zero).any()):
         return False
-    there = [(w != 0).any(-1).any(-1) for w in (q, k)]
-    return bool((lost | (zero & there[0] & there[1])).any())  # weights that are there, and their squares are not
+    nonzero = [(w != 0).any(-1).any(-1) for w in (q, k)]
+    return bool((lost | (zero & nonzero[0] & nonzero[1])).any())  # weights whose squares underflow to 0
 
 
 def _size(gram: Tensor) -> Tensor:
-    """The power of two at the root of the largest diagonal entry; 1 where that is 0 or not finite. A constant: it
-    cancels in the end.
+    """The power of two below the root of the largest diagonal entry; 1 where that entry is 0 or not finite.
+
+    It has no gradient: it cancels in the end.
     """
     top = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     return torch.exp2((torch.where((top > 0) & top.isfinite(), top, 1).log2() / 2).floor())
@@ -273,31 +281,14 @@ def _size(gram: Tensor) -> Tensor:
 
 def _singular_values(A: Tensor, B: Tensor) -> Tensor:
     root, failed = torch.linalg.cholesky_ex(A)  # A = root root^T
-    if failed.any():  # a rank-deficient head: the eigenvectors give a root too, at ten times the cost
+    if failed.any():  # a rank-deficient head: eigenvectors give a root at ten times the cost
         values, vectors = torch.linalg.eigh(A)
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     return torch.linalg.eigvalsh(root.mT @ B @ root).flip(-1).clamp_min(0).sqrt()
 
 
-def _head_by_head(function: Callable[..., Tensor], *matrices: Float[Tensor, "*heads h h"]) -> Tensor:
-    """Apply a batched decomposition with one thread per worker.
-
-    Threads inside a decomposition of a 64 x 64 matrix cost more than they bring, and with other work on the machine
-    they cost two hundred times more; and CUDA has no fast non-symmetric solver. So heads are dealt out to workers
-    instead.
-    """
-    heads = matrices[0].shape[:-2]
-    flat = [m.reshape(-1, *m.shape[-2:]) for m in matrices]
-    workers = min(os.cpu_count() or 1, max(1, len(flat[0]) // 4))
-    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        parts = list(pool.map(function, *(m.tensor_split(workers) for m in flat)))
-    return torch.cat(parts).unflatten(0, heads) if heads else parts[0][0]
-
-
 def _grouped_product(k: Tensor, q: Tensor) -> Tensor:
-    """k @ q^T; when all query heads of a group meet one key head, as one product per group instead of a copy per
-    head.
-    """
+    """k @ q^T. Where the query heads of a group share one key head, one product per group without copies of the key."""
     if k.ndim == q.ndim and k.ndim >= 3 and k.shape[-3] == 1 and q.shape[-3] > 1:
         group, h, d = q.shape[-3:]
         flat = q.reshape(*q.shape[:-3], group * h, d) @ k.squeeze(-3).mT  # (..., group*h, h_k), transposed G

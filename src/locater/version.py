@@ -1,4 +1,4 @@
-"""The version, in one place; the build reads it from here."""
+"""The versions of the package and of its documents. The build reads the first."""
 
 __version__ = "0.1.0"
-SCHEMA = 1  # of the JSON documents; goes up where a key is moved or means something else
+SCHEMA = 1  # of the JSON documents; increases when a key moves or changes its meaning

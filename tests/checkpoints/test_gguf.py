@@ -203,7 +203,7 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF but not really")
     with pytest.raises(LocaterError, match="not a readable GGUF file"):
         scan(tmp_path / "x.gguf")
-    with pytest.raises(LocaterError, match="holds GGUF files; name one"):
+    with pytest.raises(LocaterError, match="contains GGUF files; name one"):
         scan(tmp_path)
     writer = gguf.GGUFWriter(tmp_path / "y.gguf", "rwkv6")
     writer.add_block_count(1)
@@ -289,7 +289,7 @@ def key(name: str, kind: int, value: bytes) -> bytes:
         (key("x", 8, struct.pack("<Q", 2**63)), "truncated"),
         (key("x", 8, struct.pack("<Q", 1) + b"\xff"), "UTF-8"),
         (key("x", 7, b"\2"), "'x' is neither true nor false"),
-        (key("x", 0, b"\0") * 2, "'x' stands twice"),
+        (key("x", 0, b"\0") * 2, "'x' occurs twice"),
         (key("general.alignment", 4, struct.pack("<I", 24)), "alignment"),
         (key("general.alignment", 4, struct.pack("<I", 0)), "alignment"),
         (key("general.alignment", 5, struct.pack("<I", 32)), "alignment"),

@@ -61,7 +61,7 @@ def test_not_on_the_hub_either(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "nobody/nothing: no such file or folder, and the hub did not give it" in refused(
+    assert "nobody/nothing: no such file or folder, and the hub did not return it" in refused(
         run, tmp_path, "nobody/nothing"
     )
 
@@ -369,7 +369,7 @@ def test_settings_of_other_families(label: str, change: dict[str, Any], tmp_path
 def test_a_list_of_layer_types_that_is_too_short(tmp_path: Path) -> None:
     model_of(next(c for c in CASES if c.label == "qwen2-window")).save_pretrained(tmp_path)
     edit_config(tmp_path, layer_types=["full_attention"])
-    with pytest.raises(LocaterError, match="layer_types has 1 entries but the configuration says"):
+    with pytest.raises(LocaterError, match="layer_types has 1 entries but num_hidden_layers is"):
         scan(tmp_path)
 
 
@@ -429,7 +429,7 @@ def test_null_channels_of_gptj_are_all(tmp_path: Path) -> None:
 def test_a_live_model_has_no_file_to_mend() -> None:
     model = model_of(next(c for c in CASES if c.label == "mistral-window"))
     model.config.sliding_window = -1
-    with pytest.raises(LocaterError, match=r"sliding_window = -1, .*: mend model\.config$"):
+    with pytest.raises(LocaterError, match=r"sliding_window = -1, .*: correct model\.config$"):
         scan(model)
 
 
@@ -588,7 +588,7 @@ def test_python_calls_name_what_they_were_given() -> None:
     from locater.explain import decompose
 
     for call, said in (
-        (lambda: locater.scan(3), "3 is no model"),
+        (lambda: locater.scan(3), "3 is not a model"),
         (lambda: locater.observe("folder"), "'folder' is no nn.Module"),
         (
             lambda: inspect.unwrap(locater.moments)(torch.ones(3, 8, 64), torch.ones(3, 8, 3)),

@@ -21,7 +21,7 @@ from locater.measures import composite_norm, token_residual
 from locater.theory import Block, depth_residuals, layer_bound, path_counts
 from locater.train import Transformer
 from locater_papers import PAPERS, Setting, judge, reproduce
-from locater_papers.dong2021 import bounds, bridge, circle, contraction, lengths, planted, slowing
+from locater_papers.dong2021 import bounds, bridge, circle, contraction, lengths, planted, separation, slowing
 from locater_papers.dong2021.page import lead, page
 from locater_papers.engine.figures import Contour, Field, Panel, Series, contour, draw
 from locater_papers.engine.pages import write_report
@@ -291,13 +291,13 @@ def test_rules_of_one_and_two_numbers_by_brute_force() -> None:
         return float((said & label).sum() / label.sum() + (~said & ~label).sum() / (~label).sum()) / 2
 
     one = max(balanced((score >= a) & (score <= b)) for a in range(8) for b in range(8))
-    assert bridge.interval_accuracy(score, label) == pytest.approx(max(one, 0.5))
+    assert separation.interval_accuracy(score, label) == pytest.approx(max(one, 0.5))
     two = max(balanced((score >= a) & (other <= b)) for a in range(8) for b in range(8))
-    a, b = bridge.corner(score, other, label)
+    a, b = separation.corner(score, other, label)
     assert balanced((score >= a) & (other <= b)) == pytest.approx(two)
     pairs = [(p > n) + 0.5 * (p == n) for p in score[label].tolist() for n in score[~label].tolist()]
-    assert bridge.ordering(score, label) == pytest.approx(sum(pairs) / len(pairs))
-    assert math.isnan(bridge.ordering(score, torch.ones(60, dtype=torch.bool)))
+    assert separation.ordering(score, label) == pytest.approx(sum(pairs) / len(pairs))
+    assert math.isnan(separation.ordering(score, torch.ones(60, dtype=torch.bool)))
 
 
 def test_the_directions_of_study_h(small: None) -> None:

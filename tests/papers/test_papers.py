@@ -19,7 +19,7 @@ from locater_papers import PAPERS, Claim, Measured, Paper, Setting, Study, chose
 from locater_papers import command as command_module
 from locater_papers.bao2024 import gaussian, propagation, softmax, training
 from locater_papers.command import kept_runs
-from locater_papers.engine.claims import by_seed, by_seed
+from locater_papers.engine.claims import by_seed
 from locater_papers.engine.figures import Cells, Panel, Series, draw
 from locater_papers.engine.pages import measured, stated, write_report
 from locater_papers.engine.papers import joined

@@ -499,7 +499,7 @@ def refusals() -> list[tuple[Any, Callable[[], nn.Module], dict[str, Any], str]]
         ([{"input_ids": [[3, 4], [5]]}], llama, {}, "pad ragged sequences"),
         ([{"input_ids": torch.tensor([3, 4])}], llama, {}, r"must be a tensor \(sequences, tokens\)"),
         ([{"input_ids": torch.zeros(0, 4, dtype=torch.long)}], llama, {}, r"must be a tensor \(sequences, tokens\)"),
-        ([[3, 4], [5]], llama, {}, "text holds list objects"),
+        ([[3, 4], [5]], llama, {}, "text contains list objects"),
         (torch.randn(2, 3), llama, {}, "token ids are whole numbers"),
         (torch.zeros(2, 3, 4, dtype=torch.long), llama, {}, r"a tensor of shape \[2, 3, 4\]"),
     ]

@@ -444,7 +444,7 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
         (["probe", saved, "--text", tmp_path / "broken.xz"], "cannot be read as text"),
         (["probe", saved, "--text", tmp_path / "none.txt"], "none.txt: no such file"),
         (["probe", saved, "--text", tmp_path / "latin.txt"], "latin.txt: not UTF-8 text (byte 3)"),
-        (["probe", saved, "--text", tmp_path / "zero.txt"], "zero.txt: not text: it holds a zero byte"),
+        (["probe", saved, "--text", tmp_path / "zero.txt"], "zero.txt: not text: it contains a zero byte"),
         (["probe", saved_llama, "--text", words], "--tokenizer PATH"),
         (["probe", saved, "--text", words, "--tokenizer", tmp_path / "none"], "no tokenizer there"),
         (["probe", saved, "--text", words, "--length", 100], "the model has 64 positions"),

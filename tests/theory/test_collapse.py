@@ -457,7 +457,7 @@ def test_the_proved_bound_refuses_what_it_was_not_proved_for() -> None:
     x = normal(4, 3, seed=0)
     with pytest.raises(LocaterError, match="mask"):
         layer_bound(x, draw(1, 3, causal=True))
-    with pytest.raises(LocaterError, match="mean or midrange"):
+    with pytest.raises(LocaterError, match="use mean or midrange"):
         layer_bound(x, draw(1, 3), centre="svd")
 
 

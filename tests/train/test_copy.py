@@ -13,7 +13,7 @@ import torch
 
 from locater import LocaterError
 from locater.attention import mechanisms
-from locater.data.copying import TRIGGERS, Source, copy_source, entropies
+from locater.data.copying import TRIGGERS, CopySource, copy_source, entropies
 from locater.train import Plan, load, run
 from locater.train.data import HELD_OUT, CopyData, open_data
 from tests.conftest import Result as Ran
@@ -34,7 +34,7 @@ TINY = Plan(
 )
 
 
-def drawn(source: Source, rows: int = 4000, length: int = 50, seed: int = 0) -> torch.Tensor:
+def drawn(source: CopySource, rows: int = 4000, length: int = 50, seed: int = 0) -> torch.Tensor:
     return source.sample(rows, length, torch.Generator().manual_seed(seed))
 
 

@@ -421,7 +421,7 @@ def test_folders_of_pictures(tmp_path: Path) -> None:
     assert torch.allclose(pixels[:, 0, 4, 4], torch.arange(6) * 80 / 255 - 1, atol=1e-4)
     assert len(probe(model("vit"), images=tmp_path).rows) == 8
     (tmp_path / "9.png").write_bytes(b"no picture")
-    with pytest.raises(LocaterError, match=r"9\.png: not a picture that can be read"):
+    with pytest.raises(LocaterError, match=r"9\.png: not a readable image"):
         image_batches(model("vit"), tmp_path)
 
 
@@ -435,7 +435,7 @@ def test_images_that_are_refused(tmp_path: Path) -> None:
     for name, said in (
         ("flat.npy", r"shape \[3, 4\]; images are"), ("none.npy", "images are"), ("labels.npz", "only labels"),
         ("junk.npy", "cannot be read as"),
-        ("empty", "holds no picture"), ("missing", "no such file or folder"),
+        ("empty", "contains no image"), ("missing", "no such file or folder"),
     ):  # fmt: skip
         with pytest.raises(LocaterError, match=said):
             image_batches(vit, tmp_path / name)

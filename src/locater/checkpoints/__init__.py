@@ -1,1 +1,1 @@
-"""Named tensors from anywhere, by name and rows: a live module, safetensors, GGUF, pickles."""
+"""Read tensors by name and by rows from a live module or from safetensors, GGUF and pickle files."""

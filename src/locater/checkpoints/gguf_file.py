@@ -1,9 +1,8 @@
-"""GGUF files: their tensors under the names that the families know, their metadata as a configuration.
+"""Read GGUF files: tensors under the names of the Hugging Face model, metadata as its configuration.
 
-Files of architecture "llama" store the rows of queries and keys in another order (neighbouring channels turn together);
-it is undone here. Moments at offset 0 cannot see that order, logits and drives can. Gemma's gains are stored as 1 + w
-and handed on as w. The header is read in `gguf_header.py`; quantised blocks are turned into numbers by the `gguf`
-package.
+Files of architecture "llama" store the rows of queries and keys in another order, in which neighbouring channels rotate
+together. That order is undone here: it does not change moments at offset 0, but it does change logits at other offsets.
+Gains of Gemma are stored as 1 + w and returned as w. `gguf_header.py` reads the header; the `gguf` package dequantises.
 """
 
 from __future__ import annotations
@@ -23,19 +22,35 @@ from locater.checkpoints.settings import ROPE, RULES, Rule, fault
 from locater.checkpoints.weights import Rows, take_rows
 from locater.errors import LocaterError
 
-MODEL_TYPES = {  # architectures whose layout is known
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2", "gemma3": "gemma3_text",
-}  # fmt: skip
-STEMS = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-}  # fmt: skip
-KEYS = {
-    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "context_length": "max_position_embeddings",
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
-    "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
-}  # fmt: skip
+MODEL_TYPES = {  # of the GGUF architectures whose layout is known
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+MODULES = {  # part of a block in the file, and its module in the Hugging Face model
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+KEYS = {  # key of the metadata, and its name in a Hugging Face configuration
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+}
 RANGES: dict[str, Rule] = {key: RULES[name] for key, name in KEYS.items()} | {
     "rope.scaling.type": ("a text", lambda x: isinstance(x, str)),
     "rope.scaling.factor": ROPE["factor"],
@@ -56,15 +71,14 @@ def open_gguf(path: Path) -> tuple[GGUFWeights, dict[str, Any]]:
         known = ", ".join(sorted(MODEL_TYPES))
         raise LocaterError(f"{path}: GGUF architecture {architecture!r:.40} is not supported (known: {known})")
     settings = Settings(path, architecture, header.fields)
-    factors = (
-        _floats(path, header, "rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in header.tensors else None
-    )
+    divisors = header.tensors.get("rope_freqs.weight")
+    factors = None if divisors is None else _floats(path, header, "rope_freqs.weight").flatten().tolist()
     config = _config(settings, factors)
     return GGUFWeights(path, header, architecture, config), config
 
 
 def _floats(path: Path, header: Header, name: str) -> Tensor:
-    """A tensor as numbers, dequantised by the gguf package."""
+    """A tensor as floating-point numbers, dequantised by the gguf package."""
     from gguf import GGMLQuantizationType, dequantize
     from gguf.quants import quant_shape_to_byte_shape
 
@@ -73,31 +87,30 @@ def _floats(path: Path, header: Header, name: str) -> Tensor:
     shape = tuple(reversed(tensor.shape))
     data = header.data[tensor.start : tensor.start + tensor.size]
     try:
-        data = (
-            data.view(plain).reshape(shape)
-            if plain
-            else data.reshape(quant_shape_to_byte_shape(shape or (1,), tensor.kind))
-        )
+        if plain:
+            data = data.view(plain).reshape(shape)
+        else:
+            data = data.reshape(quant_shape_to_byte_shape(shape or (1,), tensor.kind))
         return torch.from_numpy(dequantize(data, tensor.kind).copy()).view(shape)
     except NotImplementedError:
         raise LocaterError(
-            f"{path}: {name} is stored as {tensor.kind.name}, which is no weight: give another file"
+            f"{path}: {name} is stored as {tensor.kind.name}, which is not a format of weights: use another file"
         ) from None
 
 
 class GGUFWeights:
-    """Tensors of a GGUF file, dequantised when they are read."""
+    """The tensors of a GGUF file, dequantised when they are read."""
 
     def __init__(self, path: Path, header: Header, architecture: str, config: dict[str, Any]) -> None:
         self.where = str(path)
         self._header = header
         self._architecture = architecture
         self._config = config
-        self._stored: dict[str, str] = {}  # name in the file of each tensor
+        self._stored: dict[str, str] = {}  # from our name to the name in the file
         for name in header.tensors:
             match = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", name, re.ASCII)
-            if match and match[2] in STEMS:
-                self._stored[f"model.layers.{match[1]}.{STEMS[match[2]]}.{match[3]}"] = name
+            if match and match[2] in MODULES:
+                self._stored[f"model.layers.{match[1]}.{MODULES[match[2]]}.{match[3]}"] = name
 
     def names(self) -> Collection[str]:
         return self._stored.keys()
@@ -108,9 +121,8 @@ class GGUFWeights:
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
         data = _floats(Path(self.where), self._header, self._stored[name])
         if self._architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
-            data = _turn_halves(
-                data, self._config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            )
+            heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+            data = _turn_halves(data, self._config[heads])
         if self._architecture.startswith("gemma") and name.endswith("norm.weight"):
             data = data - 1
         return take_rows(data, rows)
@@ -123,22 +135,22 @@ def _turn_halves(rows: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one architecture, each checked when it is asked for: a count, a number or a text."""
+    """The metadata of one architecture. Each setting is checked when it is read: a count, a number or a text."""
 
     path: Path
     architecture: str
     fields: dict[str, Any]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting, in the range that `settings.py` gives it; `default` where the file does not have it."""
+        """A setting, checked against the rules of `settings.py`; `default` where the file does not have it."""
         name = f"{self.architecture}.{key}"
         value = self.fields.get(name, default)
         if value is None:
             return None
-        what = fault(RANGES, key, value)
-        if what is not None:
+        expected = fault(RANGES, key, value)
+        if expected is not None:
             shown = f"an array of {value.length}" if isinstance(value, Array) else f"{value!r:.40}"
-            raise LocaterError(f"{self.path}: its key {name} is {shown}, not {what}: convert the model again")
+            raise LocaterError(f"{self.path}: its key {name} is {shown}, not {expected}: convert the model again")
         return value
 
 
@@ -151,7 +163,7 @@ def _config(settings: Settings, factors: list[float] | None) -> dict[str, Any]:
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if width and heads:
         config.setdefault("head_dim", width // heads)
-    # the file leaves the query scale to the program: the largest of each has its own
+    # the file has no query scale; the largest model of each of these two differs from the others
     if architecture in ("gemma2", "gemma3"):
         largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[architecture]
         config["query_pre_attn_scalar"] = width // heads if largest and width and heads else config.get("head_dim")
@@ -168,7 +180,7 @@ def _rope(settings: Settings, config: dict[str, Any], factors: list[float] | Non
     rope: dict[str, Any] = {"rope_type": "default"}
     if "rope_theta" in config:
         rope["rope_theta"] = config["rope_theta"]
-    if factors is not None:  # a divisor per frequency, where the length was extended
+    if factors is not None:  # one divisor per frequency, in models with an extended length
         return {**rope, "rope_type": "longrope", "short_factor": factors, "attention_factor": 1.0}
     kind = settings.get("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
@@ -177,5 +189,5 @@ def _rope(settings: Settings, config: dict[str, Any], factors: list[float] | Non
         if length is not None and kind == "yarn":
             rope["original_max_position_embeddings"] = length
     elif kind != "none":
-        rope["rope_type"] = kind  # refused by name, where positions are read
+        rope["rope_type"] = kind  # the reader of positions refuses it by name
     return rope

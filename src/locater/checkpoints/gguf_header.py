@@ -1,9 +1,8 @@
-"""The header of a GGUF file: settings by key, and where each tensor lies. Read in one pass, and as strict as llama.cpp
-is.
+"""Read the header of a GGUF file: the metadata, and the position of each tensor. As strict as llama.cpp.
 
-Counts and lengths are held against the size of the file before anything is made of them, so no number in the file can
-take more memory or time than the file itself is worth. Tensors have to follow one another, each padded to the
-alignment, in the order of their entries: then no offset can point to another tensor's bytes.
+Counts and lengths are compared with the size of the file before they are used, so no number in the file can cost more
+memory or time than the file itself would. Tensors have to follow one another in the order of their entries, each padded
+to the alignment, so that no offset can point into another tensor.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from locater.errors import LocaterError
 from locater.files import regular_file
 
 HEADER_LIMIT = 100_000_000  # bytes; the longest known vocabularies take a tenth of it
-SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
-}.items()}  # fmt: skip
+CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in CODES.items()}
 BOOL, TEXT, ARRAY, UINT32 = 7, 8, 9, 4
-# bytes that a value takes at least
+# the fewest bytes that a value of each type takes
 LEAST = {TEXT: 8, ARRAY: 12} | {kind: scalar.size for kind, scalar in SCALARS.items()}
-DEEPEST = 4  # arrays in arrays
-AXES = 4
+DEEPEST = 4  # levels of arrays inside arrays
+AXES = 4  # at most, of a tensor
 VERSIONS = (2, 3)
 COUNT, KIND, AXIS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<q")
 ALIGNMENT = "general.alignment"
 
 
-class Tensor(NamedTuple):
-    """Where a tensor lies: `shape` counts axes from the fastest, as the file does."""
+class TensorEntry(NamedTuple):
+    """The position of a tensor in the file. `shape` lists axes from the fastest to the slowest, as the file does."""
 
     shape: tuple[int, ...]
     kind: Any  # gguf.GGMLQuantizationType
@@ -43,7 +41,7 @@ class Tensor(NamedTuple):
 
 
 class Array(NamedTuple):
-    """A setting that is an array. None that is read here is one, so its elements stay in the file."""
+    """The length of a setting that is an array. No setting that is used is an array, so the elements are not read."""
 
     length: int
 
@@ -51,12 +49,12 @@ class Array(NamedTuple):
 @dataclass(frozen=True)
 class Header:
     fields: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorEntry]
     data: np.memmap[Any, Any]  # the whole file, mapped
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file, or a refusal that names what is wrong with it."""
+    """The header of a file. A damaged file is refused with the reason."""
     size = regular_file(path)
     if size < 24:
         raise LocaterError(f"{path}: not a readable GGUF file ({size} bytes)")
@@ -71,23 +69,23 @@ def read_header(path: Path) -> Header:
         for _ in range(key_count):
             name = cursor.text()
             if name in fields:
-                cursor.refuse(f"the key {name!r:.80} stands twice")
+                cursor.refuse(f"the key {name!r:.80} occurs twice")
             kind = cursor.take(KIND)
             fields[name] = cursor.value(kind, name)
             if name == ALIGNMENT and kind != UINT32:
                 cursor.refuse(f"{ALIGNMENT} has a value of type {kind}")
         tensors = _tensors(cursor, tensor_count, fields)
     except struct.error:
-        raise LocaterError(f"{path}: not a readable GGUF file (truncated in its header): fetch it again") from None
+        raise LocaterError(f"{path}: not a readable GGUF file (truncated in its header): download it again") from None
     except UnicodeDecodeError:
         raise LocaterError(
-            f"{path}: not a readable GGUF file (a name or a text is not UTF-8): fetch it again"
+            f"{path}: not a readable GGUF file (a name or a text is not UTF-8): download it again"
         ) from None
     return Header(fields, tensors, data)
 
 
 class _Cursor:
-    """A place in the file that moves forward; reading past the end raises struct.error."""
+    """Reads forward through the header; reading past the end raises struct.error."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path = path
@@ -95,8 +93,8 @@ class _Cursor:
         self.size = len(data)
         self.at = 0
 
-    def refuse(self, what: str) -> NoReturn:
-        raise LocaterError(f"{self.path}: not a readable GGUF file ({what}): fetch it again")
+    def refuse(self, reason: str) -> NoReturn:
+        raise LocaterError(f"{self.path}: not a readable GGUF file ({reason}): download it again")
 
     def take(self, form: struct.Struct) -> Any:
         (value,) = form.unpack_from(self.data, self.at)
@@ -104,7 +102,7 @@ class _Cursor:
         return value
 
     def skip(self, size: int) -> int:
-        """Go on by `size` bytes; gives back where they begin."""
+        """Move forward by `size` bytes and return where they begin."""
         begin, self.at = self.at, self.at + size
         if self.at > len(self.data):
             raise struct.error
@@ -116,7 +114,7 @@ class _Cursor:
         return str(self.data[begin : begin + length], "utf-8")
 
     def start(self) -> tuple[int, int]:
-        """Mark and version; gives back how many tensors and keys there are."""
+        """Check the magic bytes and the version; return the numbers of tensors and keys."""
         if bytes(self.data[:4]) != b"GGUF":
             self.refuse("it does not begin with GGUF")
         self.at = 4
@@ -124,15 +122,15 @@ class _Cursor:
         if version & 0xFFFF == 0:
             self.refuse("it is written in the other byte order; convert it with gguf-convert-endian")
         if version not in VERSIONS:
-            self.refuse(f"version {version}, and {VERSIONS} are read")
+            self.refuse(f"version {version}; versions {VERSIONS} are supported")
         tensors, keys = self.take(COUNT), self.take(COUNT)
-        for count, least, what in ((tensors, 24, "tensors"), (keys, 13, "keys")):
+        for count, least, kind in ((tensors, 24, "tensors"), (keys, 13, "keys")):
             if count * least > len(self.data):
-                self.refuse(f"{count:,} {what} in {self.size:,} bytes")
+                self.refuse(f"{count:,} {kind} in {self.size:,} bytes")
         return tensors, keys
 
     def value(self, kind: int, name: str, depth: int = 0) -> Any:
-        """A setting: a number, a text, or an array of which only the length is kept."""
+        """A setting: a number, a text, or the length of an array."""
         if kind == TEXT:
             return self.text()
         if kind == BOOL:
@@ -164,7 +162,7 @@ class _Cursor:
         return Array(count)
 
     def skip_texts(self, count: int) -> None:
-        """Vocabularies have some hundred thousand tokens: their lengths are walked along, nothing else."""
+        """Skip an array of texts by their lengths alone: vocabularies have hundreds of thousands."""
         data, at, length, end = self.data, self.at, COUNT.unpack_from, len(self.data)
         for _ in range(count):
             at += 8 + length(data, at)[0]
@@ -173,13 +171,13 @@ class _Cursor:
         self.at = at
 
 
-def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors' entries, then their places: these count from the end of the header, padded to the alignment."""
+def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, TensorEntry]:
+    """The entries of all tensors. Their offsets count from the end of the header, padded to the alignment."""
     entries: dict[str, tuple[tuple[int, ...], Any, int, int]] = {}
     for _ in range(count):
         name = cursor.text()
         if name in entries:
-            cursor.refuse(f"the tensor {name:.80} stands twice")
+            cursor.refuse(f"the tensor {name:.80} occurs twice")
         entries[name] = _entry(cursor, name)
     alignment = fields.get(ALIGNMENT, 32)
     if alignment < 1 or alignment & (alignment - 1):
@@ -192,25 +190,24 @@ def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, T
     tensors = {}
     for name, (shape, kind, offset, size) in entries.items():
         if offset != expected:
-            cursor.refuse(
-                f"the tensor {name:.80} begins at byte {offset:,} of the data and not at {expected:,}, where the last one ends"
-            )
+            where = f"begins at byte {offset:,} of the data and not at {expected:,}, where the last one ends"
+            cursor.refuse(f"the tensor {name:.80} {where}")
         if begin + offset + size > cursor.size:
             cursor.refuse(f"truncated: the tensor {name:.80} ends at byte {begin + offset + size:,} of {cursor.size:,}")
-        tensors[name] = Tensor(shape, kind, begin + offset, size)
+        tensors[name] = TensorEntry(shape, kind, begin + offset, size)
         expected += padded(size)
     return tensors
 
 
 def _entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Any, int, int]:
-    """Shape, kind, offset and size in bytes."""
+    """Shape, type, offset and size in bytes of a tensor."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     axes = cursor.take(KIND)
     if axes > AXES:
         cursor.refuse(f"the tensor {name:.80} has {axes} axes")
     shape = tuple(cursor.take(AXIS) for _ in range(axes))
-    if any(axis < 1 for axis in shape):  # no tensor is empty; beyond 2^63 the sign turns
+    if any(axis < 1 for axis in shape):  # no tensor is empty, and a length beyond 2^63 reads as negative
         cursor.refuse(f"the tensor {name:.80} has the shape {shape}")
     number, offset = cursor.take(KIND), cursor.take(COUNT)
     if number not in GGMLQuantizationType._value2member_map_:

@@ -1,8 +1,8 @@
-"""Where the tensors of a live model are, and what they are worth: plain, parametrized, sharded, or under an adapter.
+"""The tensors that a live model computes with, whether plain, parametrized, sharded or changed by an adapter.
 
-A layer with a LoRA adapter (peft) computes with W + scale B A, one with DoRA with m (W + scale B A) / |W + scale B A|
-row by row, and a parametrized one with what its parametrization makes of its parameters. Names are those of the model
-without all that.
+A layer with a LoRA adapter (peft) computes with W + scale B A. One with DoRA computes with m (W + scale B A) /
+|W + scale B A|, row by row. A parametrized layer computes with the output of its parametrization. Names are those that
+the tensors have in the model without adapters and parametrizations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from locater.numerics import upcast
 
 
 @dataclass(frozen=True)
-class Place:
+class LiveTensor:
     """A tensor of a live model: an attribute of a module, with the adapters around that module, innermost first."""
 
     name: str
@@ -32,34 +32,34 @@ class Place:
     @property
     def shape(self) -> tuple[int, ...]:
         if parametrize.is_parametrized(self.module, self.attribute):
-            made: Any = self.module.parametrizations[self.attribute]  # type: ignore[index]
-            if made.is_tensor and not made.unsafe:  # then PyTorch has seen to it that the shape stays
-                return tuple(made.original.shape)
+            parametrization: Any = self.module.parametrizations[self.attribute]  # type: ignore[index]
+            if (
+                parametrization.is_tensor and not parametrization.unsafe
+            ):  # then PyTorch has checked that the shape stays
+                return tuple(parametrization.original.shape)
             with torch.no_grad():
                 return tuple(self.read().shape)
         return tuple(getattr(self.module, self.attribute).shape)
 
     def read(self) -> Tensor:
-        """What the model computes with, on this rank in full. Gradients flow to all that it is made of."""
+        """The tensor that the model computes with, gathered in full. Gradients flow to all parameters behind it."""
         tensor = _own(self.module, self.attribute)
         for adapter in self.adapters:
             tensor = _adapted(adapter, self.name, self.attribute, tensor)
         return tensor
 
 
-def places(module: nn.Module) -> tuple[list[Place], dict[str, nn.Module]]:
-    """Every parameter, then every buffer; and every module by its path. What is used twice is there under both
-    names.
-    """
-    parameters: list[Place] = []
-    buffers: list[Place] = []
+def live_tensors(module: nn.Module) -> tuple[list[LiveTensor], dict[str, nn.Module]]:
+    """Every parameter, then every buffer; and every module by its path. A tensor used twice has both names."""
+    parameters: list[LiveTensor] = []
+    buffers: list[LiveTensor] = []
     modules: dict[str, nn.Module] = {}
     for path, part, adapters in _walk(module, "", ()):
         modules[path] = part
-        made = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # type: ignore[arg-type]
-        for into, held in ((parameters, [*part._parameters, *made]), (buffers, part._buffers)):
-            present = [name for name in held if name in made or getattr(part, name) is not None]
-            into.extend(Place(f"{path}.{name}" if path else name, part, name, adapters) for name in present)
+        parametrized = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # type: ignore[arg-type]
+        for into, names in ((parameters, [*part._parameters, *parametrized]), (buffers, part._buffers)):
+            present = [name for name in names if name in parametrized or getattr(part, name) is not None]
+            into.extend(LiveTensor(f"{path}.{name}" if path else name, part, name, adapters) for name in present)
     return [*parameters, *buffers], modules
 
 
@@ -70,7 +70,7 @@ def _walk(
         yield from _walk(part.base_layer, path, (part, *adapters))  # type: ignore[arg-type]
         return
     if is_a(part, "peft.utils.other", "ModulesToSaveWrapper"):
-        yield from _walk(_trained_copy(part), path, adapters)
+        yield from _walk(_copy_in_use(part), path, adapters)
         return
     yield path, part, adapters
     for name, child in part.named_children():
@@ -78,17 +78,17 @@ def _walk(
             yield from _walk(child, f"{path}.{name}" if path else name, ())
 
 
-def _trained_copy(wrapper: Any) -> nn.Module:
-    """Of a module that is trained whole beside adapters: the copy in use."""
+def _copy_in_use(wrapper: Any) -> nn.Module:
+    """The module that a peft `ModulesToSaveWrapper` runs: the trained copy, or the original where adapters are off."""
     on = wrapper.active_adapters and not wrapper.disable_adapters
     return wrapper.modules_to_save[wrapper.active_adapters[0]] if on else wrapper.original_module
 
 
 def _own(module: nn.Module, attribute: str) -> Tensor:
     if parametrize.is_parametrized(module, attribute) and module.training and not torch.compiler.is_compiling():
-        made: nn.Module = module.parametrizations[attribute]  # type: ignore[index,assignment]
-        before = [(part, part.training) for part in made.modules()]
-        made.eval()  # some count how often they are asked, in training: to look is not to use
+        parametrization: nn.Module = module.parametrizations[attribute]  # type: ignore[index,assignment]
+        before = [(part, part.training) for part in parametrization.modules()]
+        parametrization.eval()  # in training, some update their state at every call; reading must not
         try:
             return _whole(getattr(module, attribute))
         finally:
@@ -98,20 +98,18 @@ def _own(module: nn.Module, attribute: str) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Of a sharded tensor (DTensor), all of it: one gather, which gradients pass."""
+    """The full tensor of a DTensor, by one gather that gradients pass; other tensors as they are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
     kind = type(adapter).__name__
     if adapter.disable_adapters and adapter.merged:
-        raise LocaterError(f"{name}: its adapter is merged and switched off at once: unmerge it, or switch it on")
+        raise LocaterError(f"{name}: its adapter is both merged and switched off: unmerge it, or switch it on")
     if adapter.disable_adapters or adapter.merged:
         return base
     active = [one for one in adapter.active_adapters if one in getattr(adapter, "lora_A", {})]
-    variants = (
-        {type(adapter.lora_variant[one]).__name__ for one in active if one in adapter.lora_variant} if active else set()
-    )
+    variants = {type(adapter.lora_variant[one]).__name__ for one in active if one in adapter.lora_variant}
     if not is_a(adapter, "peft.tuners.lora.layer", "Linear") or variants - {"DoraLinearVariant"}:
         raise LocaterError(
             f"{name}: adapters of kind {' '.join([kind, *variants])} are not read: merge_and_unload() them first"
@@ -120,7 +118,7 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
         raise LocaterError(f"{name} is stored as {base.dtype} (quantised): dequantise the model first")
     if not active:
         return base
-    base = total = upcast(base)  # the layer adds what its parts give, not their numbers: the sum is no 16-bit number
+    base = total = upcast(base)  # the layer adds outputs, not weights, so the sum of weights is not rounded to 16 bits
     for one in active:
         if attribute == "bias":
             extra = adapter.lora_B[one].bias
@@ -133,25 +131,24 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
 
 
 def _product(adapter: Any, one: str) -> Tensor:
-    """scale B A, as the weight under it is stored."""
-    delta = (
-        upcast(_whole(adapter.lora_B[one].weight)) @ upcast(_whole(adapter.lora_A[one].weight)) * adapter.scaling[one]
-    )
+    """scale B A, with the axes in the order of the stored weight."""
+    b, a = (upcast(_whole(part[one].weight)) for part in (adapter.lora_B, adapter.lora_A))
+    delta = b @ a * adapter.scaling[one]
     return delta.mT if adapter.fan_in_fan_out else delta
 
 
 def _dora(adapter: Any, one: str, base: Tensor, total: Tensor) -> Tensor:
-    """m (W + scale B A) / |base + scale B A|, row by row, with W what the adapters before it have made of the base.
+    """m (W + scale B A) / |base + scale B A|, row by row. W is the base weight after the adapters before this one.
 
-    No gradient through the norm, as in the paper.
+    No gradient flows through the norm, as in the paper.
     """
     delta = _product(adapter, one)
-    inputs = 0 if adapter.fan_in_fan_out else 1  # their axis
+    inputs = 0 if adapter.fan_in_fan_out else 1  # axis
     size = (base + delta).norm(dim=inputs, keepdim=True).detach()
     return upcast(_whole(adapter.lora_magnitude_vector[one].weight)).unsqueeze(inputs) / size * (total + delta)
 
 
 def is_a(part: object, module: str, name: str) -> bool:
-    """isinstance, of a class that is there only where its library is in use."""
-    held = sys.modules.get(module)
-    return held is not None and isinstance(part, getattr(held, name, ()))
+    """isinstance for a class of an optional library, without importing that library."""
+    library = sys.modules.get(module)
+    return library is not None and isinstance(part, getattr(library, name, ()))

@@ -1,8 +1,7 @@
-"""Pickled weights (`pytorch_model.bin`, `*.pt`): opened with weights_only, mapped and not loaded where they are a zip
-archive.
+"""Read pickled weights (`pytorch_model.bin`, `*.pt`) with weights_only; zip archives are memory-mapped, not loaded.
 
-Mapping takes the bytes of a record as they lie in the file, so the archive has to be what torch.save writes: nothing
-compressed, no record twice, no two records in one place.
+A mapping uses the bytes of a record as they are in the file, so the archive has to be as torch.save writes it: nothing
+compressed, no record twice, no overlapping records.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.checkpoints.weights import DictWeights, joined, plain
+from locater.checkpoints.weights import DictWeights, has_dense_data, joined
 from locater.errors import LocaterError, first_line
 from locater.files import regular_file
 
-MARK = b"PK\x03\x04"
+MAGIC = b"PK\x03\x04"
 FOLDER = 0x10  # attribute of a zip record
-# of a zip record: its mark, and the lengths of its name and of the field before the data
+# of a zip record: magic bytes, length of its name, length of the field between name and data
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
-def open_pickles(files: Sequence[Path], where: str, places: Mapping[str, Path] | None = None) -> DictWeights:
-    """Tensors of one or several files; `places` is the file of each where an index tells."""
-    return DictWeights(joined(((path, _load(path)) for path in files), where, places), where)
+def open_pickles(files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> DictWeights:
+    """The tensors of one or several files; `file_of` names the file of each tensor where there is an index."""
+    return DictWeights(joined(((path, _load(path)) for path in files), where, file_of), where)
 
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
         records = archive_records(path)
-        # the older format cannot be mapped
+        # the format before zip archives cannot be mapped
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=records is not None)
     except LocaterError:
         raise
@@ -49,11 +48,11 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise LocaterError(
             f"{path}: holds more than weights, so opening it would run its code: refused. Save it again as safetensors"
         ) from None
-    except Exception as error:  # bytes that are no pickle make the unpickler raise anything at all
+    except Exception as error:  # on bytes that are no pickle the unpickler can raise anything
         raise LocaterError(f"{path}: not a readable weights file ({first_line(error)})") from None
     tensors = _tensors(path, content)
     if records is not None:
-        _check_places(path, tensors, records)
+        _check_storages(path, tensors, records)
     return tensors
 
 
@@ -69,49 +68,51 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_places(path: Path, tensors: Mapping[str, Tensor], records: Mapping[int, int]) -> None:
-    """Each tensor's storage is one whole record: mapped, it would reach into the next where the pickle says another
-    size.
+def _check_storages(path: Path, tensors: Mapping[str, Tensor], records: Mapping[int, int]) -> None:
+    """Refuse a tensor whose storage is not exactly one record: a larger one would reach into the next record.
 
-    Where the file is mapped is not told; it is the one address from which all storages begin at records of their size.
+    PyTorch does not tell at which address the file is mapped. It is the one address from which all storages begin at
+    records of their size.
     """
     storages = {
         tensor.untyped_storage().data_ptr(): (tensor.untyped_storage().nbytes(), name)
         for name, tensor in tensors.items()
-        if plain(tensor)
+        if has_dense_data(tensor)
     }
     empty = {
         tensor.untyped_storage()._cdata: name
         for name, tensor in tensors.items()
-        if plain(tensor) and not tensor.untyped_storage().nbytes()
+        if has_dense_data(tensor) and not tensor.untyped_storage().nbytes()
     }
-    if len(empty) > sum(not length for length in records.values()):  # they have no address, so they are counted
+    if len(empty) > sum(
+        not length for length in records.values()
+    ):  # empty storages have no address, so they are counted
         name = next(iter(empty.values()))
         raise LocaterError(
-            f"{path}: {name} or another empty tensor has a record that is not: the file is damaged, fetch it again"
+            f"{path}: {name} or another empty tensor has a record with data: the file is damaged, download it again"
         )
     bases: set[int] | None = None
-    for place, (size, name) in storages.items():
+    for address, (size, name) in storages.items():
         if not size:
             continue
         if bases is None:
-            bases = {place - start for start, length in records.items() if length == size}
-        bases = {base for base in bases if records.get(place - base) == size}
+            bases = {address - start for start, length in records.items() if length == size}
+        bases = {base for base in bases if records.get(address - base) == size}
         if not bases:
             raise LocaterError(
-                f"{path}: {name} is stored in {size:,} bytes, its record has another size: the file is damaged, fetch it again"
+                f"{path}: {name} is stored in {size:,} bytes, its record has another size: "
+                "the file is damaged, download it again"
             )
 
 
 def archive_records(path: Path) -> dict[int, int] | None:
-    """Where the data of each record of a zip archive begins, and its size; None for a file that is no archive.
+    """Start and size of the data of each record of a zip archive; None for a file that is not an archive.
 
-    An archive whose records do not lie in the file as they are is refused: compressed ones can be a thousand times
-    their size.
+    An archive with compressed or encrypted records is refused: a compressed record can expand a thousandfold.
     """
     regular_file(path)
     with open(path, "rb") as file:
-        if file.read(4) != MARK:
+        if file.read(4) != MAGIC:
             return None
         with zipfile.ZipFile(file) as archive:
             return _records(path, file, archive)
@@ -119,14 +120,14 @@ def archive_records(path: Path) -> dict[int, int] | None:
 
 def _records(path: Path, file: Any, archive: zipfile.ZipFile) -> dict[int, int]:
     end = 0
-    found = {}
+    sizes = {}
     records = sorted(archive.infolist(), key=lambda record: record.header_offset)
     names = sorted(record.filename for record in records)
     twice = next((a for a, b in pairwise(names) if a == b), None)
     if twice is not None:
-        raise LocaterError(f"{path}: its record {twice} stands twice: save it again")
+        raise LocaterError(f"{path}: its record {twice} occurs twice: save it again")
     for record in records:
-        where, damaged = f"{path}: its record {record.filename}", "the file is damaged, fetch it again"
+        where, damaged = f"{path}: its record {record.filename}", "the file is damaged, download it again"
         if (
             record.compress_type != zipfile.ZIP_STORED
             or record.file_size != record.compress_size
@@ -134,16 +135,16 @@ def _records(path: Path, file: Any, archive: zipfile.ZipFile) -> dict[int, int]:
         ):
             raise LocaterError(f"{where} is compressed or encrypted: load it with torch and save it again")
         if record.is_dir() or record.external_attr & FOLDER:
-            raise LocaterError(f"{where} is marked as a folder: {damaged}")  # torch would give memory that nobody wrote
+            raise LocaterError(f"{where} is marked as a folder: {damaged}")  # torch would return uninitialised memory
         if record.header_offset < end:
             raise LocaterError(f"{where} overlaps the one before it: {damaged}")
         file.seek(record.header_offset)
-        mark, name_length, extra = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
-        if mark != MARK:
+        magic, name_length, extra = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
+        if magic != MAGIC:
             raise LocaterError(f"{where} is not where the archive says: {damaged}")
         start = record.header_offset + LOCAL_HEADER.size + name_length + extra
         end = start + record.file_size
-        found[start] = record.file_size
+        sizes[start] = record.file_size
     if end > archive.start_dir:
-        raise LocaterError(f"{path}: its last record overlaps the directory: the file is damaged, fetch it again")
-    return found
+        raise LocaterError(f"{path}: its last record overlaps the directory: the file is damaged, download it again")
+    return sizes

@@ -1,7 +1,7 @@
-"""Safetensors files, read by byte range: fused maps need row ranges, and no tensor is loaded that nobody asked for.
+"""Read safetensors files by byte range: rows of fused maps, and no tensor that is not needed.
 
-The format leaves no room: a header that is JSON, tensors that fill the rest of the file without gap or overlap. All of
-it is demanded, so that a damaged file is refused and never read as other numbers.
+The format is strict: a JSON header, then tensors that fill the rest of the file without gap or overlap. Every rule is
+checked, so that a damaged file is refused and never read as other numbers.
 """
 
 from __future__ import annotations
@@ -20,29 +20,39 @@ from locater.checkpoints.weights import Rows, joined
 from locater.errors import LocaterError
 from locater.files import no_duplicates, regular_file
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()} | {  # of every dtype that the format has
-    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64,
-}  # fmt: skip
-HEADER_LIMIT = 100_000_000  # bytes, as the format demands
-LARGEST = 2**63 - 1  # number of elements, bytes, and length of an axis
+DTYPES = {  # those that are read as weights
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES_BY_BITS = {  # the other dtypes of the format
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    16: "I16 U16",
+    32: "I32 U32",
+    64: "I64 U64 C64",
+}
+BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()}
+BITS |= {name: bits for bits, names in NAMES_BY_BITS.items() for name in names.split()}
+HEADER_LIMIT = 100_000_000  # bytes, the limit of the format
+LARGEST = 2**63 - 1  # for the number of elements, the number of bytes and the length of an axis
 FIELDS = {"dtype", "shape", "data_offsets"}
 Entry = dict[str, Any]
 
 
 class SafetensorsWeights:
-    """One or several safetensors files; `places` is the file of each tensor where an index tells."""
+    """One or several safetensors files; `file_of` names the file of each tensor where there is an index."""
 
-    def __init__(self, files: Sequence[Path], where: str, places: Mapping[str, Path] | None = None) -> None:
+    def __init__(self, files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> None:
         self.where = where
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._entries: dict[str, tuple[Path, int, Entry]] = joined(
-            ((path, _located(path)) for path in files), where, places
+            ((path, _located(path)) for path in files), where, file_of
         )
 
     def names(self) -> Collection[str]:
@@ -67,9 +77,7 @@ class SafetensorsWeights:
         return torch.cat(parts).view(sum(b - a for a, b in rows), *shape[1:])
 
     def _bytes(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
-        """`size` bytes from `offset` on. The file is opened anew each time, so threads do not share a position in
-        it.
-        """
+        """`size` bytes from `offset` on. The file is opened for each read, so threads do not share a position in it."""
         if not size:
             return torch.empty(0, dtype=dtype)
         buffer = bytearray(size)
@@ -77,10 +85,12 @@ class SafetensorsWeights:
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(offset)
-                while rest:  # a read can return less than it was given room for, beyond 2 GB always
+                while rest:  # a read can return less than the buffer takes; beyond 2 GB it always does
                     count = file.readinto(rest)
                     if not count:
-                        raise LocaterError(f"{path}: ends before its data does: the file is truncated, fetch it again")
+                        raise LocaterError(
+                            f"{path}: ends before its data does: the file is truncated, download it again"
+                        )
                     rest = rest[count:]
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
@@ -95,7 +105,7 @@ def _located(path: Path) -> dict[str, tuple[Path, int, Entry]]:
 
 
 def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
-    """Offset of the data and the tensors' entries, as strict as the format."""
+    """Offset of the data, and the entries of all tensors, checked by every rule of the format."""
     size = regular_file(path)
     try:
         with open(path, "rb") as file:
@@ -110,18 +120,16 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
         header = _parsed(text)
     except RecursionError:
         raise LocaterError(
-            f"{path}: its safetensors header is not readable (nested too deep): fetch it again"
+            f"{path}: its safetensors header is not readable (nested too deep): download it again"
         ) from None
     except ValueError as error:
-        raise LocaterError(f"{path}: its safetensors header is not readable ({error}): fetch it again") from None
+        raise LocaterError(f"{path}: its safetensors header is not readable ({error}): download it again") from None
     _check_entries(path, header, size - 8 - length)
     return 8 + length, header
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """The header without its metadata. Python's JSON is wider than the format's: fractions, NaN and negative numbers
-    are refused.
-    """
+    """The header without its metadata. Fractions, NaN and negative numbers, which Python's JSON allows, are refused."""
     if text[:1] != b"{":
         raise ValueError("it does not begin with '{'")
     try:
@@ -139,10 +147,10 @@ def _parsed(text: bytes) -> dict[str, Any]:
     strings = [*header]
     if metadata is not None:
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("__metadata__ holds something else than text")
+            raise ValueError("__metadata__ contains something other than text")
         strings += [*metadata, *metadata.values()]
     if rb"\u" in text:
-        "".join(strings).encode("utf-8")  # half of a pair of escapes is no text: UnicodeEncodeError is a ValueError
+        "".join(strings).encode("utf-8")  # half of a surrogate pair raises UnicodeEncodeError, a ValueError
     return header
 
 
@@ -157,40 +165,40 @@ def _natural(text: str) -> int:
 
 
 def _check_entries(path: Path, header: Mapping[str, Any], room: int) -> None:
-    """Every tensor has the bytes that its shape needs, and together they fill the `room` bytes of data."""
+    """Refuse tensors whose bytes do not fit their shape, or that do not fill the `room` bytes of data exactly."""
     for name, entry in header.items():
         fault = _fault(entry)
         if fault:
-            raise LocaterError(f"{path}: tensor {_shown(name)} {fault}: the file is damaged, fetch it again")
+            raise LocaterError(f"{path}: tensor {_shown(name)} {fault}: the file is damaged, download it again")
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = entry["data_offsets"]
         if begin != end:
             raise LocaterError(
                 f"{path}: tensor {_shown(name)} begins at byte {begin} and not at {end}, where the one before it ends: "
-                "the file is damaged, fetch it again"
+                "the file is damaged, download it again"
             )
         end = stop
     if end > room:
-        raise LocaterError(f"{path}: truncated, {room:,} bytes of data and not {end:,}: fetch it again")
+        raise LocaterError(f"{path}: truncated, {room:,} bytes of data and not {end:,}: download it again")
     if end < room:
         more = room - end
         raise LocaterError(
-            f"{path}: {more:,} byte{'s' * (more > 1)} more than its tensors have: the file is damaged, fetch it again"
+            f"{path}: {more:,} byte{'s' * (more > 1)} more than its tensors take: it is damaged, download it again"
         )
 
 
 def _fault(entry: Any) -> str | None:
-    """What is wrong with a tensor's entry, None if nothing is."""
+    """What is wrong with a tensor's entry, or None."""
     if not isinstance(entry, dict) or not set(entry) >= FIELDS:
         return "has an entry without dtype, shape and data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        return f"has the dtype {dtype!r:.40}, which the format does not have"
+        return f"has the dtype {dtype!r:.40}, which is not part of the format"
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         return f"has the shape {shape!r:.60} and the offsets {offsets!r:.60}, not lists of whole numbers"
     count = BITS[dtype]
-    for axis in shape:  # axis by axis: a zero behind an overflow does not excuse it
+    for axis in shape:  # axis by axis, so that a zero does not hide an overflow before it
         count *= axis
         if max(count, axis) > LARGEST:
             return f"has the shape {shape!r:.60}, more than a file can hold"
@@ -205,5 +213,5 @@ def _naturals(values: Any) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A tensor's name for a message of one line."""
+    """A tensor's name, printable on one line."""
     return name if name.isprintable() and len(name) <= 200 else f"{name!r:.80}"

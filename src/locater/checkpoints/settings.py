@@ -1,9 +1,8 @@
-"""What a configuration may say. Every setting is checked here when a family takes it; what no family takes may be
-anything.
+"""Which values the settings of a configuration may have. A setting is checked when a family reads it, and only then.
 
-JSON has no types to speak of, and Python's reader lets NaN and Infinity pass. A base of 0 or a soft-cap of NaN would
-run through to numbers that look like results, so a value that no model can have is refused, with its key and the
-source. A key that is missing or null is not touched, but for the few without which no model runs.
+JSON hardly restricts types, and Python's reader accepts NaN and Infinity. A rotary base of 0 or a soft-cap of NaN would
+lead to numbers that look like results. So a value that no model can have is refused, and the message names the key and
+the source. Missing keys and null are accepted, except for the few settings without which no model runs.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError
 
 Check = Callable[[Any], bool]
-Rule = tuple[str, Check]  # what a value has to be, and whether it is
-LARGEST = 10**7  # no width of a model and no number of its heads comes near
-DEEPEST = 10**5  # nor its depth
+Rule = tuple[str, Check]  # the allowed values in words, and the test for them
+LARGEST = 10**7  # width of a model or number of its heads; real ones are far smaller
+DEEPEST = 10**5  # layers
 
 
 def _whole(value: Any, most: float = math.inf) -> bool:
@@ -30,7 +29,7 @@ def _finite(value: Any) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer larger than any float
         return False
 
 
@@ -55,29 +54,40 @@ NAMES: Rule = (
 )
 NESTED: Rule = ("a table of settings", lambda x: x is None or isinstance(x, Mapping))
 
-RULES: dict[str, Rule] = {
-    key: rule
-    for rule, keys in (
-        (COUNT, "num_attention_heads n_head n_heads num_heads nhead encoder_attention_heads decoder_attention_heads num_key_value_heads "
-                "num_kv_heads hidden_size n_embd n_embed d_model dim head_dim d_kv d_head q_lora_rank sliding_window_pattern "
-                "_sliding_window_pattern qk_nope_head_dim qk_rope_head_dim v_head_dim kv_lora_rank num_hidden_groups inner_group_num "
-                "relative_attention_num_buckets relative_attention_max_distance"),
-        (TOKENS, "sliding_window"),
-        (LAYERS, "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers decoder_layers"),
-        (WHOLE, "pretraining_tp max_window_layers conv_kernel_size rotary_dim position_buckets max_relative_positions clamp_len"),
-        (POSITIVE, "query_pre_attn_scalar attention_multiplier"),
-        (POSITIVE_OR_NULL, "rope_theta rotary_emb_base rope_local_base_freq attn_logit_softcapping max_position_embeddings "
-                           "original_max_position_embeddings"),
-        (NOT_NEGATIVE, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon"),
-        (SHARE, "partial_rotary_factor rotary_pct"),
-        (FLAG, "is_decoder use_sliding_window scale_attn_weights scale_attn_by_inverse_layer_idx alibi multi_query use_qk_norm norm_first "
-               "new_decoder_architecture qk_layernorm relative_attention share_att_key do_layer_norm_before slow_but_exact rope_interleave "
-               "layer_norm_elementwise_affine use_bidirectional_attention bi_data same_length"),
-        (NAMES, "layer_types"),
-        (NESTED, "rope_parameters rope_scaling text_config text_config_dict vision_config vision_config_dict"),
-    )
-    for key in keys.split()
-}  # fmt: skip
+KEYS: tuple[tuple[Rule, str], ...] = (  # which keys of a configuration each rule is for
+    (
+        COUNT,
+        "num_attention_heads n_head n_heads num_heads nhead encoder_attention_heads decoder_attention_heads "
+        "num_key_value_heads num_kv_heads hidden_size n_embd n_embed d_model dim head_dim d_kv d_head q_lora_rank "
+        "sliding_window_pattern _sliding_window_pattern qk_nope_head_dim qk_rope_head_dim v_head_dim kv_lora_rank "
+        "num_hidden_groups inner_group_num relative_attention_num_buckets relative_attention_max_distance",
+    ),
+    (TOKENS, "sliding_window"),
+    (LAYERS, "num_hidden_layers n_layer n_layers num_layers num_decoder_layers encoder_layers decoder_layers"),
+    (
+        WHOLE,
+        "pretraining_tp max_window_layers conv_kernel_size rotary_dim position_buckets max_relative_positions "
+        "clamp_len",
+    ),
+    (POSITIVE, "query_pre_attn_scalar attention_multiplier"),
+    (
+        POSITIVE_OR_NULL,
+        "rope_theta rotary_emb_base rope_local_base_freq attn_logit_softcapping max_position_embeddings "
+        "original_max_position_embeddings",
+    ),
+    (NOT_NEGATIVE, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon"),
+    (SHARE, "partial_rotary_factor rotary_pct"),
+    (
+        FLAG,
+        "is_decoder use_sliding_window scale_attn_weights scale_attn_by_inverse_layer_idx alibi multi_query "
+        "use_qk_norm norm_first new_decoder_architecture qk_layernorm relative_attention share_att_key "
+        "do_layer_norm_before slow_but_exact rope_interleave layer_norm_elementwise_affine "
+        "use_bidirectional_attention bi_data same_length",
+    ),
+    (NAMES, "layer_types"),
+    (NESTED, "rope_parameters rope_scaling text_config text_config_dict vision_config vision_config_dict"),
+)
+RULES: dict[str, Rule] = {key: rule for rule, keys in KEYS for key in keys.split()}
 ROPE: dict[str, Rule] = {  # inside rope_parameters and rope_scaling
     "rope_theta": POSITIVE,
     "partial_rotary_factor": SHARE,
@@ -99,7 +109,7 @@ TABLES = {"rope_parameters": ROPE, "rope_scaling": ROPE} | dict.fromkeys(PARTS, 
 
 
 class CheckedConfig(dict[str, Any]):
-    """A configuration that refuses a value which no model can have when it is read; `{**config}` reads all of it."""
+    """A configuration that checks each value when it is read. `{**config}` reads, and so checks, all of them."""
 
     def __init__(
         self, values: Mapping[str, Any], where: str, remedy: str, path: str = "", rules: Mapping[str, Rule] = RULES
@@ -107,21 +117,19 @@ class CheckedConfig(dict[str, Any]):
         super().__init__(values)
         self._where, self._remedy, self._path, self._rules = where, remedy, path, rules
 
-    def __iter__(self) -> Iterator[str]:  # its own, so that {**config} goes through __getitem__
+    def __iter__(self) -> Iterator[str]:  # overridden so that {**config} goes through __getitem__
         return super().__iter__()
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        what = fault(self._rules, key, value)
-        if what is not None:
+        expected = fault(self._rules, key, value)
+        if expected is not None:
             shown = repr(value)
             shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-            self._refuse(f"its configuration says {self._path}{key} = {shown}, not {what}: {self._remedy}")
-        deep: Any = super().get("num_hidden_layers")
-        if key == "layer_types" and value and _whole(deep) and len(value) < deep:
-            self._refuse(
-                f"{self._path}layer_types has {len(value)} entries but the configuration says {deep} (num_hidden_layers)"
-            )
+            self._refuse(f"its configuration says {self._path}{key} = {shown}, not {expected}: {self._remedy}")
+        depth: Any = super().get("num_hidden_layers")
+        if key == "layer_types" and value and _whole(depth) and len(value) < depth:
+            self._refuse(f"{self._path}layer_types has {len(value)} entries but num_hidden_layers is {depth}")
         if not isinstance(value, Mapping) or (key not in TABLES and self._rules is not ROPE):
             return value
         return CheckedConfig(value, self._where, self._remedy, f"{self._path}{key}.", TABLES.get(key, ROPE))
@@ -132,18 +140,18 @@ class CheckedConfig(dict[str, Any]):
         except KeyError:
             return default
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise LocaterError(f"{self._where}: {what}")
+    def _refuse(self, reason: str) -> NoReturn:
+        raise LocaterError(f"{self._where}: {reason}")
 
 
 def fault(rules: Mapping[str, Rule], key: str, value: Any) -> str | None:
-    """What a setting has to be and is not; None where nothing is wrong with it."""
-    what, fits = rules.get(key, ("", None))
-    return what if fits is not None and not fits(value) else None
+    """The allowed values in words where `value` is not among them; None where it is."""
+    allowed, fits = rules.get(key, ("", None))
+    return allowed if fits is not None and not fits(value) else None
 
 
 def remedy(weights: Weights) -> str:
-    """Where a setting that cannot be is to be mended: that depends on the kind of source."""
+    """How to correct a wrong setting, for this kind of source."""
     if isinstance(weights, ModuleWeights):
-        return "mend model.config"
-    return "convert the model again" if weights.where.endswith(".gguf") else "mend config.json"
+        return "correct model.config"
+    return "convert the model again" if weights.where.endswith(".gguf") else "correct config.json"

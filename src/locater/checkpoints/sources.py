@@ -1,4 +1,4 @@
-"""Open a source: a live module, a folder, a weights file or a hub id. Only the tensors asked for are read from disk."""
+"""Open a source: a live module, a folder, a weights file or a hub id. Tensors are read from disk only when needed."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Source = nn.Module | str | os.PathLike[str]
 
 
 class Opener(Protocol):
-    """Opens the files of one checkpoint; `places` is the file of each tensor where an index tells."""
+    """Opens the files of one checkpoint; `file_of` names the file of each tensor where there is an index."""
 
-    def __call__(self, files: Sequence[Path], where: str, places: Mapping[str, Path] | None = None) -> Weights: ...
+    def __call__(self, files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> Weights: ...
 
 
 def open_source(source: Source) -> tuple[Weights, Config]:
-    """Weights and configuration of `source`; the configuration is empty where there is none."""
+    """The weights and the configuration of `source`; the configuration is empty where there is none."""
     if isinstance(source, nn.Module):
         return ModuleWeights(source), config_of(source)
     if not isinstance(source, str | os.PathLike):
-        raise LocaterError(f"{source!r:.60} is no model: give an nn.Module, a folder, a file or a hub id")
+        raise LocaterError(f"{source!r:.60} is not a model: give an nn.Module, a folder, a file or a hub id")
     if not str(source):
         raise LocaterError("the name of the model is empty: give a folder, a file or a hub id")
     path = Path(source)
@@ -49,8 +49,8 @@ def open_source(source: Source) -> tuple[Weights, Config]:
 
 
 def config_of(module: nn.Module) -> Config:
-    """The configuration that a Hugging Face model carries, as a dictionary; empty for other modules."""
-    # the first is the module itself; wrappers (DDP, compiled, peft) come before the model
+    """The configuration of a Hugging Face model as a dictionary; empty for other modules."""
+    # modules() yields wrappers (DDP, compiled, peft) before the model inside them
     for part in module.modules():
         config = getattr(part, "config", None)
         if config is None:
@@ -82,20 +82,22 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
         return SafetensorsWeights(loose, str(folder)), config
     quantised = [folder / name for name in names if name.endswith(".gguf")]
     if quantised:
-        raise LocaterError(f"{folder}: holds GGUF files; name one of them: {quantised[0]}")
+        raise LocaterError(f"{folder}: contains GGUF files; name one of them: {quantised[0]}")
     raise LocaterError(
-        f"{folder}: no weights here (looked for model.safetensors, its index, pytorch_model.bin and *.safetensors; "
-        f"found {', '.join(names[:8]) or 'nothing'})"
+        f"{folder}: no weights here (expected model.safetensors, its index, pytorch_model.bin or *.safetensors; "
+        f"there is {', '.join(names[:8]) or 'nothing'})"
     )
 
 
 def _open_index(index: Path, open_files: Opener) -> Weights:
-    """The shards that an index names, each tensor from the shard that it names for it."""
+    """The shards that an index names, each tensor from the shard that the index gives for it."""
     document = read_json(index, unique=True)
-    places = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(places, dict) or not places or not all(isinstance(shard, str) for shard in places.values()):
-        raise LocaterError(f"{index}: not an index (weight_map does not give the shard of each tensor): fetch it again")
-    shards = sorted(set(places.values()))
+    shard_of = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(x, str) for x in shard_of.values()):
+        raise LocaterError(
+            f"{index}: not an index (weight_map does not give the shard of each tensor): download it again"
+        )
+    shards = sorted(set(shard_of.values()))
     for shard in shards:
         if not _inside(shard):
             raise LocaterError(f"{index}: names the shard {shard!r:.80}, which is not in its folder: refused")
@@ -105,20 +107,19 @@ def _open_index(index: Path, open_files: Opener) -> Weights:
             f"{index}: names the shard {missing[0]:.80}, which is not there ({len(missing)} of {len(shards)} missing)"
         )
     paths = {shard: index.parent / shard for shard in shards}
-    weights = open_files(
-        list(paths.values()), str(index.parent), {name: paths[shard] for name, shard in places.items()}
-    )
+    file_of = {name: paths[shard] for name, shard in shard_of.items()}
+    weights = open_files(list(paths.values()), str(index.parent), file_of)
     names = set(weights.names())
-    lost = [name for name in places if name not in names]
+    lost = [name for name in shard_of if name not in names]
     if lost:
         raise LocaterError(
-            f"{index}: names the tensor {lost[0]}, which {places[lost[0]]} does not hold ({len(lost)} missing)"
+            f"{index}: names the tensor {lost[0]}, which is not in {shard_of[lost[0]]} ({len(lost)} missing)"
         )
     return weights
 
 
 def _inside(shard: str) -> bool:
-    """Whether a shard's name stays in the folder of its index, on every system."""
+    """Whether the path of a shard stays inside the folder of its index, on every operating system."""
     parts = PureWindowsPath(shard).parts  # splits at both kinds of slash, and knows drives
     return bool(parts) and ".." not in parts and not PureWindowsPath(shard).anchor and "\0" not in shard
 
@@ -131,17 +132,15 @@ def _open_file(path: Path) -> Weights:
         return open_pickles([path], str(path))
     if path.name.endswith(".index.json"):
         return _open_index(path, SafetensorsWeights if "safetensors" in path.name else open_pickles)
-    raise LocaterError(
-        f"{path}: not a kind of weights file that is read (.safetensors, .gguf, .bin, .pt, .pth or an index)"
-    )
+    raise LocaterError(f"{path}: not a supported weights file (.safetensors, .gguf, .bin, .pt, .pth or an index)")
 
 
 def _refuse_a_shard(path: Path) -> None:
-    """A shard alone would be read as a model with fewer layers, and norms that lie in another shard as none."""
+    """A single shard would be read as a model with fewer layers, and without the norms in other shards."""
     for index in path.parent.glob("*.index.json") if path.suffix != ".json" else ():
         document = read_json(index)
-        places = document.get("weight_map") if isinstance(document, dict) else None
-        shards = {shard for shard in places.values() if isinstance(shard, str)} if isinstance(places, dict) else set()
+        shard_of = document.get("weight_map") if isinstance(document, dict) else None
+        shards = {x for x in shard_of.values() if isinstance(x, str)} if isinstance(shard_of, dict) else set()
         if path.name in shards and len(shards) > 1:
             raise LocaterError(
                 f"{path}: one of the {len(shards)} shards of {index.name}: give the folder {path.parent}"
@@ -150,7 +149,7 @@ def _refuse_a_shard(path: Path) -> None:
 
 
 def _refuse_missing_shards(files: Sequence[Path], where: str) -> None:
-    """Files named `model-00002-of-00003` are read only together with the others of their kind."""
+    """Files named `model-00002-of-00003` are read only together with all others of the set."""
     sets: dict[tuple[str, int], set[int]] = {}
     for path in files:
         if match := re.fullmatch(r"(.*)-(\d{1,6})-of-(\d{1,6})", path.stem, re.ASCII):
@@ -158,7 +157,7 @@ def _refuse_missing_shards(files: Sequence[Path], where: str) -> None:
     for (stem, count), numbers in sets.items():
         if len(numbers) < count:
             raise LocaterError(
-                f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder that holds all"
+                f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder with all"
             )
 
 
@@ -167,14 +166,14 @@ def _read_config(path: Path) -> Config:
         return {}
     config = read_json(path)
     if not isinstance(config, dict):
-        raise LocaterError(f"{path}: holds a {type(config).__name__}, not a configuration")
+        raise LocaterError(f"{path}: contains a {type(config).__name__}, not a configuration")
     if not isinstance(config.get("model_type"), str | None):
         raise LocaterError(f"{path}: model_type is {config['model_type']!r:.80}, not a name")
     return config
 
 
 def _from_hub(name: str) -> Path:
-    """Folder of a hub model, downloaded or cached: configuration and weights, nothing else."""
+    """The local folder of a hub model, downloaded or cached: only its configuration and weights."""
     for kind in ("safetensors", "bin"):
         folder = hub_folder(name, ["config.json", f"*.{kind}", f"*.{kind}.index.json"])
         if any(folder.glob(f"*.{kind}")):
@@ -183,7 +182,7 @@ def _from_hub(name: str) -> Path:
 
 
 def hub_folder(name: str, patterns: Sequence[str] = ("config.json",)) -> Path:
-    """Files of a hub model, downloaded or cached. Refuses at once what is no hub id or cannot be reached."""
+    """The local folder of a hub model, downloaded or cached. A name that cannot be a hub id is refused at once."""
     parts = name.split("/")
     if (
         len(parts) > 2
@@ -198,17 +197,17 @@ def hub_folder(name: str, patterns: Sequence[str] = ("config.json",)) -> Path:
         raise LocaterError(f"{name}: no such file or folder; to read it from the hub, install locater[hf]") from None
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub client raises a dozen kinds: not found, gated, offline, disk full
+    except Exception as error:  # the hub client raises a dozen types: missing, gated, offline, disk full
         if _is_network(error):
-            why = "and the hub cannot be reached (is there a network?): give a folder or a file of this machine"
+            reason = "and the hub cannot be reached (is there a network?): give a folder or a file of this machine"
         else:
-            why = f"and the hub did not give it: {first_line(error)}"
-        raise LocaterError(f"{name}: no such file or folder, {why}") from None
+            reason = f"and the hub did not return it: {first_line(error)}"
+        raise LocaterError(f"{name}: no such file or folder, {reason}") from None
 
 
 def _is_network(error: BaseException | None) -> bool:
-    """Whether an exception comes from a connection that did not come about."""
-    # of HF_HUB_OFFLINE, which says so itself
+    """Whether an exception was caused by a failed connection."""
+    # the exception of HF_HUB_OFFLINE explains itself
     while error is not None and type(error).__name__ != "OfflineModeIsEnabled":
         if isinstance(error, socket.gaierror | ConnectionError | TimeoutError):
             return True

@@ -1,1 +1,1 @@
-"""Text and images to run models on and to train them with."""
+"""Text and images as batches, to run models on and to train them with."""

@@ -1,8 +1,8 @@
-"""Made-up text on which small models form attention sinks: the bigram-backcopy task of Guo and others 2024.
+"""Synthetic text on which small models form attention sinks: the bigram-backcopy task of Guo and others 2024.
 
-After a start token, each token is drawn by a fixed chain from the one before it. After a trigger comes the token before
-the trigger once more. Bigrams need no attention, copies need a head that looks one back; elsewhere that head has
-nothing to add.
+After a start token, each token depends on the one before it, by a fixed Markov chain. A trigger token is followed by a
+copy of the token before the trigger. Bigrams need no attention. Copies need a head that attends to the previous token;
+everywhere else that head has nothing to add.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 TRIGGERS = 3
-SKEW = 1.0, 1.5  # standard deviation of log chances: of tokens, and of pairs
+SKEW = 1.0, 1.5  # standard deviations of log probabilities: of tokens, and of pairs
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """Tokens 0 to V - 1 and a start token V. Float64.
+class CopySource:
+    """Tokens 0 to V - 1 and a start token V. Probabilities are float64.
 
-    The first token is never a trigger, so there is always one to copy; and what comes after a trigger is none, so that
-    no copy repeats for ever.
+    The first token is never a trigger, so a trigger always has a token before it to copy. The token after a trigger is
+    never a trigger either, so no copy repeats for ever.
 
     >>> source = copy_source(8)
     >>> rows = source.sample(2, 6, torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ class Source:
     (torch.Size([2, 7]), [8, 8])
     """
 
-    chain: Float[Tensor, "V V"]  # rows sum to 1; those of triggers are not used
+    chain: Float[Tensor, "V V"]  # transition probabilities; rows sum to 1, and rows of triggers are not used
     triggers: Int[Tensor, " K"]
 
     @property
@@ -40,62 +40,64 @@ class Source:
 
     @cached_property
     def is_trigger(self) -> Tensor:
-        """(V + 1,), False for the start token."""
+        """(V + 1,): which tokens are triggers; False for the start token."""
         return torch.zeros(self.start + 1, dtype=torch.bool).index_fill(0, self.triggers, True)
 
     @cached_property
     def first(self) -> Float[Tensor, " V"]:
-        """Chances of the first token: how often each is where the next one is drawn, in the long run."""
+        """Probabilities of the first token: the stationary distribution over tokens that are not triggers."""
         others = ~self.is_trigger[:-1]
-        # past a trigger, if there is one
+        # a step over a trigger leads back to the same token
         onward = self.chain[others][:, others] + torch.diag(self.chain[others][:, ~others].sum(1))
-        held = onward.T - torch.eye(len(onward), dtype=torch.float64)
-        held[-1] = 1.0  # one of the equations follows from the others: in its place, that chances sum to 1
+        equations = onward.T - torch.eye(len(onward), dtype=torch.float64)
+        equations[-1] = 1.0  # one equation follows from the others; it is replaced by: probabilities sum to 1
         right = torch.zeros(len(onward), dtype=torch.float64)
         right[-1] = 1.0
-        return torch.zeros(self.start, dtype=torch.float64).masked_scatter(others, torch.linalg.solve(held, right))
+        stationary = torch.linalg.solve(equations, right)
+        return torch.zeros(self.start, dtype=torch.float64).masked_scatter(others, stationary)
 
     @cached_property
     def _steps(self) -> Tensor:
-        """Cumulative chances of what follows each token and the start, each row 1 above the one before: a single sorted
-        list.
+        """Cumulative probabilities of the next token, for each token and the start, as one sorted list: row i spans
+        (i, i + 1].
         """
         rows = torch.cat([self.chain, self.first[None]]).cumsum(1)
         return ((rows / rows[:, -1:]) + torch.arange(self.start + 1)[:, None]).flatten()
 
     def sample(self, rows: int, length: int, rng: torch.Generator) -> Int[Tensor, "rows length+1"]:
-        """The start token and `length` more."""
-        V, chances = self.start, torch.rand(length, rows, dtype=torch.float64, generator=rng)
-        found = torch.full((length + 1, rows), V)
+        """Sequences of the start token and `length` more."""
+        V, uniform = self.start, torch.rand(length, rows, dtype=torch.float64, generator=rng)
+        tokens = torch.full((length + 1, rows), V)
         for at in range(length):
-            now = found[at]
-            drawn = torch.searchsorted(self._steps, chances[at] + now, right=True).remainder_(V)
-            found[at + 1] = torch.where(self.is_trigger[now], found[at - 1], drawn) if at else drawn
-        return found.T.contiguous()
+            now = tokens[at]
+            drawn = torch.searchsorted(self._steps, uniform[at] + now, right=True).remainder_(V)
+            tokens[at + 1] = torch.where(self.is_trigger[now], tokens[at - 1], drawn) if at else drawn
+        return tokens.T.contiguous()
 
     def surprise(self, rows: Int[Tensor, "B T"]) -> Float[Tensor, "B T-1"]:
-        """-log chance of each token but the first under the source, nats: the least loss on these very sequences; a
-        copy has none.
+        """-log p of each token after the first under the source, in nats: the lowest possible loss on these sequences.
+
+        Copies cost nothing.
         """
-        chances = torch.cat([self.chain, self.first[None]])
-        return -chances[rows[:, :-1], rows[:, 1:]].log().masked_fill(self.is_trigger[rows[:, :-1]], 0.0)
+        p = torch.cat([self.chain, self.first[None]])
+        return -p[rows[:, :-1], rows[:, 1:]].log().masked_fill(self.is_trigger[rows[:, :-1]], 0.0)
 
     def entropy(self, length: int) -> float:
-        """Least mean loss over `length` tokens behind the start, nats: exact, by the chance of each token at each
-        place.
-        """
-        held, again = self.first, torch.zeros_like(self.first)  # being at a token, and at a trigger behind it
+        """The lowest possible mean loss over `length` tokens after the start, in nats, exactly."""
+        # probability of being at a token, and of being at a trigger that follows the token
+        at_token, at_trigger = self.first, torch.zeros_like(self.first)
         each, to_trigger = entropies(self.chain), self.chain[:, self.triggers].sum(1)
         total = float(entropies(self.first))
         for _ in range(length - 1):
-            total += float(held @ each)
-            held, again = (held @ self.chain).index_fill(0, self.triggers, 0.0) + again, held * to_trigger
+            total += float(at_token @ each)
+            moved = (at_token @ self.chain).index_fill(0, self.triggers, 0.0)
+            at_token, at_trigger = moved + at_trigger, at_token * to_trigger
         return total / length
 
 
 @lru_cache(maxsize=4)
-def copy_source(vocabulary: int) -> Source:
-    """The source of so many tokens, the same in every run; its triggers are the likeliest ones.
+def copy_source(vocabulary: int) -> CopySource:
+    """The source with this many tokens, the same in every run. Its triggers are the most frequent tokens.
 
     >>> copy_source(64).triggers.tolist() == copy_source(64).chain.mean(0).topk(3).indices.tolist()
     True
@@ -105,9 +107,9 @@ def copy_source(vocabulary: int) -> Source:
         torch.randn(shape, dtype=torch.float64, generator=rng) for shape in ((vocabulary,), (vocabulary, vocabulary))
     )
     chain = (SKEW[0] * tokens + SKEW[1] * pairs).softmax(1)
-    return Source(chain, chain.mean(0).topk(TRIGGERS).indices)
+    return CopySource(chain, chain.mean(0).topk(TRIGGERS).indices)
 
 
-def entropies(chances: Tensor) -> Tensor:
-    """Of the last axis, nats."""
-    return -torch.special.xlogy(chances, chances).sum(-1)
+def entropies(p: Float[Tensor, "*n V"]) -> Float[Tensor, "*n"]:
+    """Entropy of each distribution along the last axis, in nats."""
+    return -torch.special.xlogy(p, p).sum(-1)

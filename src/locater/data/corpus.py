@@ -1,8 +1,7 @@
-"""Text to learn from: what every Python carries, built at run time so that nothing has to be downloaded, or files of
-one's own.
+"""Text to train on: the documentation inside every Python installation, so that nothing has to be downloaded, or files.
 
-Text is kept as documents, because that is how it is split: train, select (choose settings by it) and report (publish
-that).
+Text is a list of documents, which are split into train, select (to choose settings by) and report (to publish numbers
+of).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from pathlib import Path
 
 from locater.errors import LocaterError, first_line
 
-SHARE = 0.05  # of the text, for each of select and report
-FEW = 40  # with fewer documents than this, they are cut into pieces
+SHARE = 0.05  # of the text that goes to select, and to report
+FEW = 40  # fewer documents than this are cut into pieces
 JOINT = "\n\n"
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
@@ -31,14 +30,14 @@ SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycac
 def embedded_text() -> str:
     """The language reference that `help()` shows, then the unique docstrings of the standard library.
 
-    About 2.2 million characters. The text differs between Python releases: keep `fingerprint(text)` beside
-    every result that depends on it. Takes a few seconds.
+    About 2.2 million characters. The text differs between Python releases, so store `fingerprint(text)` with every
+    result that depends on it. Takes a few seconds.
     """
     return JOINT.join(embedded_documents())
 
 
 def embedded_documents() -> list[str]:
-    """The same, page by page."""
+    """The documents that `embedded_text` joins, one by one."""
     from pydoc_data import topics
 
     pages = [topics.topics[name] for name in sorted(topics.topics)]
@@ -49,41 +48,41 @@ def embedded_documents() -> list[str]:
 
 
 def read_documents(paths: Sequence[str | Path]) -> list[str]:
-    """Documents in files, folders and archives, in the order given, without those that are there twice.
+    """The documents in files, folders and archives, in their order, without duplicates.
 
-    A file that is named must be text in UTF-8. In folders and archives whatever is not is passed over.
+    A single file must be UTF-8 text. In folders and archives, files that are not UTF-8 text are skipped.
     """
-    found: dict[str, None] = {}
+    documents: dict[str, None] = {}
     for path in map(Path, paths):
         try:
-            held = [text for text in _texts(path) if text.strip()]
+            texts = [text for text in _texts(path) if text.strip()]
         except UNREADABLE as error:
             raise LocaterError(f"{path}: cannot be read ({first_line(error)})") from None
-        if not held:
+        if not texts:
             raise LocaterError(f"{path}: no text in it")
-        found.update(dict.fromkeys(held))
-    return list(found)
+        documents.update(dict.fromkeys(texts))
+    return list(documents)
 
 
 def split(documents: Sequence[str], share: float = SHARE) -> dict[str, list[str]]:
-    """Documents by split: shuffled with a fixed seed, then `share` of the characters to report, as much to select, the
+    """Documents by split: shuffled with a fixed seed, then `share` of the characters to report, the same to select, the
     rest to train.
 
-    >>> {name: len(held) for name, held in split([f"document {n:4}" for n in range(100)]).items()}
+    >>> {name: len(part) for name, part in split([f"document {n:4}" for n in range(100)]).items()}
     {'report': 5, 'select': 5, 'train': 90}
     """
-    pieces = (
-        list(documents) if len(documents) >= FEW else [piece for text in documents for piece in _cut(text, documents)]
-    )
+    pieces = list(documents)
+    if len(documents) < FEW:
+        pieces = [piece for text in documents for piece in _cut(text, documents)]
     random.Random(0).shuffle(pieces)
-    wanted, found, at = share * sum(map(len, pieces)), {}, 0
+    target, splits, at = share * sum(map(len, pieces)), {}, 0
     for name in ("report", "select"):
         begin, size = at, 0
-        while size < wanted and at < len(pieces):
+        while size < target and at < len(pieces):
             size += len(pieces[at])
             at += 1
-        found[name] = pieces[begin:at]
-    return {**found, "train": pieces[at:]}
+        splits[name] = pieces[begin:at]
+    return {**splits, "train": pieces[at:]}
 
 
 def fingerprint(text: str) -> str:
@@ -97,7 +96,7 @@ def fingerprint(text: str) -> str:
 
 def _sources(root: Path) -> Iterator[Path]:
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIP]  # do not even walk through installed packages
+        inner[:] = [name for name in inner if name not in SKIP]  # installed packages are not searched
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
@@ -115,43 +114,43 @@ def _docstrings(root: Path) -> Iterator[str]:
 
 
 def _cut(text: str, documents: Sequence[str]) -> Iterator[str]:
-    """Pieces of a long document, ends at blank lines (at lines, where there are none): about 2 FEW of all documents
-    together.
+    """Pieces of a document, cut at blank lines, or at line ends where there are few blank lines.
+
+    All documents together give about 2 FEW pieces.
     """
     size = max(1, sum(map(len, documents)) // (2 * FEW))
     joint = JOINT if text.count(JOINT) >= FEW else "\n"
-    held: list[str] = []
-    taken = 0
+    parts: list[str] = []
+    length = 0
     for part in text.split(joint):
-        held.append(part)
-        taken += len(part)
-        if taken >= size:
-            yield joint.join(held)
-            held, taken = [], 0
-    if any(held):
-        yield joint.join(held)
+        parts.append(part)
+        length += len(part)
+        if length >= size:
+            yield joint.join(parts)
+            parts, length = [], 0
+    if any(parts):
+        yield joint.join(parts)
 
 
 def _texts(path: Path) -> Iterator[str]:
+    """The texts of a folder without hidden files, of an archive, or of a single file."""
     if path.is_dir():
-        for file in sorted(
-            p
-            for p in path.rglob("*")
-            if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
-        ):
-            yield from _kept(_members(file))
+        for file in sorted(path.rglob("*")):
+            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file() and not hidden:
+                yield from _readable(_contents(file))
     elif tarfile.is_tarfile(path):
-        yield from _kept(_members(path))
+        yield from _readable(_contents(path))
     else:
-        (data,) = _members(path)
+        (data,) = _contents(path)
         try:
             yield _decoded(data)
         except ValueError as error:
             raise LocaterError(f"{path}: not text in UTF-8 ({error}); give text files, or a folder of them") from None
 
 
-def _members(path: Path) -> Iterator[bytes]:
-    """What a file holds: an archive's files, or the file itself, unpacked."""
+def _contents(path: Path) -> Iterator[bytes]:
+    """The bytes of each file in an archive, or of the file itself, decompressed."""
     if tarfile.is_tarfile(path):
         with tarfile.open(path) as archive:
             for member in sorted(filter(tarfile.TarInfo.isfile, archive.getmembers()), key=lambda m: m.name):
@@ -163,8 +162,9 @@ def _members(path: Path) -> Iterator[bytes]:
     yield {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)(data)
 
 
-def _kept(parts: Iterable[bytes]) -> Iterator[str]:
-    for data in parts:
+def _readable(contents: Iterable[bytes]) -> Iterator[str]:
+    """The contents that are UTF-8 text; others are skipped."""
+    for data in contents:
         try:
             yield _decoded(data)
         except ValueError:

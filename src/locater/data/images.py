@@ -1,4 +1,4 @@
-"""From images to batches: a folder of pictures or an array, at the size and range that a vision model expects."""
+"""From images to batches: a folder of images or an array, at the size and range that a vision model expects."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 
 
 def image_batches(model: nn.Module, path: str | Path, count: int = 64, batch: int = 8) -> list[Batch]:
-    """Batches of `pixel_values` from a folder of pictures, one picture, or an .npy or .npz of images (N, H, W) or (N,
-    H, W, C).
+    """Batches of `pixel_values` from a folder of images, one image, or an .npy or .npz array (N, H, W) or (N, H, W, C).
 
-    Images are resized to the model's size and normalised with the mean and spread of its preprocessor_config.json, or
-    0.5.
+    Images are resized to the size of the model and normalised with the mean and standard deviation in its
+    preprocessor_config.json, or with 0.5 and 0.5.
     """
     config: Any = getattr(model, "config", None)
     vision = getattr(config, "vision_config", None) or config
@@ -38,7 +37,7 @@ def image_batches(model: nn.Module, path: str | Path, count: int = 64, batch: in
     pixels = torch.stack(
         [x.mean(0, keepdim=True).expand(channels, -1, -1) if len(x) != channels else x for x in images]
     )
-    mean, spread = (torch.tensor(x, dtype=torch.float32).view(1, -1, 1, 1) for x in _range(model))
+    mean, spread = (torch.tensor(x, dtype=torch.float32).view(1, -1, 1, 1) for x in _mean_and_spread(model))
     return [{"pixel_values": part} for part in ((pixels - mean) / spread).split(batch)]
 
 
@@ -51,46 +50,48 @@ def _read(path: str | Path, count: int) -> list[Tensor]:
         return _from_array(path, count)
     names = sorted(p for p in path.iterdir() if p.suffix.lower() in PICTURES) if path.is_dir() else [path]
     if not names:
-        raise LocaterError(f"{path}: holds no picture ({', '.join(PICTURES)})")
+        raise LocaterError(f"{path}: contains no image ({', '.join(PICTURES)})")
     try:
         from PIL import Image
     except ImportError:
         raise LocaterError(
-            "reading pictures needs the pillow package: pip install pillow, or give an .npy array"
+            "reading images needs the pillow package: pip install pillow, or give an .npy array"
         ) from None
-    found = []
+    images = []
     for name in names[:count]:
         try:
-            with Image.open(name) as picture:
-                found.append(torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1).float() / 255)
+            with Image.open(name) as image:
+                images.append(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255)
         except OSError as error:
-            raise LocaterError(f"{name}: not a picture that can be read ({first_line(error)})") from None
-    return found
+            raise LocaterError(f"{name}: not a readable image ({first_line(error)})") from None
+    return images
 
 
 def _from_array(path: Path, count: int) -> list[Tensor]:
+    """Images (C, H, W) of an .npy file, or of an .npz file: its array with `test` in the name, else its first."""
     try:
-        held = np.load(path, allow_pickle=False)
-        if isinstance(held, np.lib.npyio.NpzFile):
-            names = [name for name in held.files if held[name].ndim in (3, 4)]
+        array = np.load(path, allow_pickle=False)
+        if isinstance(array, np.lib.npyio.NpzFile):
+            names = [name for name in array.files if array[name].ndim in (3, 4)]
             if not names:
-                raise LocaterError(f"{path}: no array of images in it, only {', '.join(held.files)}")
-            held = held[next((name for name in names if "test" in name), names[0])]
+                raise LocaterError(f"{path}: no array of images in it, only {', '.join(array.files)}")
+            array = array[next((name for name in names if "test" in name), names[0])]
     except (OSError, ValueError) as error:
         raise LocaterError(f"{path}: cannot be read as an array ({first_line(error)})") from None
-    if held.ndim not in (3, 4) or not len(held):
-        raise LocaterError(f"{path}: an array of shape {list(held.shape)}; images are (N, H, W) or (N, H, W, C)")
-    images = torch.from_numpy(np.ascontiguousarray(held[:count]))
+    if array.ndim not in (3, 4) or not len(array):
+        raise LocaterError(f"{path}: an array of shape {list(array.shape)}; images are (N, H, W) or (N, H, W, C)")
+    images = torch.from_numpy(np.ascontiguousarray(array[:count]))
     scaled = images.float() / 255 if not images.is_floating_point() else images.float()
     if scaled.ndim == 3:
         return list(scaled[:, None])
     return list(scaled if scaled.shape[1] in (1, 3) and scaled.shape[-1] not in (1, 3) else scaled.permute(0, 3, 1, 2))
 
 
-def _range(model: Any) -> tuple[list[float], list[float]]:
+def _mean_and_spread(model: Any) -> tuple[list[float], list[float]]:
+    """The normalisation that the model's preprocessor_config.json states, or 0.5 and 0.5."""
     path = Path(getattr(model, "name_or_path", "") or ".") / "preprocessor_config.json"
     try:
-        held = json.loads(path.read_text())
-        return held["image_mean"], held["image_std"]
+        config = json.loads(path.read_text())
+        return config["image_mean"], config["image_std"]
     except (OSError, ValueError, KeyError):
         return [0.5], [0.5]

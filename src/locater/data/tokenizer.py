@@ -1,6 +1,6 @@
-"""From text to token ids: bytes, or pairs of them merged as the text suggests (with the tokenizers package).
+"""From text to token ids: bytes, or byte pairs learned from the text (with the tokenizers package).
 
-Both are saved as tokenizer.json, which transformers reads, so `locater probe` runs what was trained here.
+Both are saved as tokenizer.json, which transformers reads, so that `locater probe` can run the trained model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from locater.errors import LocaterError
 BYTES = 256
 FILE = "tokenizer.json"
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # tokenizer_config.json
-PIECE = 1 << 20  # characters handed over at once
+PIECE = 1 << 20  # characters encoded at a time
 
 
 class Tokenizer(Protocol):
@@ -46,7 +46,7 @@ class ByteTokenizer:
         )
 
     def to_json(self) -> str:
-        """As the tokenizers package would write it: byte pairs, of which none are merged."""
+        """As the tokenizers package would write it: byte pairs without merges."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         model: dict[str, Any] = {
             "type": "BPE",
@@ -55,46 +55,53 @@ class ByteTokenizer:
             "vocab": {sign: b for b, sign in enumerate(byte_signs())},
             "merges": [],
         }
-        return json.dumps({
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": level,
-            "post_processor": None, "decoder": level, "model": model,
-        })  # fmt: skip
+        document: dict[str, Any] = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": model,
+        }
+        return json.dumps(document)
 
 
 class PairTokenizer:
     """Byte pairs, by the tokenizers package."""
 
-    def __init__(self, held: Any) -> None:
-        self._held = held
-        self.size = int(held.get_vocab_size())
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.size = int(tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> Tensor:
         ids: list[int] = []
         for begin in range(0, len(text), PIECE):
-            ids += self._held.encode(text[begin : begin + PIECE]).ids
+            ids += self._tokenizer.encode(text[begin : begin + PIECE]).ids
         return torch.tensor(ids, dtype=torch.int32)
 
     def to_json(self) -> str:
-        return str(self._held.to_str())
+        return str(self._tokenizer.to_str())
 
 
 def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
-    """Bytes for 256 tokens; for more, the pairs that are most frequent in `texts`."""
+    """Bytes for a vocabulary of 256; for a larger one, the byte pairs that are most frequent in `texts`."""
     if vocabulary == BYTES:
         return ByteTokenizer()
     library = _library(vocabulary)
-    held = library.Tokenizer(library.models.BPE())
-    held.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    held.decoder = library.decoders.ByteLevel()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    held.train_from_iterator(
-        texts, library.trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
-    )
-    return PairTokenizer(held)
+    trainer = library.trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PairTokenizer(tokenizer)
 
 
-def kept_tokenizer(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
-    """The tokenizer of a run that goes on from a checkpoint, which its folder holds; for others a new one."""
+def tokenizer_of_run(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
+    """The tokenizer in the folder of a run that has a checkpoint to continue from; for other runs a new one."""
     path = folder / FILE
     if vocabulary == BYTES or not path.is_file() or not any(folder.glob("step-*")):
         return make()
@@ -104,13 +111,13 @@ def kept_tokenizer(folder: Path, vocabulary: int, make: Callable[[], Tokenizer])
         raise
     except Exception as error:  # the package raises plain exceptions
         raise LocaterError(
-            f"{path}: not a readable tokenizer ({error}): remove the run's folder and start anew"
+            f"{path}: not a readable tokenizer ({error}): remove the run's folder and start again"
         ) from None
 
 
 def byte_signs() -> list[str]:
-    """A printable sign for every byte, as GPT-2 chose them: itself where it has one, else the next from code point 256
-    on.
+    """A printable character for every byte, as in GPT-2: the byte itself where printable, else the next from code point
+    256 on.
     """
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     free = iter(range(BYTES, 2 * BYTES))

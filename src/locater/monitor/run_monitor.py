@@ -28,9 +28,9 @@ from locater.errors import LocaterError
 from locater.families import attention_layers, effective
 from locater.families.folded import FoldedStacks, Spectra, spectra_of
 from locater.findings import FLAGS, Condition, explain, key_variance, parse_conditions
+from locater.missing import finite_or_none
 from locater.monitor.pending import Pending
 from locater.monitor.trainer_events import TrainerEvents
-from locater.numerics import finite_or_none
 from locater.observing.observation import Choice, Observation
 from locater.observing.rows import fetched, held_by, numbers_of, totals
 from locater.observing.site import Site, Wanted

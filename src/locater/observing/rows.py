@@ -13,7 +13,7 @@ from torch._utils import _flatten_dense_tensors
 
 from locater.findings import FLAGS
 from locater.measures import Ranks, ranks_of_gram
-from locater.numerics import finite_or_none
+from locater.missing import finite_or_none
 from locater.observing.site import Site
 from locater.observing.tally import AT, wide
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from locater.checkpoints.pickle_file import archive_records
-from locater.checkpoints.weights import plain
+from locater.checkpoints.weights import has_dense_data
 from locater.errors import LocaterError, first_line
 from locater.families import Tokens
 from locater.files import write_whole
@@ -135,4 +135,4 @@ def _check_input(given: Input) -> None:
 
 
 def _dense(x: Any, axes: int) -> bool:
-    return isinstance(x, Tensor) and plain(x) and x.is_floating_point() and x.ndim == axes and x.numel() > 0
+    return isinstance(x, Tensor) and has_dense_data(x) and x.is_floating_point() and x.ndim == axes and x.numel() > 0

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from locater.findings import FLAGS, Verdict
-from locater.numerics import known_median
+from locater.missing import known_median
 from locater.report.probe import KINDS, agreed, collapse, ran
 from locater.report.tables import (
     MOST_SHOWN,

@@ -1,32 +1,10 @@
-"""Predictions from moments and sizes. Pure functions: tensors in, tensors out."""
+"""Predictions about attention from moments and sizes. Pure functions: tensors in, tensors out. See docs/theory.md."""
 
-from locater.theory.collapse import (
-    Block,
-    attention_bound,
-    beta,
-    contraction_order,
-    contraction_rate,
-    depth_residuals,
-    hidden_states,
-    kept_at_entropy,
-    layer_bound,
-    mlp_lipschitz,
-    residual_kept,
-    skip_bound,
-)
+from locater.theory.attenuation import kept_at_entropy, residual_kept
+from locater.theory.blocks import Block, hidden_states
+from locater.theory.bounds import attention_bound, beta, layer_bound, mlp_lipschitz, skip_bound
+from locater.theory.contraction import contraction_order, contraction_rate, depth_residuals
 from locater.theory.entropy import entropy_floor, entropy_floor_of_range, entropy_ratio, expected_entropy
-from locater.theory.localization import (
-    REGIMES,
-    continuum,
-    localization,
-    mixture_continuum,
-    mixture_localization,
-    mixture_propagation,
-    phase_diagram,
-    regime,
-    signal_propagation,
-    unit_moments,
-)
 from locater.theory.path_sums import (
     FrozenLayer,
     Path,
@@ -40,6 +18,18 @@ from locater.theory.path_sums import (
     path_sum,
     skip_weight,
     terms_by_length,
+)
+from locater.theory.propagation import (
+    REGIMES,
+    continuum,
+    localization,
+    mixture_continuum,
+    mixture_localization,
+    mixture_propagation,
+    phase_diagram,
+    regime,
+    signal_propagation,
+    unit_moments,
 )
 from locater.theory.walk import Walks, simulate
 

@@ -1,4 +1,4 @@
-"""What is known of a row's entropy before the row is seen: floors, an estimate, and a number comparable over lengths.
+"""Entropy of a row of attention without computing the row: lower bounds, an estimate, and a ratio to compare lengths.
 
 docs/theory.md section 7. All entropies are in nats.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def entropy_floor(norm: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
-    """Least entropy of a softmax row of T logits whose mean-centred l2 norm is s (Zhai et al. 2023).
+    """The lowest entropy of a softmax row of T logits whose mean-centred l2 norm is s (Zhai et al. 2023).
 
         b = exp(-s sqrt(T/(T-1))),   H >= log(1 + (T-1) b) + s sqrt(T(T-1)) b / (1 + (T-1) b)
 
@@ -32,7 +32,7 @@ def entropy_floor(norm: Float[Tensor, "*n"] | float, length: int) -> Float[Tenso
 
 
 def entropy_floor_of_range(spread: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
-    """Least entropy of a row of T logits that differ by at most `spread`: the minimum over rows with two levels.
+    """The lowest entropy of a row of T logits that differ by at most `spread`: the minimum over rows with two values.
 
     With k logits at the top and T - k at the bottom, p = k / (k + (T-k) e^-spread) is the mass of the top:
     H = -p log(p/k) - (1-p) log((1-p)/(T-k)).
@@ -51,7 +51,7 @@ def entropy_floor_of_range(spread: Float[Tensor, "*n"] | float, length: int) -> 
 
 
 def expected_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Float[Tensor, "*n"]:
-    """log T - v/2 for logits that are normal across keys with variance v; 0 from v = 2 log T on, where it collapses.
+    """log T - v/2 for logits that are normal across keys with variance v; 0 for v >= 2 log T, where entropy collapses.
 
     >>> round(expected_entropy(1.0, 256).item(), 3)
     5.045
@@ -61,8 +61,9 @@ def expected_entropy(variance: Float[Tensor, "*n"] | float, length: int) -> Floa
 
 
 def entropy_ratio(entropy: Float[Tensor, "*n rows"], visible: Int[Tensor, "*n rows"]) -> Float[Tensor, "*n"]:
-    """Mean over rows of H_i / log(visible keys): 1 is uniform at any length. Rows with fewer than two keys do not
-    count; NaN if none does.
+    """Mean over rows of H_i / log(visible keys): 1 is uniform attention, at any length.
+
+    Rows with fewer than two visible keys do not count. NaN where no row counts.
 
     >>> entropy_ratio(torch.log(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 2, 3])).item()
     1.0

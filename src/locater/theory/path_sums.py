@@ -1,12 +1,13 @@
 """A stack of attention layers as a sum over paths, and how long the paths are (Dong, Cordonnier, Loukas 2021).
 
-With attention held fixed a layer is linear, X -> sum_h P_h X W_h, so L of them are a sum of one term per choice of a
-head in every layer:
+With its attention maps fixed, a layer is linear: X -> sum_h P_h X W_h. A stack of L layers is then a sum with one term
+for each choice of a head in every layer:
 
     X_L = sum over (h_1 ... h_L) of  P_{h_L} ... P_{h_1}  X  W_{h_1} ... W_{h_L}
 
-A skip is one more head with P = 1 and W = 1. The length of a path is the number of layers in which it does not take the
-skip. Biases would add 1 b^T, the same for all tokens, since rows of P sum to one. docs/theory.md section 10.
+A skip counts as one more head with P = 1 and W = 1. The length of a path is the number of layers in which it goes
+through attention and not through the skip. Biases would add 1 b^T, the same for all tokens, because rows of P sum to
+one. docs/theory.md section 10.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.measures import composite_norm
-from locater.theory.collapse import Block
+from locater.theory.blocks import Block
 
 # --- the sum ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FrozenLayer:
-    """X -> sum_h P_h X W_h (+ X if skip), P given."""
+    """X -> sum_h P_h X W_h (+ X if skip), with fixed attention maps P_h."""
 
     attention: Float[Tensor, "heads queries keys"]
     value: Float[Tensor, "heads width out"]  # W_V W_O of every head
@@ -38,7 +39,7 @@ class FrozenLayer:
 
 @dataclass(frozen=True)
 class Path:
-    """One term of the sum: P X W. `heads` has a head per layer, None where the path takes the skip."""
+    """One term of the sum, P X W. `heads` is the head taken in each layer, None where the path takes the skip."""
 
     heads: tuple[int | None, ...]
     attention: Float[Tensor, "queries keys"]
@@ -46,7 +47,7 @@ class Path:
 
     @property
     def length(self) -> int:
-        """In how many layers it goes through attention."""
+        """The number of layers in which the path goes through attention."""
         return sum(head is not None for head in self.heads)
 
     def __call__(self, x: Float[Tensor, "keys width"]) -> Float[Tensor, "queries out"]:
@@ -55,8 +56,9 @@ class Path:
 
 
 def frozen_layers(x: Float[Tensor, "tokens width"], blocks: Sequence[Block]) -> list[FrozenLayer]:
-    """The layers that blocks are on these tokens, attention held at what it is there. Blocks with an MLP or norms are
-    not linear even so.
+    """The blocks as linear layers, with the attention maps that they have on these tokens.
+
+    Blocks with an MLP or norms are refused: they are not linear even with fixed attention.
 
     >>> block = Block(torch.zeros(1, 2, 2), torch.eye(2)[None], scale=1.0, skip=True)
     >>> frozen_layers(torch.eye(2), [block])[0].attention.tolist()
@@ -72,7 +74,7 @@ def frozen_layers(x: Float[Tensor, "tokens width"], blocks: Sequence[Block]) -> 
 
 
 def apply_layers(x: Float[Tensor, "tokens width"], layers: Sequence[FrozenLayer]) -> Float[Tensor, "tokens out"]:
-    """Layer by layer: what the sum over paths must equal.
+    """The tokens after all layers, applied one after the other. The sum over all paths equals this.
 
     >>> half = torch.full((1, 2, 2), 0.5)
     >>> apply_layers(torch.tensor([[1.0], [3.0]]), [FrozenLayer(half, torch.ones(1, 1, 1), skip=True)]).tolist()
@@ -97,10 +99,10 @@ def all_paths(layers: Sequence[FrozenLayer]) -> Iterator[Path]:
 
 
 def path_sum(x: Float[Tensor, "tokens width"], layers: Sequence[FrozenLayer]) -> Float[Tensor, "tokens out"]:
-    """All paths added up, one by one: `apply_layers` up to rounding, in exponential time.
+    """The sum over all paths, one by one: equal to `apply_layers` up to rounding, in exponential time.
 
     >>> layer = FrozenLayer(torch.full((2, 2, 2), 0.5), torch.ones(2, 1, 1), skip=True)
-    >>> path_sum(torch.tensor([[1.0], [3.0]]), [layer] * 3).tolist()          # 27 paths; two heads of half of the sum each
+    >>> path_sum(torch.tensor([[1.0], [3.0]]), [layer] * 3).tolist()     # 27 paths; each head gives half of the sum
     [[53.0], [55.0]]
     """
     terms = [path(x) for path in all_paths(layers)]
@@ -110,22 +112,21 @@ def path_sum(x: Float[Tensor, "tokens width"], layers: Sequence[FrozenLayer]) ->
 def terms_by_length(
     x: Float[Tensor, "tokens width"], layers: Sequence[FrozenLayer]
 ) -> Float[Tensor, "lengths tokens width"]:
-    """What paths of every length 0 ... L add up to. Paths of one length share their way: L^2 layers are applied, not (H
-    + 1)^L.
+    """The sum over the paths of each length 0 ... L. It applies L^2 layers instead of following (H + 1)^L paths.
 
     >>> layer = FrozenLayer(torch.full((1, 2, 2), 0.5), torch.ones(1, 1, 1), skip=True)
     >>> terms_by_length(torch.tensor([[1.0], [3.0]]), [layer] * 2)[..., 0].tolist()          # 1 path, 2 and 1
     [[1.0, 3.0], [4.0, 4.0], [2.0, 2.0]]
     """
     x = x.double()
-    found = torch.stack([x, *[torch.zeros_like(x)] * len(layers)])
+    terms = torch.stack([x, *[torch.zeros_like(x)] * len(layers)])
     for layer in layers:
-        longer = torch.stack([_through_heads(term, layer) for term in found[:-1]])
-        found = torch.cat([torch.zeros_like(x)[None], longer]) + (found if layer.skip else 0)
-    return found
+        longer = torch.stack([_through_heads(term, layer) for term in terms[:-1]])
+        terms = torch.cat([torch.zeros_like(x)[None], longer]) + (terms if layer.skip else 0)
+    return terms
 
 
-def _through_heads(x: Tensor, layer: FrozenLayer) -> Tensor:
+def _through_heads(x: Float[Tensor, "keys width"], layer: FrozenLayer) -> Float[Tensor, "queries out"]:
     return (layer.attention.double() @ x @ layer.value.double()).sum(0)
 
 
@@ -144,8 +145,9 @@ def _path(heads: tuple[int | None, ...], layers: Sequence[FrozenLayer]) -> Path:
 
 
 def path_counts(depth: int, heads: int) -> list[int]:
-    """Paths of length 0 ... L through L layers of H heads with skips, as integers: C(L, k) H^k. They add up to (1 +
-    H)^L.
+    """The number of paths of each length k = 0 ... L through L layers of H heads with skips: C(L, k) H^k, exactly.
+
+    They add up to (1 + H)^L.
 
     >>> path_counts(3, 2)
     [1, 6, 12, 8]
@@ -154,11 +156,10 @@ def path_counts(depth: int, heads: int) -> list[int]:
 
 
 def path_lengths(depth: int, heads: int, log: bool = False) -> Float[Tensor, " lengths"]:
-    """The share of paths that have length 0 ... L: binomial, L tries with chance H / (1 + H), so the mean is L H / (1 +
-    H).
+    """The share of paths of each length 0 ... L: binomial, L trials with probability H / (1 + H), mean L H / (1 + H).
 
-    Integers are divided at the end, so every share is correctly rounded at any size. `log` gives logarithms from the
-    gamma function, finite where shares underflow and without large integers, to about 1e-15 of L log L.
+    Shares are quotients of exact integers, so each is correctly rounded. `log` returns logarithms from the gamma
+    function instead: finite where shares underflow, without large integers, accurate to about 1e-15 L log L.
 
     >>> path_lengths(12, 12)[-2:].round(decimals=4).tolist()
     [0.3827, 0.3827]
@@ -175,8 +176,7 @@ def path_lengths(depth: int, heads: int, log: bool = False) -> Float[Tensor, " l
 def skip_weight(
     x: Float[Tensor, "*n tokens width"], attention: Float[Tensor, "*n tokens width"]
 ) -> Float[Tensor, "*n"]:
-    """alpha = N(x) / (N(x) + N(attention)), the share of the stream in x + attention; N = ||.||_1 ||.||_inf, without
-    the root.
+    """alpha = N(x) / (N(x) + N(attention)): the share of the stream in x + attention, with N = ||.||_1 ||.||_inf.
 
     >>> skip_weight(torch.full((2, 2), 3.0), torch.ones(2, 2)).item()
     0.9
@@ -186,30 +186,31 @@ def skip_weight(
 
 
 def length_weights(skip: Float[Tensor, " layers"], log: bool = False) -> Float[Tensor, " lengths"]:
-    """Weight of all paths of length 0 ... L if layer l is skipped with weight alpha_l: the sum over sets of k layers V
-    of
+    """The total weight of the paths of each length 0 ... L, if layer l is skipped with weight alpha_l.
 
-        prod_{l in V} (1 - alpha_l)  prod_{l not in V} alpha_l
+        weight_k = sum over sets V of k layers of  prod_{l in V} (1 - alpha_l)  prod_{l not in V} alpha_l
 
-    which adds up to one over k. alpha = 1 / (1 + H) in every layer gives `path_lengths`. `log` stays finite where
-    weights underflow.
+    The weights add up to one over k. alpha = 1 / (1 + H) in every layer gives `path_lengths`. `log` returns logarithms,
+    which stay finite where weights underflow.
 
     >>> length_weights(torch.tensor([0.9, 0.5])).round(decimals=6).tolist()
     [0.45, 0.5, 0.05]
     """
     alpha = skip.double()
     none = torch.full((1,), -math.inf, dtype=torch.float64, device=alpha.device)
-    found = torch.zeros(1, dtype=torch.float64, device=alpha.device)
-    for stay, go in zip(alpha.log(), torch.log1p(-alpha), strict=True):
-        found = torch.logaddexp(torch.cat([found, none]) + stay, torch.cat([none, found]) + go)
-    return found if log else found.exp()
+    weights = torch.zeros(1, dtype=torch.float64, device=alpha.device)  # logarithms, by length
+    for skipped, attended in zip(alpha.log(), torch.log1p(-alpha), strict=True):
+        weights = torch.logaddexp(torch.cat([weights, none]) + skipped, torch.cat([none, weights]) + attended)
+    return weights if log else weights.exp()
 
 
 def length_contributions(skip: Float[Tensor, " layers"], residual: float, rate: float) -> Float[Tensor, " lengths"]:
-    """What paths of length k are predicted to add to the residual: R_0 / c^(3^k - 1) times their weight, c > 1 the
-    contraction.
+    """The predicted contribution of paths of length k to the residual: their weight times R_0 / c^(3^k - 1).
 
-    >>> length_contributions(torch.tensor([0.5, 0.5]), residual=8.0, rate=2.0).round(decimals=7).tolist()          # 8, 8 / 4, 8 / 256
+    c > 1 is `rate`, the factor by which a layer contracts the residual R_0.
+
+    >>> contributions = length_contributions(torch.tensor([0.5, 0.5]), residual=8.0, rate=2.0)
+    >>> contributions.round(decimals=7).tolist()     # 8, 8 / 4 and 8 / 256, times their weights 1/4, 1/2 and 1/4
     [2.0, 1.0, 0.0078125]
     """
     power = 3.0 ** torch.arange(len(skip) + 1, dtype=torch.float64, device=skip.device) - 1

@@ -1,8 +1,8 @@
-"""The Gaussian surrogate: the head itself, run on normal tokens with the mean and covariance that its real input has.
+"""The Gaussian surrogate: the head itself, run on normal tokens with the mean and covariance of its real input.
 
-Weights alone assume tokens of mean zero and unit covariance, which real streams are far from: their mean carries much
-of the energy. Replacing real tokens by normal ones with the same first two moments keeps that and forgets everything
-else, the order of tokens included. docs/theory.md section 6.
+A prediction from weights alone assumes tokens of mean zero and unit covariance. Real streams are far from that: their
+mean carries much of the energy. The surrogate replaces real tokens by normal ones with the same first two moments and
+ignores everything else, including the order of tokens. docs/theory.md section 6.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# roundings of the mean variance, 1e-6 of it in float32: covariances of few tokens, or behind a LayerNorm, are singular
+# In units of eps times the mean variance (1e-6 of it in float32). Covariances of few tokens, or after a LayerNorm, are
+# singular and need it.
 JITTER = 8
-MOST = 2e-4  # of the mean variance; what is indefinite by more is no covariance
+LARGEST_JITTER = 2e-4  # relative to the mean variance; a matrix that is indefinite by more is not a covariance
 
 
 def root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """R with R R^T = covariance + 1e-6 of the mean variance (1e-15 in float64), more where rounding has made it
-    indefinite; NaN where it is not finite.
+    """R with R R^T = covariance + jitter; NaN where the covariance is not finite.
 
-    The jitter is always there. Whether a singular covariance has a Cholesky factor without it is decided by its last
-    bits, which differ between processors, and predictions changed by 1e-4 with that.
+    The jitter is 1e-6 of the mean variance (1e-15 in float64), and more where rounding has made the covariance
+    indefinite. It is always added. Without it the last bits of a singular covariance decide whether it has a Cholesky
+    factor; they differ between processors, and predictions changed by 1e-4 with them.
 
     >>> r = root(torch.diag(torch.tensor([4.0, 0.0])))
     >>> torch.allclose(r @ r.mT, torch.diag(torch.tensor([4.0, 0.0])), atol=1e-5)
@@ -33,7 +34,7 @@ def root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
         covariance.shape[-1], dtype=covariance.dtype, device=covariance.device
     )
     jitter = JITTER * torch.finfo(covariance.dtype).eps
-    while jitter < MOST:  # even all of them are far cheaper than eigenvalues
+    while jitter < LARGEST_JITTER:  # all attempts together are far cheaper than eigenvalues
         factor, failed = torch.linalg.cholesky_ex(covariance + jitter * mean)
         if not int(failed):
             return factor
@@ -42,11 +43,10 @@ def root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
 
 
 def symmetric_root(matrix: Float[Tensor, "*n d d"]) -> Float[Tensor, "*n d d"]:
-    """The one symmetric R with R R^T = matrix and no negative eigenvalue; what is negative in `matrix` itself counts as
-    0.
+    """The symmetric R with R R^T = matrix and no negative eigenvalue. Negative eigenvalues of `matrix` count as 0.
 
-    Draws R z need such a root. V sqrt(L) of the eigenvectors V is one too, and not a number: V has signs, an order and,
-    where eigenvalues are equal, a basis that solvers choose, on each processor and for each batch in their own way.
+    Draws R z need a root that is unique. V sqrt(L), from eigenvectors V, is another root but not unique: signs, order
+    and, for equal eigenvalues, the basis depend on the solver, the processor and the batch.
 
     >>> symmetric_root(torch.tensor([[2.0, 2.0], [2.0, 2.0]]))
     tensor([[1.0000, 1.0000],
@@ -64,8 +64,7 @@ def gaussian_tokens(
     first: Float[Tensor, " d"] | None = None,
     seed: int = 0,
 ) -> Float[Tensor, "B T d"]:
-    """Independent normal tokens; `first` takes the place of the first of each sequence, which in trained models is like
-    no other.
+    """Independent normal tokens. `first` replaces the first token of each sequence, which models treat specially.
 
     >>> x = gaussian_tokens(torch.tensor([3.0]), torch.tensor([[4.0]]), 100, 100)
     >>> round(x.mean().item(), 1), round(x.std().item(), 1)

@@ -1,4 +1,4 @@
-"""The random walk itself, simulated: the reference that the formulas of `localization.py` are held to."""
+"""A simulation of the random walk: the reference against which the formulas of `propagation.py` are tested."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def simulate(
     """Draw walks x_1 ... x_T with step covariance C/T and apply the head to the last token, with both softmaxes.
 
     >>> W = torch.eye(4)
-    >>> seen = simulate(W, W, scale=1.0, length=8, walks=2000)
-    >>> bool(seen.softmax[-1] > seen.softmax[0])
+    >>> averages = simulate(W, W, scale=1.0, length=8, walks=2000)
+    >>> bool(averages.softmax[-1] > averages.softmax[0])
     True
     """
     generator = torch.Generator().manual_seed(seed)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import os
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from locater.errors import LocaterError
+from locater.missing import finite_or_none
 from locater.tracking.run_log import Record, Run, first_run, is_run, line_of, read_run, shape_of
 
 __all__ = ["JsonlSink", "Run", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "flat", "open_sink", "read_run"]
@@ -190,11 +190,11 @@ def flat(record: Record, layers: list[int]) -> dict[str, float]:
         found[f"warning/{record['flag']}"] = record.get("value")
     for column, rows in (record.get("heads") or {}).items():
         for layer, row in zip(layers, rows, strict=False):
-            known = [x for x in row or () if _finite(x)]
+            known = [x for x in row or () if finite_or_none(x) is not None]
             if known:
                 name = f"layer/{layer:02d}/{column}"
                 found |= {f"{name}/mean": sum(known) / len(known), f"{name}/min": min(known), f"{name}/max": max(known)}
-    return {name: cast(float, number) for name, number in found.items() if _finite(number)}
+    return {name: cast(float, number) for name, number in found.items() if finite_or_none(number) is not None}
 
 
 def same_shape(a: Record, b: Record) -> bool:
@@ -211,10 +211,6 @@ def _shape(header: Record) -> str:
         return "layers that cannot be read"
     count = len(header["layers"])
     return f"{header.get('source', 'a model')} with {count} layer{'s' * (count != 1)} of {' or '.join(map(str, heads)) or 'no'} heads"
-
-
-def _finite(x: Any) -> bool:
-    return x is not None and math.isfinite(x)
 
 
 def _need(module: str, package: str) -> Any:

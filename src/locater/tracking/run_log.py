@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from locater.errors import LocaterError
+from locater.missing import finite_or_none
 from locater.version import SCHEMA, __version__
 
 Record = dict[str, Any]
@@ -352,7 +353,7 @@ def plain(x: Any) -> Any:
     {'a': [1.5, None]}
     """
     if isinstance(x, float):
-        return x if math.isfinite(x) else None
+        return finite_or_none(x)
     if isinstance(x, dict):
         return {str(key): plain(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

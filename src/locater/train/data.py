@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locater.data.copying import Source, copy_source
+from locater.data.copying import CopySource, copy_source
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
-from locater.data.tokenizer import FILE, Tokenizer, kept_tokenizer, make_tokenizer
+from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
 from locater.errors import LocaterError, first_line
 from locater.files import write_whole
 from locater.train.plan import Plan
@@ -142,7 +142,7 @@ class CopyData:
     """
 
     plan: Plan
-    source: Source
+    source: CopySource
     splits: dict[str, Tensor]
     facts: dict[str, Any]
 
@@ -175,7 +175,7 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
     if plan.task == "copy":
         return make_copies(plan, device)
     text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
-    tokenizer = kept_tokenizer(folder, plan.vocabulary, partial(_learned, plan.vocabulary, text))
+    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(_learned, plan.vocabulary, text))
     splits = {name: tokens.to(device) for name, tokens in _encoded(tokenizer, text).items()}
     for name, tokens in splits.items():
         if len(tokens) <= plan.length:

@@ -11,7 +11,7 @@ from typing import Any
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.files import write_whole
-from locater.numerics import known_median
+from locater.missing import known_median
 from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, HeadRow, Scan
 from locater.verbs.scanning import Progress, scan
 from locater.version import SCHEMA, __version__

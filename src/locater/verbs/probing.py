@@ -20,7 +20,8 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.files import write_whole
 from locater.findings import FLAGS, Verdict, flags_of, judge
-from locater.numerics import finite_or_none, spearman
+from locater.missing import finite_or_none
+from locater.numerics import spearman
 from locater.observing.circuits import PERIOD, Circuit, circuit_scores
 from locater.observing.collecting import Progress, collected
 from locater.observing.inputs import run

@@ -19,7 +19,8 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, Rotary, effective, layers_of, open_source
 from locater.families.normed import NormedProjection
 from locater.findings import flags_of, key_variance
-from locater.numerics import finite_or_none, one_thread
+from locater.missing import finite_or_none
+from locater.numerics import one_thread
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import predict
 from locater.spectrum import Moments, lost_in_float32
@@ -32,7 +33,7 @@ from locater.theory import (
     residual_kept,
     unit_moments,
 )
-from locater.theory.localization import SKEW_LIMIT
+from locater.theory.propagation import SKEW_LIMIT
 from locater.verbs.result import LENGTH, HeadRow, Scan
 
 OF_SOFTMAX = ("expected_entropy", "residual_kept", "localization")  # columns that speak of no other weights

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locater_papers.dong2021 import depth, products, tasks
+from locater_papers.dong2021 import depth_page, products_page, tasks_page
 from locater_papers.dong2021.bridge_page import bridge, left, seen, slowing_section, slows
 from locater_papers.engine.arms_page import Entries, Part, Said, Sections, in_sections, in_short
 from locater_papers.engine.figures import Panel, Series, draw
@@ -15,8 +15,8 @@ from locater_papers.engine.figures import Panel, Series, draw
 def page(document: Mapping[str, Any]) -> Part:
     """Lines of Markdown, with (figure:NAME) where a figure's link goes, and the figures by name."""
     sections: Sections = (
-        (_contraction, ("a1", "a3", "a4", "a6", "a8", "a9")), (_bounds, ("b1", "b6")), (depth.section, ()), (products.section, ()),
-        (_lengths, ("e1", "e4")), (tasks.section, ()), (_circle, ("g1",)), (bridge, ("h1", "h2", "h3", "h6", "h8", "h9", "h10")),
+        (_contraction, ("a1", "a3", "a4", "a6", "a8", "a9")), (_bounds, ("b1", "b6")), (depth_page.section, ()), (products_page.section, ()),
+        (_lengths, ("e1", "e4")), (tasks_page.section, ()), (_circle, ("g1",)), (bridge, ("h1", "h2", "h3", "h6", "h8", "h9", "h10")),
         (slowing_section, ("h11", "h12", "h13")),
     )  # fmt: skip
     return in_sections(document, sections)

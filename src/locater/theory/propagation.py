@@ -1,5 +1,5 @@
-"""Where a head sends its signal: the propagation probability of Bao, Hataya and Karakida (2024), re-derived for unit
-tokens.
+"""Which tokens propagate their signal through a head: the propagation probability of Bao, Hataya and Karakida (2024),
+re-derived for tokens of unit size.
 
 Tokens x_1 ... x_T follow a Gaussian random walk with step covariance C/T, so the last one, the query, has covariance C.
 Its logit on token i is omega_i = s x_T^T W x_i, and token i propagates signal when softmax, replaced by its clipped
@@ -20,20 +20,20 @@ from functools import cache
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from locater.spectrum import Moments
 from locater.theory.surrogate import symmetric_root
 
-SKEW_LIMIT = 0.75  # |g1| above which the mixture takes over: the closed form of a near-projector is off by 0.05 there
+SKEW_LIMIT = 0.75  # |g1| above which the mixture is used: the closed form of a near-projector is off by 0.05 there
 DRAWS = 4096
 NODES = 64
 LOCALIZED = 0.1  # |Lambda| from which `regime` calls a head localized
 
 
 def unit_moments(m: Moments, scale: float, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(M, S, F) of heads in logit units. Give `length` when the moments were taken with a step covariance Sigma.
+    """(M, S, F) of heads in logit units. Pass `length` when the moments were taken with a step covariance Sigma.
 
     >>> m = Moments(*[torch.eye(4)] * 3)     # W = a projector of rank 4
     >>> [x.item() for x in unit_moments(m, scale=0.5)]
@@ -46,7 +46,7 @@ def unit_moments(m: Moments, scale: float, length: int | None = None) -> tuple[T
 def signal_propagation(
     M: Float[Tensor, "*n"] | float, S: Float[Tensor, "*n"] | float, F: Float[Tensor, "*n"] | float, length: int
 ) -> Float[Tensor, "*n T"]:
-    """rho_i for i = 1 ... T: closed form, exact in mean and variance, Gaussian in shape.
+    """rho_i for i = 1 ... T in closed form: exact mean and variance, with a Gaussian shape assumed.
 
         u = (i - (T+1)/2) / T,   E = M u,   V = (F [i(i-1) - iT + (T+1)(2T+1)/6] + S (i - (T+1)/2)^2) / T^2
         rho_i = Phi((T - 1 - E)/sqrt V) - Phi((-1 - E)/sqrt V)
@@ -63,7 +63,11 @@ def signal_propagation(
 
 
 def continuum(M: Tensor | float, S: Tensor | float, F: Tensor | float, u: Tensor) -> Float[Tensor, "*n u"]:
-    """The limit of many tokens: rho(u) = Phi((1 + M u)/sqrt(F (u^2 + 1/12) + S u^2)), u in [-1/2, 1/2]."""
+    """The limit of many tokens: rho(u) = Phi((1 + M u)/sqrt(F (u^2 + 1/12) + S u^2)), u in [-1/2, 1/2].
+
+    >>> continuum(2.0, 0.25, 0.25, torch.tensor([-0.5, 0.0, 0.5])).round(decimals=2).tolist()
+    [0.5, 1.0, 1.0]
+    """
     M, S, F = (_column(x) for x in (M, S, F))
     return _between(M * u, F * (u**2 + 1 / 12) + S * u**2, -1.0, math.inf)
 
@@ -71,12 +75,16 @@ def continuum(M: Tensor | float, S: Tensor | float, F: Tensor | float, u: Tensor
 def mixture_propagation(
     m: Moments, scale: float, length: int, draws: int = DRAWS, seed: int = 0
 ) -> Float[Tensor, "*n T"]:
-    """rho_i without the Gaussian shape: given the query the walk is a bridge, so delta_i is exactly normal.
+    """rho_i without assuming a Gaussian shape: for a fixed query the walk is a bridge, so delta_i is exactly normal.
 
         q = s y^T W y,   r^2 = s^2 y^T W C W^T y,   y ~ N(0, C)
         rho_i = E_y[ Phi((T - 1 - u q)/sd) - Phi((-1 - u q)/sd) ],   sd^2 = r^2 b_i / T
 
     y enters only through the 2 d_head numbers W_Q y, W_K y, so the three small matrices of `Moments` are enough.
+
+    >>> m = Moments(*[torch.eye(4)] * 3)     # W = a projector of rank 4
+    >>> bool((mixture_propagation(m, 1.0, 64).diff()[8:] > 0).all())     # near tokens get through more often
+    True
     """
     i = torch.arange(1, length + 1, dtype=torch.float64)
     u = (i - (length + 1) / 2) / length
@@ -84,20 +92,24 @@ def mixture_propagation(
 
 
 def mixture_continuum(m: Moments, scale: float, u: Tensor, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "*n u"]:
-    """The limit of many tokens of `mixture_propagation`: sd^2 = r^2 / 12, no upper clip."""
+    """`mixture_propagation` in the limit of many tokens: sd^2 = r^2 / 12, no upper clip.
+
+    >>> m = Moments(*[torch.eye(4)] * 3)     # W = a projector of rank 4
+    >>> mixture_continuum(m, 0.0, torch.tensor([-0.5, 0.5])).tolist()     # logits 0: every token gets through
+    [1.0, 1.0]
+    """
     return _mixture(m, scale, u, torch.full_like(u, 1 / 12), math.inf, draws, seed)
 
 
 def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Float[Tensor, "*n"]:
-    """Lambda, the share of the variance of the propagation event that position explains: odd part, signed.
+    """Lambda, the share of the variance of the propagation event that position explains (odd part, with a sign).
 
         rho_o(u) = (rho(u) - rho(-u)) / 2,   rbar = mean of rho
         Lambda = sign * integral rho_o^2 du / (rbar (1 - rbar)),   0 where rbar (1 - rbar) < 1e-9
 
-    The sign is that of integral u rho_o du: positive where near tokens get through more often. Here it is the sign of
-    M.
-
-    In [-1, 1], with no length in it; 0 for zero mean and for vanishing scale; odd in the sign of W.
+    The sign is that of integral u rho_o du, which here is the sign of M: positive where near tokens get through more
+    often. Lambda lies in [-1, 1] and does not depend on the length. It is 0 for zero mean and for vanishing scale, and
+    odd in the sign of W.
 
     >>> [round(localization(m, f**2, f**2).item(), 3) for m, f in [(2.0, 0.25), (4.0, 0.5), (16.0, 2.0), (-4.0, 0.5)]]
     [0.161, 0.566, 0.84, -0.566]
@@ -107,7 +119,12 @@ def localization(M: Tensor | float, S: Tensor | float, F: Tensor | float) -> Flo
 
 
 def mixture_localization(m: Moments, scale: float, draws: int = DRAWS, seed: int = 0) -> Float[Tensor, "*n"]:
-    """Lambda from the exact mixture, for heads with few directions: position can matter there even where M is 0."""
+    """Lambda from the exact mixture, for heads with few directions: there position can matter even where M is 0.
+
+    >>> m = Moments(*[torch.eye(4)] * 3)     # W = a projector of rank 4
+    >>> mixture_localization(m, 1.0).round(decimals=1).item()
+    0.3
+    """
     u, weight = _quadrature()
     return _explained(mixture_continuum(m, scale, u, draws, seed), u, weight)
 
@@ -122,24 +139,28 @@ def phase_diagram(means: Tensor, scales: Tensor, ratio: float = 1.0, length: int
     """
     M = means.double()[:, None].expand(len(means), len(scales))
     F = (scales.double() ** 2)[None, :].expand_as(M)
-    found = localization(M, ratio * F, F)
-    return {"M": M, "F": F, "localization": found, "regime": regime(found, F, length)}
+    Lambda = localization(M, ratio * F, F)
+    return {"M": M, "F": F, "localization": Lambda, "regime": regime(Lambda, F, length)}
 
 
 REGIMES = ("uniform", "spread", "localized", "sharp")
 
 
-def regime(found: Tensor, variance: Tensor, length: int) -> Tensor:
-    """Index into `REGIMES`. Entropy collapse (sharp) wins over localization, localization over uniformity."""
-    out = torch.ones_like(found, dtype=torch.long)
+def regime(Lambda: Float[Tensor, "*n"], variance: Float[Tensor, "*n"], length: int) -> Int[Tensor, "*n"]:
+    """Index into `REGIMES`. Entropy collapse (sharp) takes precedence over localization, localization over uniformity.
+
+    >>> [REGIMES[k] for k in regime(torch.tensor([0.0, 0.5]), torch.tensor([1.0, 1.0]), 256).tolist()]
+    ['spread', 'localized']
+    """
+    out = torch.ones_like(Lambda, dtype=torch.long)
     out[variance < 0.01] = 0
-    out[found.abs() >= LOCALIZED] = 2
+    out[Lambda.abs() >= LOCALIZED] = 2
     out[variance > 2 * math.log(length)] = 3
     return out
 
 
 def _bridge(i: Tensor, length: int) -> Tensor:
-    """b_i: variance of the centred bridge in units of one step, x length."""
+    """b_i: variance of the centred bridge in units of one step, times the length."""
     t = length
     return (i * (i - 1) - i * t + (t + 1) * (2 * t + 1) / 6 - (i - (t + 1) / 2) ** 2) / t
 
@@ -150,13 +171,13 @@ def _mixture(m: Moments, scale: float, u: Tensor, b: Tensor, upper: float, draws
     out = torch.empty(*A.shape[:-2], len(u), dtype=torch.float64)
     if not out.numel():
         return out
-    # queries and keys of one size: a root of both has the digits of the larger, and W does not know which is which
+    # bring queries and keys to one size: a root of their joint covariance has only the digits of the larger one
     query, key = (torch.where(x > 0, x, 1)[..., None, None] for x in (_mean_diagonal(A), _mean_diagonal(B)))
     A, B, G, size = A / query, B / key, G / (query * key).sqrt(), scale * (query * key).sqrt()[..., 0]
     # covariance of (W_Q y, W_K y)
     root = symmetric_root(torch.cat([torch.cat([A, G.mT], -1), torch.cat([G, B], -1)], -2))
     noise = torch.randn(draws, 2 * h, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    for index in np.ndindex(A.shape[:-2]):  # a head at a time: draws x positions numbers, whatever the batch
+    for index in np.ndindex(A.shape[:-2]):  # one head at a time, so that memory is draws x positions for any batch
         y = noise @ root[index].mT
         q = size[index] * (y[:, :h] * y[:, h:]).sum(-1, keepdim=True)
         r_sq = size[index] ** 2 * ((y[:, :h] @ B[index]) * y[:, :h]).sum(-1, keepdim=True)

@@ -1,0 +1,38 @@
+"""Measures of hidden states: how alike tokens are, how many directions they use, which entries stick out, how normal
+they are.
+
+Hidden states are tensors (batch, tokens, width). The mask `real` is True for tokens that are not padding; padding never
+counts, whatever numbers it contains. Results are computed and returned in float64 for inputs of any precision, because
+near collapse the answer is a small difference of large numbers. A value that does not exist (no tokens, a zero matrix,
+an infinite entry among the real tokens) is NaN.
+"""
+
+from locater.measures.channel_moments import ChannelMoments, excess_kurtosis, mean_share
+from locater.measures.directions import Directions, top_directions
+from locater.measures.massive import MASSIVE, MASSIVE_RATIO, Massive, massive_activations
+from locater.measures.normality import Normality, normality_distance
+from locater.measures.rank import Ranks, ranks, ranks_of_gram, singular_values
+from locater.measures.similarity import CENTRES, composite_norm, rank_residual, token_cosine, token_residual
+
+__all__ = [
+    "CENTRES",
+    "MASSIVE",
+    "MASSIVE_RATIO",
+    "ChannelMoments",
+    "Directions",
+    "Massive",
+    "Normality",
+    "Ranks",
+    "composite_norm",
+    "excess_kurtosis",
+    "massive_activations",
+    "mean_share",
+    "normality_distance",
+    "rank_residual",
+    "ranks",
+    "ranks_of_gram",
+    "singular_values",
+    "token_cosine",
+    "token_residual",
+    "top_directions",
+]
