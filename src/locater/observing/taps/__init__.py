@@ -15,8 +15,9 @@ from torch import nn
 from locater.attention.interface import reaches
 from locater.attention.stand_ins import Undo
 from locater.errors import LocaterError
+from locater.families import timm_tap, torch_mha_tap
 from locater.families.timm import _offers as offers_timm
-from locater.observing.taps import bloom, deberta, falcon, gptj, mpnet, multihead, timm, xlnet
+from locater.observing.taps import bloom, deberta, falcon, gptj, mpnet, xlnet
 
 Tap = Callable[[nn.Module], Iterator[Undo]]
 TAPS: dict[str, Tap] = {  # by class name
@@ -67,11 +68,11 @@ def _release(module: nn.Module) -> None:
 
 def _tap_of(module: nn.Module) -> Tap | None:
     if isinstance(module, nn.MultiheadAttention):
-        return multihead.tap
+        return torch_mha_tap.tap
     for kind in type(module).__mro__:
         if kind.__name__ in TAPS:
             return TAPS[kind.__name__]
-    return timm.tap if offers_timm(module) and not reaches(module) else None
+    return timm_tap.tap if offers_timm(module) and not reaches(module) else None
 
 
 def refuse(module: nn.Module, name: str) -> None:
