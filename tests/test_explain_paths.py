@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.explain import Paths, decompose
 from locater.explain.frozen import Heads
-from locater.explain.layouts import LAYOUTS
 from locater.families import attention_layers
+from locater.families.registry import block_of, types_with_blocks
 from locater.train import Shape, Transformer
 from tests.parity import EPS, redraw, tokens
 
@@ -299,7 +299,7 @@ def add_mlp(made: Reference, family: Family, model: Any, seen: Any, block: str, 
         before, shift, u = unchanged, torch.zeros(WIDTH, dtype=torch.float64), seen[f"{block}.intermediate"][0]
     assert family.hidden is not None
     _, ratio = family.hidden(part, u)
-    down = model.get_submodule(f"{block}.{LAYOUTS[model.config.model_type].down}")
+    down = model.get_submodule(f"{block}.{block_of(model).down}")
     nothing = torch.zeros_like(u)
     zero = family.hidden(part, nothing)[0]  # the bias
 
@@ -530,7 +530,7 @@ def test_every_family_of_the_table_is_tested() -> None:
         "gpt2",
         "vit",
     }
-    assert tested == set(LAYOUTS)
+    assert tested == set(types_with_blocks())
 
 
 def test_half_precision_runs_and_is_carried_in_float32() -> None:
@@ -577,7 +577,7 @@ def test_the_model_is_left_as_it_was() -> None:
         (lambda: decompose(gpt2(), tokens(), mlp="none"), "mlp='none' is not known: use 'source' or 'linear'"),  # type: ignore[arg-type]
         (lambda: decompose(gpt2(), {"inputs": torch.zeros(1, 2)}), "GPT2LMHeadModel: does not run on this batch"),
         (lambda: decompose(strange(), tokens()), "its paths sum to its output only within"),
-        (lambda: decompose(unheard(), tokens()), "passed 3 times in one run"),
+        (lambda: decompose(unheard(), tokens()), "called 3 times in one run"),
         (lambda: decompose(crossed(), tokens()), "crossattention.self: paths go through one stack"),
         (
             lambda: decompose(odd_mlp(), ids(), mlp="linear"),
