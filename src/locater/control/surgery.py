@@ -38,7 +38,7 @@ from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, self_layers
 from locater.errors import LocaterError
 from locater.families.record import Block, BlockModules
-from locater.families.registry import block_of, types_with_blocks
+from locater.families.registry import block_of
 
 Forward = Callable[..., Any]
 
@@ -128,7 +128,7 @@ class Surgery(Control):
             try:
                 cuts += self._cuts_of(block, BlockModules(weights, path))
             except KeyError as error:
-                raise LocaterError(_refusal(model, f"{error.args[0]} is not there")) from None
+                raise LocaterError(_refusal(model, f"{error.args[0]}, which its family names, is not there")) from None
         for cut in cuts:
             if HELD in getattr(cut.module.__dict__.get("forward"), "__dict__", ()):
                 raise LocaterError(
@@ -143,7 +143,8 @@ class Surgery(Control):
         except LocaterError as error:
             raise LocaterError(_refusal(model, str(error))) from None
         if block is None:
-            raise LocaterError(_refusal(model, "its blocks are not known"))
+            reason = "its blocks are not known: describe them with locater.register(), docs/add-a-family.md"
+            raise LocaterError(_refusal(model, reason))
         return block
 
     def _cuts_of(self, block: Block, modules: BlockModules) -> Iterator[Cut]:
@@ -163,7 +164,7 @@ class Surgery(Control):
 def _refusal(model: nn.Module, reason: str) -> str:
     kind = config_of(model).get("model_type")
     of = f"model type {kind!r}" if kind else "no model type"
-    return f"Surgery: {type(model).__name__} ({of}): {reason}; it works on {', '.join(types_with_blocks())}"
+    return f"Surgery: {type(model).__name__} ({of}): {reason}"
 
 
 def _without_mlp(block: Block, modules: BlockModules) -> Iterator[Cut]:

@@ -16,7 +16,7 @@ from locater.explain.freezing import Freezer, Mlp
 from locater.explain.paths import Paths
 from locater.explain.recording import Recording
 from locater.families import AttentionLayer, Block, attention_layers
-from locater.families.registry import block_of, family_of, types_with_blocks
+from locater.families.registry import block_of, family_of
 from locater.observing.inputs import run
 
 
@@ -77,8 +77,9 @@ def _block_of(model: nn.Module) -> Block:
     except LocaterError as error:
         raise LocaterError(f"{name} is not decomposed into paths: {error}") from None
     if block is None:
-        known = ", ".join(types_with_blocks())
-        raise LocaterError(f"{name} is not decomposed into paths; model types that are: {known}")
+        raise LocaterError(
+            f"{name} is not decomposed into paths: describe its blocks with locater.register(), docs/add-a-family.md"
+        )
     return block
 
 

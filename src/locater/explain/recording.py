@@ -98,9 +98,10 @@ class Recording:
     def call(self, site: CallSite) -> Call:
         """The only attention call of a layer."""
         if len(site.calls) != 1:
+            count, load = len(site.calls), "load it with attn_implementation='sdpa' or 'eager'"
             raise LocaterError(
-                f"{site.name}: {len(site.calls)} attention calls were observed in one run of the model, not one: "
-                "load it with attn_implementation='sdpa' or 'eager'"
+                f"{site.name}: {count} attention calls were observed in one run of the model, not one: "
+                + ("paths need every part once" if count else load)
             )
         return site.calls[0]
 

@@ -127,9 +127,8 @@ def _module(named: Named, config: Config, weights: Weights, name: str, depth: in
 def block(config: Config) -> Block:
     """Norms in front ("pre"), behind attention and MLP too ("sandwich"), or behind the sums alone ("post")."""
     place, has_mlp = config.get("norm", "pre"), config.get("mlp") != "none"
-    mlp: Part = "mlp" if has_mlp else None
     behind: Part = "mlp_out_norm" if has_mlp else None
-    plain = replace(LLAMA_BLOCK, mlp=mlp, before_mlp=LLAMA_BLOCK.before_mlp if has_mlp else None)
+    plain = LLAMA_BLOCK if has_mlp else replace(LLAMA_BLOCK, before_mlp=None, mlp=None, up=None, down=None)
     if place == "sandwich":
         return replace(plain, attention_out="attention_out_norm", mlp_out=behind)
     if place == "post":
