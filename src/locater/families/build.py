@@ -34,7 +34,7 @@ def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None =
     shape = shape_of(weights, name)
     if len(shape) != 2:
         raise LocaterError(
-            f"{weights.where}: {name} has shape {list(shape)}; a query or key map has two axes, and so have values and outputs"
+            f"{weights.where}: {name} has shape {list(shape)}; maps of queries, keys, values and outputs have two axes"
         )
     stem = name.removesuffix(".weight")
     scales = [
@@ -44,7 +44,8 @@ def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None =
     ]
     if scales:
         raise LocaterError(
-            f"{weights.where}: {name} is quantised ({scales[0]} scales it): dequantise the checkpoint first (to bfloat16)"
+            f"{weights.where}: {name} is quantised ({scales[0]} scales it): "
+            "dequantise the checkpoint first (to bfloat16)"
         )
     out = shape[0] if rows is None else sum(b - a for a, b in rows)
     return Projection(lambda: read_floats(weights, name, rows), (out, shape[1]), bias)
@@ -77,7 +78,8 @@ def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float 
     bias = first(weights, f"{stem}.bias", f"{stem}.beta")
     if gain is None and affine:
         raise LocaterError(
-            f"{weights.where}: the gain {stem}.weight is missing; the checkpoint is incomplete or of another architecture"
+            f"{weights.where}: the gain {stem}.weight is missing; "
+            "the checkpoint is incomplete or of another architecture"
         )
     return Norm(kind, upcast(gain) + offset if gain is not None and offset else gain, bias, eps)
 
@@ -114,7 +116,8 @@ def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
             return value
         if value is not None:
             raise LocaterError(
-                f"{weights.where}: its configuration says {key} = {value!r}, not a positive whole number: {remedy(weights)}"
+                f"{weights.where}: its configuration says {key} = {value!r}, "
+                f"not a positive whole number: {remedy(weights)}"
             )
     kind = config.get("model_type")
     raise LocaterError(

@@ -35,8 +35,8 @@ def layers_by_name(
         groups = kv_heads or k.shape[0] // head_dim
         if groups == 0 or groups * head_dim != k.shape[0] or heads % groups or q.shape[1] != k.shape[1]:
             raise LocaterError(
-                f"{weights.where}: {k_name} has shape {list(k.shape)}, which does not fit {heads} query heads of size {head_dim} "
-                f"on width {q.shape[1]}: change --heads"
+                f"{weights.where}: {k_name} has shape {list(k.shape)}, "
+                f"which does not fit {heads} query heads of size {head_dim} on width {q.shape[1]}: change --heads"
             )
         yield AttentionLayer(
             name=q_name.removesuffix(".weight"),

@@ -1,4 +1,6 @@
-"""DINOv2, with and without registers: a ViT whose layers scale their outputs, channel by channel, before adding them."""
+"""DINOv2, with and without registers: a ViT whose layers scale their outputs, channel by channel, before
+adding them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The shape that post-norm encoders share: BERT's, whatever its tensors are called.
 
-Not a family: family files start from `encoder_layers` and `BERT_BLOCK` and replace the parts that differ. A layer's input comes out of the norm
-before it: the embeddings' for layer 0, then the one that closed the layer before.
+Not a family: family files start from `encoder_layers` and `BERT_BLOCK` and replace the parts that differ. A layer's
+input comes out of the norm before it: the embeddings' for layer 0, then the one that closed the layer before.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -
     """Self-attention layers: scale 1/sqrt(head_dim), every token in view, LayerNorm with `eps`."""
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise LocaterError(
-            f"{weights.where}: position_embedding_type {config['position_embedding_type']!r} is not supported, only 'absolute'"
+            f"{weights.where}: position_embedding_type {config['position_embedding_type']!r} is not supported, "
+            "only 'absolute'"
         )
     heads, width = (
         integer(config, weights, "num_attention_heads", "n_heads"),

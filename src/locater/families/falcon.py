@@ -1,7 +1,7 @@
 """Falcon: one fused map of groups (queries of a group, its key, its value), rotary positions or ALiBi.
 
 With ALiBi, transformers' sdpa path adds the bias once, as the model was trained, and its eager path twice: this family
-reads the model as sdpa runs it. The bias is computed in bfloat16, so far keys share one value: `RoundedAlibi` follows that.
+reads the model as sdpa runs it. The bias is computed in bfloat16, so far keys share one value: see `RoundedAlibi`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _attend(module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def unobservable(module: nn.Module) -> str | None:
     if "Flash" in type(module).__name__:
-        return "GPT-J under FlashAttention does not call the method that is tapped; load it with attn_implementation='eager'"
+        return "GPT-J is not observed under FlashAttention; load it with attn_implementation='eager'"
     return None
 
 

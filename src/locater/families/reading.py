@@ -1,4 +1,4 @@
-"""The attention layers of a model or a checkpoint: its family is chosen, reads it, and is checked for attention left out."""
+"""The attention layers of a model or a checkpoint: choose its family, read it, check that no attention was left out."""
 
 from __future__ import annotations
 

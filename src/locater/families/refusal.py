@@ -19,7 +19,7 @@ def contradiction(weights: Weights, option: str, in_model: str) -> str:
 
 
 def unknown_architecture(weights: Weights, model_type: str | None, read: list[str], left: list[str]) -> str:
-    """Of a source without a known type; `read` are paths of attention that could be read, `left` those that could not."""
+    """Of a source without a known type; `read` and `left` are paths of attention that can and cannot be read."""
     if not left and not any(ATTENTION_WORDS.search(name) for name in weights.names()):
         return f"{weights.where}: no attention found; it holds {examples(weights)}"
     reason = (

@@ -73,13 +73,15 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
     foreign = [n for n in weights.names() if n.startswith(stem) and not re.fullmatch(PARTS, n.removeprefix(stem))]
     if foreign:
         raise LocaterError(
-            f"{weights.where}: {foreign[0]} is no part of timm's plain attention: describe the model with locater.register()"
+            f"{weights.where}: {foreign[0]} is no part of timm's plain attention: "
+            "describe the model with locater.register()"
         )
     if isinstance(weights, ModuleWeights):
         module: Any = weights.submodule(stem.removesuffix("."))
         if "rope" in inspect.signature(module.forward).parameters or "Channel" in type(module).__name__:
             raise LocaterError(
-                f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: rotary and channel attention are not supported"
+                f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: "
+                "rotary and channel attention are not supported"
             )
         return _Facts(module.num_heads, module.scale)
     architecture = config.get("architecture")
@@ -103,7 +105,8 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
     size, rest = divmod(rows, 3 * facts.heads)
     if rest:
         raise LocaterError(
-            f"{weights.where}: {stem}qkv.weight has {rows} rows, which {facts.heads} heads do not divide: change --heads"
+            f"{weights.where}: {stem}qkv.weight has {rows} rows, "
+            f"which {facts.heads} heads do not divide: change --heads"
         )
     query, key, value = (
         projection(weights, f"{stem}qkv", [(part * rows // 3, (part + 1) * rows // 3)]) for part in range(3)
@@ -133,7 +136,8 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
 def _norm_before(weights: Weights, config: Config, block: str, width: int) -> Norm:
     if any(name.startswith(f"{block}adaLN") for name in weights.names()):
         raise LocaterError(
-            f"{weights.where}: {block[:-1]} is modulated by a condition (adaLN), so its weights alone do not tell its logits"
+            f"{weights.where}: {block[:-1]} is modulated by a condition (adaLN), "
+            "so its weights alone do not tell its logits"
         )
     if isinstance(weights, ModuleWeights) and "ResPost" in type(weights.submodule(block[:-1])).__name__:
         return Norm()  # norm1 follows attention there

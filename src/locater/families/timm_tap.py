@@ -1,4 +1,4 @@
-"""The tap of timm's attention: queries and keys are the output of `qkv`, after the norms per head where there are any."""
+"""The tap of timm's attention: queries and keys are the output of `qkv`, after norms per head where it has them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def _masked(call: Call, module: Any, mask: Tensor | None) -> Call:
     if not mask.is_floating_point() and not getattr(module, "fused_attn", False):
         # the plain way adds its mask, so True and False would be 1 and 0
         raise LocaterError(
-            f"{name_of(module)}: a boolean attn_mask hides nothing unless fused_attn is set: set it, or pass an additive mask"
+            f"{name_of(module)}: a boolean attn_mask hides nothing unless fused_attn is set: "
+            "set it, or pass an additive mask"
         )
     while mask.ndim < 4:
         mask = mask[None]

@@ -2,8 +2,8 @@
 
 A state dict does not say how many heads there are nor whether norms come first, so a checkpoint needs a config.json
 with `{"model_type": "torch", "num_heads": n, "norm_first": false, "layer_norm_eps": 1e-5}` beside it (or `--heads`); a
-live module has them as attributes. Causal masks are arguments of the call here, so `causal` is False: `dataclasses.replace` it if you
-mask.
+live module has them as attributes. Causal masks are arguments of the call here, so `causal` is False:
+`dataclasses.replace` it if you mask.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionL
     head_dim, rest = divmod(q.shape[0], facts.heads)
     if rest:
         raise LocaterError(
-            f"{weights.where}: {stem}in_proj has {q.shape[0]} query rows, which {facts.heads} heads do not divide: change --heads"
+            f"{weights.where}: {stem}in_proj has {q.shape[0]} query rows, "
+            f"which {facts.heads} heads do not divide: change --heads"
         )
     return AttentionLayer(
         name=stem.removesuffix("."),
