@@ -34,7 +34,8 @@ def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None =
     shape = shape_of(weights, name)
     if len(shape) != 2:
         raise LocaterError(
-            f"{weights.where}: {name} has shape {list(shape)}; maps of queries, keys, values and outputs have two axes"
+            f"{weights.where}: {name} has shape {list(shape)}; "
+            "a query or key map has two axes, and so have values and outputs"
         )
     stem = name.removesuffix(".weight")
     scales = [

@@ -99,7 +99,7 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Slow channels (wavelength beyond the trained length) are slowed by `factor`, fast ones are not; a ramp between."""
+    """Slow channels (wavelength beyond the trained length) are slowed by `factor`, fast ones not; a ramp between."""
     length = _needed("original_max_position_embeddings", rope)
     low, high = _needed("low_freq_factor", rope), _needed("high_freq_factor", rope)
     if high <= low:
