@@ -1,8 +1,8 @@
-"""`NormedProjection`: a map with a norm inside. The latent of DeepSeek's attention, and norms over queries that know
-their head.
+"""`NormedProjection`: a map with a norm inside: the latent of DeepSeek's attention, and norms of queries and keys with
+gains per head.
 
 Calling it is exact. `weight()` and `bias` are its mean field, as for query and key norms in `effective`: in place of
-each token's own root mean square stands that over unit tokens, so whoever wants a matrix gets one.
+each token's own root mean square stands that over unit tokens, so that it can be used as a matrix.
 """
 
 from __future__ import annotations
