@@ -67,9 +67,11 @@ class Recording:
                 stack.callback(leave, site)
                 for undo in put_tap(module, self.family):
                     stack.callback(undo)
+            # some blocks add to the output of their MLP in place
+            copied = {self.modules(layer).find(self.block.mlp or self.block.down) for layer in self.layers}
             for path in self._watched():
-                passages = self.passages.setdefault(path, [])
-                stack.callback(instead(self.weights.submodule(path), "forward", partial(_record, passages)))
+                record = partial(_record, self.passages.setdefault(path, []), path in copied)
+                stack.callback(instead(self.weights.submodule(path), "forward", record))
             yield
 
     def modules(self, layer: AttentionLayer) -> BlockModules:
@@ -126,9 +128,9 @@ class Recording:
         return BlockModules(self.weights, stack.removesuffix(self.block.stack).removesuffix(".")).find(self.block.final)
 
 
-def _record(passages: list[Passage], module: nn.Module, forward: Any, *args: Any, **kw: Any) -> Any:
+def _record(passages: list[Passage], copied: bool, module: nn.Module, forward: Any, *args: Any, **kw: Any) -> Any:
     out = forward(*args, **kw)
     x = args[0] if args else next(iter(kw.values()))
-    # copied: some blocks add to what their MLP returned in place
-    passages.append(Passage(x.detach(), (out[0] if isinstance(out, tuple) else out).detach().clone()))
+    y = (out[0] if isinstance(out, tuple) else out).detach()
+    passages.append(Passage(x.detach(), y.clone() if copied else y))
     return out

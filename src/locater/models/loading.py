@@ -24,7 +24,9 @@ def load(folder: str | os.PathLike[str]) -> Transformer:
 
 
 def names_of(model: Transformer) -> list[str]:
-    """Names of the model's tensors, without those of controls. The output map of text models is the token table, stored once."""
+    """Names of the model's tensors, without those of controls and, in text models, without the output map: it is the
+    token table.
+    """
     with torch.device("meta"):
         plain = Transformer(model.shape)
     return [name for name in plain.state_dict() if name != "lm_head.weight" or model.shape.image is not None]
