@@ -64,8 +64,8 @@ Anything else: [add-a-family.md](add-a-family.md), or name the tensors with `--q
 def page() -> str:
     rows = []
     for family in registry.FAMILIES:
-        special = " ".join((inspect.getdoc(family) or "").split("\n\n")[0].split())
-        rows.append(f"| {', '.join(f'`{m}`' for m in family.MODEL_TYPES)} | {special} |")
+        special = " ".join((inspect.getdoc(inspect.getmodule(family.layers)) or "").split("\n\n")[0].split())
+        rows.append(f"| {', '.join(f'`{m}`' for m in family.model_types)} | {special} |")
     return HEAD + "\n".join(rows) + "\n" + TAIL
 
 

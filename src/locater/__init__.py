@@ -14,7 +14,7 @@ from locater.version import __version__
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
     from locater import attention, control, explain, families, integrations, kernels, measures, theory, train
     from locater.control import LocAteR
-    from locater.families import AttentionLayer, attention_layers, register
+    from locater.families import AttentionLayer, Block, Family, attention_layers, register
     from locater.monitor import Monitor
     from locater.observing import Observation, observe, statistics
     from locater.predict import Statistics
@@ -26,7 +26,9 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
 
 __all__ = [
     "AttentionLayer",
+    "Block",
     "Comparison",
+    "Family",
     "HeadRow",
     "LocAteR",
     "LocaterError",
@@ -59,7 +61,7 @@ __all__ = [
 _MODULES = ("attention", "control", "explain", "families", "integrations", "kernels", "measures", "theory", "train")
 _NAMES = {  # module: what it gives to the package
     "control": ("LocAteR",),
-    "families": ("AttentionLayer", "attention_layers", "register"),
+    "families": ("AttentionLayer", "Block", "Family", "attention_layers", "register"),
     "monitor": ("Monitor",),
     "observing": ("Observation", "observe", "statistics"),
     "predict": ("Statistics",),

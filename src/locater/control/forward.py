@@ -32,7 +32,8 @@ from locater.control.base import Control, Layers, device_of, layers_numbered
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.families.layer import Kind
-from locater.observing import taps
+from locater.families.listening import refuse_unobservable
+from locater.families.registry import family_of
 
 logger = logging.getLogger("locater")
 NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module
@@ -209,11 +210,11 @@ class ForwardControl(Control):
 
 def places(model: nn.Module, chosen: Layers, who: str) -> list[Place]:
     """Every chosen attention module once; raises where one is out of reach."""
-    weights = ModuleWeights(model)
+    weights, family = ModuleWeights(model), family_of(model)
     held: dict[int, Place] = {}
     for layer in layers_numbered(attention_layers(model), chosen):
         module = weights.submodule(layer.name)
-        taps.refuse(module, layer.name)
+        refuse_unobservable(module, family, layer.name)
         if not _asks(module):
             kind = type(module).__name__
             raise LocaterError(

@@ -24,7 +24,7 @@ from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights, Rows, take_rows
 from locater.errors import LocaterError
 from locater.families.effective import Effective, effective
-from locater.families.registry import layers_of
+from locater.families.reading import layers_of
 from locater.spectrum import cross_moments, moments
 
 STACKED = 1 << 26  # numbers, of the tensors read and the maps made, that are held at a time

@@ -20,7 +20,8 @@ from locater.attention.stand_ins import instead, through
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
-from locater.observing import taps
+from locater.families.listening import put_tap, refuse_unobservable
+from locater.families.registry import family_of
 from locater.observing.rows import SeenHead, fetched, held_by, rows_of, totals
 from locater.observing.site import Site, Wanted, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
@@ -104,10 +105,11 @@ class Observation:
         with ExitStack() as stack:
             interface.install()
             stack.callback(interface.remove)
+            family = family_of(self.model)
             for site in self.sites:
                 enter(site)
                 stack.callback(leave, site)
-                for undo in taps.tap(site.module):
+                for undo in put_tap(site.module, family):
                     stack.callback(undo)
             for part in _compiled(self.model):
                 stack.callback(instead(part, "forward", through))
@@ -233,12 +235,12 @@ def _compiled(model: nn.Module) -> list[nn.Module]:
 
 
 def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
-    weights = ModuleWeights(model)
+    weights, family = ModuleWeights(model), family_of(model)
     held = list(enumerate(attention_layers(model)))
     found = []
     for number, layer in _chosen(held, layers, "layers"):
         module = weights.submodule(layer.name)
-        taps.refuse(module, layer.name)
+        refuse_unobservable(module, family, layer.name)
         picked = [head for head, _ in _chosen(list(enumerate(range(layer.heads))), heads, "heads")]
         found.append(
             Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, wanted, layer)

@@ -1,6 +1,4 @@
-"""timm's attention, known by what it offers: queries and keys out of `qkv`, after the norms per head where there are
-any.
-"""
+"""The tap of timm's attention: queries and keys are the output of `qkv`, after norms per head where it has them."""
 
 from __future__ import annotations
 
@@ -34,15 +32,15 @@ def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
         for part, name in enumerate(("q_norm", "k_norm"))
     )
     call = Call(q, k, float(module.scale), output=passage.heads("proj", module.num_heads))
-    given = {**dict(zip(names, passage.args, strict=False)), **passage.kwargs}
+    arguments = {**dict(zip(names, passage.args, strict=False)), **passage.kwargs}
     for name in names[1:]:
-        if given.get(name) is not None and name not in KNOWN:
+        if arguments.get(name) is not None and name not in KNOWN:
             raise LocaterError(
                 f"{name_of(module)}: what its argument {name!r} does to attention is not known: pass attn_mask instead"
             )
-    if given.get("is_causal"):
+    if arguments.get("is_causal"):
         call = replace(call, causal=True)
-    return _masked(call, module, given.get("attn_mask"))
+    return _masked(call, module, arguments.get("attn_mask"))
 
 
 def _heads_first(module: nn.Module, normed: Tensor, fused: Tensor) -> Tensor:
@@ -60,7 +58,8 @@ def _masked(call: Call, module: Any, mask: Tensor | None) -> Call:
     if not mask.is_floating_point() and not getattr(module, "fused_attn", False):
         # the plain way adds its mask, so True and False would be 1 and 0
         raise LocaterError(
-            f"{name_of(module)}: a boolean attn_mask hides nothing unless fused_attn is set: set it, or pass an additive mask"
+            f"{name_of(module)}: a boolean attn_mask hides nothing unless fused_attn is set: "
+            "set it, or pass an additive mask"
         )
     while mask.ndim < 4:
         mask = mask[None]

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention`, alone or inside PyTorch's own encoders and decoders.
+"""The tap of `nn.MultiheadAttention`, alone or inside PyTorch's own encoders and decoders.
 
 Queries and keys are projected again from the inputs, which costs two of the layer's four maps. No hook is used: a hook
 anywhere in nn.TransformerEncoderLayer turns off its fast path, and on padded batches that changes output. The fast path
@@ -48,8 +48,8 @@ def _attend(module: nn.MultiheadAttention, forward: Callable[..., Any], *args: A
         query, key, _, hidden, _, mask = (argument(args, kwargs, at, name) for at, name in enumerate(ARGUMENTS))
         with torch.no_grad():
             q, k, padding = _batched(module, query, key)
-            made, _, _ = _batched(module, out[0].detach(), out[0])
-            tell(sites, replace(_masked(_met(module, q, k, padding), mask, hidden), output=made))
+            output, _, _ = _batched(module, out[0].detach(), out[0])
+            tell(sites, replace(_masked(_met(module, q, k, padding), mask, hidden), output=output))
     return out
 
 
