@@ -25,7 +25,7 @@ from locater import LocaterError
 from locater.report.packing import Curve, pack, thin
 from locater.report.watch import Server, watch_page
 from locater.tracking.loggers import JsonlSink, Sink, TensorBoardSink, flat, open_sink, read_run
-from locater.tracking.run_log import RunReader
+from locater.tracking.run_reader import RunReader
 from tests.conftest import Result
 from tests.test_report import Visit, browser, data_of, needs_browser
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from locater.errors import LocaterError
-from locater.tracking.run_log import Record, Run, first_run, is_run, line_of, read_run, shape_of
+from locater.tracking.logged_run import Run
+from locater.tracking.records import Record, is_run, line_of, shape_of
+from locater.tracking.run_log import first_run, read_run
 
 __all__ = ["JsonlSink", "Run", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "flat", "open_sink", "read_run"]
 

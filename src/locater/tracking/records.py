@@ -1,0 +1,86 @@
+"""One record of a run log, and the line of JSON that it is written as.
+
+A record has a `kind`: `run` (what is observed), `step` (numbers of every head), `loss` (a step that was not observed),
+`warning`, `end`. docs/watch.md lists their fields. A number that is not known is left out of its line; NaN and the
+infinities are words ("NaN"), so that each line stays JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+Record = dict[str, Any]
+WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as float() reads them
+
+
+def parse(line: bytes) -> Record | None:
+    """The record on a line; None where it is torn or no JSON object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_run(record: Record | None) -> bool:
+    return record is not None and record.get("kind") == "run"
+
+
+def shape_of(header: Record) -> list[tuple[int, int, str]]:
+    """What must be the same for a run to go on in a log: number, heads and name of each layer."""
+    return [(int(entry["layer"]), int(entry["heads"]), str(entry["name"])) for entry in header["layers"]]
+
+
+def number(x: Any) -> float | None:
+    """A number as a log has it: NaN and the infinities are words; None for what is no number.
+
+    >>> number(2), number("NaN"), number("low")
+    (2.0, nan, None)
+    """
+    if type(x) not in (int, float):
+        return WORDS.get(x) if isinstance(x, str) else None
+    try:
+        return float(x)
+    except OverflowError:  # a whole number of more digits than any float has
+        return None
+
+
+def line_of(record: Record) -> bytes:
+    """A record as a line. Numbers that are not known are left out; of heads they are null, which keeps their places.
+
+    >>> line_of({"kind": "step", "step": 3, "loss": float("nan"), "scalars": {"rate": None}, "heads": {"sink": [[float("nan")]]}})
+    b'{"kind":"step","step":3,"loss":"NaN","scalars":{},"heads":{"sink":[[null]]}}\\n'
+    """
+    held = {name: value if name == "heads" else _spelled(value) for name, value in record.items()}
+    if held.get("loss", 0) is None:
+        del held["loss"]
+    if isinstance(held.get("scalars"), dict):
+        held["scalars"] = {name: value for name, value in held["scalars"].items() if value is not None}
+    return json.dumps(plain(held), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _spelled(x: Any) -> Any:
+    if hasattr(x, "tolist"):
+        x = x.tolist()
+    if isinstance(x, dict):
+        return {name: _spelled(value) for name, value in x.items()}
+    if isinstance(x, float) and not math.isfinite(x):
+        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    return x
+
+
+def plain(x: Any) -> Any:
+    """What JSON can hold: arrays as lists, NaN and infinity as null.
+
+    >>> plain({"a": (1.5, float("nan"))})
+    {'a': [1.5, None]}
+    """
+    if isinstance(x, float):
+        return x if math.isfinite(x) else None
+    if isinstance(x, dict):
+        return {str(key): plain(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [plain(value) for value in x]
+    return plain(x.tolist()) if hasattr(x, "tolist") else x
