@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from locater import LocaterError, Monitor
 from locater.findings import QUANTITIES, explain, parse_conditions
-from locater.monitor.run_monitor import COLUMNS, SPECTRUM
+from locater.monitor.head_table import COLUMNS, SPECTRUM
 from locater.tracking.loggers import JsonlSink, read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
@@ -349,7 +349,7 @@ def test_a_loss_that_is_written_over_is_kept(tmp_path: Path) -> None:
     loss = torch.tensor(1.0)
     for value in (1.0, 10.0):
         loss.fill_(value)
-        monitor._hear(loss)
+        monitor._add_loss(loss)
     loss.fill_(100.0)
     monitor.on_step_end(None, SimpleNamespace(global_step=1), None)
     monitor.detach()

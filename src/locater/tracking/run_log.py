@@ -11,7 +11,7 @@ from locater.tracking.logged_run import Run
 from locater.tracking.records import Record, is_run, parse
 from locater.tracking.run_reader import RunReader
 
-OWN = "locater*.jsonl"  # as `Monitor` names logs by itself
+LOG, OWN = "locater.jsonl", "locater*.jsonl"  # the names that `Monitor` gives logs by itself
 SWEEP = "results.jsonl"  # what `locater train` writes beside the folders of several runs
 logger = logging.getLogger("locater")
 

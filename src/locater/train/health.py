@@ -14,7 +14,8 @@ from locater.attention.call import unread
 from locater.control.mechanism import acting
 from locater.errors import LocaterError
 from locater.models.transformer import Attention, Transformer
-from locater.monitor.run_monitor import COLUMNS, header
+from locater.monitor.head_table import COLUMNS
+from locater.monitor.run_records import header
 from locater.observing import observe
 from locater.tracking.loggers import JsonlSink
 from locater.train.batches import Batch

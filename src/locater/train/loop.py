@@ -20,6 +20,7 @@ from locater.errors import LocaterError
 from locater.models.transformer import Transformer
 from locater.monitor import Monitor
 from locater.observing import observe
+from locater.tracking.run_log import LOG
 from locater.train import checkpoint
 from locater.train.batches import Batch, Data
 from locater.train.controls import attach, check_controls, parameters, restore, state_of
@@ -30,7 +31,7 @@ from locater.train.plan import Plan
 from locater.train.randomness import own_randomness, random_state, restore_random
 from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of
 from locater.train.result import Result
-from locater.train.run_folder import LOG, RESULT, claimed, run_folder
+from locater.train.run_folder import RESULT, claimed, run_folder
 from locater.train.text_data import TextData
 
 logger = logging.getLogger("locater")

@@ -11,7 +11,7 @@ from pathlib import Path
 from locater.data.tokenizer import FILE
 from locater.errors import LocaterError
 from locater.files import write_whole
-from locater.tracking.run_log import read_run
+from locater.tracking.run_log import LOG, read_run
 from locater.train.plan import Plan
 
 try:
@@ -19,7 +19,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PLAN, RESULT, LOG, LOCK = "plan.json", "result.json", "locater.jsonl", ".lock"
+PLAN, RESULT, LOCK = "plan.json", "result.json", ".lock"
 
 
 def run_folder(plan: Plan) -> Path:
