@@ -16,12 +16,12 @@ WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as fl
 
 
 def parse(line: bytes) -> Record | None:
-    """The record on a line; None where it is torn or no JSON object."""
+    """The record on a line; None where the line is incomplete or no JSON object."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def is_run(record: Record | None) -> bool:
@@ -29,12 +29,12 @@ def is_run(record: Record | None) -> bool:
 
 
 def shape_of(header: Record) -> list[tuple[int, int, str]]:
-    """What must be the same for a run to go on in a log: number, heads and name of each layer."""
+    """Number, heads and name of each layer: these must be the same for a run to continue a log."""
     return [(int(entry["layer"]), int(entry["heads"]), str(entry["name"])) for entry in header["layers"]]
 
 
 def number(x: Any) -> float | None:
-    """A number as a log has it: NaN and the infinities are words; None for what is no number.
+    """A number from a log, where NaN and the infinities are words; None for anything else.
 
     >>> number(2), number("NaN"), number("low")
     (2.0, nan, None)
@@ -48,20 +48,22 @@ def number(x: Any) -> float | None:
 
 
 def line_of(record: Record) -> bytes:
-    """A record as a line. Numbers that are not known are left out; of heads they are null, which keeps their places.
+    """A record as a line. Unknown numbers are left out; those of heads are null, which keeps their places.
 
-    >>> line_of({"kind": "step", "step": 3, "loss": float("nan"), "scalars": {"rate": None}, "heads": {"sink": [[float("nan")]]}})
+    >>> numbers = {"loss": float("nan"), "scalars": {"rate": None}, "heads": {"sink": [[float("nan")]]}}
+    >>> line_of({"kind": "step", "step": 3, **numbers})
     b'{"kind":"step","step":3,"loss":"NaN","scalars":{},"heads":{"sink":[[null]]}}\\n'
     """
-    held = {name: value if name == "heads" else _spelled(value) for name, value in record.items()}
-    if held.get("loss", 0) is None:
-        del held["loss"]
-    if isinstance(held.get("scalars"), dict):
-        held["scalars"] = {name: value for name, value in held["scalars"].items() if value is not None}
-    return json.dumps(plain(held), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    fields = {name: value if name == "heads" else _spelled(value) for name, value in record.items()}
+    if fields.get("loss", 0) is None:
+        del fields["loss"]
+    if isinstance(fields.get("scalars"), dict):
+        fields["scalars"] = {name: value for name, value in fields["scalars"].items() if value is not None}
+    return json.dumps(plain(fields), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def _spelled(x: Any) -> Any:
+    """NaN and the infinities as words, at any depth of a dict."""
     if hasattr(x, "tolist"):
         x = x.tolist()
     if isinstance(x, dict):
@@ -72,7 +74,7 @@ def _spelled(x: Any) -> Any:
 
 
 def plain(x: Any) -> Any:
-    """What JSON can hold: arrays as lists, NaN and infinity as null.
+    """As JSON can hold it: arrays as lists, NaN and infinity as null.
 
     >>> plain({"a": (1.5, float("nan"))})
     {'a': [1.5, None]}

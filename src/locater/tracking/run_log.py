@@ -1,4 +1,4 @@
-"""Run logs on disk: which file of a folder is one, what it begins with, the run that it holds."""
+"""Run logs on disk: the log in a folder, the record that it begins with, the run that it holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("locater")
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a log, or the one log in a folder. A torn last line is passed over; anything else that is no record is
+    """Read a log, or the one log in a folder. An incomplete last line is skipped; any other line that is no record is
     refused.
     """
     file = find_log(path)
@@ -31,13 +31,13 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise LocaterError(f"{file}: cannot be read ({error.strerror})") from None
     run = reader.run()
     if run is None:
-        raise LocaterError(f"{file}: holds no run yet: its first line is missing or torn")
+        raise LocaterError(f"{file}: holds no run yet: its first line is missing or incomplete")
     return run
 
 
 def find_log(path: str | os.PathLike[str]) -> Path | None:
-    """The log at a path; in a folder the only one, or the newest of those that `Monitor` names, which is said. None
-    while there is none.
+    """The log at a path; None if there is none yet. In a folder it is the only log, or else the newest with a name that
+    `Monitor` chose, and a warning says which.
     """
     place = Path(path)
     if not place.is_dir():
@@ -46,10 +46,8 @@ def find_log(path: str | os.PathLike[str]) -> Path | None:
         return place if place.exists() else None
     logs = sorted(log for log in place.glob("*.jsonl") if log.name != SWEEP)
     if not logs and (place / SWEEP).is_file():
-        runs = sorted(folder.name for folder in place.iterdir() if any(folder.glob("*.jsonl")))
-        raise LocaterError(
-            f"{place}: a sweep; name one of its runs: {', '.join(f'{place / name}' for name in runs[:4])}"
-        )
+        runs = sorted(str(folder) for folder in place.iterdir() if any(folder.glob("*.jsonl")))
+        raise LocaterError(f"{place}: a sweep; name one of its runs: {', '.join(runs[:4])}")
     own = [log for log in logs if log.match(OWN)]
     if len(logs) > 1 and own:
         newest = max(own, key=lambda log: (log.stat().st_mtime_ns, len(log.name), log.name))
@@ -65,7 +63,7 @@ def find_log(path: str | os.PathLike[str]) -> Path | None:
 
 
 def first_run(path: Path) -> Record | None:
-    """The run record with which a log begins; None where there is no whole one yet. A file of something else is
+    """The `run` record with which a log begins; None if it is missing or incomplete. A file that is no log is
     refused.
     """
     if not path.exists() or path.stat().st_size == 0:
@@ -75,6 +73,6 @@ def first_run(path: Path) -> Record | None:
             record, whole = parse(line), line.endswith(b"\n")
             if is_run(record) or (not whole and line[:1] in (b"", b"{")):
                 return record if whole else None
-            if record is not None or line[:1] != b"{":  # else a first line that a crash has torn: look at the next
+            if record is not None or line[:1] != b"{":  # else a crash cut the first line short: look at the next
                 break
     raise LocaterError(f"{path}: holds something else than a run log; give the run a file of its own")

@@ -1,4 +1,4 @@
-"""Lines of a run log, read one by one and checked: the run as far as they go."""
+"""Read a run log line by line, check each record, and keep the run so far."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from locater.tracking.logged_run import Points, Run
 from locater.tracking.records import Record, is_run, number, parse, shape_of
 from locater.version import SCHEMA
 
-NUMBER = {int, float, type(None)}  # types of a value in a log; bool is none of them
+NUMBER = {int, float, type(None)}  # types of a number in a log, which bool is not
+# fields that a record of each kind must have, beside `step`
 FIELDS = {"loss": (), "step": ("heads",), "warning": ("flag", "layer", "head"), "end": ()}
 
 
 class RunReader:
-    """Takes lines as they come and knows the run so far. A torn line is a fault only if what follows it is not a
-    resumed run.
+    """Takes lines as they come; `run` is the run so far. An incomplete line is accepted at the end of a log, and where
+    a resumed run follows it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.number = self.torn = 0  # the line being read; the torn one before it
+        self.number = self.torn = 0  # the number of the line being read; that of an incomplete line before it
         self.header: Record | None = None
         self.steps: list[Record] = []
         self.curves: dict[str, Points] = {"loss": []}
-        self.rewrites = 0  # how often something other than an append happened to steps or curves
+        self.rewrites = 0  # changes to steps or curves that were no append
         self.warnings: list[Record] = []
         self.resumed: list[int] = []
         self.ended = self.resuming = False
@@ -43,7 +44,7 @@ class RunReader:
                 self._refuse("is not a JSON object", self.torn)
             self.torn = 0 if record is not None else self.number
             if record is not None:
-                self._take(record)
+                self._add(record)
 
     def run(self) -> Run | None:
         """The run so far, None before its first record. Nothing is copied: its lists grow when more is fed."""
@@ -54,7 +55,7 @@ class RunReader:
             self.header, self.steps, self.warnings, self.ended, self.curves["loss"], tuple(self.resumed), scalars
         )
 
-    def _take(self, record: Record) -> None:
+    def _add(self, record: Record) -> None:
         kind = record.get("kind")
         if kind == "run":
             self._begin(record)
@@ -73,18 +74,18 @@ class RunReader:
             self._check_warning(record)
             self.warnings.append(record)
         elif kind != "end":
-            self._take_numbers(record)
+            self._add_numbers(record)
         if kind == "step":
-            self._check(record, self.header)
+            self._check_heads(record, self.header)
             self._place(self.steps, record, itemgetter("step"))
 
-    def _take_numbers(self, record: Record) -> None:
-        """Loss and scalars of a line; null counts as not known, as logs of earlier versions wrote it."""
-        given = record.get("loss")
-        if given is None:
+    def _add_numbers(self, record: Record) -> None:
+        """Loss and scalars of a line. Null counts as not known: logs of earlier versions wrote it."""
+        value = record.get("loss")
+        if value is None:
             record.pop("loss", None)
-        elif (loss := number(given)) is None:
-            self._refuse(f"has the loss {given!r}, not a number")
+        elif (loss := number(value)) is None:
+            self._refuse(f"has the loss {value!r}, not a number")
         else:
             record["loss"] = loss
             self._place(self.curves["loss"], (record["step"], loss), itemgetter(0))
@@ -92,24 +93,23 @@ class RunReader:
         if not isinstance(scalars, dict):
             self._refuse("has scalars that are not numbers by name")
         record["scalars"] = {name: value for name, value in scalars.items() if value is not None}
-        for name, given in record["scalars"].items():
-            if name == "loss" or (value := number(given)) is None:
-                self._refuse(
-                    f"has the scalar {name} {given!r}, which is not a number"
-                    if name != "loss"
-                    else "has a scalar named loss"
-                )
-            record["scalars"][name] = value
-            self._place(self.curves.setdefault(name, []), (record["step"], value), itemgetter(0))
+        for name, value in record["scalars"].items():
+            if name == "loss":
+                self._refuse("has a scalar named loss")
+            scalar = number(value)
+            if scalar is None:
+                self._refuse(f"has the scalar {name} {value!r}, which is not a number")
+            record["scalars"][name] = scalar
+            self._place(self.curves.setdefault(name, []), (record["step"], scalar), itemgetter(0))
 
-    def _place(self, held: list[Any], entry: Any, step_of: Any) -> None:
-        """At its step: nearly always the end. What was written of this step before is replaced."""
+    def _place(self, entries: list[Any], entry: Any, step_of: Any) -> None:
+        """Insert an entry at its step, nearly always the end. An earlier entry of the same step is replaced."""
         step = step_of(entry)
-        if not held or step_of(held[-1]) < step:
-            held.append(entry)
+        if not entries or step_of(entries[-1]) < step:
+            entries.append(entry)
             return
-        at = bisect_left(held, step, key=step_of)
-        held[at : at + (step_of(held[at]) == step)] = [entry]
+        at = bisect_left(entries, step, key=step_of)
+        entries[at : at + (step_of(entries[at]) == step)] = [entry]
         self.rewrites += 1
 
     def _check_warning(self, record: Record) -> None:
@@ -140,17 +140,17 @@ class RunReader:
         self.header, self.ended = record, False
 
     def _go_back(self, step: int) -> None:
-        """A resumed run starts at `step`: what the first part wrote from there on did not lead to where training is
-        now.
+        """A resumed run starts at `step`: drop the earlier records from there on, since training did not go on from
+        them.
         """
         self.resuming = False
         self.resumed.append(step)
         self.steps = [record for record in self.steps if record["step"] < step]
         self.curves = {name: [point for point in points if point[0] < step] for name, points in self.curves.items()}
         self.rewrites += 1
-        self.warnings = [held for held in self.warnings if held["step"] < step]
+        self.warnings = [warning for warning in self.warnings if warning["step"] < step]
 
-    def _check(self, record: Record, header: Record) -> None:
+    def _check_heads(self, record: Record, header: Record) -> None:
         if not isinstance(record["heads"], dict):
             self._refuse("has heads or scalars that are not numbers by name")
         layers = header["layers"]
@@ -163,5 +163,5 @@ class RunReader:
                 ):
                     self._refuse(f"has {column!r} of layer {entry['layer']} not as {entry['heads']} numbers")
 
-    def _refuse(self, what: str, number: int | None = None) -> NoReturn:
-        raise LocaterError(f"{self.path}: line {number or self.number} {what}")
+    def _refuse(self, fault: str, number: int | None = None) -> NoReturn:
+        raise LocaterError(f"{self.path}: line {number or self.number} {fault}")
