@@ -34,7 +34,7 @@ class ControlCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if not pl_module.automatic_optimization:
             raise LocaterError(
-                "manual optimization: add controls in training_step, as loss + control.loss(), then control.after_step()"
+                "manual optimization: use controls in training_step: loss + control.loss(), then control.after_step()"
             )
         for control in self.controls.controls:
             if control.penalty_of_forward:

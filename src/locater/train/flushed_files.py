@@ -11,7 +11,7 @@ from typing import IO
 
 
 class SummedFile:
-    """A file that is written to, and the sum of what was."""
+    """A file that adds up the SHA-256 of everything written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.sum = file, hashlib.sha256()
@@ -20,13 +20,13 @@ class SummedFile:
         self.sum.update(part)
         return self.file.write(part)
 
-    def flush(self) -> None:  # torch.save asks for it
+    def flush(self) -> None:  # torch.save calls it
         self.file.flush()
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[SummedFile]:
-    """A new file, on the disk when this ends."""
+    """A new file, flushed to the disk at the end of the block."""
     with path.open("wb") as file:
         summed = SummedFile(file)
         yield summed
@@ -35,7 +35,7 @@ def writing(path: Path) -> Iterator[SummedFile]:
 
 
 def write(path: Path, *parts: bytes) -> str:
-    """Returns the SHA-256 of what was written."""
+    """Write and flush a file; returns its SHA-256."""
     with writing(path) as file:
         for part in parts:
             file.write(part)
@@ -43,7 +43,7 @@ def write(path: Path, *parts: bytes) -> str:
 
 
 def flush_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere folders cannot be opened
+    if os.name == "posix":  # other systems cannot open a folder
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)

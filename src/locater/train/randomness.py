@@ -1,4 +1,4 @@
-"""Random numbers of a run: its own, saved with a checkpoint and restored from it."""
+"""The random numbers of a run: apart from the caller's, saved with each checkpoint and restored from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of a run; those of the caller go on afterwards as if there had been none."""
+    """Seed the random numbers of a run; afterwards those of the caller go on as if it had not taken place."""
     before = random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count()) if device.type == "cuda" else ()):
         try:
@@ -24,14 +24,14 @@ def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Any]:
-    """All random numbers that training or a control may draw on."""
+    """The state of every generator that training or a control may use."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
 
 
-def restore_random(held: dict[str, Any]) -> None:
-    torch.set_rng_state(held["torch"].cpu())
-    if held["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([x.cpu() for x in held["cuda"]])
-    version, words, gauss = held["python"]
+def restore_random(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([x.cpu() for x in state["cuda"]])
+    version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

@@ -1,4 +1,4 @@
-"""What came of a training run: `Result`, as data that goes to JSON and back."""
+"""The result of a training run, as data that is written to JSON and read back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from locater.version import SCHEMA, __version__
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run. Losses are those of the last step, in nats per token; choose by `select_loss`, report
-    `report_loss`.
+    """The outcome of a run. Losses are those of the final weights, in nats per token: choose settings by `select_loss`,
+    publish `report_loss`.
     """
 
     plan: Plan
@@ -27,12 +27,12 @@ class Result:
     report_loss: float
     report_entropy: float | None  # of attention, mean over heads, nats
     bits_per_byte: float | None = None  # of text that was learned causally
-    accuracy: float | None = None  # of images, and of numbers put in order
+    accuracy: float | None = None  # of images, and of sorted numbers
     history: tuple[tuple[int, float], ...] = ()  # step and loss on the select split
     parameters: int = 0
     tokens: int = 0  # seen in training
     seconds: float = 0.0  # of training, over all parts of a run that was interrupted
-    measures: dict[str, Any] = field(default_factory=dict)  # of maps as they act, and of the stream (`train.measured`)
+    measures: dict[str, Any] = field(default_factory=dict)  # of maps and residual stream (`train.measured`)
     data: dict[str, Any] = field(default_factory=dict)  # hash of the text, sizes of the splits
     model: str = ""  # folder of the final weights
 
@@ -42,13 +42,17 @@ class Result:
         return math.exp(min(self.report_loss, 700.0))
 
     def to_dict(self) -> dict[str, Any]:
-        held = {item.name: getattr(self, item.name) for item in fields(self)}
-        rate = self.tokens / self.seconds if self.seconds else None
-        history = [list(pair) for pair in self.history]
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
-            "schema": SCHEMA, "locater": __version__, "source": self.model, **held, "plan": self.plan.to_dict(), "history": history,
-            "perplexity": self.perplexity, "tokens_per_second": rate,
-        }  # fmt: skip
+            "schema": SCHEMA,
+            "locater": __version__,
+            "source": self.model,
+            **values,
+            "plan": self.plan.to_dict(),
+            "history": [list(pair) for pair in self.history],
+            "perplexity": self.perplexity,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -57,11 +61,11 @@ class Result:
         write_whole(path, self.to_json() + "\n")
 
     @classmethod
-    def from_dict(cls, held: Mapping[str, Any]) -> Self:
-        kept = {item.name: held[item.name] for item in fields(cls) if item.name in held or item.name != "measures"}
-        return cls(
-            **{**kept, "plan": Plan.from_dict(held["plan"]), "history": tuple((s, x) for s, x in held["history"])}
-        )
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        # results of earlier versions have no `measures`
+        values = {item.name: data[item.name] for item in fields(cls) if item.name in data or item.name != "measures"}
+        history = tuple((step, loss) for step, loss in data["history"])
+        return cls(**{**values, "plan": Plan.from_dict(data["plan"]), "history": history})
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -1,4 +1,4 @@
-"""The folder of a run: one plan, one process at a time."""
+"""The folder of a run, which belongs to one plan and to one process at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAN, RESULT, LOCK = "plan.json", "result.json", ".lock"
 
 
 def run_folder(plan: Plan) -> Path:
-    """The run's folder, which need not be there yet; refused where it holds another run, or cannot be made. Nothing is
-    written.
+    """The folder of a plan's run, which need not exist yet. Refused where it holds another run or cannot be written.
+    Nothing is written.
     """
     folder = Path(plan.out)
     if (folder / PLAN).is_file():
@@ -39,13 +39,13 @@ def run_folder(plan: Plan) -> Path:
 
 
 def _check_free(folder: Path) -> None:
-    """Tell now, rather than after the text is read, that a folder cannot be written to or that another process trains
-    in it.
+    """Refuse a folder that cannot be written to, or that another process trains in: now, rather than after the text is
+    read.
     """
-    there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is no folder"
-        raise LocaterError(f"{folder}: cannot be made ({there} {why}): give another --out")
+    existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "cannot be written to" if existing.is_dir() else "is no folder"
+        raise LocaterError(f"{folder}: cannot be made ({existing} {why}): give another --out")
     if (folder / LOCK).is_file():
         with alone(folder):
             pass
@@ -53,9 +53,7 @@ def _check_free(folder: Path) -> None:
 
 @contextmanager
 def claimed(plan: Plan) -> Iterator[None]:
-    """The run's folder made and this plan's alone; what a start of another plan left in it, that came to no step, is
-    removed.
-    """
+    """Create the run's folder and reserve it for this plan. Leftovers of another plan that took no step are removed."""
     folder = Path(plan.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +62,7 @@ def claimed(plan: Plan) -> Iterator[None]:
     with alone(folder):
         path = folder / PLAN
         other = plan.difference(Plan.load(path)) if path.is_file() else None
-        if other is not None and not _took_no_step(folder):  # begun by another process since the first look
+        if other is not None and not _took_no_step(folder):  # another process has begun since `run_folder`
             raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
         if other is not None:
             for name in (LOG, FILE):
@@ -75,7 +73,7 @@ def claimed(plan: Plan) -> Iterator[None]:
 
 
 def _took_no_step(folder: Path) -> bool:
-    """Whether a run was started here and left nothing: no checkpoint, no weights, no result, no step in the log."""
+    """Whether a run was started here and left no checkpoint, no weights, no result and no step in the log."""
     if (
         not (folder / LOCK).is_file()
         or any(folder.glob("step-*"))
@@ -84,25 +82,25 @@ def _took_no_step(folder: Path) -> bool:
         return False
     try:
         return not (folder / LOG).is_file() or not read_run(folder / LOG).losses
-    except LocaterError:  # no log of ours, so nothing to take over
+    except LocaterError:  # not a log of ours: leave the folder alone
         return False
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """A run's folder for this process alone; what a crash left half-done in it is cleared away."""
+    """Lock a run's folder for this process, and remove temporary folders that a crash left in it."""
     try:
-        opened = (folder / LOCK).open("w")
+        lock = (folder / LOCK).open("w")
     except OSError as error:
         raise LocaterError(f"{folder}: cannot be written to ({error.strerror}): give another --out") from None
-    with opened as file:
+    with lock as file:
         if fcntl is not None:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
             except BlockingIOError:
                 raise LocaterError(
                     f"{folder}: another process is training in it: wait for it, or give another --out"
                 ) from None
-        for half in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
-            shutil.rmtree(half, ignore_errors=True)
+        for leftover in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
+            shutil.rmtree(leftover, ignore_errors=True)
         yield
