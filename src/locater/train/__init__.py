@@ -1,4 +1,4 @@
-"""A small trainer: text or images in, a model that Locater reads and a log of its heads out.
+"""A small trainer: trains a transformer on text or images, and logs every attention head as it learns.
 
 result = locater.train.run(Plan(steps=500, control=("locater(target=2)",), out="run"))
 result.report_loss, result.report_entropy

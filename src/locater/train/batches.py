@@ -1,5 +1,5 @@
-"""Batches. The batch of a step is decided by the seed and the step's number alone, so the step is the whole position in
-the data.
+"""What every kind of training data offers. A batch depends on the seed and its number alone, so a run can resume at
+any step.
 """
 
 from __future__ import annotations
@@ -10,24 +10,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets; -100 marks a target that does not count
-IGNORED = -100
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+IGNORED = -100  # a target that does not count
 
 
 class Data(Protocol):
-    """What the loop asks of data. `facts` goes into the result."""
+    """Training data. `facts` goes into the result."""
 
     facts: dict[str, Any]
 
-    def batch(self, index: int) -> Batch: ...
+    def batch(self, index: int) -> Batch:
+        """The batch of this number, of the train split."""
+        ...
 
-    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]: ...
+    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
+        """The split "select" or "report" in batches; of its first `most` sequences, or of all."""
+        ...
 
 
 def draw(seed: int, index: int) -> torch.Generator:
-    """Random numbers of one batch."""
+    """The random numbers of one batch."""
     return torch.Generator().manual_seed(seed * 1_000_003 + index)
 
 
 def next_token_pair(rows: Tensor) -> Batch:
+    """Tokens (B, T + 1) as inputs and, one further, targets."""
     return rows[:, :-1], rows[:, 1:]

@@ -1,4 +1,4 @@
-"""Batches of images and labels."""
+"""Images and labels as training data, from an .npz file."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class ImageData:
     facts: dict[str, Any]
 
     def batch(self, index: int) -> Batch:
-        """The next images; each epoch has an order of its own, and its last images wait for another where they fill no
-        batch.
-        """
+        """The next images. Each epoch has an order of its own; images at its end that fill no batch are left out."""
         images, labels = self.splits["train"]
         size = self.plan.batch
         epoch, at = divmod(index, len(images) // size)
@@ -50,39 +48,42 @@ def _order(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def read_images(plan: Plan, path: Path, device: torch.device) -> ImageData:
-    """An .npz with train_images, train_labels, test_images and test_labels: the test split is reported, a tenth of the
-    rest selects.
+    """Images of an .npz with train_images, train_labels, test_images and test_labels. The test images are the report
+    split, a tenth of the others the select split.
     """
-    try:
-        with np.load(path, allow_pickle=False) as held:
-            missing = [name for name in NAMES if name not in held]
-            if missing:
-                raise LocaterError(f"{path}: holds no {missing[0]}; it should hold {', '.join(NAMES)}")
-            arrays = [held[name] for name in NAMES]
-    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
-        raise LocaterError(f"{path}: cannot be read as an .npz of images ({first_line(error)})") from None
+    arrays = _load(path)
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)).hexdigest()
     images, labels, test_images, test_labels = (torch.from_numpy(x) for x in arrays)
     for x, y in ((images, labels), (test_images, test_labels)):
         _check_images(path, x, y, plan.patch)
     order = torch.randperm(len(images), generator=draw(0, 0))
-    held_out = len(images) // 10
-    parts = {"select": order[:held_out], "train": order[held_out:]}
+    tenth = len(images) // 10
+    parts = {"select": order[:tenth], "train": order[tenth:]}
     splits = {name: (images[at], labels[at]) for name, at in parts.items()} | {"report": (test_images, test_labels)}
-    ready = {n: ((x if x.ndim == 4 else x[..., None]).to(device), y.long().to(device)) for n, (x, y) in splits.items()}
-    if len(ready["train"][1]) < plan.batch:
-        raise LocaterError(
-            f"{path}: {len(ready['train'][1])} images to train on fill no batch of {plan.batch}: give a smaller --batch"
-        )
-    shape, classes = list(ready["train"][0].shape[1:]), int(max(labels.max(), test_labels.max())) + 1
+    splits = {n: ((x if x.ndim == 4 else x[..., None]).to(device), y.long().to(device)) for n, (x, y) in splits.items()}
+    if len(splits["train"][1]) < plan.batch:
+        count = len(splits["train"][1])
+        raise LocaterError(f"{path}: {count} images to train on fill no batch of {plan.batch}: give a smaller --batch")
     facts = {
         "images": str(path),
         "sha256": digest,
-        "shape": shape,
-        "classes": classes,
-        "count": {n: len(y) for n, (_, y) in ready.items()},
+        "shape": list(splits["train"][0].shape[1:]),
+        "classes": int(max(labels.max(), test_labels.max())) + 1,
+        "count": {name: len(y) for name, (_, y) in splits.items()},
     }
-    return ImageData(plan, ready, facts)
+    return ImageData(plan, splits, facts)
+
+
+def _load(path: Path) -> list[np.ndarray]:
+    """The four arrays of the file, in the order of NAMES."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = [name for name in NAMES if name not in file]
+            if missing:
+                raise LocaterError(f"{path}: holds no {missing[0]}; it should hold {', '.join(NAMES)}")
+            return [file[name] for name in NAMES]
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        raise LocaterError(f"{path}: cannot be read as an .npz of images ({first_line(error)})") from None
 
 
 def _check_images(path: Path, images: Tensor, labels: Tensor, patch: int) -> None:
@@ -94,9 +95,11 @@ def _check_images(path: Path, images: Tensor, labels: Tensor, patch: int) -> Non
         or len(images) < 10
     ):
         raise LocaterError(
-            f"{path}: images must be (N, height, width) or (N, height, width, channels) of uint8, N >= 10, and labels (N,)"
+            f"{path}: images must be (N, height, width) or (N, height, width, channels) of uint8, N >= 10, "
+            "and labels (N,)"
         )
     if images.shape[1] % patch or images.shape[2] % patch:
         raise LocaterError(
-            f"{path}: images of {images.shape[1]} x {images.shape[2]} do not divide into patches of {patch}: change --patch"
+            f"{path}: images of {images.shape[1]} x {images.shape[2]} do not divide into patches of {patch}: "
+            "change --patch"
         )

@@ -1,4 +1,4 @@
-"""Batches of data that is made rather than read."""
+"""Training data that is generated rather than read: numbers to sort, and sequences to copy from."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from locater.data.copying import Source, copy_source
 from locater.train.batches import Batch, draw, next_token_pair
 from locater.train.plan import Plan
 
-HELD_OUT = 2048  # sequences of a split that is made rather than read
+HELD_OUT = 2048  # sequences in each of the select and report splits
 
 
 @dataclass
 class SortData:
-    """Numbers below `vocabulary` in random order, and the same in order; made as they are asked for."""
+    """Numbers below `vocabulary` in random order, and the same sorted; drawn batch by batch."""
 
     plan: Plan
     facts: dict[str, Any]
@@ -29,10 +29,10 @@ class SortData:
         return self._pair(self.plan.batch, draw(self.plan.seed, index))
 
     def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
-        """Sequences that belong to the split; no seed of a plan draws them."""
-        left, size = min(HELD_OUT, most or HELD_OUT), self.plan.batch
-        for index, begin in enumerate(range(0, left, size)):
-            yield self._pair(min(size, left - begin), draw(-1 - ("select", "report").index(name), index))
+        """Sequences of the split, drawn by seeds that no plan can have."""
+        count, size = min(HELD_OUT, most or HELD_OUT), self.plan.batch
+        for index, begin in enumerate(range(0, count, size)):
+            yield self._pair(min(size, count - begin), draw(-1 - ("select", "report").index(name), index))
 
     def _pair(self, rows: int, rng: torch.Generator) -> Batch:
         numbers = torch.randint(self.plan.vocabulary, (rows, self.plan.length), generator=rng).to(self.device)
@@ -41,8 +41,8 @@ class SortData:
 
 @dataclass
 class CopyData:
-    """Sequences of a source that is the same for every seed: training ones made as they are asked for, the others
-    kept.
+    """Sequences of a source that is the same for every seed. Those to train on are drawn batch by batch; the other
+    splits are fixed.
     """
 
     plan: Plan
@@ -60,22 +60,25 @@ class CopyData:
 
 
 def make_numbers(plan: Plan, device: torch.device) -> SortData:
-    """Numbers to put in order."""
+    """Numbers to sort."""
     facts = {"numbers": plan.vocabulary, "vocabulary": plan.vocabulary, "sha256": "made by the seed"}
     return SortData(plan, facts, device)
 
 
 def make_copies(plan: Plan, device: torch.device) -> CopyData:
-    """Held-out sequences are drawn by seeds that no plan has. `least_loss` is what the source itself would lose on
-    them.
+    """Sequences for --task copy. The held-out ones are drawn by seeds that no plan can have. `least_loss` is the loss
+    of the source itself on them.
     """
     source = copy_source(plan.vocabulary)
     splits = {
         name: source.sample(HELD_OUT, plan.length, draw(-1 - at, 0)) for at, name in enumerate(("select", "report"))
     }
     facts = {
-        "text": "locater.data.copying.copy_source", "vocabulary": plan.vocabulary + 1, "triggers": source.triggers.tolist(),
-        "entropy": source.entropy(plan.length), "least_loss": {name: float(source.surprise(rows).mean()) for name, rows in splits.items()},
+        "text": "locater.data.copying.copy_source",
+        "vocabulary": plan.vocabulary + 1,
+        "triggers": source.triggers.tolist(),
+        "entropy": source.entropy(plan.length),
+        "least_loss": {name: float(source.surprise(rows).mean()) for name, rows in splits.items()},
         "sha256": hashlib.sha256(splits["report"].numpy().tobytes()).hexdigest(),
-    }  # fmt: skip
+    }
     return CopyData(plan, source, {name: rows.to(device) for name, rows in splits.items()}, facts)

@@ -1,4 +1,4 @@
-"""Batches of text."""
+"""Text as training data: tokens of three splits, for causal and masked models."""
 
 from __future__ import annotations
 
@@ -31,62 +31,65 @@ class TextData:
 
     @property
     def mask(self) -> int:
-        """The token that hides another."""
+        """The token that masks another."""
         return self.tokenizer.size
 
     def keep_tokenizer(self, folder: Path) -> None:
-        """For models that are saved there, and for a run that goes on."""
+        """Save it in the run's folder, for checkpoints and for a run that resumes."""
         write_whole(folder / FILE, self.tokenizer.to_json())
 
     def batch(self, index: int) -> Batch:
-        """Sequences from anywhere in the training text."""
+        """Sequences that start anywhere in the training text."""
         tokens, length, rng = self.splits["train"], self.plan.length, draw(self.plan.seed, index)
         starts = torch.randint(len(tokens) - length, (self.plan.batch, 1), generator=rng)
         at = (starts + torch.arange(length + 1)).to(self.device, non_blocking=True)
         return self._pair(tokens[at].long(), rng)
 
     def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
-        """A split from its beginning, window by window; each token is a target once. Of the last window only a whole
-        one counts.
+        """A split from its beginning, window by window, so that each token is a target once. An incomplete last window
+        is left out.
         """
         tokens, length = self.splits[name], self.plan.length
         count = (len(tokens) - 1) // length
         starts = torch.arange(count if most is None else min(count, most))[:, None] * length
         for index, part in enumerate(starts.split(self.plan.batch)):
             at = (part + torch.arange(length + 1)).to(self.device)
-            yield self._pair(tokens[at].long(), draw(0, index))  # one choice of hidden tokens, whatever the seed
+            yield self._pair(tokens[at].long(), draw(0, index))  # the same tokens are masked for every seed
 
     def _pair(self, rows: Tensor, rng: torch.Generator) -> Batch:
         if self.plan.task == "causal":
             return next_token_pair(rows)
         rows = rows[:, :-1]
-        hidden = (torch.rand(rows.shape, generator=rng) < self.plan.masked).to(rows.device)
-        hidden[:, 0] |= ~hidden.any(1)  # at least one, or there would be no loss
-        return rows.masked_fill(hidden, self.mask), rows.masked_fill(~hidden, IGNORED)
+        masked = (torch.rand(rows.shape, generator=rng) < self.plan.masked).to(rows.device)
+        masked[:, 0] |= ~masked.any(1)  # at least one, or there would be no loss
+        return rows.masked_fill(masked, self.mask), rows.masked_fill(~masked, IGNORED)
 
 
 def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
-    """Text in tokens, by split. Nothing is written; the tokenizer is that in `folder`, where there is one."""
+    """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
     text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
-    tokenizer = kept_tokenizer(folder, plan.vocabulary, partial(_learned, plan.vocabulary, text))
+    tokenizer = kept_tokenizer(folder, plan.vocabulary, partial(_trained_tokenizer, plan.vocabulary, text))
     splits = {name: tokens.to(device) for name, tokens in _encoded(tokenizer, text).items()}
     for name, tokens in splits.items():
         if len(tokens) <= plan.length:
             raise LocaterError(
-                f"{', '.join(plan.corpus)}: its {name} split has {len(tokens)} tokens, too few for sequences of {plan.length}: "
-                "give more text, or a smaller --length"
+                f"{', '.join(plan.corpus)}: its {name} split has {len(tokens)} tokens, too few for sequences of "
+                f"{plan.length}: give more text, or a smaller --length"
             )
     facts = {
         "text": list(plan.corpus) or "locater.data.corpus.embedded_text",
-        "sha256": text.sha256, "documents": text.count,
-        "characters": {name: len(x) for name, x in text.joined.items()}, "bytes": {n: len(x.encode()) for n, x in text.joined.items()},
-        "tokens": {name: len(x) for name, x in splits.items()}, "vocabulary": tokenizer.size,
-    }  # fmt: skip
+        "sha256": text.sha256,
+        "documents": text.count,
+        "characters": {name: len(x) for name, x in text.joined.items()},
+        "bytes": {name: len(x.encode()) for name, x in text.joined.items()},
+        "tokens": {name: len(x) for name, x in splits.items()},
+        "vocabulary": tokenizer.size,
+    }
     return TextData(plan, tokenizer, splits, facts, device)
 
 
 class Text:
-    """Documents by split; two of the same text are equal, so that the runs of a sweep learn its tokens and encode it
+    """Documents by split. Equal where the text is the same, so that the runs of a sweep train one tokenizer and encode
     once.
     """
 
@@ -102,7 +105,7 @@ class Text:
 
 
 @lru_cache(maxsize=1)
-def _learned(vocabulary: int, text: Text) -> Tokenizer:
+def _trained_tokenizer(vocabulary: int, text: Text) -> Tokenizer:
     return make_tokenizer(vocabulary, text.parts["train"])
 
 
@@ -113,5 +116,5 @@ def _encoded(tokenizer: Tokenizer, text: Text) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=1)
 def _embedded() -> list[str]:
-    """Kept for the next run of a sweep: it takes a few seconds."""
+    """Cached for the next run of a sweep, since it takes a few seconds."""
     return embedded_documents()
