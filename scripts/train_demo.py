@@ -1,5 +1,5 @@
-"""Make the checkpoints that `locater demo` scans: a small rotary decoder trained on the text inside CPython, and its
-LocAteR twin.
+"""Train the checkpoints that `locater demo` scans: a small rotary decoder on Python's documentation, and its LocAteR
+twin.
 
     .venv/bin/python scripts/train_demo.py                                 # about 9 minutes on two cores
     .venv/bin/python scripts/train_demo.py --control "locater(target=2)" --out src/locater/demo/twin
@@ -48,21 +48,23 @@ def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor, length: int) 
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--out", type=Path, default=OUT)
-    ask.add_argument("--steps", type=int, default=1500)
-    ask.add_argument("--batch", type=int, default=16)
-    ask.add_argument("--length", type=int, default=256)
-    ask.add_argument("--rate", type=float, default=3e-3)
-    ask.add_argument("--seed", type=int, default=0)
-    ask.add_argument("--control", help="such as 'locater(target=2)', as locater train takes it; none unless given")
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--control", help="a control as locater train takes it, such as 'locater(target=2)'; default: none"
+    )
+    args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 
     text = embedded_text()
     tokens = tokenize(text, 1024, args.out)
-    held = len(tokens) // 20
-    train, valid = tokens[:-held], tokens[-held:]
+    held_out = len(tokens) // 20
+    train, valid = tokens[:-held_out], tokens[-held_out:]
 
     torch.manual_seed(args.seed)
     config = LlamaConfig(
