@@ -16,7 +16,7 @@ from locater.attention import mechanisms
 from locater.data.copying import TRIGGERS, Source, copy_source, entropies
 from locater.train import Plan, load, run
 from locater.train.data import open_data
-from locater.train.made_data import HELD_OUT, CopyData
+from locater.train.generated_data import HELD_OUT, CopyData
 from tests.conftest import Result as Ran
 
 TINY = Plan(

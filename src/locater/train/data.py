@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from locater.train.batches import Data
+from locater.train.generated_data import make_copies, make_numbers
 from locater.train.image_data import read_images
-from locater.train.made_data import make_copies, make_numbers
 from locater.train.plan import Plan
 from locater.train.text_data import read_text_data
 
