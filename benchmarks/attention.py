@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from locater.kernels import attention_entropy, attention_statistics
 from locater.kernels.terms import Terms
@@ -80,61 +82,52 @@ def check() -> dict[str, float]:
 
 
 def contenders(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Any]:
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    def fused(backend: SDPBackend) -> Any:
-        def run() -> None:
-            with sdpa_kernel(backend):
-                sdpa(q, k, v, is_causal=causal)
-
-        return run
-
-    def flash_backward() -> Any:
-        a, b, c = (x.detach().clone().requires_grad_() for x in (q, k, v))
-        grad = torch.randn_like(q)
-
-        def run() -> None:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                torch.autograd.grad(sdpa(a, b, c, is_causal=causal), (a, b, c), grad)
-
-        return run
-
-    def entropy_backward() -> Any:
-        a, b = (x.detach().clone().requires_grad_() for x in (q, k))
-        grad = torch.randn(q.shape[:3], device="cuda")
-
-        def run() -> None:
-            torch.autograd.grad(attention_entropy(a, b, causal=causal, backend="triton"), (a, b), grad)
-
-        return run
-
-    def eager() -> None:
-        logits = (q @ k.mT).float() * q.shape[-1] ** -0.5
-        if causal:
-            logits.masked_fill_(torch.ones(logits.shape[-2:], dtype=torch.bool, device="cuda").triu_(1), -torch.inf)
-        p = logits.softmax(-1)
-        torch.special.entr(p).sum(-1)
-        logits.amax(-1)
-
-    runs = {
-        "statistics": lambda: attention_statistics(q, k, causal=causal, extended=False, backend="triton"),
-        "statistics, extended": lambda: attention_statistics(q, k, causal=causal, extended=True, backend="triton"),
-        "statistics, extended and per key": lambda: attention_statistics(
-            q, k, causal=causal, extended=True, per_key=True, backend="triton"
-        ),
-        "entropy, forward and backward": entropy_backward(),
+    """By name, functions of no argument; those that do not apply to the dtype or the length are left out."""
+    statistics = partial(attention_statistics, q, k, causal=causal, backend="triton")
+    runs: dict[str, Any] = {
+        "statistics": partial(statistics, extended=False),
+        "statistics, extended": partial(statistics, extended=True),
+        "statistics, extended and per key": partial(statistics, extended=True, per_key=True),
+        "entropy, forward and backward": entropy_backward(q, k, causal),
     }
     if q.dtype != torch.float32:
-        runs |= {"flash forward": fused(SDPBackend.FLASH_ATTENTION), "flash forward and backward": flash_backward()}
-        runs |= {"cudnn forward": fused(SDPBackend.CUDNN_ATTENTION)}
+        runs["flash forward"] = partial(fused, SDPBackend.FLASH_ATTENTION, q, k, v, causal)
+        runs["flash forward and backward"] = flash_backward(q, k, v, causal)
+        runs["cudnn forward"] = partial(fused, SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
         flex = flex_statistics(q, k, v, causal)
         if flex is not None:
             runs["flex forward with lse and max"] = flex
     else:
-        runs |= {"efficient forward": fused(SDPBackend.EFFICIENT_ATTENTION)}
+        runs["efficient forward"] = partial(fused, SDPBackend.EFFICIENT_ATTENTION, q, k, v, causal)
     if q.shape[2] <= 8192:
-        runs["eager softmax and entropy"] = eager
+        runs["eager softmax and entropy"] = partial(eager, q, k, causal)
     return runs
+
+
+def fused(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def flash_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    grad = torch.randn_like(q)
+    return lambda: torch.autograd.grad(fused(SDPBackend.FLASH_ATTENTION, *leaves, causal), leaves, grad)
+
+
+def entropy_backward(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+    grad = torch.randn(q.shape[:3], device="cuda")
+    return lambda: torch.autograd.grad(attention_entropy(*leaves, causal=causal, backend="triton"), leaves, grad)
+
+
+def eager(q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
+    logits = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    if causal:
+        logits.masked_fill_(torch.ones(logits.shape[-2:], dtype=torch.bool, device="cuda").triu_(1), -torch.inf)
+    p = logits.softmax(-1)
+    torch.special.entr(p).sum(-1)
+    logits.amax(-1)
 
 
 def flex_statistics(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
@@ -203,22 +196,22 @@ def tune(lengths: list[int], rounds: int = 3) -> list[dict[str, Any]]:
 
     rows = []
     kernels.LONG_TILES.clear()
-    for T, D, what in itertools.product(lengths, (64, 128), ("plain", "extended")):
+    for T, D, columns in itertools.product(lengths, (64, 128), ("plain", "extended")):
         q, k = (torch.randn(1, HEADS, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         terms = Terms(scale=D**-0.5, causal=True)
         samples: dict[tuple[Any, int], list[float]] = {}
         for _ in range(rounds):
             for tile, cache in itertools.product(TILES[D], CACHES if T > 4096 else CACHES[-1:]):
-                kernels.TILES["half", D, what], kernels.CACHE = tile, cache << 20
+                kernels.TILES["half", D, columns], kernels.CACHE = tile, cache << 20
                 kernels.LAUNCHES.clear()
-                run = lambda: kernels.statistics(q, k, terms, what == "extended", False)  # noqa: B023, E731
+                run = lambda: kernels.statistics(q, k, terms, columns == "extended", False)  # noqa: B023, E731
                 samples.setdefault((tile, cache), []).append(median_ms(run, 3 if T < 20_000 else 1, 1))
         for (tile, cache), times in sorted(samples.items(), key=lambda item: sorted(item[1])[rounds // 2]):
             rows.append(
                 {
                     "T": T,
                     "D": D,
-                    "what": what,
+                    "what": columns,
                     "tile": tile,
                     "cache_MB": cache,
                     "ms": round(sorted(times)[rounds // 2], 4),

@@ -184,7 +184,10 @@ def test_facts_of_the_source(tmp_path: Path) -> None:
     [
         ({"task": "copy", "corpus": ["a.txt"]}, "task=copy makes its own tokens: leave out corpus=a.txt"),
         ({"task": "copy", "vocabulary": 7}, "vocabulary=7: must be at least 8"),
-        ({"task": "causal", "vocabulary": 64}, "vocabulary=64: must be at least 256, except with task=copy and task=sort"),
+        (
+            {"task": "causal", "vocabulary": 64},
+            "vocabulary=64: must be at least 256, except with task=copy and task=sort",
+        ),
         ({"task": "sort", "vocabulary": 7}, "vocabulary=7: must be at least 8"),
         ({"task": "copy", "vocabulary": 4097}, "vocabulary=4097: must be at most 4096 with task=copy"),
         ({"task": "copy", "images": "a.npz"}, "task=copy makes its own tokens: leave out images=a.npz"),
