@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import LocaterError
 from locater.families import attention_layers, effective, folded
-from locater.monitor import Monitor
-from locater.monitor import run_monitor as monitor
+from locater.monitor import Monitor, head_table
 from locater.observing import observe, tally
 from locater.tracking.loggers import read_run
 from tests.control.test_distributed import batch, shard
@@ -80,7 +79,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 def test_measuring_imports_nothing_that_controls() -> None:
     """Controls stand on what is measured, and not the other way round."""
-    root = Path(monitor.__file__).parents[1]
+    root = Path(head_table.__file__).parents[1]
     for path in (*(root / "monitor").glob("*.py"), *(root / "observing").rglob("*.py")):
         found = [
             line
@@ -307,7 +306,7 @@ def test_what_cannot_be_recorded_is_read_layer_by_layer(tmp_path: Path, monkeypa
 
     for name in ("__init__", "spectra"):
         with monkeypatch.context() as patch:
-            patch.setattr(monitor.FoldedStacks, name, fails)
+            patch.setattr(head_table.FoldedStacks, name, fails)
             apart = spectrum_of(llama(), tmp_path / f"{name}.jsonl")
         for a, b in zip(together, apart, strict=True):
             torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=1e-6)
@@ -355,7 +354,7 @@ def watch_sharded(rank: int, folder: Path) -> None:
         monitor = Monitor(path, every=1).attach(model)
         model(batch().chunk(2)[rank] if group else batch())
         monitor.after_step()
-        assert monitor._stacks is not None
+        assert monitor._weights.stacks is not None
         monitor.detach()
         if rank == 0:
             logged.append(read_run(path).steps[0]["heads"])

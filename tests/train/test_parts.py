@@ -56,9 +56,9 @@ def test_a_plan_goes_to_json_and_back() -> None:
     ("held", "said"),
     [
         ({"speed": 3}, "a plan has no 'speed'; it has out, task"),
-        ({"steps": "many"}, "steps='many': not a value of the right kind (int)"),
+        ({"steps": "many"}, "steps='many': must be of type int"),
         ({"steps": True}, "steps=True"),
-        ({"steps": 0}, "steps=0: 1 is the least"),
+        ({"steps": 0}, "steps=0: must be at least 1"),
         ({"rate": float("nan")}, "rate=nan: give a finite number"),
         ({"corpus": "a.txt"}, "corpus='a.txt'"),
         ({"task": "translate"}, "choose causal or masked or image"),

@@ -15,7 +15,8 @@ import numpy as np
 
 from locater.findings import FLAG_NAMES, comparison
 from locater.report.html import short_name
-from locater.tracking.run_log import Points, Record, Run
+from locater.tracking.logged_run import Points, Run
+from locater.tracking.records import Record
 
 VALUES = 2_050_000  # numbers on one page: nearly always two bytes each, a third more as text
 MOST_STEPS = 2_000

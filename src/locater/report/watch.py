@@ -24,7 +24,10 @@ from locater.errors import LocaterError
 from locater.findings import EXPLODING, FLAGS
 from locater.report.html import assemble, short_name
 from locater.report.packing import Curve, pack, thin
-from locater.tracking.run_log import Record, Run, RunReader, find_log
+from locater.tracking.logged_run import Run
+from locater.tracking.records import Record
+from locater.tracking.run_log import find_log
+from locater.tracking.run_reader import RunReader
 from locater.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
