@@ -16,7 +16,7 @@ from torch import nn
 from locater import Scan, scan
 from locater.families import layers_of, open_source
 from locater.theory import residual_kept
-from locater.verbs.result import HeadRow
+from locater.verbs.scan_result import HeadRow
 from locater.verbs.scanning import row_keys
 
 DEMO = Path(str(files("locater") / "demo"))

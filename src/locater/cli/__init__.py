@@ -32,7 +32,7 @@ from locater.cli.shell import (
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.findings import Condition, parse_conditions
-from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan
+from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS, TOKENS, Scan
 from locater.version import __version__
 
 if TYPE_CHECKING:

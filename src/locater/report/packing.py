@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from locater.findings import FLAG_NAMES, comparison
-from locater.report.html import short_name
+from locater.report.scan import short_name
 from locater.tracking.run_log import Points, Record, Run
 
 VALUES = 2_050_000  # numbers on one page: nearly always two bytes each, a third more as text

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locater.findings import EXPLODING, FLAGS
-from locater.report.html import assemble, explained, layer_note, short_name, significant
+from locater.report.scan import assemble, explained, layer_note, short_name, significant
 from locater.report.tables import PROBE, counted, notebook, noted, roles, summary
 from locater.version import __version__
 

@@ -25,7 +25,7 @@ def prose_page(text: str, figures: Mapping[str, str]) -> str:
     body = re.sub(r'src="figure:([^"]+)"', lambda mark: f'src="{_embedded(figures[mark[1]])}"', body)
     words = {
         "TITLE": html.escape(f"{title} · Locater"), "HEADING": html.escape(title), "BODY": body,
-        "STYLE": _part("page.css") + _part("prose.css"), "FOOTER": f"Made by Locater {__version__}.",
+        "STYLE": _part("base.css") + _part("prose.css"), "FOOTER": f"Made by Locater {__version__}.",
     }  # fmt: skip
     return re.sub(r"@([A-Z]+)@", lambda mark: words[mark[1]], _part("prose.html"))
 

@@ -36,7 +36,7 @@ from locater.report.tables import (
 if TYPE_CHECKING:
     from locater.verbs.comparing import Comparison
     from locater.verbs.probing import Probe
-    from locater.verbs.result import Scan
+    from locater.verbs.scan_result import Scan
 
 GAP = 2  # between columns
 ALL_HEADS = 48  # up to this many heads are shown one by one

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from locater.errors import LocaterError
 from locater.findings import EXPLODING, FLAGS
-from locater.report.html import assemble, short_name
+from locater.report.scan import assemble, short_name
 from locater.report.packing import Curve, pack, thin
 from locater.tracking.run_log import Record, Run, RunReader, find_log
 from locater.version import __version__

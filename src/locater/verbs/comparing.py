@@ -12,7 +12,7 @@ from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.numerics import known_median
-from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, HeadRow, Scan
+from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, HeadRow, Scan
 from locater.verbs.scanning import Progress, scan
 from locater.version import SCHEMA, __version__
 
@@ -63,7 +63,7 @@ class Comparison:
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the page of both, with differences where shapes agree."""
-        from locater.report.html import compare_page
+        from locater.report.scan import compare_page
 
         write_whole(Path(path), compare_page(self.a.with_details(), self.b.with_details(), self.aligned))
 

@@ -32,7 +32,7 @@ from locater.predict.prediction import logit_bound, predict
 from locater.report.probe import block_of
 from locater.theory import kept_at_entropy
 from locater.verbs.load import load_model
-from locater.verbs.result import LENGTH, TOKENS, HeadRow
+from locater.verbs.scan_result import LENGTH, TOKENS, HeadRow
 from locater.verbs.scanning import kept_in, root_mean_square, row_keys, scan
 from locater.version import SCHEMA, __version__
 

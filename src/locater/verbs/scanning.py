@@ -33,7 +33,7 @@ from locater.theory import (
     unit_moments,
 )
 from locater.theory.localization import SKEW_LIMIT
-from locater.verbs.result import LENGTH, HeadRow, Scan
+from locater.verbs.scan_result import LENGTH, HeadRow, Scan
 
 OF_SOFTMAX = ("expected_entropy", "residual_kept", "localization")  # columns that speak of no other weights
 LONGEST = 8192  # tokens that heads are run on where statistics are given

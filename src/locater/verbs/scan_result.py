@@ -93,7 +93,7 @@ class Scan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.html import scan_in_notebook
+        from locater.report.scan import scan_in_notebook
 
         return scan_in_notebook(self)
 
@@ -190,7 +190,7 @@ class Scan:
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the HTML page: self-contained, works offline."""
-        from locater.report.html import scan_page
+        from locater.report.scan import scan_page
 
         write_whole(Path(path), scan_page(self.with_details()))
 

@@ -17,7 +17,7 @@ from locater.report.tables import SCAN, collapse_risk, moved, notebook, noted, o
 from locater.version import __version__
 
 if TYPE_CHECKING:
-    from locater.verbs.result import HeadRow, Scan
+    from locater.verbs.scan_result import HeadRow, Scan
 
 NUMBERS = (
     "M", "S", "F", "mean", "concentration", "localization", "expected_entropy", "residual_kept", "key_bias", "stable_rank", "spectral_norm",
@@ -73,7 +73,7 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
         + (f" {notes}." if notes else ""),
         "FOOTER": f"Made by Locater {__version__} from weights {'and statistics' if measured else 'alone'}.",
     }
-    return assemble("page", words, data)
+    return assemble("scan", words, data)
 
 
 def assemble(name: str, words: dict[str, str], data: dict[str, Any]) -> str:
@@ -83,7 +83,7 @@ def assemble(name: str, words: dict[str, str], data: dict[str, Any]) -> str:
         return (files("locater.report") / "page" / file).read_text(encoding="utf-8")
 
     held = {mark: html.escape(text) for mark, text in words.items()}
-    held["STYLE"] = part("page.css") + (part(f"{name}.css") if name != "page" else "")
+    held["STYLE"] = part("base.css") + (part(f"{name}.css") if name != "scan" else "")
     held["SCRIPT"] = part("draw.js") + part(f"{name}.js")
     # no name can end the script
     held["DATA"] = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
