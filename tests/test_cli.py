@@ -142,7 +142,7 @@ finally:
 
 
 ORDERS = (
-    "import locater", "import locater.verbs.scanning", "from locater.verbs.probing import Probe",
+    "import locater", "import locater.verbs.scanning", "from locater.verbs.probe_result import Probe",
     "import locater.cli, locater.verbs.comparing",
 )  # fmt: skip
 
@@ -195,7 +195,7 @@ def test_an_unexpected_exception_is_a_bug_of_ours(
     def fail(*args: object, **kwargs: object) -> None:
         raise kind("out of\nthe blue")
 
-    monkeypatch.setattr(sys.modules[scan.__module__], "effective", fail)
+    monkeypatch.setattr("locater.verbs.head_rows.effective", fail)
     words: list[object] = ["scan", saved_llama]
     result = run(*{"none": words, "before": ["--debug", *words], "after": [*words, "--debug"]}[place])
     assert (result.status, result.out) == (2, "")
@@ -273,7 +273,7 @@ def test_interruption_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[scan.__module__], "effective", stop)
+        patch.setattr("locater.verbs.head_rows.effective", stop)
         result = run("scan", saved_llama, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html")
     assert result.status == 130
     assert "Traceback" not in result.err

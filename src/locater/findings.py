@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -216,7 +217,11 @@ class Condition:
 
 
 def parse_conditions(
-    text: str, columns: Collection[str], measured: Sequence[str], option: str = "--fail-on"
+    text: str,
+    columns: Collection[str],
+    measured: Sequence[str],
+    option: str = "--fail-on",
+    old_names: Mapping[str, str] | None = None,
 ) -> list[Condition]:
     """`sharp,nonfinite` or `M<-1, stable_rank<2`. `columns` and `measured` say which numbers and flags there are,
     `option` who asks.
@@ -227,10 +232,12 @@ def parse_conditions(
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise LocaterError(f"{option} {text!r} names nothing; flags are {', '.join(measured)}")
-    return [_parse(part, columns, measured, option) for part in parts]
+    return [_parse(part, columns, measured, option, old_names or {}) for part in parts]
 
 
-def _parse(part: str, columns: Collection[str], measured: Sequence[str], option: str) -> Condition:
+def _parse(
+    part: str, columns: Collection[str], measured: Sequence[str], option: str, old_names: Mapping[str, str]
+) -> Condition:
     if part in measured:
         return Condition(part, lambda row: part in row["flags"])
     if part in FLAG_NAMES:
@@ -241,6 +248,10 @@ def _parse(part: str, columns: Collection[str], measured: Sequence[str], option:
     if match is None:
         raise LocaterError(f"{option} {part!r}: neither a flag ({', '.join(measured)}) nor a comparison such as 'M<-1'")
     column, sign, number = match.groups()
+    if column in old_names:
+        message = f"{option} {part!r}: column {column} is now {old_names[column]}"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        column = old_names[column]
     if column not in columns:
         raise LocaterError(f"{option} {part!r}: no column {column!r}; there are {', '.join(sorted(columns))}")
     try:

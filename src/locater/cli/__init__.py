@@ -37,7 +37,7 @@ from locater.version import __version__
 
 if TYPE_CHECKING:
     from locater.verbs.comparing import Comparison
-    from locater.verbs.probing import Probe
+    from locater.verbs.probe_result import Probe
 
 app = typer.Typer(
     help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.", cls=Group,
@@ -159,9 +159,12 @@ def probe_command(
 ) -> None:
     """Run a model on text or images: measure every head, beside what is predicted of it."""
     from locater.processor import avoid_broken_amx
-    from locater.verbs.probing import PROBE_COLUMNS, PROBE_FLAGS, probe
+    from locater.verbs.probe_result import OLD_COLUMNS, PROBE_COLUMNS, PROBE_FLAGS
+    from locater.verbs.probing import probe
 
-    conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS) if fail_on is not None else []
+    conditions = (
+        parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS, old_names=OLD_COLUMNS) if fail_on is not None else []
+    )
     check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
     held, label = _text(text, corpus, images)
     avoid_broken_amx()
@@ -379,7 +382,7 @@ def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Pat
         raise LocaterError("--text: the name of the file is empty; - reads standard input")
     if text is not None:
         return Path(text), text
-    from locater.verbs.probing import DEFAULT_TEXT
+    from locater.verbs.probe_data import DEFAULT_TEXT
 
     return None, DEFAULT_TEXT + ("" if corpus else " (the default; --text FILE for yours)")
 

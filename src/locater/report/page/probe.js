@@ -12,7 +12,7 @@ const LINES = [
   ["entropy (nats)", "entropy", "predicted_entropy", "prior_entropy"], ["entropy without the first token", "rest_entropy", "predicted_rest_entropy", null],
   ["differences kept", "typical_kept", "predicted_typical_kept", "prior_typical_kept"],
   ["weight on the first token", "sink", "predicted_sink", null], ["largest logit", "max_logit", null, "logit_bound"],
-  ["localization Λ", null, "localization", "prior_localization"], ["mean self-logit M", null, "M", null], ["variance of logits F", null, "F", null],
+  ["localization Λ", null, "predicted_localization", "prior_localization"], ["mean self-logit M", null, "predicted_M", null], ["variance of logits F", null, "predicted_F", null],
   ...["entropy_ratio", "max_probability", "participation", "distance", "self_mass", "row_mass", "output_stable_rank", "output_effective_rank", "previous",
     "duplicate", "induction"].map(name => [COLUMNS.get(name).label, name, null, null]),
 ];
