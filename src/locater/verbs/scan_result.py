@@ -95,6 +95,9 @@ class Scan:
 
         return scan_in_notebook(self)
 
+    def title(self) -> str:
+        return f"{self.source}: {len(self.rows)} heads in {len(self.layers)} attention layers"
+
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """For each row: which of its flags are faults, and why the others are not."""
