@@ -471,7 +471,7 @@ def test_the_default_text_in_python_too(saved: Path, words: Path, monkeypatch: p
 
 
 def test_text_or_images_and_not_for_every_model(words: Path) -> None:
-    with pytest.raises(LocaterError, match="text or images"):
+    with pytest.raises(LocaterError, match="text and images exclude each other"):
         probe(llama(1), "some text", images=words)
     eye = llama(1)
     eye.main_input_name = "pixel_values"
