@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.predict import Statistics
     from locater.spectrum import Moments, moments
     from locater.verbs.comparing import Comparison, compare
-    from locater.verbs.probing import Probe, probe
-    from locater.verbs.result import HeadRow, Scan
+    from locater.verbs.probe_result import Probe
+    from locater.verbs.probing import probe
+    from locater.verbs.scan_result import HeadRow, Scan
     from locater.verbs.scanning import scan
 
 __all__ = [
@@ -67,8 +68,9 @@ _NAMES = {  # module: what it gives to the package
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),
     "verbs.comparing": ("Comparison", "compare"),
-    "verbs.probing": ("Probe", "probe"),
-    "verbs.result": ("HeadRow", "Scan"),
+    "verbs.probe_result": ("Probe",),
+    "verbs.probing": ("probe",),
+    "verbs.scan_result": ("HeadRow", "Scan"),
     "verbs.scanning": ("scan",),
 }
 _OLD = ("heads",)  # work for one release, and warn

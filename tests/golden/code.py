@@ -29,7 +29,7 @@ from locater.tracking.run_log import read_run
 from locater.train.controls import controls
 from locater.train.loop import run as train
 from locater.train.plan import Plan
-from locater.verbs.probing import ProbeRow
+from locater.verbs.probe_result import ProbeRow
 from locater_papers import PAPERS
 from locater_papers.runs import Row, Runs
 

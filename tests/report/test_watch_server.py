@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from locater import LocaterError
-from locater.report.watch import THREADS, Follower, Server
+from locater.report.follower import Follower
+from locater.report.watch import THREADS, Server
 from locater.tracking.run_reader import RunReader
 from tests.conftest import Result
 from tests.report.test_watch_page import ask, header, step, warning, write

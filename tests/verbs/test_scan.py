@@ -16,8 +16,8 @@ from torch import nn
 from locater import Scan, scan
 from locater.families import layers_of, open_source
 from locater.theory import residual_kept
-from locater.verbs.result import HeadRow
-from locater.verbs.scanning import row_keys
+from locater.verbs.head_rows import row_keys
+from locater.verbs.scan_result import HeadRow
 from tests import ROOT
 
 DEMO = Path(str(files("locater") / "demo"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
-from locater.data.tokenizer import FILE, Tokenizer, tokenizer_of_run, make_tokenizer
+from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.batches import IGNORED, Batch, draw, next_token_pair

@@ -1,5 +1,5 @@
-// The page of a scan. Data in <script id="data">, everything drawn as SVG with what draw.js offers.
-// A scan is {name, layers, heads}; a comparison holds two. Profiles and drives are computed here from moments.
+// The page of a scan. Its data is in <script id="data">; everything is drawn as SVG with the functions of draw.js.
+// A scan is {name, layers, heads}; a comparison has two. Profiles and drives are computed here from moments.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SCANS = DATA.scans;
@@ -9,19 +9,19 @@ const state = { layer: 0, head: 0, metric: null, side: TWO && DATA.aligned ? "di
 // name, palette, least range of the colours (so that noise stays pale), how to read it from a head, what it means
 const METRICS = {
   localization: ["Λ localization by position", "diverging", 0.1, h => h.localization,
-    "Share of what decides whether a token's signal gets through that its position explains. 0: position does not matter. Towards 1: near tokens win. Negative: far tokens win."],
+    "How much of whether a token's signal gets through is explained by its position. 0: position does not matter. Towards 1: near tokens win. Negative: far tokens win."],
   M: ["M mean self-logit", "diverging", 1, h => h.M,
-    "Mean logit of a token with itself. Around 2 and above, the theory lets attention localize; below -1 a token looks away from its like."],
+    "Mean logit of a token with itself. Around 2 and above, the theory lets attention localize; below -1 a token looks away from tokens like itself."],
   sqrtF: ["√F spread of logits", "sequential", 0.5, h => h.F === null ? null : Math.sqrt(h.F),
     "How far logits spread over keys. Near 0 attention is uniform (rank collapse); above √(2 log T) it locks onto single tokens (entropy collapse)."],
   concentration: ["κ concentration of the spectrum", "diverging", 0.1, h => h.concentration,
     "1 or -1: all eigenvalues are equal. 0: they spread around zero, or the map only rotates."],
   symmetry: ["S/F symmetry", "diverging", 0.2, h => h.S === null || !h.F ? null : h.S / h.F,
-    "1: the query-key map is symmetric, who looks is looked at. -1: antisymmetric, one-way. Trained maps sit near 0."],
+    "1: the query-key map is symmetric, tokens look at each other. -1: antisymmetric, one-way. Trained maps sit near 0."],
   expected_entropy: ["expected entropy (nats)", "sequential", Math.log(DATA.length), h => h.expected_entropy,
     "Entropy of a row of attention if logits were normal over keys. 0 is one-hot."],
   residual_kept: ["differences kept by attention", "sequential", 0.2, h => h.residual_kept,
-    `Share of what differs between tokens that attention alone hands on. Near ${Number((DATA.length ** -0.5).toPrecision(3))}, as uniform attention over ${DATA.length} tokens, the head mixes them into one: layer upon layer, that is rank collapse. 1: each row takes one token as it is. With skips the stream itself is kept, and this speaks of what the head adds.`],
+    `Share of the differences between tokens that attention alone passes on. Near ${Number((DATA.length ** -0.5).toPrecision(3))}, as uniform attention over ${DATA.length} tokens, the head mixes them into one: layer upon layer, that is rank collapse. 1: each row copies one token. Skip connections keep the stream itself; this is about what the head adds to it.`],
   key_bias: ["key bias", "sequential", 0.2, h => h.key_bias,
     "Spread of the part of a logit that depends on the key alone: every query is drawn to the same keys."],
   stable_rank: ["stable rank", "sequential", 4, h => h.stable_rank,
@@ -80,8 +80,8 @@ function value(layer, head) {
     const [a, b] = SCANS.map(s => headAt(s, layer, head)).map(h => h ? read(h) : null);
     return a === null || b === null ? null : b - a;
   }
-  const found = headAt(SCANS[state.side], layer, head);
-  return found ? read(found) : null;
+  const entry = headAt(SCANS[state.side], layer, head);
+  return entry ? read(entry) : null;
 }
 const diverging = () => state.side === "difference" || METRICS[state.metric][1] === "diverging";
 
@@ -91,7 +91,7 @@ function quantile(values, share) {
   const known = [...values].sort((a, b) => a - b);
   return known.length ? known[Math.min(known.length - 1, Math.floor(known.length * share))] : 0;
 }
-function range(values) { // the 98th percentile, so that one head does not hide the others
+function range(values) { // the 98th percentile: one extreme head does not hide the others
   const floor = METRICS[state.metric][2] * (state.side === "difference" ? 0.5 : 1);
   return Math.max(floor, quantile(values.filter(v => v !== null).map(Math.abs), 0.98));
 }
@@ -117,7 +117,7 @@ function heatmap() {
       fill: bad ? "url(#hatch-broken)" : v === null ? "url(#hatch-none)" : colour(v / most), "data-layer": h.layer, "data-head": h.head,
     }, svg);
     make("title", {}, cell, `layer ${scan.layers[h.layer].short}, head ${h.head}: ${METRICS[state.metric][0]} ${show(v)}${flags.length ? " · " + flags.join(", ") : ""}`);
-    if ((look || flags.some(name => name !== "uniform")) && cellW > 7) { // uniform, and no fault: that is said of the model
+    if ((look || flags.some(name => name !== "uniform")) && cellW > 7) { // uniform without a fault is a property of the model, named above
       marks.push(["mark" + dim + (look ? "" : " calm"), x + cellW - gap - (cellW > 14 ? 5.5 : 3), y + (cellW > 14 ? 5.5 : 3), cellW > 14 ? 1 : 0.6]);
     }
   });
@@ -230,7 +230,7 @@ function shade(t) { // colour of the background of the map for Λ = t
   return `rgb(${ramp.middle.map((x, c) => Math.round(x + (to[c] - x) * Math.abs(t) * 0.75)).join(",")})`;
 }
 let tinted = ["", null];
-function tint(box, reach, low, high) { // narrow columns, each a gradient; kept while nothing it depends on changes
+function tint(box, reach, low, high) { // narrow columns, each a gradient; drawn again only when the axes or the colours change
   const key = [box.left, box.right, box.bottom, reach, low, high, dark()].join();
   if (tinted[0] === key) return tinted[1];
   const group = make("g", { class: "tint" }), columns = Math.round((box.right - box.left) / 3), w = (box.right - box.left) / columns, stops = 32;
@@ -277,7 +277,7 @@ function phases() {
   });
 }
 
-function controls() { // what the reader can press shows what is chosen
+function controls() { // controls show what is chosen
   element("explain").textContent = METRICS[state.metric][4];
   element("metric").value = state.metric;
   if (TWO) element("side").value = String(state.side);
@@ -285,25 +285,25 @@ function controls() { // what the reader can press shows what is chosen
 }
 let drawnAt = 0;
 function draw() { drawnAt = innerWidth; controls(); heatmap(); phases(); panels(); }
-function change(what) { Object.assign(state, what); draw(); remember(); }
+function change(choice) { Object.assign(state, choice); draw(); remember(); }
 
-// ---- what is chosen: kept in the address, so that a reload and a copied link show the same ----
+// ---- the choice in the address ----
 function remember() {
-  const held = new URLSearchParams(), layer = shown()[0].layers[state.layer];
-  if (layer) { held.set("layer", layer.short); held.set("head", state.head); }
-  held.set("metric", state.metric);
-  if (TWO) held.set("side", state.side === "difference" ? state.side : SCANS[state.side].letter);
-  if (!state.guide) held.set("guide", "closed");
-  try { history.replaceState(null, "", `#${held}`); } catch { /* a frame without an address: nothing to keep it in */ }
+  const choice = new URLSearchParams(), layer = shown()[0].layers[state.layer];
+  if (layer) { choice.set("layer", layer.short); choice.set("head", state.head); }
+  choice.set("metric", state.metric);
+  if (TWO) choice.set("side", state.side === "difference" ? state.side : SCANS[state.side].letter);
+  if (!state.guide) choice.set("guide", "closed");
+  storeChoice(choice);
 }
 function recall() { // true when the address names a head
-  const held = new URLSearchParams(location.hash.slice(1)), letter = SCANS.findIndex(s => s.letter === held.get("side"));
-  if (Object.hasOwn(METRICS, held.get("metric"))) state.metric = held.get("metric");
+  const choice = choiceInAddress(), letter = SCANS.findIndex(s => s.letter === choice.get("side"));
+  if (Object.hasOwn(METRICS, choice.get("metric"))) state.metric = choice.get("metric");
   if (TWO && letter >= 0) state.side = letter;
-  if (TWO && DATA.aligned && held.get("side") === "difference") state.side = "difference";
-  state.guide = held.get("guide") !== "closed";
-  const layer = shown()[0].layers.findIndex(l => l.short === held.get("layer")), head = Number(held.get("head"));
-  if (!held.has("head") || !shown().some(s => headAt(s, layer, head))) return false;
+  if (TWO && DATA.aligned && choice.get("side") === "difference") state.side = "difference";
+  state.guide = choice.get("guide") !== "closed";
+  const layer = shown()[0].layers.findIndex(l => l.short === choice.get("layer")), head = Number(choice.get("head"));
+  if (!choice.has("head") || !shown().some(s => headAt(s, layer, head))) return false;
   Object.assign(state, { layer, head });
   return true;
 }

@@ -1,5 +1,6 @@
-"""What a scan gives back: a row per head, an entry per layer, the assumptions behind the numbers; and how it is written
-and read.
+"""`Scan`, the result of `scan()`: a row per head, an entry per layer, and the assumptions behind the numbers.
+
+It is written as JSON, read back, and shown by `report/`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ if TYPE_CHECKING:
     import pandas
     import polars
 
-LENGTH = 256  # tokens in view, unless told otherwise
-TOKENS = 8192  # that a probe measures, unless told otherwise
+LENGTH = 256  # default number of tokens in view
+TOKENS = 8192  # default number of tokens that a probe measures
 
 
 @dataclass(frozen=True)
 class HeadRow:
-    """One head. `trace`, `trace_of_square`, `frobenius_sq` are of the effective W without the logit scale; M, S, F with
-    it.
+    """One head. `trace`, `trace_of_square` and `frobenius_sq` leave out the logit scale; M, S and F include it.
 
-    None stands for a number that has no meaning here: traces of cross-attention, everything of a head with NaN weights.
+    None is a number without meaning: traces of cross-attention, every number of a head with NaN weights.
     """
 
     layer: int
@@ -60,17 +60,16 @@ class HeadRow:
     expected_entropy: float | None = None
     residual_kept: float | None = None
     flags: tuple[str, ...] = ()
-    # on request
+    # optional columns
     eigenvalues: tuple[tuple[float, float], ...] | None = None
-    # rotary: even and odd coefficients per frequency, and the still part, in logit units
-    drive: dict[str, Any] | None = None
-    profile: tuple[float, ...] | None = None  # rho over 65 positions, where it is not the closed form's
+    drive: dict[str, Any] | None = None  # rotary: "even" and "odd" by frequency, and the constant "still", in logits
+    profile: tuple[float, ...] | None = None  # rho over 65 positions, where the closed form does not apply
 
     def __getitem__(self, column: str) -> Any:
         return getattr(self, column)
 
 
-OPTIONAL = ("eigenvalues", "drive", "profile")  # columns on request
+OPTIONAL = ("eigenvalues", "drive", "profile")  # columns that are computed on request
 ADDED = ("residual_kept",)  # columns that documents of earlier versions do not have
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
@@ -78,41 +77,48 @@ SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "
 
 @dataclass(frozen=True, repr=False)
 class Scan:
-    """What `scan()` found."""
+    """The result of `scan()`."""
 
     source: str
     assumptions: dict[str, Any]
     layers: list[dict[str, Any]]
     rows: list[HeadRow]
-    # the same scan with what a page draws
-    detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)
+    detailed: Callable[[], Scan] | None = field(default=None, repr=False, compare=False)  # scans again, with details
 
     def __repr__(self) -> str:
-        bad = sum(bool(held.faults) for held in self.verdicts)
-        return f"Scan({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers, {bad} to look at)"
+        faulty = sum(bool(verdict.faults) for verdict in self.verdicts)
+        return f"Scan({self.source!r}, {len(self.rows)} heads in {len(self.layers)} layers, {faulty} to look at)"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.html import scan_in_notebook
+        from locater.report.scan import scan_in_notebook
 
         return scan_in_notebook(self)
 
+    def title(self) -> str:
+        return f"{self.source}: {len(self.rows)} heads in {len(self.layers)} attention layers"
+
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        """Of each row: which of its flags are faults, and why the others are not."""
+        """For each row: which of its flags are faults, and why the others are not."""
         return judge([vars(row) for row in self.rows], self.assumptions["length"])
 
     def records(self) -> list[dict[str, Any]]:
-        """Rows as they are written, with `faults` beside `flags`."""
-        return [{**asdict(row), "faults": held.faults} for row, held in zip(self.rows, self.verdicts, strict=True)]
+        """Rows as dictionaries, with `faults` beside `flags`."""
+        pairs = zip(self.rows, self.verdicts, strict=True)
+        return [{**asdict(row), "faults": verdict.faults} for row, verdict in pairs]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: schema, locater, source, assumptions, layers, heads."""
         heads = [{k: v for k, v in row.items() if v is not None or k not in OPTIONAL} for row in self.records()]
         return {
-            "schema": SCHEMA, "locater": __version__, "source": self.source, "assumptions": self.assumptions,
-            "layers": self.layers, "heads": heads,
-        }  # fmt: skip
+            "schema": SCHEMA,
+            "locater": __version__,
+            "source": self.source,
+            "assumptions": self.assumptions,
+            "layers": self.layers,
+            "heads": heads,
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
@@ -131,7 +137,7 @@ class Scan:
             if document["schema"] != SCHEMA:
                 raise ValueError(f"schema {document['schema']!r:.40}, not {SCHEMA}")
             check_scan(document, NUMERIC_COLUMNS, OPTIONAL + ADDED)
-            rows = [_row(head) for head in document["heads"]]
+            rows = [_row_of(head) for head in document["heads"]]
             return cls(document["source"], document["assumptions"], document["layers"], rows)
         except (KeyError, TypeError, AttributeError) as error:
             raise LocaterError(
@@ -150,37 +156,34 @@ class Scan:
 
     @classmethod
     def join(cls, parts: Iterable[Scan]) -> Scan:
-        """The scans of all shards of one model (`--shard i/n`), as one."""
-        held = list(parts)
-        layers = sorted((entry for part in held for entry in part.layers), key=lambda entry: entry["layer"])
+        """Join the scans of all shards of one model (`--shard i/n`)."""
+        shards = list(parts)
+        layers = sorted((entry for shard in shards for entry in shard.layers), key=lambda entry: entry["layer"])
         numbers = [entry["layer"] for entry in layers]
-        assumed = held[0].assumptions if held else {}
-        if len({part.source for part in held}) != 1 or numbers != list(range(assumed.get("layers", len(numbers)))):
-            raise LocaterError(
-                f"these shards do not make one model: sources {sorted({p.source for p in held})}, layers {numbers}"
-            )
-        if any(part.assumptions != assumed for part in held):
+        assumptions = shards[0].assumptions if shards else {}
+        sources = sorted({shard.source for shard in shards})
+        if len(sources) != 1 or numbers != list(range(assumptions.get("layers", len(numbers)))):
+            raise LocaterError(f"these shards do not make one model: sources {sources}, layers {numbers}")
+        if any(shard.assumptions != assumptions for shard in shards):
             raise LocaterError("these shards were scanned with different settings (length, raw): scan them alike")
-        rows = sorted((row for part in held for row in part.rows), key=lambda row: (row.layer, row.head))
-        return cls(held[0].source, held[0].assumptions, layers, rows)
+        rows = sorted((row for shard in shards for row in shard.rows), key=lambda row: (row.layer, row.head))
+        return cls(sources[0], assumptions, layers, rows)
 
     def with_details(self) -> Scan:
-        """This scan with what a page draws (eigenvalues, drives, profiles), reading the source again if it lacks
-        them.
-        """
-        lacking = [row for row in self.rows if row.trace is not None and (row.eigenvalues is None or _no_profile(row))]
-        turning = any(entry.get("positions") == "rotary" and "frequencies" not in entry for entry in self.layers)
-        if self.detailed is None or not (lacking or turning):
+        """This scan with the eigenvalues, drives and profiles that a page draws; reads the source again for them."""
+        lacking = any(_lacks_details(row) for row in self.rows)
+        lacking |= any(entry.get("positions") == "rotary" and "frequencies" not in entry for entry in self.layers)
+        if self.detailed is None or not lacking:
             return self
-        found = self.detailed()
-        if [row.trace for row in found.rows] != [row.trace for row in self.rows]:
+        detailed = self.detailed()
+        if [row.trace for row in detailed.rows] != [row.trace for row in self.rows]:
             raise LocaterError(
                 f"{self.source} has changed since it was scanned: scan it with details=True to draw it later"
             )
-        return found
+        return detailed
 
     def plain(self, eigenvalues: bool) -> Scan:
-        """This scan without what only a page draws."""
+        """This scan without the details that only a page draws."""
         rows = [
             replace(row, eigenvalues=row.eigenvalues if eigenvalues else None, drive=None, profile=None)
             for row in self.rows
@@ -190,7 +193,7 @@ class Scan:
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the HTML page: self-contained, works offline."""
-        from locater.report.html import scan_page
+        from locater.report.scan import scan_page
 
         write_whole(Path(path), scan_page(self.with_details()))
 
@@ -207,11 +210,12 @@ class Scan:
         return polars.DataFrame(self.records())
 
 
-def _no_profile(row: HeadRow) -> bool:
-    return row.approximation == "mixture" and row.profile is None
+def _lacks_details(row: HeadRow) -> bool:
+    without_profile = row.approximation == "mixture" and row.profile is None
+    return row.trace is not None and (row.eigenvalues is None or without_profile)
 
 
-def _row(head: dict[str, Any]) -> HeadRow:
+def _row_of(head: dict[str, Any]) -> HeadRow:
     head = {**dict.fromkeys(ADDED), **head}
-    head.pop("faults", None)  # follows from the rest
+    head.pop("faults", None)  # derived from the rest
     return HeadRow(**{**head, "flags": tuple(head["flags"])})
