@@ -26,7 +26,7 @@ class Inputs:
     q: Float[Tensor, "B H T D"]
     k: Float[Tensor, "B K S D"]
     v: Float[Tensor, "B K S E"]
-    terms: Terms = Terms()
+    terms: Terms
     query_padding: Bool[Tensor, "B T"] | None = None  # True = a real token
 
     def with_terms(self, **changes: Any) -> Inputs:
