@@ -101,7 +101,8 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             raise LocaterError(
-                "doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, has all of them"
+                "doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, "
+                "has all of them"
             )
         return grad
 

@@ -94,7 +94,8 @@ class Inputs:
         if real is None and self.padding is not None:
             if self.T != self.S:
                 raise LocaterError(
-                    f"padding is of {self.S} keys, and sums over {self.T} queries need query_padding (batch, queries) too"
+                    f"padding is of {self.S} keys, "
+                    f"and sums over {self.T} queries need query_padding (batch, queries) too"
                 )
             real = self.padding
         return None if real is None else real[:, None, :, None]
