@@ -165,19 +165,16 @@ class Terms:
 
     def checked(self, B: int, H: int, T: int, S: int) -> Terms:
         """The same with masks and biases of four axes; raises where a shape does not fit."""
-        terms = self
-        for name in ("mask", "bias"):
-            x = getattr(self, name)
-            full = None if x is None else _four_axes(name, x, (B, H, T, S))
-            if full is not x:
-                terms = replace(terms, **{name: full})
+        shape = (B, H, T, S)
+        mask = None if self.mask is None else _four_axes("mask", self.mask, shape)
+        bias = None if self.bias is None else _four_axes("bias", self.bias, shape)
         for name, axes in SHAPES.items():
             x = getattr(self, name)
             if x is not None:
-                shape = [{"batch": B, "heads": H, "queries": T, "keys": S}[axis] for axis in axes]
-                if list(x.shape) != shape:
-                    raise LocaterError(f"{name} has shape {list(x.shape)}, not {shape} ({', '.join(axes)})")
-        return terms
+                expected = [{"batch": B, "heads": H, "queries": T, "keys": S}[axis] for axis in axes]
+                if list(x.shape) != expected:
+                    raise LocaterError(f"{name} has shape {list(x.shape)}, not {expected} ({', '.join(axes)})")
+        return self if mask is self.mask and bias is self.bias else replace(self, mask=mask, bias=bias)
 
 
 _FIELDS = tuple(f.name for f in fields(Terms))
