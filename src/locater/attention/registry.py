@@ -32,6 +32,7 @@ from locater.attention.inputs import Inputs, checked
 from locater.attention.qk_norm import qk_norm_attention, qk_norm_map
 from locater.attention.softcap import capped_attention, capped_map
 from locater.errors import LocaterError
+from locater.kernels.terms import Terms
 
 Kind = Literal["stochastic", "sub-stochastic", "non-negative", "signed"]
 Causal = Literal["either", "never", "only"]
@@ -108,7 +109,7 @@ class Mechanism:
         where T = S and it is not given). A row that sees no key is zero. `scale` multiplies q.k, 1 / sqrt(D) unless the
         mechanism has its own.
         """
-        x = checked(q, k, v, causal, mask, padding, query_padding, scale)
+        x = checked(q, k, v, Terms(scale, causal, mask=mask, padding=padding), query_padding)
         self._check(x, options)
         return self.attend(x, **options)
 
@@ -125,7 +126,7 @@ class Mechanism:
         **options: Any,
     ) -> Float[Tensor, "B H T S"]:
         """Its T x S matrices written out, whatever that costs: `map @ v` is the output."""
-        x = checked(q, k, k, causal, mask, padding, query_padding, scale)
+        x = checked(q, k, k, Terms(scale, causal, mask=mask, padding=padding), query_padding)
         self._check(x, options)
         return self.weights(x, **options)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from locater.attention import mechanism, mechanisms
 from locater.attention.call import Call
-from locater.attention.changes import Asked, changes
+from locater.attention.changes import AttentionRequest, changes
 from locater.attention.registry import Mechanism as Declared
 from locater.control.base import Layers
 from locater.control.forward import CAP, ForwardChange, ForwardControl, Heads, Place
@@ -101,7 +101,7 @@ class _Replaced(ForwardChange):
     def __init__(self, of: Heads, name: str) -> None:
         self.of, self.name = of, name
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         attend = partial(_attend, mechanism(self.name), self.of.causal, self.of.scale / asked.scale, asked.name)
         return replace(asked, kw={**asked.kw, "mechanism": self.name}, attend=attend)
 
@@ -117,8 +117,8 @@ def _attend(
         raise LocaterError(
             f"{held.name} attention has no dropout of weights, and {type(module).__name__} asks for {dropout}: set the model's to 0"
         )
-    call = Asked(module, name, _attend, query, key, mask, kw).call()
-    key, value, scale = call.key, value[:, :, : call.key.shape[2]], call.scale
+    call = AttentionRequest(module, name, _attend, query, key, mask, kw).call()
+    key, value, scale = call.key, value[:, :, : call.key.shape[2]], call.terms.scale
     own = held.cost == "linear"
     if own and abs(scaled - 1) > 1e-6:
         query = query / scaled
@@ -138,16 +138,17 @@ def _attend(
 
 def _sight(call: Call, held: Declared, causal: bool) -> dict[str, Any]:
     """Who sees whom, as a mechanism is told."""
-    for term, what in ((call.softcap, "a soft-cap"), (call.sinks, "sinks"), (call.alibi, "slopes")):
+    terms = call.terms
+    for term, what in ((terms.softcap, "a soft-cap"), (terms.sinks, "sinks"), (terms.alibi, "slopes")):
         if term is not None:
             raise LocaterError(f"{held.name} attention has no place for {what}, which came with this call")
     T, S = call.query.shape[2], call.key.shape[2]
-    if all(x is None for x in (call.window, call.documents, call.mask, call.bias)):
-        return {"causal": call.causal or (causal and T == 1), "padding": call.padding}
+    if all(x is None for x in (terms.window, terms.documents, terms.mask, terms.bias)):
+        return {"causal": terms.causal or (causal and T == 1), "padding": terms.padding}
     seen = terms_of(call).visible(slice(0, T), T, S, call.query.device)
-    if call.bias is not None:
-        shown = call.bias > -torch.inf
-        if not torch.compiler.is_compiling() and bool((call.bias != 0)[shown].any()):
+    if terms.bias is not None:
+        shown = terms.bias > -torch.inf
+        if not torch.compiler.is_compiling() and bool((terms.bias != 0)[shown].any()):
             raise LocaterError(
                 f"{held.name} attention has no place for numbers that are added to logits: give a mask that only hides"
             )

@@ -21,7 +21,6 @@ from locater.families import AttentionLayer
 from locater.families.build import norm, optional
 from locater.families.normed import NormedProjection
 from locater.families.record import Part
-from locater.kernels.terms import Terms, full_terms
 from locater.numerics import upcast
 
 Mlp = Literal["source", "linear"]
@@ -171,23 +170,12 @@ def attention_maps(call: Call) -> Float[Tensor, "B H T S"]:
     """
     q, k = upcast(call.query), upcast(call.key)
     (B, H, T, _), S = q.shape, k.shape[2]
-    terms = Terms(
-        call.scale,
-        call.causal,
-        call.window,
-        call.softcap,
-        call.padding,
-        call.documents,
-        call.mask,
-        call.bias,
-        call.alibi,
-    )
-    terms = full_terms(terms, B, H, T, S)
+    terms = call.terms.checked(B, H, T, S)
     logits = terms.logits(q, k.repeat_interleave(H // k.shape[1], 1), slice(0, T), T)
     hidden = ~terms.visible(slice(0, T), T, S, q.device) | (logits == -torch.inf)
     logits = logits.masked_fill(hidden, -torch.inf)
-    if call.sinks is not None:
-        logits = torch.cat([logits, call.sinks.to(logits).view(-1, 1, 1).expand(B, H, T, 1)], -1)
+    if terms.sinks is not None:
+        logits = torch.cat([logits, terms.sinks.to(logits).view(-1, 1, 1).expand(B, H, T, 1)], -1)
     return logits.softmax(-1)[..., :S].masked_fill(hidden, 0.0)
 
 

@@ -19,7 +19,8 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer
 from locater.families.listening import put_tap, refuse_unobservable
 from locater.families.record import Block, BlockModules, Family, Part
-from locater.observing.site import Site, Wanted
+from locater.observing.site import Site
+from locater.observing.tally import StatisticsOptions
 
 
 class CallSite(Site):
@@ -61,7 +62,9 @@ class Recording:
                 module = self.weights.submodule(layer.name)
                 refuse_unobservable(module, self.family, layer.name)
                 count, group = layer.heads, layer.group
-                site = CallSite(layer.name, number, "self", module, group, count, [], Switch(), Wanted(), layer)
+                site = CallSite(
+                    layer.name, number, "self", module, group, count, [], Switch(), StatisticsOptions(), layer
+                )
                 self.sites.append(site)
                 enter(site)
                 stack.callback(leave, site)

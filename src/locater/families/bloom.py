@@ -21,6 +21,7 @@ from locater.families.build import expect, expect_layers, integer, norm, project
 from locater.families.gpt_neox import per_head
 from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
+from locater.kernels import Terms
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 
@@ -83,12 +84,12 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 
 def _described(module: Any, passage: Passage) -> Call:
-    q, k, _ = module._reshape(passage.kept["query_key_value"])
+    q, k, _ = module._reshape(passage.tensors["query_key_value"])
     alibi = passage.argument(2, "alibi").detach()
     k = cached(module, passage.argument(4, "layer_past"), k, alibi.shape[-1])
     bias = module.beta * alibi.view(q.shape[0], module.num_heads, 1, -1)
     output = passage.heads("dense", module.num_heads)  # not called with slow_but_exact
-    call = Call(q, k, float(module.inv_norm_factor), bias=bias, output=output)
+    call = Call(q, k, Terms(float(module.inv_norm_factor), bias=bias), output)
     mask = passage.argument(3, "attention_mask")
     return call if mask is None else call.masked(mask.detach())
 

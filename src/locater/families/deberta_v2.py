@@ -26,6 +26,7 @@ from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
 from locater.families.record import Family
 from locater.families.relative import RelativeTerms
+from locater.kernels import Terms
 from locater.numerics import upcast
 
 NAMES = Names(
@@ -120,17 +121,15 @@ def _keep_terms(
 
 def _described(positions: dict[str, Tensor], module: Any, passage: Passage) -> Call:
     heads = module.num_attention_heads
-    q, k = (passage.kept[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("query_proj", "key_proj"))
-    terms = 1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type)
+    q, k = (passage.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("query_proj", "key_proj"))
+    parts = 1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type)
     bias = positions.pop("bias", None)
-    return Call(
-        q,
-        k,
-        (q.shape[-1] * terms) ** -0.5,
+    terms = Terms(
+        (q.shape[-1] * parts) ** -0.5,
         bias=None if bias is None else bias.unflatten(0, (-1, heads)),
         mask=passage.argument(1, "attention_mask").bool(),
-        output=passage.returned[0].detach().unflatten(-1, (heads, -1)),
     )
+    return Call(q, k, terms, passage.returned[0].detach().unflatten(-1, (heads, -1)))
 
 
 FAMILY = Family(("deberta-v2",), layers, BERT_BLOCK, tap)

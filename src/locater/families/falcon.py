@@ -25,6 +25,7 @@ from locater.families.build import expect, expect_layers, integer, norm, project
 from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family, Part
 from locater.families.rotary import rotary_from_config
+from locater.kernels import Terms
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 
@@ -130,7 +131,7 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Call:
     """The mask depends on the implementation: the fused function reads a boolean one, the plain way adds any mask."""
-    q, k = (part.transpose(1, 2) for part in module._split_heads(passage.kept["query_key_value"])[:2])
+    q, k = (part.transpose(1, 2) for part in module._split_heads(passage.tensors["query_key_value"])[:2])
     alibi, mask, past = (
         passage.argument(1, "alibi"),
         passage.argument(2, "attention_mask"),
@@ -140,9 +141,9 @@ def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Cal
         cos, sin = passage.argument(7, "position_embeddings")
         q, k = rotate(q, k, cos.detach(), sin.detach())
     k = cached(module, past, k, None if mask is None else mask.shape[-1])
-    call = Call(q, k, float(module.inv_norm_factor), output=passage.heads("dense", module.num_heads))
+    call = Call(q, k, Terms(float(module.inv_norm_factor)), passage.heads("dense", module.num_heads))
     if "Flash" in type(module).__name__:
-        return replace(call.masked(mask), causal=module.is_causal)
+        return call.masked(mask).with_terms(causal=module.is_causal)
     if module.config._attn_implementation == "sdpa" and not passage.argument(6, "output_attentions"):
         return call.masked(mask.detach()) if mask is not None else _causal(call, module)
     return _added(call, mask, None if alibi is None else alibi.detach() * module.inv_norm_factor)
@@ -151,7 +152,9 @@ def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Cal
 def _causal(call: Call, module: Any) -> Call:
     """The fused function counts from the first key: keys of a cache beyond the queries are not looked at."""
     queries = call.query.shape[2]
-    return replace(call, key=call.key[:, :, :queries], causal=True) if module.is_causal and queries > 1 else call
+    if not module.is_causal or queries == 1:
+        return call
+    return replace(call.with_terms(causal=True), key=call.key[:, :, :queries])
 
 
 def _added(call: Call, mask: Tensor | None, alibi: Tensor | None) -> Call:

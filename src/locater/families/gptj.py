@@ -19,6 +19,7 @@ from locater.families.build import expect, expect_layers, integer, norm, project
 from locater.families.layer import AttentionLayer
 from locater.families.record import Block, Family
 from locater.families.rotary import halves, rotary_from_config
+from locater.kernels import Terms
 
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.q_proj\.weight"
 
@@ -82,7 +83,8 @@ def _attend(module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) 
     if sites:
         names = ((0, "query"), (1, "key"), (3, "attention_mask"))
         q, k, mask = (argument(args, kwargs, at, name) for at, name in names)
-        call = Call(q.detach(), k.detach(), 1 / float(module.scale_attn), output=out[0].detach().transpose(1, 2))
+        terms = Terms(1 / float(module.scale_attn))
+        call = Call(q.detach(), k.detach(), terms, out[0].detach().transpose(1, 2))
         tell(sites, call if mask is None else call.masked(mask.detach()))
     return out
 

@@ -17,6 +17,7 @@ from locater.families.build import expect, shape_of
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.record import Family
+from locater.kernels import Terms
 
 # the model's code uses so many whatever relative_attention_num_buckets says, and reads no further rows
 BUCKETS = 32
@@ -54,10 +55,10 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 def _described(module: Any, passage: Passage) -> Call:
     heads = module.num_attention_heads
-    q, k = (passage.kept[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("q", "k"))
+    q, k = (passage.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("q", "k"))
     mask, bias = passage.argument(1, "attention_mask"), passage.argument(2, "position_bias")
     bias = None if bias is None else bias.detach()
-    call = Call(q, k, module.attention_head_size**-0.5, bias=bias, output=passage.heads("o", heads))
+    call = Call(q, k, Terms(module.attention_head_size**-0.5, bias=bias), passage.heads("o", heads))
     return call if mask is None else call.masked(mask.detach())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from locater.attention.call import Call
 from locater.attention.stand_ins import Passage, Undo, along, name_of
 from locater.errors import LocaterError
+from locater.kernels import Terms
 
 KNOWN = ("attn_mask", "is_causal")
 
@@ -24,14 +24,14 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 
 def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
-    fused = passage.kept["qkv"].unflatten(-1, (3, module.num_heads, -1))  # (B, T, 3, H, D)
+    fused = passage.tensors["qkv"].unflatten(-1, (3, module.num_heads, -1))  # (B, T, 3, H, D)
     q, k = (
         fused[:, :, part].transpose(1, 2)
-        if name not in passage.kept
-        else _heads_first(module, passage.kept[name], fused)
+        if name not in passage.tensors
+        else _heads_first(module, passage.tensors[name], fused)
         for part, name in enumerate(("q_norm", "k_norm"))
     )
-    call = Call(q, k, float(module.scale), output=passage.heads("proj", module.num_heads))
+    call = Call(q, k, Terms(float(module.scale)), passage.heads("proj", module.num_heads))
     arguments = {**dict(zip(names, passage.args, strict=False)), **passage.kwargs}
     for name in names[1:]:
         if arguments.get(name) is not None and name not in KNOWN:
@@ -39,7 +39,7 @@ def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
                 f"{name_of(module)}: what its argument {name!r} does to attention is not known: pass attn_mask instead"
             )
     if arguments.get("is_causal"):
-        call = replace(call, causal=True)
+        call = call.with_terms(causal=True)
     return _masked(call, module, arguments.get("attn_mask"))
 
 

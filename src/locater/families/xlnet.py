@@ -10,7 +10,6 @@ row, which softmax does not see. The query stream of permutation training is lef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
 from locater.families.record import Block, Family
 from locater.families.relative import RelativeTerms
+from locater.kernels import Terms
 from locater.numerics import upcast
 
 PATTERN = r"(?P<prefix>(.*\.)?)layer\.(?P<layer>\d+)\.rel_attn\.q"
@@ -146,7 +146,7 @@ def _attend(
             call = _described(module, args, kwargs, out[0] if isinstance(out, tuple) else out)
             if mask is not None:  # (T, S, B, 1)
                 real = (mask == 0).any(0).any(-1).T
-                call = replace(call, padding=real.expand(call.query.shape[0], -1))
+                call = call.with_terms(padding=real.expand(call.query.shape[0], -1))
             tell(sites, call)
     return out
 
@@ -159,14 +159,13 @@ def _described(module: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
     if segments is not None:
         of_query = torch.einsum("ibnd,snd->ibns", q + module.r_s_bias, module.seg_embed)
         bias = bias + torch.einsum("ijbs,ibns->bnij", segments, of_query)
-    return Call(
-        (q + module.r_w_bias).permute(1, 2, 0, 3),
-        k.detach().permute(1, 2, 0, 3),
+    terms = Terms(
         float(module.scale),
         bias=bias * module.scale,
         mask=None if mask is None else mask.permute(2, 3, 0, 1) == 0,
-        output=out.detach().transpose(0, 1),
     )
+    query = (q + module.r_w_bias).permute(1, 2, 0, 3)
+    return Call(query, k.detach().permute(1, 2, 0, 3), terms, out.detach().transpose(0, 1))
 
 
 FAMILY = Family(("xlnet",), layers, BLOCK, tap)

@@ -28,8 +28,8 @@ from locater.monitor.record_sinks import RecordSinks
 from locater.monitor.run_records import Record, end_record, header, loss_record, step_record, warning_record
 from locater.monitor.trainer_events import TrainerEvents
 from locater.observing.observation import Choice, Observation
-from locater.observing.rows import fetched, held_by
-from locater.observing.site import Wanted
+from locater.observing.rows import accumulators, fetched
+from locater.observing.tally import StatisticsOptions
 from locater.tracking.loggers import Sink
 
 # from docs/results/early-warning.md: early, and 3 false alarms each in 20 healthy runs
@@ -64,7 +64,7 @@ class Monitor(TrainerEvents):
         self.step = 0
         self.warned: set[tuple[int, int, str]] = set()
         self.observation: Observation | None = None
-        self._sample = (Wanted(rows or 0), layers, heads)
+        self._sample = (StatisticsOptions(rows or 0), layers, heads)
         self._sinks = RecordSinks(sinks, self._report_once)
         self._pending = Pending()
         self._reported: set[Any] = set()
@@ -149,7 +149,7 @@ class Monitor(TrainerEvents):
         sites, (spectra, error) = self.observation.sites, self._read_spectra()
         values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
         plain = [name for name, x in values.items() if type(x) in (Tensor, nn.Parameter)]
-        of_sites, of_weights = held_by(sites), [x for part in spectra for x in part.tensors]
+        of_sites, of_weights = accumulators(sites), [x for part in spectra for x in part.tensors]
         fetched_numbers = iter(fetched([*of_sites, *of_weights, *(values[name] for name in plain)]))
         self.observation.clear()
         table = head_table(sites, list(islice(fetched_numbers, len(of_sites))))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from locater.attention.call import unread
+from locater.attention.call import why_unmeasurable
 from locater.control.mechanism import acting
 from locater.models.transformer import Attention, Transformer
 from locater.observing import observe
@@ -15,7 +15,7 @@ from locater.train.batches import Batch
 
 def why_unread(model: Transformer) -> str | None:
     """Why the heads of a model, with its controls attached, cannot be measured; None where they can."""
-    reasons = (unread(acting(module)) for module in model.modules() if isinstance(module, Attention))
+    reasons = (why_unmeasurable(acting(module)) for module in model.modules() if isinstance(module, Attention))
     return next((reason for reason in reasons if reason is not None), None)
 
 
