@@ -21,7 +21,7 @@ from locater.numerics import upcast
 
 
 @dataclass(frozen=True)
-class Place:
+class LiveTensor:
     """A tensor of a live model: an attribute of a module, with the adapters around that module, innermost first."""
 
     name: str
@@ -47,19 +47,19 @@ class Place:
         return tensor
 
 
-def places(module: nn.Module) -> tuple[list[Place], dict[str, nn.Module]]:
+def live_tensors(module: nn.Module) -> tuple[list[LiveTensor], dict[str, nn.Module]]:
     """Every parameter, then every buffer; and every module by its path. What is used twice is there under both
     names.
     """
-    parameters: list[Place] = []
-    buffers: list[Place] = []
+    parameters: list[LiveTensor] = []
+    buffers: list[LiveTensor] = []
     modules: dict[str, nn.Module] = {}
     for path, part, adapters in _walk(module, "", ()):
         modules[path] = part
         made = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # type: ignore[arg-type]
         for into, held in ((parameters, [*part._parameters, *made]), (buffers, part._buffers)):
             present = [name for name in held if name in made or getattr(part, name) is not None]
-            into.extend(Place(f"{path}.{name}" if path else name, part, name, adapters) for name in present)
+            into.extend(LiveTensor(f"{path}.{name}" if path else name, part, name, adapters) for name in present)
     return [*parameters, *buffers], modules
 
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from locater.checkpoints.live_tensors import Place, places
+from locater.checkpoints.live_tensors import LiveTensor, live_tensors
 from locater.errors import LocaterError
 
 T = TypeVar("T")
@@ -95,21 +95,21 @@ class ModuleWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        found, modules = places(module)
+        tensors, modules = live_tensors(module)
         self.where = type(module).__name__
         self.module = module
-        self._places = {WRAPPERS.sub("", place.name): place for place in found}
+        self._live = {WRAPPERS.sub("", tensor.name): tensor for tensor in tensors}
         self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in modules.items()}
 
     def names(self) -> Collection[str]:
-        return self._places.keys()
+        return self._live.keys()
 
-    def place(self, name: str) -> Place:
+    def live_tensor(self, name: str) -> LiveTensor:
         """The module that holds a tensor, and under which name."""
-        return self._places[name]
+        return self._live[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._places[name].shape
+        return self._live[name].shape
 
     def modules(self) -> dict[str, nn.Module]:
         """Every module by its path without wrappers' names."""
@@ -120,7 +120,7 @@ class ModuleWeights:
         return self._modules[path] if path else self.module
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        tensor = self._places[name].read()
+        tensor = self._live[name].read()
         if tensor.device.type == "meta" or not tensor.numel():
             raise LocaterError(
                 f"{self.where}: {name} holds no data (meta device, or sharded away): load or gather the weights first"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from locater.attention.stand_ins import CONTROL
-from locater.checkpoints.live_tensors import Place, is_a
+from locater.checkpoints.live_tensors import LiveTensor, is_a
 from locater.checkpoints.sources import config_of
 from locater.control.base import Control, Layers, layers_numbered
 from locater.errors import LocaterError
@@ -145,14 +145,14 @@ def _own_class(module: nn.Module) -> None:
     module.__class__ = type(kind.__name__, kind.__bases__, held)
 
 
-def _places(model: nn.Module, chosen: Layers, only: Only) -> list[Place]:
+def _places(model: nn.Module, chosen: Layers, only: Only) -> list[LiveTensor]:
     """Where the maps are, each once."""
     weights = Recorder(model)
     layers = layers_numbered(layers_of(weights, config_of(model)), chosen)
     weights.held.clear()  # what is read from here on are maps
     for layer in layers:
         layer.query.weight(), layer.key.weight()
-    held = [weights.place(name) for name, tensor in weights.held.items() if tensor.ndim >= 2]
+    held = [weights.live_tensor(name) for name, tensor in weights.held.items() if tensor.ndim >= 2]
     if only == "linear":
         held += [place for path in _blocks(model, weights, layers) for place in _linear(path, weights.submodule(path))]
     once = {(id(place.module), place.attribute): place for place in held}
@@ -171,10 +171,10 @@ def _blocks(model: nn.Module, weights: Recorder, layers: list[AttentionLayer]) -
     )
 
 
-def _linear(path: str, block: nn.Module) -> list[Place]:
+def _linear(path: str, block: nn.Module) -> list[LiveTensor]:
     parts = [(f"{path}.{name}", part) for name, part in block.named_modules()]
     return [
-        Place(f"{name}.weight", p, "weight")
+        LiveTensor(f"{name}.weight", p, "weight")
         for name, p in parts
         if isinstance(p, nn.Linear) or is_a(p, "transformers.pytorch_utils", "Conv1D")
     ]

@@ -44,7 +44,7 @@ class Recorder(ModuleWeights):
 
     def now(self, name: str) -> Tensor:
         """What `read` gives, without the search for parametrizations where it is plain to see that there are none."""
-        place = self.place(name)
+        place = self.live_tensor(name)
         if not place.adapters and "parametrizations" not in place.module._modules:
             held = place.module._parameters.get(place.attribute)
             if type(held) is nn.Parameter and held.numel() and not held.is_meta:
@@ -152,7 +152,7 @@ class FoldedStacks:
             whole = make_fx(functionalize(maps), tracing_mode="fake")(*stands)
             weights.held = {}
             self.stacks = list(_stacks(whole, self.chosen, names, made))
-        self._edges = _edges(self.model, [weights.place(name).module for name in names])
+        self._edges = _edges(self.model, [weights.live_tensor(name).module for name in names])
 
     def _fold(self) -> Iterator[Effective]:
         layers = list(layers_of(self._weights, config_of(self.model)))
