@@ -345,7 +345,7 @@ def test_controls_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("locator", "no control 'locator': there are "),
+        ("locator", "no control 'locator': did you mean 'locater'? There are "),
         (
             "locater(goal=2)",
             "control locater has no option 'goal': it has shrink, hold, target, part, layers, schedule",

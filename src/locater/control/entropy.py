@@ -17,7 +17,7 @@ from torch import Tensor
 
 from locater.attention.changes import Asked
 from locater.control.base import Layers, device_of
-from locater.control.forward import MEASURE, ForwardChange, ForwardControl, Heads, Place
+from locater.control.forward import MEASURE, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import row_entropy
 from locater.errors import LocaterError
 
@@ -69,7 +69,7 @@ class EntropyPenalty(ForwardControl):
             raise LocaterError(f"margin={margin}: from 0 to half of the band")
         self.floor, self.ceiling, self.weight, self.margin, self.layers = floor, ceiling, weight, margin, layers
 
-    def _change(self, place: Place) -> ForwardChange:
+    def _change(self, place: ControlledLayer) -> ForwardChange:
         low = None if self.floor is None else self.floor + self.margin
         high = None if self.ceiling is None else self.ceiling - self.margin
         return _Collected(place.of, place.device, low, high)

@@ -57,7 +57,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Place:
+class ControlledLayer:
     """A module whose attention a control changes."""
 
     layer: AttentionLayer
@@ -144,11 +144,13 @@ class ForwardControl(Control):
 
     layers: Layers = None
 
-    def _change(self, place: Place) -> ForwardChange:
+    def _change(self, place: ControlledLayer) -> ForwardChange:
         raise NotImplementedError
 
     def _attach(self, model: nn.Module) -> None:
-        made = [(place.module, self._change(place)) for place in places(model, self.layers, type(self).__name__)]
+        made = [
+            (place.module, self._change(place)) for place in controlled_layers(model, self.layers, type(self).__name__)
+        ]
         interface.install()
         self._made = made
         for module, change in made:
@@ -207,10 +209,10 @@ class ForwardControl(Control):
             )
 
 
-def places(model: nn.Module, chosen: Layers, who: str) -> list[Place]:
+def controlled_layers(model: nn.Module, chosen: Layers, who: str) -> list[ControlledLayer]:
     """Every chosen attention module once; raises where one is out of reach."""
     weights = ModuleWeights(model)
-    held: dict[int, Place] = {}
+    held: dict[int, ControlledLayer] = {}
     for layer in layers_numbered(attention_layers(model), chosen):
         module = weights.submodule(layer.name)
         taps.refuse(module, layer.name)
@@ -220,7 +222,7 @@ def places(model: nn.Module, chosen: Layers, who: str) -> list[Place]:
                 f"{layer.name or kind}: {kind} does not pass the attention interface of transformers, where {who} acts; {WORK}. "
                 "A model that is part one and part other: layers=[...]"
             )
-        held.setdefault(id(module), Place(layer, module, device_of(module)))
+        held.setdefault(id(module), ControlledLayer(layer, module, device_of(module)))
     return list(held.values())
 
 

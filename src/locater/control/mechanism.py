@@ -1,4 +1,4 @@
-"""Mechanism: another way to attend, of those in `locater.attention` that have nothing to learn."""
+"""SwapMechanism: another way to attend, of those in `locater.attention` that have nothing to learn."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from locater.attention.call import Call
 from locater.attention.changes import Asked, changes
 from locater.attention.registry import Mechanism as Declared
 from locater.control.base import Layers
-from locater.control.forward import CAP, ForwardChange, ForwardControl, Heads, Place
+from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import real_tokens, terms_of
 from locater.control.softcap import _Capped
 from locater.errors import LocaterError
 
 
-class Mechanism(ForwardControl):
+class SwapMechanism(ForwardControl):
     """Attention becomes that of `locater.attention.mechanism(name)`, on the model's own queries, keys and values.
 
     The scale is the model's, but for mechanisms of linear cost, which have one of their own (1, of queries as they are
@@ -32,14 +32,14 @@ class Mechanism(ForwardControl):
     Refused: mechanisms with parameters to learn; those that cannot be causal, in causal layers; layers with a soft-cap,
     sinks or a position bias, for which a mechanism has no place; masks with numbers in them.
 
-    >>> Mechanism("sigmoid")
-    Mechanism(name='sigmoid', layers=None)
+    >>> SwapMechanism("sigmoid")
+    SwapMechanism(name='sigmoid', layers=None)
     """
 
     def __init__(self, name: str, layers: Layers = None) -> None:
         self.name, self.layers = without_parameters(name).name, layers
 
-    def _change(self, place: Place) -> ForwardChange:
+    def _change(self, place: ControlledLayer) -> ForwardChange:
         layer, held = place.layer, mechanism(self.name)
         where = layer.name or type(place.module).__name__
         fits(held, layer.causal, where)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from locater.attention.changes import Asked
 from locater.attention.qk_norm import NormKind, qk_norm
 from locater.control.base import Layers
-from locater.control.forward import NORM, ForwardChange, ForwardControl, Heads, Place, per_head
+from locater.control.forward import NORM, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
 from locater.control.rows import real_tokens
 from locater.errors import LocaterError
 
@@ -53,7 +53,7 @@ class QKNorm(ForwardControl):
             raise LocaterError(f"eps={eps}: 0 or a little above")
         self.kind, self.learn, self.eps, self.init, self.layers = kind, learn, eps, init, layers
 
-    def _change(self, place: Place) -> ForwardChange:
+    def _change(self, place: ControlledLayer) -> ForwardChange:
         layer, kind = place.layer, self.kind
         if kind == "layer" and layer.rotary is not None:
             raise LocaterError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from locater.attention import softcap_attention
 from locater.attention.changes import Asked, changes
 from locater.control.base import Layers
-from locater.control.forward import CAP, ForwardChange, ForwardControl, Heads, Place
+from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import terms_of
 from locater.errors import LocaterError
 
@@ -33,7 +33,7 @@ class LogitSoftcap(ForwardControl):
             raise LocaterError(f"cap={cap}: a number above 0")
         self.cap, self.layers = cap, layers
 
-    def _change(self, place: Place) -> ForwardChange:
+    def _change(self, place: ControlledLayer) -> ForwardChange:
         held = [c.cap for c in changes(place.module) if isinstance(c, _Capped)]
         already = place.layer.softcap if place.layer.softcap is not None else next(iter(held), None)
         if already is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from locater.attention.changes import Asked
 from locater.control.base import Layers
-from locater.control.forward import TEMPERATURE, ForwardChange, ForwardControl, Heads, Place, per_head
+from locater.control.forward import TEMPERATURE, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
 from locater.errors import LocaterError
 
 
@@ -32,7 +32,7 @@ class Temperature(ForwardControl):
             raise LocaterError(f"init={init}: a temperature is a number above 0")
         self.init, self.learn, self.layers = init, learn, layers
 
-    def _change(self, place: Place) -> ForwardChange:
+    def _change(self, place: ControlledLayer) -> ForwardChange:
         return _Divided(place.of, place.parameter(torch.full((place.layer.heads,), math.log(self.init)), self.learn))
 
     def temperatures(self) -> dict[str, list[float]]:

@@ -10,30 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater import control as package
 from locater.attention.call import unread
 from locater.calls import parse_call
-from locater.control import EntropyPenalty, LogitSoftcap, Mechanism, QKClip, QKNorm
+from locater.control import CONTROLS, EntropyPenalty, LogitSoftcap, QKClip, QKNorm, SwapMechanism
 from locater.control.base import Control, Controls, known_options
 from locater.errors import LocaterError
 
-OFFERED: list[type[Control]] = []
-
-
-def offer(kind: type[Control]) -> type[Control]:
-    """A control from elsewhere, to be known by its name in this process; serves as a decorator."""
-    OFFERED.append(kind)
-    return kind
-
 
 def controls() -> dict[str, type[Control]]:
-    """Every control in `locater.control`, and those that were offered, by name in lower case."""
-    own = [
-        x
-        for x in vars(package).values()
-        if isinstance(x, type) and issubclass(x, Control) and x not in (Control, Controls)
-    ]
-    return {_folded(kind.__name__): kind for kind in sorted([*own, *OFFERED], key=lambda kind: kind.__name__.lower())}
+    """Every control that is registered, by name in lower case."""
+    return {name: CONTROLS[name] for name in sorted(CONTROLS)}
 
 
 def parse_control(text: str) -> Control:
@@ -43,10 +29,8 @@ def parse_control(text: str) -> Control:
     LocAteR(shrink=0.02, hold=0.01, target='free', part='symmetric', layers=None, schedule=None)
     """
     name, options = parse_call(text, "--control")
-    known = controls()
-    if _folded(name) not in known:
-        raise LocaterError(f"--control {text}: no control {name!r}: there are {', '.join(known)}")
-    kind = known[_folded(name)]
+    with _naming(text):
+        kind = CONTROLS.lookup(name)
     valid = known_options(kind)
     wrong = [option for option in options if option not in valid]
     if wrong:
@@ -82,7 +66,7 @@ def check_controls(texts: Sequence[str], attention: Sequence[str]) -> None:
     """
     made, acting = [(text, parse_control(text)) for text in texts], list(attention)
     for _, control in made:
-        if isinstance(control, Mechanism):
+        if isinstance(control, SwapMechanism):
             acting = [control.name if _chosen(control, at) else name for at, name in enumerate(acting)]
     for text, control in made:
         held = attention if isinstance(control, QKNorm) else acting  # it comes before another mechanism does
@@ -106,10 +90,6 @@ def _needs_softmax(control: Control) -> bool:
 def _chosen(control: Control, layer: int) -> bool:
     layers = getattr(control, "layers", None)
     return not isinstance(layers, list | tuple) or layer in layers
-
-
-def _folded(name: str) -> str:
-    return name.replace("_", "").lower()
 
 
 def attach(texts: Sequence[str], model: nn.Module) -> Controls:
