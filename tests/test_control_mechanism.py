@@ -353,7 +353,7 @@ def test_names() -> None:
         match=r"delta attention has something to learn \(beta\), which nothing here makes; without: softmax,",
     ):
         SwapMechanism("delta")
-    with pytest.raises(LocaterError, match="no attention mechanism 'sigmiod'; there are"):
+    with pytest.raises(LocaterError, match=r"no attention mechanism 'sigmiod': did you mean 'sigmoid'\? There are"):
         SwapMechanism("sigmiod")
 
 
@@ -393,7 +393,7 @@ def test_what_is_causal_only_is_not_for_encoders(monkeypatch: pytest.MonkeyPatch
     from locater.attention import registry
 
     only = replace(mechanism("linear"), name="onward", causal="only", reason="it is a recurrence over tokens")
-    monkeypatch.setitem(registry._MECHANISMS, "onward", only)
+    monkeypatch.setitem(registry.MECHANISMS._entries, "onward", only)
     with pytest.raises(LocaterError, match="onward attention is causal only: it is a recurrence over tokens"):
         SwapMechanism("onward").attach(encoder())
     model = llama()

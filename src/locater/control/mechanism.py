@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from locater.attention import mechanism, mechanisms
 from locater.attention.call import Call
 from locater.attention.changes import Asked, changes
-from locater.attention.registry import Mechanism as Declared
+from locater.attention.mechanism_record import Mechanism
 from locater.control.base import Layers
 from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import real_tokens, terms_of
@@ -63,7 +63,7 @@ class SwapMechanism(ForwardControl):
         return _Replaced(place.of, held.name)
 
 
-def without_parameters(name: str) -> Declared:
+def without_parameters(name: str) -> Mechanism:
     """The mechanism called `name`, which must have nothing to learn.
 
     >>> without_parameters("centred").kind
@@ -79,7 +79,7 @@ def without_parameters(name: str) -> Declared:
     return found
 
 
-def fits(held: Declared, causal: bool, where: str) -> None:
+def fits(held: Mechanism, causal: bool, where: str) -> None:
     """Raises where a mechanism that cannot be causal would be, or one that must be would not."""
     if causal and held.causal == "never":
         raise LocaterError(f"{where}: {held.name} attention cannot be causal: {held.reason}")
@@ -107,7 +107,7 @@ class _Replaced(ForwardChange):
 
 
 def _attend(
-    held: Declared, causal: bool, scaled: float, name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+    held: Mechanism, causal: bool, scaled: float, name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any,
     *args: Any, dropout: float = 0.0, mechanism: str = "", **kw: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Stands for the attention function called `name`; `scaled` is what the model has multiplied its queries by
@@ -136,7 +136,7 @@ def _attend(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _sight(call: Call, held: Declared, causal: bool) -> dict[str, Any]:
+def _sight(call: Call, held: Mechanism, causal: bool) -> dict[str, Any]:
     """Who sees whom, as a mechanism is told."""
     for term, what in ((call.softcap, "a soft-cap"), (call.sinks, "sinks"), (call.alibi, "slopes")):
         if term is not None:
