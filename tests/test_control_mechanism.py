@@ -14,7 +14,7 @@ from torch import Tensor
 
 from locater import LocaterError
 from locater.attention import mechanism, mechanisms
-from locater.attention.changes import Asked, Change, put, take
+from locater.attention.changes import AttentionChange, AttentionRequest, put, take
 from locater.control import Controls, EntropyPenalty, LogitSoftcap, QKNorm, SwapMechanism, Temperature
 from locater.families import attention_layers
 from locater.monitor import Monitor
@@ -51,7 +51,7 @@ def encoder(how: str = "sdpa") -> Any:
     return model
 
 
-class Noted(Change):
+class Noted(AttentionChange):
     """Keeps the queries and keys that come first, before any control."""
 
     order = -1
@@ -59,7 +59,7 @@ class Noted(Change):
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         self.seen.append((asked.query.detach(), asked.key.detach()))
         return asked
 

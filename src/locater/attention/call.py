@@ -92,7 +92,7 @@ def _as_softmax(call: Call, name: str, cap: float) -> Call:
     """The call of a mechanism that is a softmax of other logits, or with a sink; refuses others, whose numbers would be
     wrong.
     """
-    why = unread(name)
+    why = why_unmeasurable(name)
     if why is not None:
         raise LocaterError(why)
     if name in ("softmax", "learned_sink"):  # the sinks came with the call
@@ -104,10 +104,10 @@ def _as_softmax(call: Call, name: str, cap: float) -> Call:
     return replace(call, softcap=cap)
 
 
-def unread(name: str) -> str | None:
+def why_unmeasurable(name: str) -> str | None:
     """Why attention by the mechanism called `name` cannot be measured, in a line; None where it can.
 
-    >>> unread("softcap"), unread("fastmax").partition(":")[0]
+    >>> why_unmeasurable("softcap"), why_unmeasurable("fastmax").partition(":")[0]
     (None, 'fastmax attention cannot be measured')
     """
     if name in ("softmax", "softcap", "softmax_plus_one", "learned_sink"):

@@ -20,7 +20,7 @@ CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionRequest:
     """What a module asks of its attention function, which transformers calls `name`; `mask` and `kw` are as it hands
     them over.
     """
@@ -49,7 +49,7 @@ class Asked:
         return replace(held, query=self.query, key=self.key[:, :, : held.key.shape[2]], sinks=sinks, output=None)
 
 
-class Change:
+class AttentionChange:
     """One change. Those with a lower `order` come first, whichever was put on first; equal ones in the order they were
     put on.
     """
@@ -62,7 +62,7 @@ class Change:
         """Whether attention has been reached since it was put on."""
         return self.number in _reached
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -70,11 +70,11 @@ class Change:
         return type(None), ()
 
 
-def changes(module: nn.Module) -> tuple[Change, ...]:
+def changes(module: nn.Module) -> tuple[AttentionChange, ...]:
     return tuple(change for change in module.__dict__.get(CHANGES, ()) if change is not None)
 
 
-def changed(asked: Asked) -> Asked:
+def changed(asked: AttentionRequest) -> AttentionRequest:
     """After every change of its module."""
     for change in changes(asked.module):
         asked = change(asked)
@@ -94,18 +94,18 @@ _reached: set[int] = set()
 _numbers = itertools.count()
 
 
-def numbered(change: Change) -> Change:
+def numbered(change: AttentionChange) -> AttentionChange:
     """One that was not there before, nor called."""
     change.number = next(_numbers)
     return change
 
 
-def put(module: nn.Module, change: Change) -> None:
+def put(module: nn.Module, change: AttentionChange) -> None:
     numbered(change)
     module.__dict__[CHANGES] = tuple(sorted((*changes(module), change), key=lambda c: c.order))
 
 
-def take(module: nn.Module, change: Change) -> None:
+def take(module: nn.Module, change: AttentionChange) -> None:
     _reached.discard(change.number)
     left = tuple(c for c in changes(module) if c is not change)
     if left:

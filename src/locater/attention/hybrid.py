@@ -23,7 +23,7 @@ from locater.errors import LocaterError
 
 
 @dataclass(frozen=True)
-class Layout:
+class HybridLayout:
     """Names of mechanisms, layer by layer, and what follows for the stack."""
 
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ class Layout:
 
 def hybrid(
     layout: str | Sequence[str], layers: int | None = None, *, full: str = "softmax", linear: str = "gated_delta"
-) -> Layout:
+) -> HybridLayout:
     """The layout of a stack: letters S and L, a ratio "linear:full", or names of mechanisms.
 
     Letters with "..." behind them repeat, the last time perhaps in part; so does a ratio, which begins with its linear
@@ -83,7 +83,7 @@ def hybrid(
     ('softmax', 'linear', 'softmax')
     """
     if not isinstance(layout, str):
-        return Layout(_of_length(tuple(layout), layers, False))
+        return HybridLayout(_of_length(tuple(layout), layers, False))
     ratio = re.fullmatch(r"(\d+):(\d+)", layout)
     letters = "L" * int(ratio[1]) + "S" * int(ratio[2]) if ratio else layout.removesuffix("...")
     if not letters or set(letters) - set("SL"):
@@ -97,7 +97,7 @@ def hybrid(
     if mechanism(linear).cost != "linear":
         raise LocaterError(f"linear={linear!r} has quadratic cost; linear, fastmax, delta or gated_delta")
     names = tuple(full if letter == "S" else linear for letter in letters)
-    return Layout(_of_length(names, layers, ratio is not None or layout.endswith("...")))
+    return HybridLayout(_of_length(names, layers, ratio is not None or layout.endswith("...")))
 
 
 def _of_length(names: tuple[str, ...], layers: int | None, repeats: bool) -> tuple[str, ...]:

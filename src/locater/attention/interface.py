@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention.call import from_interface
-from locater.attention.changes import CHANGES, Asked, changed
+from locater.attention.changes import CHANGES, AttentionRequest, changed
 from locater.attention.listeners import KEY, described, listening
 
 # table, name, what was there, ours
@@ -108,7 +108,7 @@ def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., A
     ) -> Any:
         base = eager_function(type(module)) if original is None else original
         if CHANGES in module.__dict__:  # by a control; who listens hears what is left of the call
-            asked = changed(Asked(module, name, base, query, key, attention_mask, kw))
+            asked = changed(AttentionRequest(module, name, base, query, key, attention_mask, kw))
             base, query, key, kw = asked.attend, asked.query, asked.key, asked.kw
         out = base(module, query, key, value, attention_mask, *args, **kw)
         if KEY in module.__dict__:

@@ -8,6 +8,7 @@ layer's input x (B, S, width), one row per key. `attention_module(name, ...)` ma
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -80,7 +81,7 @@ class LearnedSink(AttentionModule):
         return {"sinks": self.sinks}
 
 
-class QKNorm(AttentionModule):
+class QKNormAttention(AttentionModule):
     """A gain per query head and one per key head, 1 at first."""
 
     def __init__(self, heads: int, kv_heads: int | None = None) -> None:
@@ -291,6 +292,14 @@ class Multiformer(AttentionModule):
         return dict(kinds=self.kinds, window=self.window, stride=self.stride) | dict(self.named_parameters())
 
 
+def __getattr__(name: str) -> Any:
+    """The old name of a class, for one release."""
+    if name == "QKNorm":
+        warnings.warn("attention.modules.QKNorm is now QKNormAttention", DeprecationWarning, stacklevel=2)
+        return QKNormAttention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def attention_module(
     name: str, *, width: int, heads: int, size: int, kv_heads: int | None = None, value_size: int | None = None, depth: int = 0,
     **settings: Any,
@@ -302,7 +311,7 @@ def attention_module(
     """
     few, values = kv_heads or heads, value_size or size
     makers: dict[str, Any] = {
-        "qk_norm": lambda **kw: QKNorm(heads, few, **kw),
+        "qk_norm": lambda **kw: QKNormAttention(heads, few, **kw),
         "learned_sink": lambda **kw: LearnedSink(heads, **kw),
         "hybrid_normalized": lambda **kw: HybridNormalized(heads, **kw),
         "delta": lambda **kw: Delta(width, few, **kw),

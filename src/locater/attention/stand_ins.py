@@ -22,7 +22,7 @@ from locater.errors import LocaterError
 
 Undo = Callable[[], None]
 Described = Callable[[nn.Module, "Passage"], Call]
-HELD = "_locater_held"  # on a stand-in: what was there before, and whether it is over
+REPLACED = "_locater_held"  # on a stand-in: what was there before, and whether it is over
 CONTROL = "_locater_control"  # on what a control has put on: the control in words
 
 
@@ -46,18 +46,18 @@ def _stand(
         copied = partial(_as_it_is, (module, name, heard, control, before, over))
         vars(stand)[CONTROL] = control
     # trainers and generate() read the signature of forward: what they find decides how they call it
-    vars(stand).update(__wrapped__=method, __reduce_ex__=copied, **{HELD: (before, over)})
+    vars(stand).update(__wrapped__=method, __reduce_ex__=copied, **{REPLACED: (before, over)})
     return stand
 
 
 def _restore(module: nn.Module, name: str, over: list[bool]) -> None:
     over[0] = True
     # those put on later may end later; what somebody else has put on top stays, with the stand-in below it idle
-    while isinstance(top := module.__dict__.get(name), partial) and HELD in vars(top) and vars(top)[HELD][1][0]:
-        if vars(top)[HELD][0] is None:
+    while isinstance(top := module.__dict__.get(name), partial) and REPLACED in vars(top) and vars(top)[REPLACED][1][0]:
+        if vars(top)[REPLACED][0] is None:
             del module.__dict__[name]
         else:
-            module.__dict__[name] = vars(top)[HELD][0]
+            module.__dict__[name] = vars(top)[REPLACED][0]
 
 
 def _as_before(module: nn.Module, name: str, before: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -82,7 +82,7 @@ class Passage:
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
-        self.kept: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.args: tuple[Any, ...] = ()
         self.kwargs: Mapping[str, Any] = {}
         self.returned: Any = None
@@ -93,15 +93,15 @@ class Passage:
 
     def heads(self, name: str, count: int) -> Tensor | None:
         """What passed as `name` (B, T, H * V), split into heads (B, T, H, V); None where that part was not called."""
-        held = self.kept.get(name)
+        held = self.tensors.get(name)
         return None if held is None else held.unflatten(-1, (count, -1))
 
     def keep(self, name: str, passed: Tensor) -> None:
         """The first that passes: a part may be called again for other things, as DeBERTa's maps are for its table of
         places.
         """
-        if name not in self.kept and listening(self.owner):
-            self.kept[name] = passed.detach()
+        if name not in self.tensors and listening(self.owner):
+            self.tensors[name] = passed.detach()
 
 
 def along(
@@ -122,7 +122,7 @@ def _whole(
     sites = listening(module)
     if not sites:
         return forward(*args, **kwargs)
-    passage.kept.clear()  # a call that failed may have left something
+    passage.tensors.clear()  # a call that failed may have left something
     out = forward(*args, **kwargs)
     passage.args, passage.kwargs, passage.returned = args, kwargs, out
     with torch.no_grad():
@@ -130,7 +130,7 @@ def _whole(
         if call is not None:
             tell(sites, call)
     passage.args, passage.kwargs, passage.returned = (), {}, None
-    passage.kept.clear()
+    passage.tensors.clear()
     return out
 
 

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from locater.attention.changes import Asked
+from locater.attention.changes import AttentionRequest
 from locater.control.base import Layers, device_of
 from locater.control.forward import MEASURE, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import row_entropy
@@ -113,7 +113,7 @@ class _Collected(ForwardChange):
         found, self.total = self.total, self.none
         return found
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         if not (asked.module.training and torch.is_grad_enabled()):
             return asked
         penalty = self._penalty(asked)
@@ -125,7 +125,7 @@ class _Collected(ForwardChange):
         self.total = self.total.to(penalty.device) + torch.stack([penalty, torch.ones_like(penalty)])
         return asked
 
-    def _penalty(self, asked: Asked) -> Tensor:
+    def _penalty(self, asked: AttentionRequest) -> Tensor:
         """Mean over the rows that count."""
         entropy, visible = row_entropy(asked.call(), self.of.kind == "self")
         counted = visible > 1

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention import interface
-from locater.attention.changes import Change, changes, numbered, put, take
+from locater.attention.changes import AttentionChange, changes, numbered, put, take
 from locater.attention.stand_ins import CONTROL, instead, through
 from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, device_of, layers_numbered
@@ -74,7 +74,7 @@ class ControlledLayer:
         return nn.Parameter(values.to(self.device, torch.float32), requires_grad=learn)
 
 
-class ForwardChange(Change):
+class ForwardChange(AttentionChange):
     """A change with parameters by name. `of` says which layer's it is, `control` in words which control put it
     there.
     """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from locater.attention import mechanism, mechanisms
 from locater.attention.call import Call
-from locater.attention.changes import Asked, changes
+from locater.attention.changes import AttentionRequest, changes
 from locater.attention.mechanism_record import Mechanism
 from locater.control.base import Layers
 from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads
@@ -101,7 +101,7 @@ class _Replaced(ForwardChange):
     def __init__(self, of: Heads, name: str) -> None:
         self.of, self.name = of, name
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         attend = partial(_attend, mechanism(self.name), self.of.causal, self.of.scale / asked.scale, asked.name)
         return replace(asked, kw={**asked.kw, "mechanism": self.name}, attend=attend)
 
@@ -117,7 +117,7 @@ def _attend(
         raise LocaterError(
             f"{held.name} attention has no dropout of weights, and {type(module).__name__} asks for {dropout}: set the model's to 0"
         )
-    call = Asked(module, name, _attend, query, key, mask, kw).call()
+    call = AttentionRequest(module, name, _attend, query, key, mask, kw).call()
     key, value, scale = call.key, value[:, :, : call.key.shape[2]], call.scale
     own = held.cost == "linear"
     if own and abs(scaled - 1) > 1e-6:

@@ -20,7 +20,7 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, Projection, attention_layers
 from locater.families.normed import NormedProjection
 from locater.observing.observation import Observation
-from locater.observing.site import Wanted
+from locater.observing.tally import StatisticsOptions
 
 Part = Callable[[AttentionLayer], Projection]
 
@@ -59,7 +59,7 @@ class QKClip(Control):
             for part in (_query, _key):
                 check_writable(model, layer.name, part(layer))
         self.clipped = self.step = 0
-        self.observation = Observation(model, Wanted(0), every=0)
+        self.observation = Observation(model, StatisticsOptions(0), every=0)
         self.observation.__enter__()
         self.observation.switch.on = True
 

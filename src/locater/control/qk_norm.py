@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from locater.attention.changes import Asked
+from locater.attention.changes import AttentionRequest
 from locater.attention.qk_norm import NormKind, qk_norm
 from locater.control.base import Layers
 from locater.control.forward import NORM, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
@@ -94,7 +94,7 @@ class _Normed(ForwardChange):
         gains = self.query_gain.detach() * self.key_gain.detach().repeat_interleave(layer.group)
         return abs(layer.scale) * layer.head_dim * gains.abs()
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         layer, q, k = self.of, asked.query, asked.key
         query_gain = per_head(self.query_gain, q.shape[1], "query", layer)
         key_gain = per_head(self.key_gain, k.shape[1], "key", layer)

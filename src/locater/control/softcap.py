@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.attention import softcap_attention
-from locater.attention.changes import Asked, changes
+from locater.attention.changes import AttentionRequest, changes
 from locater.control.base import Layers
 from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import terms_of
@@ -49,7 +49,7 @@ class _Capped(ForwardChange):
     def __init__(self, of: Heads, cap: float) -> None:
         self.of, self.cap = of, cap
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         return replace(asked, kw={**asked.kw, "softcap": self.cap}, attend=partial(_attend, asked.name))
 
 
@@ -65,7 +65,7 @@ def _attend(
     **kw: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Stands for the attention function called `name`. Maps are returned where that one would, under eager."""
-    call = Asked(module, name, _attend, query, key, mask, kw).call()
+    call = AttentionRequest(module, name, _attend, query, key, mask, kw).call()
     S = call.key.shape[2]
     added = mask[..., :S] if isinstance(mask, Tensor) and mask.is_floating_point() and mask.ndim == 4 else None
     out, weights = softcap_attention(

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from locater.attention.stand_ins import HELD, instead
+from locater.attention.stand_ins import REPLACED, instead
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, self_layers
@@ -130,7 +130,7 @@ class Surgery(Control):
             except KeyError as error:
                 raise LocaterError(_unknown(model, kind, f"{error.args[0]} is not there")) from None
         for cut in found:
-            if HELD in getattr(cut.module.__dict__.get(cut.name), "__dict__", ()):
+            if REPLACED in getattr(cut.module.__dict__.get(cut.name), "__dict__", ()):
                 raise LocaterError(
                     f"{type(cut.module).__name__}.{cut.name} is observed, or under another Surgery: attach Surgery before observe "
                     "and Monitor, and give one Surgery all switches for a block"

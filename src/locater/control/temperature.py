@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from locater.attention.changes import Asked
+from locater.attention.changes import AttentionRequest
 from locater.control.base import Layers
 from locater.control.forward import TEMPERATURE, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
 from locater.errors import LocaterError
@@ -49,7 +49,7 @@ class _Divided(ForwardChange):
     def named(self) -> dict[str, nn.Parameter]:
         return {"log_t": self.log_t}
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         q = asked.query
         log_t = per_head(self.log_t, q.shape[1], "query", self.of).to(q.device)
         # float32 is what half precision times float32 is made in

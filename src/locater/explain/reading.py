@@ -33,7 +33,8 @@ from locater.families.norm import Norm
 from locater.kernels.terms import Terms, full_terms
 from locater.numerics import upcast
 from locater.observing.inputs import run
-from locater.observing.site import Site, Wanted
+from locater.observing.site import Site
+from locater.observing.tally import StatisticsOptions
 
 Mlp = Literal["source", "linear"]
 
@@ -151,7 +152,16 @@ class _Reading:
             for number, layer in enumerate(self.layers):
                 module = self.weights.submodule(layer.name)
                 site = _Kept(
-                    layer.name, number, "self", module, layer.group, layer.heads, [], Switch(), Wanted(), layer
+                    layer.name,
+                    number,
+                    "self",
+                    module,
+                    layer.group,
+                    layer.heads,
+                    [],
+                    Switch(),
+                    StatisticsOptions(),
+                    layer,
                 )
                 self.sites.append(site)
                 enter(site)

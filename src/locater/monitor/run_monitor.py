@@ -32,8 +32,9 @@ from locater.monitor.pending import Pending
 from locater.monitor.trainer_events import TrainerEvents
 from locater.numerics import finite_or_none
 from locater.observing.observation import Choice, Observation
-from locater.observing.rows import fetched, held_by, numbers_of, totals
-from locater.observing.site import Site, Wanted
+from locater.observing.rows import accumulators, fetched, numbers_of, totals
+from locater.observing.site import Site
+from locater.observing.tally import StatisticsOptions
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Monitor(TrainerEvents):
         self.step = 0
         self.warned: set[tuple[int, int, str]] = set()
         self.observation: Observation | None = None
-        self._wanted = (Wanted(rows or 0), layers, heads)
+        self._wanted = (StatisticsOptions(rows or 0), layers, heads)
         self._names = sinks
         self._sinks: list[Sink] = []
         self._pending = Pending()
@@ -219,7 +220,7 @@ class Monitor(TrainerEvents):
         sites, (spectra, failed) = self.observation.sites, self._spectra()
         given = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
         plain = [name for name, x in given.items() if type(x) in (Tensor, nn.Parameter)]
-        of_sites, of_weights = held_by(sites), [x for part in spectra for x in part.tensors]
+        of_sites, of_weights = accumulators(sites), [x for part in spectra for x in part.tensors]
         numbers = fetched([*of_sites, *of_weights, *(given[name] for name in plain)])
         self.observation.clear()
         given |= {

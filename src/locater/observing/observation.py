@@ -21,9 +21,10 @@ from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
 from locater.observing import taps
-from locater.observing.rows import SeenHead, fetched, held_by, rows_of, totals
-from locater.observing.site import Site, Wanted, clear
+from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
+from locater.observing.site import Site, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
+from locater.observing.tally import StatisticsOptions
 
 if TYPE_CHECKING:
     import pandas
@@ -63,7 +64,7 @@ def observe(
     if every < 1:
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
-    return Observation(model, Wanted(rows or 0, rest, tuple(pairs), outputs), layers, heads, every, hidden)
+    return Observation(model, StatisticsOptions(rows or 0, rest, tuple(pairs), outputs), layers, heads, every, hidden)
 
 
 class Observation:
@@ -72,7 +73,7 @@ class Observation:
     def __init__(
         self,
         model: nn.Module,
-        wanted: Wanted,
+        options: StatisticsOptions,
         layers: Choice = None,
         heads: Choice = None,
         every: int = 1,
@@ -87,7 +88,7 @@ class Observation:
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
-        self.sites = _sites(model, wanted, layers, heads, self.switch)
+        self.sites = _sites(model, options, layers, heads, self.switch)
         self._modules = {id(site.module) for site in self.sites}
         self.streams = (
             streams(model, [name for name, module in model.named_modules() if id(module) in self._modules])
@@ -150,7 +151,7 @@ class Observation:
     @property
     def called(self) -> list[bool]:
         """Whether each site was called since the last `clear`."""
-        return [total.called for total in totals(self.sites, fetched(held_by(self.sites)))]
+        return [total.called for total in totals(self.sites, fetched(accumulators(self.sites)))]
 
     @property
     def layers(self) -> list[SeenLayer]:
@@ -232,7 +233,7 @@ def _compiled(model: nn.Module) -> list[nn.Module]:
     return [part for part in parts if isinstance(part, nn.Module)]
 
 
-def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
+def _sites(model: nn.Module, options: StatisticsOptions, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
     weights = ModuleWeights(model)
     held = list(enumerate(attention_layers(model)))
     found = []
@@ -241,7 +242,7 @@ def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, swit
         taps.refuse(module, layer.name)
         picked = [head for head, _ in _chosen(list(enumerate(range(layer.heads))), heads, "heads")]
         found.append(
-            Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, wanted, layer)
+            Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, options, layer)
         )
     return found
 

@@ -90,17 +90,17 @@ class Totals:
         return any(row[AT["calls"]] > 0 for row in self.sums)
 
 
-def held_by(sites: Iterable[Site]) -> list[Tensor]:
+def accumulators(sites: Iterable[Site]) -> list[Tensor]:
     """The tensors that `totals` wants as numbers."""
     return [held for site in sites for held in (site.sums, site.maxima, site.pairs)]
 
 
 def totals(sites: Sequence[Site], numbers: Iterable[list[float]]) -> list[Totals]:
-    """One per site, from the numbers of `held_by`."""
+    """One per site, from the numbers of `accumulators`."""
     found, left = [], iter(numbers)
     for site in sites:
         (sums, tops, pairs), count = (next(left) for _ in range(3)), len(site.heads)
-        rows, offsets = list(_parts(sums, count)), len(site.wanted.offsets)
+        rows, offsets = list(_parts(sums, count)), len(site.options.offsets)
         found.append(Totals(rows, tops, [list(_parts(part, offsets)) for part in _parts(pairs, count)]))
     return found
 
@@ -129,7 +129,7 @@ def fetched(tensors: Sequence[Tensor]) -> list[list[float]]:
 def rows_of(sites: Sequence[Site]) -> list[SeenHead]:
     """One row per head that was listened to, of the sites that were called."""
     found: list[SeenHead] = []
-    for site, total in zip(sites, totals(sites, fetched(held_by(sites))), strict=True):
+    for site, total in zip(sites, totals(sites, fetched(accumulators(sites))), strict=True):
         if total.called:
             ranks = None if site.gram is None else ranks_of_gram(site.gram.cpu())
             found += [_row(site, at, total, ranks) for at in range(len(site.heads))]
@@ -147,8 +147,8 @@ def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
         found["output_singular_values"] = values if any(values) and all(map(math.isfinite, values)) else None
     head = site.heads[at]
     return SeenHead(
-        site.number, head, head // site.group, site.kind, site.name, int(sums[AT["rows"]]), "sampled" if site.wanted.rows else "exact",
-        **found, offsets={offset: _over(*total.pairs[at][i]) for i, (offset, _) in enumerate(site.wanted.offsets)},
+        site.number, head, head // site.group, site.kind, site.name, int(sums[AT["rows"]]), "sampled" if site.options.rows else "exact",
+        **found, offsets={offset: _over(*total.pairs[at][i]) for i, (offset, _) in enumerate(site.options.offsets)},
     )  # fmt: skip
 
 

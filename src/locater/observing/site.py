@@ -11,20 +11,10 @@ from torch import Tensor, nn
 
 from locater.attention.call import Call
 from locater.attention.listeners import Switch
-from locater.observing.tally import COLUMNS, MAXIMA, tally, wide
+from locater.observing.tally import COLUMNS, MAXIMA, StatisticsOptions, tally, wide
 
 if TYPE_CHECKING:
     from locater.families import AttentionLayer
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What to keep of every call."""
-
-    rows: int = 0  # rows to sample of each call; 0: all
-    rest: bool = False  # entropy without the first key too
-    offsets: Sequence[tuple[int, int]] = ()  # (offset, first row): weight on the key `offset` before
-    outputs: bool = False  # Gram matrices of head outputs
 
 
 @dataclass
@@ -39,7 +29,7 @@ class Site:
     count: int  # query heads
     heads: list[int]
     switch: Switch
-    wanted: Wanted
+    options: StatisticsOptions
     layer: AttentionLayer | None
     sums: Tensor = field(init=False)
     maxima: Tensor = field(init=False)
@@ -56,10 +46,10 @@ class Site:
         count, dtype = len(self.heads), wide(device)
         self.sums = torch.zeros(count, len(COLUMNS), dtype=dtype, device=device)
         self.maxima = torch.full((count, len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
-        self.pairs = torch.zeros(count, len(self.wanted.offsets), 2, dtype=dtype, device=device)
+        self.pairs = torch.zeros(count, len(self.options.offsets), 2, dtype=dtype, device=device)
         if count < self.count:
             self.picked = torch.tensor(self.heads, device=device)
-        if self.wanted.outputs and self.layer is not None and self.layer.value is not None:
+        if self.options.outputs and self.layer is not None and self.layer.value is not None:
             size = self.layer.value.shape[0] // self.layer.kv_heads
             self.gram = torch.zeros(count, size, size, dtype=dtype, device=device)
 
@@ -69,12 +59,12 @@ class Site:
 
     def see(self, call: Call) -> None:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
-        wanted = self.wanted
+        options = self.options
         tally(
             call.query, call.key, self.sums, self.maxima, self.pairs, self.gram, call.scale, call.causal, self.kind == "self",
             call.window or 0, call.softcap or 0.0, call.padding, call.documents, call.mask, call.bias, call.alibi, call.sinks,
-            call.output, self.picked, call.cut, wanted.rows, wanted.rest,
-            [offset for offset, _ in wanted.offsets], [start for _, start in wanted.offsets], self.switch.lenient,
+            call.output, self.picked, call.cut, options.rows, options.rest,
+            [offset for offset, _ in options.offsets], [start for _, start in options.offsets], self.switch.lenient,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,16 @@ AT = {name: column for column, name in enumerate(COLUMNS)}
 MAXIMA = ("max_logit",)
 STACKED = 1 << 25  # numbers that are brought together to be summed at once
 _rows = torch.Generator()  # which rows are sampled
+
+
+@dataclass(frozen=True)
+class StatisticsOptions:
+    """What to keep of every call."""
+
+    rows: int = 0  # rows to sample of each call; 0: all
+    rest: bool = False  # entropy without the first key too
+    offsets: Sequence[tuple[int, int]] = ()  # (offset, first row): weight on the key `offset` before
+    outputs: bool = False  # Gram matrices of head outputs
 
 
 def wide(device: torch.device) -> torch.dtype:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention.call import unread
+from locater.attention.call import why_unmeasurable
 from locater.calls import parse_call
 from locater.control import CONTROLS, EntropyPenalty, LogitSoftcap, QKClip, QKNorm, SwapMechanism
 from locater.control.base import Control, Controls, known_options
@@ -70,7 +70,7 @@ def check_controls(texts: Sequence[str], attention: Sequence[str]) -> None:
             acting = [control.name if _chosen(control, at) else name for at, name in enumerate(acting)]
     for text, control in made:
         held = attention if isinstance(control, QKNorm) else acting  # it comes before another mechanism does
-        wrong = [name for at, name in enumerate(held) if _chosen(control, at) and unread(name) is not None]
+        wrong = [name for at, name in enumerate(held) if _chosen(control, at) and why_unmeasurable(name) is not None]
         if wrong and _needs_softmax(control):
             start = "give it init=1.0, " if isinstance(control, QKNorm) else ""
             some = "choose its layers=[...], " if hasattr(control, "layers") and len(set(acting)) > 1 else ""

@@ -16,7 +16,7 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 
 def _described(module: Any, passage: Passage) -> Call:
-    q, k, _ = module._reshape(passage.kept["query_key_value"])
+    q, k, _ = module._reshape(passage.tensors["query_key_value"])
     alibi = passage.argument(2, "alibi").detach()
     k = cached(module, passage.argument(4, "layer_past"), k, alibi.shape[-1])
     call = Call(

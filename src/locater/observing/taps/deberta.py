@@ -31,7 +31,7 @@ def _placed(places: dict[str, Tensor], module: nn.Module, method: Callable[..., 
 
 def _described(places: dict[str, Tensor], module: Any, passage: Passage) -> Call:
     heads = module.num_attention_heads
-    q, k = (passage.kept[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("query_proj", "key_proj"))
+    q, k = (passage.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("query_proj", "key_proj"))
     terms = 1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type)
     bias = places.pop("bias", None)
     return Call(

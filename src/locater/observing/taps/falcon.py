@@ -24,7 +24,7 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 
 def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Call:
-    q, k = (part.transpose(1, 2) for part in module._split_heads(passage.kept["query_key_value"])[:2])
+    q, k = (part.transpose(1, 2) for part in module._split_heads(passage.tensors["query_key_value"])[:2])
     alibi, mask, past = (
         passage.argument(1, "alibi"),
         passage.argument(2, "attention_mask"),

@@ -16,7 +16,7 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 
 def _described(module: Any, passage: Passage) -> Call:
-    q, k = (passage.kept[name].unflatten(-1, (module.num_attention_heads, -1)).transpose(1, 2) for name in ("q", "k"))
+    q, k = (passage.tensors[name].unflatten(-1, (module.num_attention_heads, -1)).transpose(1, 2) for name in ("q", "k"))
     mask, bias = passage.argument(1, "attention_mask"), passage.argument(2, "position_bias")
     call = Call(
         q, k, module.attention_head_size**-0.5, bias=None if bias is None else bias.detach(),

@@ -26,11 +26,11 @@ def tap(module: nn.Module) -> Iterator[Undo]:
 
 
 def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
-    fused = passage.kept["qkv"].unflatten(-1, (3, module.num_heads, -1))  # (B, T, 3, H, D)
+    fused = passage.tensors["qkv"].unflatten(-1, (3, module.num_heads, -1))  # (B, T, 3, H, D)
     q, k = (
         fused[:, :, part].transpose(1, 2)
-        if name not in passage.kept
-        else _heads_first(module, passage.kept[name], fused)
+        if name not in passage.tensors
+        else _heads_first(module, passage.tensors[name], fused)
         for part, name in enumerate(("q_norm", "k_norm"))
     )
     call = Call(q, k, float(module.scale), output=passage.heads("proj", module.num_heads))
