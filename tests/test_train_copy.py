@@ -15,7 +15,8 @@ from locater import LocaterError
 from locater.attention import mechanisms
 from locater.data.copying import TRIGGERS, Source, copy_source, entropies
 from locater.train import Plan, load, run
-from locater.train.data import HELD_OUT, CopyData, open_data
+from locater.train.data import open_data
+from locater.train.made_data import HELD_OUT, CopyData
 from tests.conftest import Result as Ran
 
 TINY = Plan(

@@ -16,7 +16,8 @@ from locater.cli.shell import check_writable
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.processor import avoid_broken_amx
-from locater.train.plan import Plan, Result
+from locater.train.plan import Plan
+from locater.train.result import Result
 
 OWN = {
     "plan": (

@@ -8,7 +8,8 @@ model = locater.train.load(result.model)
 from locater.models.loading import load
 from locater.models.transformer import Shape, Transformer
 from locater.train.loop import DivergedError, run
-from locater.train.plan import Plan, Result
+from locater.train.plan import Plan
+from locater.train.result import Result
 from locater.train.sweep import sweep
 
 __all__ = ["DivergedError", "Plan", "Result", "Shape", "Transformer", "load", "run", "sweep"]

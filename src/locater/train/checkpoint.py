@@ -11,12 +11,10 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import shutil
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,89 +24,15 @@ from torch import Tensor, nn
 from locater.checkpoints.safetensors_file import DTYPES
 from locater.data.tokenizer import CONFIG, FILE
 from locater.errors import LocaterError, first_line
-from locater.files import write_whole
 from locater.models.loading import names_of
 from locater.models.transformer import Transformer
-from locater.tracking.loggers import read_run
-from locater.train.plan import Plan
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from locater.train.flushed_files import flush_folder, write, writing
 
 KEPT = 2  # the last one, and one before it
 STATE, SUMS = "state.pt", "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)\n")  # as sha256sum writes it
-PLAN, RESULT, LOG, LOCK = "plan.json", "result.json", "locater.jsonl", ".lock"
 logger = logging.getLogger("locater")
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def run_folder(plan: Plan) -> Path:
-    """The run's folder, which need not be there yet; refused where it holds another run, or cannot be made. Nothing is
-    written.
-    """
-    folder = Path(plan.out)
-    if (folder / PLAN).is_file():
-        other = plan.difference(Plan.load(folder / PLAN))
-        if other is not None and not _took_no_step(folder):
-            raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
-    elif any(folder.glob("step-*")) or (folder / RESULT).is_file():
-        raise LocaterError(f"{folder}: holds checkpoints but no {PLAN}: give another --out")
-    if not (folder / RESULT).is_file():
-        _check_free(folder)
-    return folder
-
-
-def _check_free(folder: Path) -> None:
-    """Tell now, rather than after the text is read, that a folder cannot be written to or that another process trains
-    in it.
-    """
-    there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is no folder"
-        raise LocaterError(f"{folder}: cannot be made ({there} {why}): give another --out")
-    if (folder / LOCK).is_file():
-        with alone(folder):
-            pass
-
-
-@contextmanager
-def claimed(plan: Plan) -> Iterator[None]:
-    """The run's folder made and this plan's alone; what a start of another plan left in it, that came to no step, is
-    removed.
-    """
-    folder = Path(plan.out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LocaterError(f"{folder}: cannot be made ({error.strerror}): give another --out") from None
-    with alone(folder):
-        path = folder / PLAN
-        other = plan.difference(Plan.load(path)) if path.is_file() else None
-        if other is not None and not _took_no_step(folder):  # begun by another process since the first look
-            raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
-        if other is not None:
-            for name in (LOG, FILE):
-                (folder / name).unlink(missing_ok=True)
-        if other is not None or not path.is_file():
-            write_whole(path, plan.to_json() + "\n")
-        yield
-
-
-def _took_no_step(folder: Path) -> bool:
-    """Whether a run was started here and left nothing: no checkpoint, no weights, no result, no step in the log."""
-    if (
-        not (folder / LOCK).is_file()
-        or any(folder.glob("step-*"))
-        or any((folder / name).exists() for name in (RESULT, "model"))
-    ):
-        return False
-    try:
-        return not (folder / LOG).is_file() or not read_run(folder / LOG).losses
-    except LocaterError:  # no log of ours, so nothing to take over
-        return False
 
 
 def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | None = None) -> Path:
@@ -117,23 +41,23 @@ def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | No
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        sums = {"config.json": _write(beside / "config.json", json.dumps(model.config, indent=2).encode() + b"\n")}
-        sums["model.safetensors"] = _write(beside / "model.safetensors", *safetensors(model))
+        sums = {"config.json": write(beside / "config.json", json.dumps(model.config, indent=2).encode() + b"\n")}
+        sums["model.safetensors"] = write(beside / "model.safetensors", *safetensors(model))
         if (folder / FILE).is_file():
-            sums[FILE] = _write(beside / FILE, (folder / FILE).read_bytes())
-            sums["tokenizer_config.json"] = _write(
+            sums[FILE] = write(beside / FILE, (folder / FILE).read_bytes())
+            sums["tokenizer_config.json"] = write(
                 beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n"
             )
         if state is not None:
-            with _writing(beside / STATE) as file:
+            with writing(beside / STATE) as file:
                 torch.save(state, cast("IO[bytes]", file))
             sums[STATE] = file.sum.hexdigest()
-            _write(beside / SUMS, *(f"{sum_}  {name}\n".encode() for name, sum_ in sums.items()))
-        _flush_folder(beside)
+            write(beside / SUMS, *(f"{sum_}  {name}\n".encode() for name, sum_ in sums.items()))
+        flush_folder(beside)
         if target.exists():  # left by a run that went further before it was cut off; the same is written again
             shutil.rmtree(target)
         os.rename(beside, target)
-        _flush_folder(folder)
+        flush_folder(folder)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         shutil.rmtree(beside, ignore_errors=True)
         last = latest(folder)
@@ -164,26 +88,6 @@ def thin_out(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
         os.rename(path, gone)  # first out of sight: half a folder must not look like a checkpoint
         shutil.rmtree(gone, ignore_errors=True)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """A run's folder for this process alone; what a crash left half-done in it is cleared away."""
-    try:
-        opened = (folder / LOCK).open("w")
-    except OSError as error:
-        raise LocaterError(f"{folder}: cannot be written to ({error.strerror}): give another --out") from None
-    with opened as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
-            except BlockingIOError:
-                raise LocaterError(
-                    f"{folder}: another process is training in it: wait for it, or give another --out"
-                ) from None
-        for half in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
-            shutil.rmtree(half, ignore_errors=True)
-        yield
 
 
 def read_state(path: Path, device: torch.device) -> dict[str, Any]:
@@ -250,75 +154,7 @@ def safetensors(model: Transformer) -> Iterator[bytes]:
         yield tensor.view(torch.uint8).numpy().tobytes()
 
 
-@contextmanager
-def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of a run; those of the caller go on afterwards as if there had been none."""
-    before = random.getstate()
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if device.type == "cuda" else ()):
-        try:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            yield
-        finally:
-            random.setstate(before)
-
-
-def random_state() -> dict[str, Any]:
-    """All random numbers that training or a control may draw on."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
-
-
-def restore_random(held: dict[str, Any]) -> None:
-    torch.set_rng_state(held["torch"].cpu())
-    if held["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([x.cpu() for x in held["cuda"]])
-    version, words, gauss = held["python"]
-    random.setstate((version, tuple(words), gauss))
-
-
 def _at(model: nn.Module, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     found: Tensor = getattr(model.get_submodule(path), leaf)
     return found
-
-
-class _Summed:
-    """A file that is written to, and the sum of what was."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.sum = file, hashlib.sha256()
-
-    def write(self, part: bytes) -> int:
-        self.sum.update(part)
-        return self.file.write(part)
-
-    def flush(self) -> None:  # torch.save asks for it
-        self.file.flush()
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[_Summed]:
-    """A new file, on the disk when this ends."""
-    with path.open("wb") as file:
-        summed = _Summed(file)
-        yield summed
-        summed.flush()
-        os.fsync(file.fileno())
-
-
-def _write(path: Path, *parts: bytes) -> str:
-    """Returns the SHA-256 of what was written."""
-    with _writing(path) as file:
-        for part in parts:
-            file.write(part)
-    return file.sum.hexdigest()
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere folders cannot be opened
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

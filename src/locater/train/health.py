@@ -17,7 +17,7 @@ from locater.models.transformer import Attention, Transformer
 from locater.monitor.run_monitor import COLUMNS, header
 from locater.observing import observe
 from locater.tracking.loggers import JsonlSink
-from locater.train.data import Batch
+from locater.train.batches import Batch
 
 
 class LastSeen:

@@ -21,12 +21,17 @@ from locater.models.transformer import Transformer
 from locater.monitor import Monitor
 from locater.observing import observe
 from locater.train import checkpoint
+from locater.train.batches import Batch, Data
 from locater.train.controls import attach, check_controls, parameters, restore, state_of
-from locater.train.data import Batch, Data, TextData, open_data
+from locater.train.data import open_data
 from locater.train.health import LastSeen, Losses, culprit, why_unread
 from locater.train.measured import SEQUENCES, measure
-from locater.train.plan import Plan, Result
+from locater.train.plan import Plan
+from locater.train.randomness import own_randomness, random_state, restore_random
 from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of
+from locater.train.result import Result
+from locater.train.run_folder import LOG, RESULT, claimed, run_folder
+from locater.train.text_data import TextData
 
 logger = logging.getLogger("locater")
 WINDOWS = 256  # of the select split, during training; the end is measured on all
@@ -46,13 +51,13 @@ def run(plan: Plan, tell: Tell = lambda event: None) -> Result:
     """
     check_plan(plan)
     device = device_of(plan.device)
-    folder = checkpoint.run_folder(plan)
-    if (folder / checkpoint.RESULT).is_file():
-        return Result.load(folder / checkpoint.RESULT)
-    with checkpoint.own_randomness(plan.seed, device):
+    folder = run_folder(plan)
+    if (folder / RESULT).is_file():
+        return Result.load(folder / RESULT)
+    with own_randomness(plan.seed, device):
         training = Training.begin(plan, folder, device, tell)
         try:
-            with checkpoint.claimed(plan):  # nothing is written before data, model and controls stand
+            with claimed(plan):  # nothing is written before data, model and controls stand
                 training.go_on()
                 training.train()
                 return training.finish()
@@ -99,7 +104,7 @@ class Training:
         seen, monitor = LastSeen(), None
         try:
             if plan.observe:
-                log, why = folder / checkpoint.LOG, why_unread(model)
+                log, why = folder / LOG, why_unread(model)
                 if why is not None:
                     logger.warning("%s: the run goes on, its heads not observed: %s", folder, why)
                 monitor = Monitor(log, seen, every=plan.observe) if why is None else Losses(log, plan.observe)
@@ -166,7 +171,7 @@ class Training:
             history=tuple(self.history), parameters=sum(p.numel() for p in self.model.parameters()),
             tokens=self.step * self._tokens, seconds=self.seconds, data=facts, model=str(target), measures=self._measured(),
         )  # fmt: skip
-        result.save(self.folder / checkpoint.RESULT)
+        result.save(self.folder / RESULT)
         return result
 
     def _reported(self) -> tuple[float, float, list[float]]:
@@ -255,7 +260,7 @@ class Training:
         return {
             "step": self.step, "loss": self.loss, "history": self.history, "seconds": self.seconds + time.monotonic() - self.began,
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "controls": state_of(self.controls),
-            "random": checkpoint.random_state(), "sha256": self.data.facts["sha256"],
+            "random": random_state(), "sha256": self.data.facts["sha256"],
         }  # fmt: skip
 
     def _resume(self) -> None:
@@ -270,7 +275,7 @@ class Training:
         self.model.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
         restore(self.controls, held["controls"])
-        checkpoint.restore_random(held["random"])
+        restore_random(held["random"])
         self.step, self.loss, self.seconds = held["step"], held["loss"], held["seconds"]
         self.history = [(step, loss) for step, loss in held["history"]]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from locater.errors import LocaterError
 from locater.models.transformer import Shape
-from locater.train.data import Data
+from locater.train.batches import Data
 from locater.train.plan import Plan
 
 
