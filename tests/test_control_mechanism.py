@@ -317,10 +317,10 @@ REFUSED = [
     (
         "gemma2",
         "sigmoid",
-        r"its attention has a soft-cap, for which sigmoid has no place; layers=\[\.\.\.\] leaves it out",
+        r"its attention has a soft-cap, which sigmoid does not take; layers=\[\.\.\.\] leaves it out",
     ),
-    ("gpt_oss", "sigmoid", "its attention has sinks, for which sigmoid has no place"),
-    ("t5", "sigmoid", "its attention has a position bias, for which sigmoid has no place"),
+    ("gpt_oss", "sigmoid", "its attention has sinks, which sigmoid does not take"),
+    ("t5", "sigmoid", "its attention has a position bias, which sigmoid does not take"),
     ("bloom", "sigmoid", "BloomAttention does not pass the attention interface"),
     ("bert-decoder", "doubly_normalized", "doubly_normalized attention cannot be causal"),
 ]
@@ -350,7 +350,7 @@ def test_cross_attention_does_not_know_padded_queries() -> None:
 def test_names() -> None:
     with pytest.raises(
         LocaterError,
-        match=r"delta attention has something to learn \(beta\), which nothing here makes; without: softmax,",
+        match=r"delta attention has parameters to learn \(beta\), which this control does not make; without: softmax,",
     ):
         SwapMechanism("delta")
     with pytest.raises(LocaterError, match=r"no attention mechanism 'sigmiod': did you mean 'sigmoid'\? There are"):
@@ -360,7 +360,7 @@ def test_names() -> None:
 def test_one_mechanism_at_a_time() -> None:
     model = llama()
     SwapMechanism("sigmoid").attach(model)
-    with pytest.raises(LocaterError, match="is that of sigmoid already, and linear would take its place: one of them"):
+    with pytest.raises(LocaterError, match="is that of sigmoid already, and linear would replace it: use one of them"):
         SwapMechanism("linear").attach(model)
     capped = llama()
     LogitSoftcap(cap=2.0).attach(capped)

@@ -1,4 +1,4 @@
-"""SwapMechanism: another way to attend, of those in `locater.attention` that have nothing to learn."""
+"""SwapMechanism: attention by another mechanism of `locater.attention`, one that has nothing to learn."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from torch import Tensor, nn
 
 from locater.attention import mechanism, mechanisms
 from locater.attention.call import Call
-from locater.attention.changes import AttentionRequest, changes
+from locater.attention.changes import AttentionRequest
 from locater.attention.mechanism_record import Mechanism
 from locater.control.base import Layers
-from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads
+from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
 from locater.control.rows import real_tokens, terms_of
-from locater.control.softcap import _Capped
 from locater.errors import LocaterError
 
 
-class SwapMechanism(ForwardControl):
+class SwapMechanism(ForwardControl["_Replaced"]):
     """Attention becomes that of `locater.attention.mechanism(name)`, on the model's own queries, keys and values.
 
-    The scale is the model's, but for mechanisms of linear cost, which have one of their own (1, of queries as they are
-    before any scale). Masks are translated: padding, causality and windows hold. A row that sees no key is zero. Under
-    eager attention maps are returned, as they act. Weights cannot be dropped at random: attention dropout has to be 0
+    The scale is the model's, except for mechanisms of linear cost, which have one of their own: 1, on queries before
+    any scale. Masks are translated: padding, causality and windows stay in force. A row that sees no key is zero. Under
+    eager attention the maps in use are returned. Mechanisms have no dropout of weights: attention dropout has to be 0
     in training.
 
     Refused: mechanisms with parameters to learn; those that cannot be causal, in causal layers; layers with a soft-cap,
-    sinks or a position bias, for which a mechanism has no place; masks with numbers in them.
+    sinks or a position bias, which a mechanism does not take; masks with numbers in them.
 
     >>> SwapMechanism("sigmoid")
     SwapMechanism(name='sigmoid', layers=None)
@@ -39,28 +38,36 @@ class SwapMechanism(ForwardControl):
     def __init__(self, name: str, layers: Layers = None) -> None:
         self.name, self.layers = without_parameters(name).name, layers
 
-    def _change(self, place: ControlledLayer) -> ForwardChange:
-        layer, held = place.layer, mechanism(self.name)
-        where = layer.name or type(place.module).__name__
-        fits(held, layer.causal, where)
-        if held.causal == "never" and layer.kind == "cross":
+    def mechanism_of(self, layer: int, before: str) -> str:
+        return self.name if self.acts_on(layer) else before
+
+    def _change(self, controlled: ControlledLayer) -> _Replaced:
+        layer, new = controlled.layer, mechanism(self.name)
+        where = layer.name or type(controlled.module).__name__
+        check_causality(new, layer.causal, where)
+        if new.causal == "never" and layer.kind == "cross":
             raise LocaterError(
-                f"{where}: {held.name} sums over queries, and cross-attention is not told which are padding; layers=[...]"
+                f"{where}: {new.name} sums over queries, and cross-attention is not told which are padding; "
+                "layers=[...] leaves it out"
             )
-        for term, what in (
-            (layer.softcap, "a soft-cap"), (layer.sinks, "sinks"), (layer.bias, "a position bias"), (layer.relative, "relative terms"),
-        ):  # fmt: skip
+        unsupported = {
+            "a soft-cap": layer.softcap,
+            "sinks": layer.sinks,
+            "a position bias": layer.bias,
+            "relative terms": layer.relative,
+        }
+        for name, term in unsupported.items():
             if term is not None:
                 raise LocaterError(
-                    f"{where}: its attention has {what}, for which {held.name} has no place; layers=[...] leaves it out"
+                    f"{where}: its attention has {name}, which {new.name} does not take; layers=[...] leaves it out"
                 )
-        capped = any(isinstance(c, _Capped) for c in changes(place.module))
-        first = "LogitSoftcap" if capped else acting(place.module)
-        if first != "softmax":
+        capped = any(change.cap is not None for change in forward_changes(controlled.module))
+        before = "LogitSoftcap" if capped else acting_mechanism(controlled.module)
+        if before != "softmax":
             raise LocaterError(
-                f"{where}: its attention is that of {first} already, and {held.name} would take its place: one of them"
+                f"{where}: its attention is that of {before} already, and {new.name} would replace it: use one of them"
             )
-        return _Replaced(place.of, held.name)
+        return _Replaced(controlled.heads, new.name)
 
 
 def without_parameters(name: str) -> Mechanism:
@@ -69,41 +76,42 @@ def without_parameters(name: str) -> Mechanism:
     >>> without_parameters("centred").kind
     'signed'
     """
-    found = mechanism(name)
-    if found.has_parameters or found.needs:
-        lone = ", ".join(m.name for m in mechanisms() if not (m.has_parameters or m.needs))
-        what = ", ".join(found.learned or found.needs)
+    named = mechanism(name)
+    if named.has_parameters or named.needs:
+        learned = ", ".join(named.learned or named.needs)
+        others = ", ".join(other.name for other in mechanisms() if not (other.has_parameters or other.needs))
         raise LocaterError(
-            f"{name} attention has something to learn ({what}), which nothing here makes; without: {lone}"
+            f"{name} attention has parameters to learn ({learned}), which this control does not make; without: {others}"
         )
-    return found
+    return named
 
 
-def fits(held: Mechanism, causal: bool, where: str) -> None:
-    """Raises where a mechanism that cannot be causal would be, or one that must be would not."""
-    if causal and held.causal == "never":
-        raise LocaterError(f"{where}: {held.name} attention cannot be causal: {held.reason}")
-    if not causal and held.causal == "only":
-        raise LocaterError(f"{where}: {held.name} attention is causal only: {held.reason}")
+def check_causality(chosen: Mechanism, causal: bool, where: str) -> None:
+    """Raises where a mechanism that cannot be causal would be, or one that must be causal would not."""
+    if causal and chosen.causal == "never":
+        raise LocaterError(f"{where}: {chosen.name} attention cannot be causal: {chosen.reason}")
+    if not causal and chosen.causal == "only":
+        raise LocaterError(f"{where}: {chosen.name} attention is causal only: {chosen.reason}")
 
 
-def acting(module: nn.Module) -> str:
-    """The mechanism by which a module attends: that of a control, or its own."""
-    held = next((c.name for c in changes(module) if isinstance(c, _Replaced)), None) or getattr(
-        module, "attention", None
-    )
-    return held if isinstance(held, str) else "softmax"
+def acting_mechanism(module: nn.Module) -> str:
+    """The name of the mechanism by which a module attends: that of a control, or its own."""
+    swapped = [change.mechanism for change in forward_changes(module) if change.mechanism is not None]
+    name = swapped[0] if swapped else getattr(module, "attention", None)
+    return name if isinstance(name, str) else "softmax"
 
 
 class _Replaced(ForwardChange):
     order = CAP
+    mechanism: str
 
-    def __init__(self, of: Heads, name: str) -> None:
-        self.of, self.name = of, name
+    def __init__(self, heads: Heads, mechanism: str) -> None:
+        self.heads, self.mechanism = heads, mechanism
 
-    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
-        attend = partial(_attend, mechanism(self.name), self.of.causal, self.of.scale / asked.scale, asked.name)
-        return replace(asked, kw={**asked.kw, "mechanism": self.name}, attend=attend)
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
+        prescale = self.heads.scale / request.scale
+        attend = partial(_attend, mechanism(self.mechanism), self.heads.causal, prescale, request.name)
+        return replace(request, kw={**request.kw, "mechanism": self.mechanism}, attend=attend)
 
 
 def _attend(

@@ -37,7 +37,7 @@ class ControlCallback(Callback):  # type: ignore[misc]
                 "a module that optimises by hand adds controls by hand: loss + control.loss(), then control.after_step()"
             )
         for control in self.controls.controls:
-            if control.penalty_of_forward:
+            if control.loss_needs_forward_graph:
                 raise LocaterError(
                     f"{control!r}: its penalty belongs to the forward pass, which is over when Lightning calls back: "
                     "control.attach(module), and return loss + control.loss() from training_step"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from locater.attention.call import why_unmeasurable
-from locater.control.mechanism import acting
+from locater.control.mechanism import acting_mechanism
 from locater.errors import LocaterError
 from locater.models.transformer import Attention, Transformer
 from locater.monitor.run_monitor import COLUMNS, header
@@ -36,7 +36,7 @@ class LastSeen:
 
 def why_unread(model: Transformer) -> str | None:
     """Why the heads of a model cannot be measured, in a line; None where they can. Controls are attached before."""
-    found = (why_unmeasurable(acting(module)) for module in model.modules() if isinstance(module, Attention))
+    found = (why_unmeasurable(acting_mechanism(module)) for module in model.modules() if isinstance(module, Attention))
     return next((why for why in found if why is not None), None)
 
 

@@ -22,7 +22,7 @@ from locater.monitor import Monitor
 from locater.observing import observe
 from locater.train import checkpoint
 from locater.train.batches import Batch, Data
-from locater.train.controls import attach, check_controls, parameters, restore, state_of
+from locater.train.controls import attach, check_controls, restore
 from locater.train.data import open_data
 from locater.train.health import LastSeen, Losses, culprit, why_unread
 from locater.train.measured import SEQUENCES, measure
@@ -100,7 +100,7 @@ class Training:
         data = open_data(plan, folder, device)
         model = Transformer(shape_of(plan, data), plan.scale).to(device)
         controls = attach(plan.control, model)
-        learned = [p for p in (*model.parameters(), *parameters(controls)) if p.requires_grad]
+        learned = [p for p in (*model.parameters(), *controls.parameters()) if p.requires_grad]
         seen, monitor = LastSeen(), None
         try:
             if plan.observe:
@@ -259,7 +259,7 @@ class Training:
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.step, "loss": self.loss, "history": self.history, "seconds": self.seconds + time.monotonic() - self.began,
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "controls": state_of(self.controls),
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "controls": self.controls.state_dict(),
             "random": random_state(), "sha256": self.data.facts["sha256"],
         }  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Any, Self, get_type_hints
 
 from locater.attention import mechanisms
 from locater.attention.text import Named, parse_attention
-from locater.control.mechanism import fits
+from locater.control.mechanism import check_causality
 from locater.data.tokenizer import BYTES
 from locater.errors import LocaterError
 
@@ -137,7 +137,7 @@ class Plan:
 
     def _check_mechanism(self, held: Named) -> None:
         size = self.width // self.heads
-        fits(held.mechanism, self.is_causal, f"task={self.task}")
+        check_causality(held.mechanism, self.is_causal, f"task={self.task}")
         if held.name == "differential" and self.where == "rotary" and size % 4:
             raise LocaterError(
                 f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head"
