@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from locater.control.sigma_reparam import SigmaReparam, SpectralScale
-from locater.models.transformer import Shape, Transformer
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 from locater.theory import entropy_floor
 from locater_papers.claim import Claim, Measured, half_range
 from locater_papers.draws import normal
