@@ -31,7 +31,7 @@ class Control:
     What a control needs, learns and saves is stated on its class, for the trainers that run it:
 
     - `needs_softmax`: it reads or changes attention logits as those of a softmax, so other mechanisms are refused.
-    - `precedes_mechanism`: it acts before `SwapMechanism` does, so what has to be a softmax is the model's own attention.
+    - `precedes_mechanism`: it acts before `SwapMechanism` does, so the model's own attention has to be a softmax.
     - `softmax_remedy`: the way out in the message where `needs_softmax` is not met, such as "give it init=1.0".
     - `loss_needs_forward_graph`: `loss` uses the graph of the last forward pass, so it must come before `backward`.
     - `state_attributes`: names of attributes, such as counters and running means, that belong into a checkpoint.

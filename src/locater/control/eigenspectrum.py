@@ -4,9 +4,9 @@
 
 M = s tr W is the mean logit of a unit token with itself. V is the scale of the spectrum in the same units:
 
-    part="symmetric"   V = s^2 tr W_sym^2                       as in the paper
-    part="full"        V = s^2 (2 ||W||_F^2 + tr W^2) / 3       penalizes the antisymmetric part too: the variance of the
-                                                                paper's delta, averaged over positions
+    part="symmetric"   V = s^2 tr W_sym^2                     as in the paper
+    part="full"        V = s^2 (2 ||W||_F^2 + tr W^2) / 3     penalizes the antisymmetric part too; it is the variance
+                                                              of the paper's delta, averaged over positions
 
 W is the effective map, norms folded in, so one setting fits every width and head size, and scaling W_Q where a norm
 follows changes nothing. Raw tr W^2 is no such penalty: it has no lower bound, since a rotation makes it negative.
@@ -14,6 +14,7 @@ follows changes nothing. Raw tr W^2 is no such penalty: it has no lower bound, s
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -21,10 +22,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from locater.control.base import Control, Layers, device_of, self_layers
-from locater.control.folded import FoldedMaps
-from locater.errors import LocaterError
+from locater.control.base import Control, Layers, chosen_layers, device_of
+from locater.errors import LocaterError, first_line
+from locater.families import attention_layers, effective
+from locater.families.folded import FoldedStacks, Maps, maps_of
 
+logger = logging.getLogger("locater")
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 
 
@@ -65,16 +68,38 @@ class LocAteR(Control):
         self.step = 0
 
     def _attach(self, model: nn.Module) -> None:
-        layers = self_layers(model, self.layers)
+        every = attention_layers(model)
+        layers = chosen_layers(every, self.layers, type(model).__name__)
         if not any(part.weight().requires_grad for layer in layers for part in (layer.query, layer.key)):
             raise LocaterError(
                 f"{type(model).__name__}: none of its query and key maps is trained, so a penalty would change nothing"
             )
-        self.maps, self.step = FoldedMaps(model, self.layers), 0
+        numbers = range(len(every)) if self.layers is None else self.layers
+        self._numbers = [number for number in numbers if every[number].kind == "self"]
+        self._stacks: FoldedStacks | None = None
+        try:
+            self._stacks = FoldedStacks(model, self._numbers)
+        except LocaterError:
+            raise
+        except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
+            logger.warning(
+                "LocAteR: the maps of %s are read anew at each step, which is slower: they cannot be recorded (%s)",
+                type(model).__name__,
+                first_line(error),
+            )
+        self.step = 0
         self._set_strength()
 
     def _detach(self, model: nn.Module) -> None:
-        del self.maps
+        del self._stacks
+
+    def maps(self) -> list[Maps]:
+        """Effective query and key maps of the chosen layers and their logit scales, layers of one kind stacked."""
+        model = self.attached
+        if self._stacks is not None:
+            return self._stacks.maps()
+        layers = attention_layers(model)
+        return [maps_of(effective(layers[number])) for number in self._numbers]
 
     def loss(self) -> Tensor:
         """The penalty of this step, in float32 at least, under autocast too."""
@@ -102,7 +127,7 @@ class LocAteR(Control):
         self._set_strength()
 
     def _set_strength(self) -> None:
-        """The value of the schedule at this step, as a tensor: a compiled step would be compiled anew for each number."""
+        """The value of the schedule at this step; as a tensor, since a new number would compile a step anew."""
         self.strength = None if self.schedule is None else torch.tensor(float(self.schedule(self.step)))
 
 

@@ -40,7 +40,7 @@ class LogitSoftcap(ForwardControl["_Capped"]):
         already = next((cap for cap in caps if cap is not None), None)
         if already is not None:
             raise LocaterError(
-                f"{controlled.layer.name}: its logits are capped at {already} already, and a second cap is not supported"
+                f"{controlled.layer.name}: its logits are capped at {already} already: a second cap is not supported"
             )
         return _Capped(controlled.heads, self.cap)
 
