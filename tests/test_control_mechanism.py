@@ -380,12 +380,12 @@ def test_calls_that_it_has_no_place_for() -> None:
     SwapMechanism("sigmoid").attach(model)
     model(**BATCH)
     with pytest.raises(
-        LocaterError, match=r"no dropout of weights, and LlamaAttention asks for 0\.1: set the model's to 0"
+        LocaterError, match=r"no dropout of weights, and LlamaAttention has 0\.1: set the model's attention dropout to 0"
     ):
         model.train()(**BATCH)
     added = torch.zeros(2, 1, 9, 9, dtype=torch.float64)
     added[..., 3] = 0.5
-    with pytest.raises(LocaterError, match="no place for numbers that are added to logits"):
+    with pytest.raises(LocaterError, match="does not take numbers that are added to logits"):
         model.eval()(input_ids=BATCH["input_ids"], attention_mask=added)
 
 

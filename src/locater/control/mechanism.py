@@ -115,65 +115,72 @@ class _Replaced(ForwardChange):
 
 
 def _attend(
-    held: Mechanism, causal: bool, scaled: float, name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any,
-    *args: Any, dropout: float = 0.0, mechanism: str = "", **kw: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Stands for the attention function called `name`; `scaled` is what the model has multiplied its queries by
-    before.
-    """
+    new: Mechanism,
+    causal: bool,
+    prescale: float,
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *args: Any,
+    dropout: float = 0.0,
+    mechanism: str = "",
+    **kw: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """In the place of the attention function called `name`. The model has multiplied its queries by `prescale`."""
     if dropout and module.training:
         raise LocaterError(
-            f"{held.name} attention has no dropout of weights, and {type(module).__name__} asks for {dropout}: set the model's to 0"
+            f"{new.name} attention has no dropout of weights, and {type(module).__name__} has {dropout}: "
+            "set the model's attention dropout to 0"
         )
     call = AttentionRequest(module, name, _attend, query, key, mask, kw).call()
     key, value, scale = call.key, value[:, :, : call.key.shape[2]], call.scale
-    own = held.cost == "linear"
-    if own and abs(scaled - 1) > 1e-6:
-        query = query / scaled
-    given: dict[str, Any] = {**_sight(call, held, causal), "scale": None if own else scale}
-    with (
-        torch.autocast(query.device.type, enabled=False)
-        if torch.is_autocast_enabled(query.device.type)
-        else nullcontext()
-    ):
-        out = held(query, key, value, **given).to(value.dtype)
+    has_own_scale = new.cost == "linear"
+    if has_own_scale and abs(prescale - 1) > 1e-6:
+        query = query / prescale
+    options: dict[str, Any] = {**_masking(call, new, causal), "scale": None if has_own_scale else scale}
+    device = query.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        out = new(query, key, value, **options).to(value.dtype)
         weights = None
-        if name == "eager":  # which would return its maps
+        if name == "eager":  # eager attention returns its maps
             with torch.no_grad():
-                weights = held.map(query, key, **given).to(query.dtype)
+                weights = new.map(query, key, **options).to(query.dtype)
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _sight(call: Call, held: Mechanism, causal: bool) -> dict[str, Any]:
-    """Who sees whom, as a mechanism is told."""
-    for term, what in ((call.softcap, "a soft-cap"), (call.sinks, "sinks"), (call.alibi, "slopes")):
-        if term is not None:
-            raise LocaterError(f"{held.name} attention has no place for {what}, which came with this call")
+def _masking(call: Call, new: Mechanism, causal: bool) -> dict[str, Any]:
+    """Which keys each query sees, as arguments of a mechanism."""
+    for term, value in (("a soft-cap", call.softcap), ("sinks", call.sinks), ("slopes", call.alibi)):
+        if value is not None:
+            raise LocaterError(f"{new.name} attention does not take {term}, which came with this call")
     T, S = call.query.shape[2], call.key.shape[2]
     if all(x is None for x in (call.window, call.documents, call.mask, call.bias)):
         return {"causal": call.causal or (causal and T == 1), "padding": call.padding}
-    seen = terms_of(call).visible(slice(0, T), T, S, call.query.device)
+    visible = terms_of(call).visible(slice(0, T), T, S, call.query.device)
     if call.bias is not None:
         shown = call.bias > -torch.inf
         if not torch.compiler.is_compiling() and bool((call.bias != 0)[shown].any()):
             raise LocaterError(
-                f"{held.name} attention has no place for numbers that are added to logits: give a mask that only hides"
+                f"{new.name} attention does not take numbers that are added to logits: give a mask that only hides"
             )
-        seen = seen & shown
-    if held.causal == "never":  # sums over queries: a token that nobody may look at is padding, and so is its row
-        return {"mask": seen, "query_padding": real_tokens(call, own=True)[0]}
-    if held.cost == "linear" and T > 1:
-        return _without_rows(seen, causal)
-    return {"mask": seen, "causal": causal and T == 1 and held.causal == "only"}
+        visible = visible & shown
+    if new.causal == "never":  # it sums over queries: a token that no query may look at is padding, and so is its row
+        return {"mask": visible, "query_padding": real_tokens(call, own=True)[0]}
+    if new.cost == "linear" and T > 1:
+        return _without_rows(visible, causal)
+    return {"mask": visible, "causal": causal and T == 1 and new.causal == "only"}
 
 
-def _without_rows(seen: Tensor, causal: bool) -> dict[str, Any]:
-    """Padding and a flag, where that is all that a mask says; the mask as it is where not, which a linear mechanism
+def _without_rows(visible: Tensor, causal: bool) -> dict[str, Any]:
+    """The mask as padding and a causal flag, where these say it all; otherwise as it is, which a linear mechanism
     refuses.
     """
-    T, S = seen.shape[2:]
-    keys = seen.any(2, keepdim=True)  # (b, h, 1, S)
-    whole = keys.expand_as(seen)
+    T, S = visible.shape[2:]
+    keys = visible.any(2, keepdim=True)  # (b, h, 1, S)
+    whole = keys.expand_as(visible)
     if causal:
-        whole = whole & torch.ones(T, S, dtype=torch.bool, device=seen.device).tril(S - T)
-    return {"mask": keys, "causal": causal} if torch.equal(seen, whole) else {"mask": seen}
+        whole = whole & torch.ones(T, S, dtype=torch.bool, device=visible.device).tril(S - T)
+    return {"mask": keys, "causal": causal} if torch.equal(visible, whole) else {"mask": visible}
