@@ -1,4 +1,4 @@
-"""Models of our own, read from the folder that `locater train` wrote."""
+"""Load models that `locater train` saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from locater.models.transformer import Transformer
 
 
 def load(folder: str | os.PathLike[str]) -> Transformer:
-    """A model that `locater train` saved, in eval mode."""
+    """The model in a folder that `locater train` wrote, in evaluation mode."""
     weights, config = open_source(Path(folder))
     try:
         model = Transformer(Shape.of(config))
