@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import LocaterError
+from locater.attention.call import Call
 from locater.families import attention_layers, effective, fold_graph, folded
+from locater.kernels import Terms
 from locater.monitor import Monitor
 from locater.monitor import run_monitor as monitor
 from locater.observing import observe, tally
@@ -198,30 +200,24 @@ def test_an_observed_step_ends_in_few_operations_and_one_read(tmp_path: Path) ->
 
 def test_a_call_is_counted_in_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(2, 4, 6, 8)
-    found = tally.attention_statistics(q, q, causal=True)
-    monkeypatch.setattr(tally, "attention_statistics", lambda *args, **kw: found)
+    found = tally.row_statistics(q, q, Terms(causal=True))
+    monkeypatch.setattr(tally, "row_statistics", lambda *args, **kw: found)
     for padding, most in ((None, 22), (torch.ones(2, 6, dtype=torch.bool), 70)):
         with Counted() as seen:
             counted(q, q, padding=padding)
         assert seen.count <= most
 
 
-def counted(
-    q: Tensor, k: Tensor, causal: bool = True, window: int = 0, softcap: float = 0.0, **more: Any
-) -> tuple[Tensor, Tensor]:
+def counted(q: Tensor, k: Tensor, causal: bool = True, **more: Any) -> tuple[Tensor, Tensor]:
     """Sums and maxima of one call."""
     sums, maxima = (
         torch.zeros(q.shape[1], len(tally.COLUMNS), dtype=torch.float64),
         torch.full((q.shape[1], 1), -torch.inf),
     )
-    given = {
-        name: more.get(name)
-        for name in ("padding", "documents", "mask", "bias", "alibi", "sinks", "output", "heads", "cut")
-    }
     pairs = torch.zeros(q.shape[1], 0, 2, dtype=torch.float64)
-    tally._kernel(
-        q, k, sums, maxima, pairs, None, 0.4, causal, True, window, softcap, *given.values(), 0, False, [], [], False
-    )
+    call = Call(q, k, Terms(0.4, causal, **more))
+    into = tally.Accumulators(sums, maxima, pairs, None)
+    tally.add_call(call, into, tally.StatisticsOptions(), own=True, heads=None)
     return sums, maxima
 
 

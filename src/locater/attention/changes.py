@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from locater.attention.call import Call, from_interface
+from locater.attention.call import Call, from_interface, scale_of
 
 CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
 
@@ -36,17 +36,17 @@ class AttentionRequest:
     @property
     def scale(self) -> float:
         """What multiplies q.k in this call; not the layer's scale where its queries are scaled before."""
-        kw = {"scaling": self.kw.get("scaling")}
-        return from_interface(self.module, self.name, self.query, self.key, None, kw, self.query).scale
+        return scale_of(self.module, self.query, self.kw)
 
     def call(self) -> Call:
         """The same as a call, with its gradients."""
-        held = from_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
-        bias = self.kw.get("position_bias")
-        if held.bias is not None and bias is not None:
-            held = replace(held, bias=bias[..., : held.bias.shape[-1]])
-        sinks = held.sinks if self.kw.get("s_aux") is None else self.kw["s_aux"]
-        return replace(held, query=self.query, key=self.key[:, :, : held.key.shape[2]], sinks=sinks, output=None)
+        call = from_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
+        terms, bias, sinks = call.terms, self.kw.get("position_bias"), self.kw.get("s_aux")
+        if terms.bias is not None and bias is not None:
+            terms = replace(terms, bias=bias[..., : terms.bias.shape[-1]])
+        if sinks is not None:
+            terms = replace(terms, sinks=sinks)
+        return Call(self.query, self.key[:, :, : call.key.shape[2]], terms, cut=call.cut)
 
 
 class AttentionChange:

@@ -19,7 +19,7 @@ from torch import Tensor
 from locater.attention.inputs import Inputs, head_values, widen
 from locater.attention.softmax import fused, logits, normalized, softmax_attention, softmax_map, with_channels
 from locater.errors import LocaterError
-from locater.kernels import attention_statistics
+from locater.kernels import Terms, row_statistics
 from locater.kernels.weighted import has_kernel
 
 BLOCK = 128  # keys at a time
@@ -83,7 +83,7 @@ def _log_sums(x: Inputs) -> Tensor:
     out = _values(x, seen)
     if not torch.is_grad_enabled():
         return out
-    turned = Inputs(x.k.detach(), x.q.detach(), x.q, mask=seen, scale=scale)
+    turned = Inputs(x.k.detach(), x.q.detach(), x.q, Terms(scale, mask=seen))
     y = _Once.apply(scale * (widen(x.k) * widen(fused(turned, scale))).sum(-1))
     return out + (y - y.detach())
 
@@ -125,7 +125,7 @@ def _values(x: Inputs, seen: Tensor | None) -> Tensor:
 @torch.library.custom_op("locater::log_sum_exp", mutates_args=())
 def _log_sum_exp(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
-        return attention_statistics(q, k, mask=mask, scale=scale, extended=False).log_sum_exp.clone()
+        return row_statistics(q, k, Terms(scale, mask=mask), extended=False).log_sum_exp.clone()
 
 
 @_log_sum_exp.register_fake

@@ -23,6 +23,7 @@ from torch.nn import functional
 from locater.attention.inputs import Inputs, widen
 from locater.attention.softmax import ROWS, fused, softmax_attention, softmax_map
 from locater.errors import LocaterError
+from locater.kernels.terms import Terms
 
 KINDS = {"f": "full", "l": "local", "c": "convolutional"}
 
@@ -50,7 +51,7 @@ def multiformer_attention(
             for i, y in enumerate((some.k, some.v))
         )
         seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
-        return softmax_attention(replace(some, k=k, v=v, mask=seen, padding=None))
+        return softmax_attention(replace(some.with_terms(mask=seen, padding=None), k=k, v=v))
 
     return _by_kind(
         x, kinds, {"f": lambda some, _: softmax_attention(some), "l": lambda some, _: _local(some, window), "c": short}
@@ -76,11 +77,11 @@ def multiformer_map(
         unit = torch.eye(x.S, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         shortened = _convolved(_ordered(unit, keep, order), kernels[1], None, stride)
         seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
-        return softmax_map(replace(some, k=k, v=k, mask=seen, padding=None)) @ widen(shortened)
+        return softmax_map(replace(some.with_terms(mask=seen, padding=None), k=k, v=k)) @ widen(shortened)
 
     def local(some: Inputs, _: list[int]) -> Tensor:
         near = _near(some, torch.arange(some.S, device=some.q.device)[None], window)[None, None]
-        return softmax_map(replace(some, mask=near if some.mask is None else near & some.mask))
+        return softmax_map(some.with_terms(mask=near if some.mask is None else near & some.mask))
 
     return _by_kind(x, kinds, {"f": lambda some, _: softmax_map(some), "l": local, "c": short})
 
@@ -126,7 +127,7 @@ def _by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]],
         heads = [h for h in range(x.heads) if letters[h] == letter]
         if heads:
             mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else _picked(x.mask, heads)
-            some = replace(x, q=_picked(x.q, heads), k=_picked(k, heads), v=_picked(v, heads), mask=mask)
+            some = replace(x.with_terms(mask=mask), q=_picked(x.q, heads), k=_picked(k, heads), v=_picked(v, heads))
             done |= dict(zip(heads, attend(some, heads).unbind(1), strict=True))
     return torch.stack([done[h] for h in range(x.heads)], 1)
 
@@ -164,7 +165,7 @@ def _local(x: Inputs, window: int) -> Tensor:
             seen = seen & rows.gather(3, inside.expand(*given.shape[:2], -1, -1))
     seen = functional.pad(seen, (0, 0, 0, short)).unflatten(2, (N, block)).expand(x.q.shape[0], -1, -1, -1, -1)
     q, k, v, seen = (y.transpose(1, 2).flatten(0, 1) for y in (q, k, v, seen))
-    out = fused(Inputs(q, k, v, mask=seen), x.usual_scale)
+    out = fused(Inputs(q, k, v, Terms(mask=seen)), x.usual_scale)
     return out.unflatten(0, (-1, N)).transpose(1, 2).flatten(2, 3)[:, :, : x.T]
 
 

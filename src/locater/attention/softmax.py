@@ -124,9 +124,8 @@ def by_rows(x: Inputs, run: Callable[[Inputs], Tensor]) -> Tensor:
     for at in range(0, x.T, ROWS):
         end = min(at + ROWS, x.T)
         keys = x.S - x.T + end if x.causal else x.S
-        mask = x.mask if x.mask is None or not x.has_row_mask else x.mask[:, :, at:end]
-        mask, padding = (None if y is None else y[..., :keys] for y in (mask, x.padding))
-        some = replace(x, q=x.q[:, :, at:end], k=x.k[:, :, :keys], v=x.v[:, :, :keys], mask=mask, padding=padding)
+        terms = x.terms.for_queries(slice(at, end)).up_to(keys)
+        some = replace(x, q=x.q[:, :, at:end], k=x.k[:, :, :keys], v=x.v[:, :, :keys], terms=terms)
         out.append(made_again(run, some) if x.T > ROWS else run(some))
     return torch.cat(out, 2)
 

@@ -136,7 +136,7 @@ def _attend(
             "set the model's attention dropout to 0"
         )
     call = AttentionRequest(module, name, _attend, query, key, mask, kw).call()
-    key, value, scale = call.key, value[:, :, : call.key.shape[2]], call.scale
+    key, value, scale = call.key, value[:, :, : call.key.shape[2]], call.terms.scale
     has_own_scale = new.cost == "linear"
     if has_own_scale and abs(prescale - 1) > 1e-6:
         query = query / prescale
@@ -153,16 +153,17 @@ def _attend(
 
 def _masking(call: Call, new: Mechanism, causal: bool) -> dict[str, Any]:
     """Which keys each query sees, as arguments of a mechanism."""
-    for term, value in (("a soft-cap", call.softcap), ("sinks", call.sinks), ("slopes", call.alibi)):
+    terms = call.terms
+    for term, value in (("a soft-cap", terms.softcap), ("sinks", terms.sinks), ("slopes", terms.alibi)):
         if value is not None:
             raise LocaterError(f"{new.name} attention does not take {term}, which came with this call")
     T, S = call.query.shape[2], call.key.shape[2]
-    if all(x is None for x in (call.window, call.documents, call.mask, call.bias)):
-        return {"causal": call.causal or (causal and T == 1), "padding": call.padding}
+    if all(x is None for x in (terms.window, terms.documents, terms.mask, terms.bias)):
+        return {"causal": terms.causal or (causal and T == 1), "padding": terms.padding}
     visible = terms_of(call).visible(slice(0, T), T, S, call.query.device)
-    if call.bias is not None:
-        shown = call.bias > -torch.inf
-        if not torch.compiler.is_compiling() and bool((call.bias != 0)[shown].any()):
+    if terms.bias is not None:
+        shown = terms.bias > -torch.inf
+        if not torch.compiler.is_compiling() and bool((terms.bias != 0)[shown].any()):
             raise LocaterError(
                 f"{new.name} attention does not take numbers that are added to logits: give a mask that only hides"
             )

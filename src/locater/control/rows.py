@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from locater.attention.call import Call
-from locater.kernels import Terms, attention_statistics, reference
+from locater.kernels import Terms, reference, row_statistics
 from locater.kernels.dispatch import default_backend
-from locater.kernels.terms import full_terms
 
 
 def row_entropy(call: Call, own: bool) -> tuple[Tensor, Tensor]:
@@ -22,34 +21,19 @@ def row_entropy(call: Call, own: bool) -> tuple[Tensor, Tensor]:
     the same tokens.
 
     >>> x = torch.zeros(1, 1, 3, 4)
-    >>> entropy, visible = row_entropy(Call(x, x, 0.5, causal=True), own=True)
+    >>> entropy, visible = row_entropy(Call(x, x, Terms(0.5, causal=True)), own=True)
     >>> entropy.exp().round().flatten().tolist(), visible.flatten().tolist()
     ([1.0, 2.0, 3.0], [1, 2, 3])
     """
-    found = _rows(
-        call.query, call.key, own, call.scale, call.causal, call.window or 0, call.softcap or 0.0, call.padding,
-        call.documents, call.mask,
-        *(None if x is None else x.detach() for x in (call.bias, call.alibi, call.sinks)),
-    )  # fmt: skip
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in call.terms.flat()]
+    found = _rows(call.query, call.key, own, *arguments)
     return found[0], found[1]
 
 
 def terms_of(call: Call) -> Terms:
     """What decides its rows besides queries and keys."""
-    terms = Terms(
-        call.scale,
-        call.causal,
-        call.window,
-        call.softcap,
-        call.padding,
-        call.documents,
-        call.mask,
-        call.bias,
-        call.alibi,
-        call.sinks,
-    )
     B, H, T, _ = call.query.shape
-    return full_terms(terms, B, H, T, call.key.shape[2])
+    return call.terms.checked(B, H, T, call.key.shape[2])
 
 
 def real_tokens(call: Call, own: bool) -> tuple[Tensor, Tensor]:
@@ -71,20 +55,16 @@ def _real(q: Tensor, k: Tensor, own: bool, terms: Terms) -> tuple[Tensor, Tensor
     return keys if own and T == S else torch.ones(B, T, dtype=torch.bool, device=q.device), keys
 
 
-def _call(q: Tensor, k: Tensor, *given: Any) -> Call:
-    scale, causal, window, softcap, *tensors = given
-    return Call(q, k, scale, causal, window or None, softcap or None, *tensors)
-
-
-@torch.library.custom_op("locater::row_entropy", mutates_args=())
-def _rows(
-    q: Tensor, k: Tensor, own: bool, scale: float, causal: bool, window: int, softcap: float, padding: Tensor | None,
-    documents: Tensor | None, mask: Tensor | None, bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "locater::row_entropy",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, bool own, {Terms.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _rows(q: Tensor, k: Tensor, own: bool, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Entropy, visible keys, log-sum-exp and mass of every row."""
     with torch.autocast(q.device.type, enabled=False):
-        terms = terms_of(_call(q, k, scale, causal, window, softcap, padding, documents, mask, bias, alibi, sinks))
-        found = attention_statistics(q, k, extended=False, **vars(terms))
+        terms = terms_of(Call(q, k, Terms.from_flat(arguments)))
+        found = row_statistics(q, k, terms, extended=False)
         counted = _real(q, k, own, terms)[0][:, None]
     visible = torch.where(counted, found.visible, 0)
     return found.entropy.clone(), visible, found.log_sum_exp.clone(), found.row_mass.clone()
@@ -96,14 +76,16 @@ def _(q: Tensor, k: Tensor, *given: object) -> tuple[Tensor, Tensor, Tensor, Ten
     return row, torch.empty_like(row, dtype=torch.int64), torch.empty_like(row), torch.empty_like(row)
 
 
-@torch.library.custom_op("locater::row_entropy_gradient", mutates_args=())
+@torch.library.custom_op(
+    "locater::row_entropy_gradient",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor lse, Tensor entropy, Tensor mass, Tensor grad, {Terms.SCHEMA}) -> (Tensor, Tensor)",
+)
 def _gradient(
-    q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor, scale: float, causal: bool, window: int,
-    softcap: float, padding: Tensor | None, documents: Tensor | None, mask: Tensor | None, bias: Tensor | None, alibi: Tensor | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        terms = terms_of(_call(q, k, scale, causal, window, softcap, padding, documents, mask, bias, alibi, sinks))
+        terms = terms_of(Call(q, k, Terms.from_flat(arguments)))
         if default_backend(q, terms) == "torch":
             return reference.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
         from locater.kernels import triton_kernels
@@ -121,14 +103,14 @@ def _(q: Tensor, k: Tensor, *given: object) -> tuple[Tensor, Tensor]:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, _, *given = inputs
     entropy, _, lse, mass = output
-    ctx.numbers = given[:4]  # scale, causal, window, softcap
-    ctx.save_for_backward(q, k, lse, entropy, mass, *given[4:])
+    ctx.numbers = given[: Terms.NUMBERS]
+    ctx.save_for_backward(q, k, lse, entropy, mass, *given[Terms.NUMBERS :])
 
 
 def _backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
     q, k, lse, entropy, mass, *given = ctx.saved_tensors
     dq, dk = _gradient(q, k, lse, entropy, mass, grad, *ctx.numbers, *given)
-    return dq, dk, *(None,) * 11
+    return dq, dk, *(None,) * (1 + Terms.ARGUMENTS)
 
 
 _rows.register_autograd(_backward, setup_context=_keep)

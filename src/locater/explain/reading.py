@@ -30,7 +30,6 @@ from locater.explain.paths import Paths
 from locater.families import AttentionLayer, attention_layers
 from locater.families.build import norm, optional
 from locater.families.norm import Norm
-from locater.kernels.terms import Terms, full_terms
 from locater.numerics import upcast
 from locater.observing.inputs import run
 from locater.observing.site import Site
@@ -308,18 +307,7 @@ def attention_maps(call: Call) -> Float[Tensor, "B H T S"]:
     """
     q, k = upcast(call.query), upcast(call.key)
     (B, H, T, _), S = q.shape, k.shape[2]
-    terms = Terms(
-        call.scale,
-        call.causal,
-        call.window,
-        call.softcap,
-        call.padding,
-        call.documents,
-        call.mask,
-        call.bias,
-        call.alibi,
-    )
-    terms = full_terms(terms, B, H, T, S)
+    terms = call.terms.checked(B, H, T, S)
     logits = terms.logits(q, k.repeat_interleave(H // k.shape[1], 1), slice(0, T), T)
     hidden = ~terms.visible(slice(0, T), T, S, q.device) | (logits == -torch.inf)
     return logits.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)

@@ -94,7 +94,7 @@ def weight_at(q: Tensor, k: Tensor, terms: Terms, index: Tensor, log_sum_exp: Te
     index = index.expand(B, T)
     at = index.clamp(0, S - 1)
     keys = upcast(k).gather(2, at[:, None, :, None].expand(B, k.shape[1], T, k.shape[-1])).repeat_interleave(group, 1)
-    logits = (upcast(q) * keys).sum(-1) * terms.scale
+    logits = (upcast(q) * keys).sum(-1) * terms.scale_for(q.shape[-1])
     distance = terms.at(T, S, q.device) - at
     if terms.alibi is not None:
         logits = logits - terms.alibi.to(logits)[:, None] * distance.abs()[:, None]
@@ -133,7 +133,7 @@ def entropy_gradient(
     memory.
     """
     B, H, T, _ = q.shape
-    K, S = k.shape[1], k.shape[-2]
+    K, S, scale = k.shape[1], k.shape[-2], terms.scale_for(q.shape[-1])
     keys = upcast(k).repeat_interleave(H // K, 1)
     dq, dk = torch.zeros_like(q, dtype=keys.dtype), torch.zeros_like(keys)
     for rows in row_chunks(B, H, T, S, q.device):
@@ -146,8 +146,8 @@ def entropy_gradient(
         slope = torch.where(p > 0, slope, torch.zeros_like(slope))
         if terms.softcap is not None:
             slope = slope * (1 - (logits / terms.softcap).square())
-        dq[:, :, rows] = terms.scale * (slope @ keys)
-        dk += terms.scale * (slope.mT @ query)
+        dq[:, :, rows] = scale * (slope @ keys)
+        dk += scale * (slope.mT @ query)
     return dq.to(q.dtype), dk.unflatten(1, (K, -1)).sum(2).to(k.dtype)
 
 

@@ -344,9 +344,10 @@ REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (
 
 def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool) -> AttentionStatistics:
     """q (B, H, T, D), k (B, K, S, D); float32 or half precision, sums in float32."""
-    if terms.scale <= 0:  # the running maximum of unscaled products needs a positive scale
-        terms, q = replace(terms, scale=-terms.scale or 1.0), -q if terms.scale else torch.zeros_like(q)
     B, H, T, D = q.shape
+    scale = terms.scale_for(D)
+    if scale <= 0:  # the running maximum of unscaled products needs a positive scale
+        terms, q = replace(terms, scale=-scale or 1.0), -q if scale else torch.zeros_like(q)
     S = k.shape[-2]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     held = torch.empty(10 if per_key else 8 if extended else 4, B, H, T, dtype=torch.float32, device=q.device)
@@ -449,7 +450,7 @@ def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, An
         )
     together = max(1, min(B * H, CACHE // max(1, S * D * k.element_size())))
     arguments = [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi, *strides]
-    arguments += [H, H // K, B * H, together, T, S, terms.scale, terms.softcap or 1.0, terms.window or 0]
+    arguments += [H, H // K, B * H, together, T, S, terms.scale_for(D), terms.softcap or 1.0, terms.window or 0]
     flags = {
         "D": D, "CAUSAL": terms.causal, "WINDOW": terms.window is not None, "CAP": terms.softcap is not None,
         "PAD": terms.padding is not None, "DOC": terms.documents is not None, "MASK": terms.mask is not None,

@@ -179,12 +179,13 @@ class Observation:
 
         if not (dist.is_available() and dist.is_initialized()) or not self.sites:
             return
-        added = [held for site in self.sites for held in (site.sums, site.pairs, site.gram) if held is not None]
+        added = [x for site in self.sites for x in site.totals.added()]
         added += [point.sums for point in self.streams]
-        for held, how in ((added, dist.ReduceOp.SUM), ([site.maxima for site in self.sites], dist.ReduceOp.MAX)):
-            flat = torch.cat([x.flatten() for x in held])
+        maxima = [site.totals.maxima for site in self.sites]
+        for tensors, how in ((added, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+            flat = torch.cat([x.flatten() for x in tensors])
             dist.all_reduce(flat, how, group)
-            for x, part in zip(held, flat.split([x.numel() for x in held]), strict=True):
+            for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
                 x.copy_(part.view_as(x))
 
     def to_pandas(self) -> pandas.DataFrame:

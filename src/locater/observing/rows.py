@@ -92,7 +92,7 @@ class Totals:
 
 def accumulators(sites: Iterable[Site]) -> list[Tensor]:
     """The tensors that `totals` wants as numbers."""
-    return [held for site in sites for held in (site.sums, site.maxima, site.pairs)]
+    return [x for site in sites for x in site.totals[:3]]
 
 
 def totals(sites: Sequence[Site], numbers: Iterable[list[float]]) -> list[Totals]:

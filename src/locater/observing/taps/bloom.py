@@ -9,6 +9,7 @@ from torch import nn
 
 from locater.attention.call import Call
 from locater.attention.stand_ins import Passage, Undo, along, cached
+from locater.kernels import Terms
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:
@@ -19,9 +20,7 @@ def _described(module: Any, passage: Passage) -> Call:
     q, k, _ = module._reshape(passage.tensors["query_key_value"])
     alibi = passage.argument(2, "alibi").detach()
     k = cached(module, passage.argument(4, "layer_past"), k, alibi.shape[-1])
-    call = Call(
-        q, k, float(module.inv_norm_factor), bias=module.beta * alibi.view(q.shape[0], module.num_heads, 1, -1),
-        output=passage.heads("dense", module.num_heads),  # not called with slow_but_exact
-    )  # fmt: skip
+    terms = Terms(float(module.inv_norm_factor), bias=module.beta * alibi.view(q.shape[0], module.num_heads, 1, -1))
+    call = Call(q, k, terms, passage.heads("dense", module.num_heads))  # not called with slow_but_exact
     mask = passage.argument(3, "attention_mask")
     return call if mask is None else call.masked(mask.detach())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from locater.attention.call import Call
 from locater.attention.listeners import listening
 from locater.attention.stand_ins import Passage, Undo, along, instead
+from locater.kernels import Terms
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:
@@ -32,9 +33,11 @@ def _placed(places: dict[str, Tensor], module: nn.Module, method: Callable[..., 
 def _described(places: dict[str, Tensor], module: Any, passage: Passage) -> Call:
     heads = module.num_attention_heads
     q, k = (passage.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("query_proj", "key_proj"))
-    terms = 1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type)
+    parts = 1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type)
     bias = places.pop("bias", None)
-    return Call(
-        q, k, (q.shape[-1] * terms) ** -0.5, bias=None if bias is None else bias.unflatten(0, (-1, heads)),
-        mask=passage.argument(1, "attention_mask").bool(), output=passage.returned[0].detach().unflatten(-1, (heads, -1)),
-    )  # fmt: skip
+    terms = Terms(
+        (q.shape[-1] * parts) ** -0.5,
+        bias=None if bias is None else bias.unflatten(0, (-1, heads)),
+        mask=passage.argument(1, "attention_mask").bool(),
+    )
+    return Call(q, k, terms, passage.returned[0].detach().unflatten(-1, (heads, -1)))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from locater.attention.call import Call
 from locater.attention.stand_ins import Passage, Undo, along, cached
+from locater.kernels import Terms
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:
@@ -34,9 +35,9 @@ def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Cal
         cos, sin = passage.argument(7, "position_embeddings")
         q, k = rotate(q, k, cos.detach(), sin.detach())
     k = cached(module, past, k, None if mask is None else mask.shape[-1])
-    call = Call(q, k, float(module.inv_norm_factor), output=passage.heads("dense", module.num_heads))
+    call = Call(q, k, Terms(float(module.inv_norm_factor)), passage.heads("dense", module.num_heads))
     if "Flash" in type(module).__name__:
-        return replace(call.masked(mask), causal=module.is_causal)
+        return call.masked(mask).with_terms(causal=module.is_causal)
     if module.config._attn_implementation == "sdpa" and not passage.argument(6, "output_attentions"):
         return call.masked(mask.detach()) if mask is not None else _causal(call, module)
     return _added(call, mask, None if alibi is None else alibi.detach() * module.inv_norm_factor)
@@ -45,7 +46,9 @@ def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Cal
 def _causal(call: Call, module: Any) -> Call:
     """The fused function counts from the first key: what a cache holds beyond the queries is not looked at."""
     queries = call.query.shape[2]
-    return replace(call, key=call.key[:, :, :queries], causal=True) if module.is_causal and queries > 1 else call
+    if not module.is_causal or queries == 1:
+        return call
+    return replace(call.with_terms(causal=True), key=call.key[:, :, :queries])
 
 
 def _added(call: Call, mask: Tensor | None, alibi: Tensor | None) -> Call:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from locater.attention.call import Call
 from locater.attention.listeners import listening
 from locater.attention.stand_ins import Undo, argument, instead, tell
+from locater.kernels import Terms
 
 FAST = "_transformer_encoder_layer_fwd"
 _tapped: list[nn.MultiheadAttention] = []
@@ -79,7 +80,7 @@ def _in_layer(module: nn.MultiheadAttention, src: Tensor, *args: Any) -> Call:
     call = _met(module, x, x, padding)
     if mask is None:
         return call
-    return replace(call, padding=mask == 0) if mask_type == 1 else replace(call, mask=mask == 0)
+    return call.with_terms(padding=mask == 0) if mask_type == 1 else call.with_terms(mask=mask == 0)
 
 
 def _batched(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -95,7 +96,7 @@ def _batched(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> tuple
 
 def _met(module: nn.MultiheadAttention, query: Tensor, key: Tensor, padding: Tensor | None) -> Call:
     q, k = _projected(module, query, 0), _projected(module, key, 1)
-    return Call(q, k, q.shape[-1] ** -0.5, padding=padding)
+    return Call(q, k, Terms(q.shape[-1] ** -0.5, padding=padding))
 
 
 def _projected(module: nn.MultiheadAttention, x: Tensor, part: int) -> Tensor:
@@ -118,13 +119,13 @@ def _masked(call: Call, mask: Tensor | None, hidden: Tensor | None) -> Call:
     if mask is not None:
         mask = mask[None, None] if mask.ndim == 2 else mask.view(B, H, T, -1)
         if mask.dtype == torch.bool:
-            call = replace(call, mask=~mask)
+            call = call.with_terms(mask=~mask)
         else:
             added.append(mask.detach())
     if hidden is not None:
         hidden = hidden[None] if hidden.ndim == 1 else hidden
         if hidden.dtype == torch.bool:
-            call = replace(call, padding=~hidden)
+            call = call.with_terms(padding=~hidden)
         else:
             added.append(hidden.detach()[:, None, None])
     return call.masked(sum(added[1:], added[0])) if added else call

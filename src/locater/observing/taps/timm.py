@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from locater.attention.call import Call
 from locater.attention.stand_ins import Passage, Undo, along, name_of
 from locater.errors import LocaterError
+from locater.kernels import Terms
 
 KNOWN = ("attn_mask", "is_causal")
 
@@ -33,7 +33,7 @@ def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
         else _heads_first(module, passage.tensors[name], fused)
         for part, name in enumerate(("q_norm", "k_norm"))
     )
-    call = Call(q, k, float(module.scale), output=passage.heads("proj", module.num_heads))
+    call = Call(q, k, Terms(float(module.scale)), passage.heads("proj", module.num_heads))
     given = {**dict(zip(names, passage.args, strict=False)), **passage.kwargs}
     for name in names[1:]:
         if given.get(name) is not None and name not in KNOWN:
@@ -41,7 +41,7 @@ def _described(names: Sequence[str], module: Any, passage: Passage) -> Call:
                 f"{name_of(module)}: what its argument {name!r} does to attention is not known: pass attn_mask instead"
             )
     if given.get("is_causal"):
-        call = replace(call, causal=True)
+        call = call.with_terms(causal=True)
     return _masked(call, module, given.get("attn_mask"))
 
 

@@ -9,7 +9,6 @@ are real is read from the mask of the query stream, which is passed along with o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from locater.attention.call import Call
 from locater.attention.listeners import listening
 from locater.attention.stand_ins import Undo, argument, instead, tell
+from locater.kernels import Terms
 
 
 def tap(module: nn.Module) -> Iterator[Undo]:
@@ -47,7 +47,7 @@ def _attend(
             call = _described(module, args, kwargs, out[0] if isinstance(out, tuple) else out)
             if mask is not None:  # (T, S, B, 1)
                 real = (mask == 0).any(0).any(-1).T
-                call = replace(call, padding=real.expand(call.query.shape[0], -1))
+                call = call.with_terms(padding=real.expand(call.query.shape[0], -1))
             tell(sites, call)
     return out
 
@@ -60,7 +60,10 @@ def _described(module: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
     if segments is not None:
         of_query = torch.einsum("ibnd,snd->ibns", q + module.r_s_bias, module.seg_embed)
         bias = bias + torch.einsum("ijbs,ibns->bnij", segments, of_query)
-    return Call(
-        (q + module.r_w_bias).permute(1, 2, 0, 3), k.detach().permute(1, 2, 0, 3), float(module.scale), bias=bias * module.scale,
-        mask=None if mask is None else mask.permute(2, 3, 0, 1) == 0, output=out.detach().transpose(0, 1),
-    )  # fmt: skip
+    terms = Terms(
+        float(module.scale),
+        bias=bias * module.scale,
+        mask=None if mask is None else mask.permute(2, 3, 0, 1) == 0,
+    )
+    query = (q + module.r_w_bias).permute(1, 2, 0, 3)
+    return Call(query, k.detach().permute(1, 2, 0, 3), terms, out.detach().transpose(0, 1))
