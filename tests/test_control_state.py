@@ -43,7 +43,9 @@ def cut_at(step: int) -> Callable[[dict[str, Any]], None]:
 
 
 def plan(folder: Path, name: str) -> Plan:
-    shape: dict[str, Any] = dict(task="copy", vocabulary=8, layers=2, width=16, heads=2, hidden=16, length=9, batch=4)
+    text = folder.parent / "corpus.txt"
+    text.write_text("".join(f"line {i} has {i * i % 97} words.\n\n" for i in range(800)))
+    shape: dict[str, Any] = dict(corpus=(str(text),), layers=2, width=16, heads=2, length=16, batch=4)
     often: dict[str, Any] = dict(steps=6, evaluate=0, checkpoint=3, observe=0, log=1, device="cpu")
     return Plan(out=str(folder), control=(ACTING.get(name, name),), **shape, **often)
 
