@@ -30,7 +30,7 @@ class Call:
 
     query: Float[Tensor, "B H T D"]
     key: Float[Tensor, "B K S D"]
-    terms: Terms = Terms()
+    terms: Terms
     output: Float[Tensor, "B T H V"] | Float[Tensor, "B T E"] | None = None
     cut: Bool[Tensor, " B"] | None = None
 

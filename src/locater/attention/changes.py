@@ -1,8 +1,8 @@
 """Changes to attention at the interface: an ordered list on a module, applied to queries, keys and function before each
 call.
 
-What is observed comes after them, so it is what really acts. A copy of a model, or a saved one, comes without changes,
-but for those of controls that change what it computes (`ForwardChange`).
+Listeners see the call after all changes. A copy of a model, or a saved one, has no changes, except those of controls
+that change what the model computes (`ForwardChange`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What a module asks of its attention function, which transformers calls `name`; `mask` and `kw` are as it hands
-    them over.
+    """A call that a module is about to make of its attention function, which transformers calls `name`. `mask` and `kw`
+    are the arguments as transformers passes them; `call()` reads them.
     """
 
     module: nn.Module
@@ -35,11 +35,11 @@ class AttentionRequest:
 
     @property
     def scale(self) -> float:
-        """What multiplies q.k in this call; not the layer's scale where its queries are scaled before."""
+        """What multiplies q.k in this call. It is not the scale of the layer if queries are scaled before."""
         return scale_of(self.module, self.query, self.kw)
 
     def call(self) -> Call:
-        """The same as a call, with its gradients."""
+        """The request as a call, with gradients."""
         call = from_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
         terms, bias, sinks = call.terms, self.kw.get("position_bias"), self.kw.get("s_aux")
         if terms.bias is not None and bias is not None:
@@ -50,19 +50,17 @@ class AttentionRequest:
 
 
 class AttentionChange:
-    """One change. Those with a lower `order` come first, whichever was put on first; equal ones in the order they were
-    put on.
-    """
+    """One change. Changes with a lower `order` come first; those of equal order come as they were put on."""
 
     order = 0
-    number = -1  # of this change among all that were ever put on
+    number = -1  # counts all changes ever put on
 
     @property
     def called(self) -> bool:
         """Whether attention has been reached since it was put on."""
         return self.number in _reached
 
-    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -74,12 +72,12 @@ def changes(module: nn.Module) -> tuple[AttentionChange, ...]:
     return tuple(change for change in module.__dict__.get(CHANGES, ()) if change is not None)
 
 
-def changed(asked: AttentionRequest) -> AttentionRequest:
-    """After every change of its module."""
-    for change in changes(asked.module):
-        asked = change(asked)
+def changed(request: AttentionRequest) -> AttentionRequest:
+    """The request after every change of its module."""
+    for change in changes(request.module):
+        request = change(request)
         _reach(change.number)
-    return asked
+    return request
 
 
 def _reach(number: int) -> bool:
@@ -95,7 +93,7 @@ _numbers = itertools.count()
 
 
 def numbered(change: AttentionChange) -> AttentionChange:
-    """One that was not there before, nor called."""
+    """The change with a new number, not called yet."""
     change.number = next(_numbers)
     return change
 

@@ -101,7 +101,8 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             raise LocaterError(
-                "doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, has all of them"
+                "doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, "
+                "has all of them"
             )
         return grad
 
@@ -116,7 +117,7 @@ def _values(x: Inputs, seen: Tensor | None) -> Tensor:
         return out.masked_fill(out == -torch.inf, 0.0)
     parts = []
     for at in range(0, x.S, BLOCK):
-        scores = logits(Inputs(k[:, :, at : at + BLOCK], q, q), scale)
+        scores = logits(Inputs(k[:, :, at : at + BLOCK], q, q, Terms()), scale)
         counted = seen if seen is None or seen.shape[2] == 1 else seen[:, :, at : at + BLOCK]
         parts.append(scores.logsumexp(3) if counted is None else _over_queries(scores.mT, counted.mT))
     return torch.cat(parts, 2)

@@ -55,7 +55,7 @@ class HybridLayout:
         return dict(Counter(self.names))
 
     def modules(self, settings: dict[str, dict[str, Any]] | None = None, **sizes: Any) -> nn.ModuleList:
-        """A module per layer (`attention_module`), told how deep it is; `settings` by name of mechanism.
+        """A module per layer (`attention_module`) with its depth; `settings` by name of mechanism.
 
         >>> stack = hybrid("LS", linear="delta").modules(width=16, heads=4, size=4)
         >>> [layer.name for layer in stack]
@@ -88,7 +88,8 @@ def hybrid(
     letters = "L" * int(ratio[1]) + "S" * int(ratio[2]) if ratio else layout.removesuffix("...")
     if not letters or set(letters) - set("SL"):
         raise LocaterError(
-            f"layout={layout!r}: letters S (full) and L (linear), with ... to repeat them, or a ratio linear:full such as 3:1"
+            f"layout={layout!r}: letters S (full) and L (linear), with ... to repeat them, "
+            "or a ratio linear:full such as 3:1"
         )
     if mechanism(full).cost == "linear":
         raise LocaterError(

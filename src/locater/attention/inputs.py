@@ -26,7 +26,7 @@ class Inputs:
     q: Float[Tensor, "B H T D"]
     k: Float[Tensor, "B K S D"]
     v: Float[Tensor, "B K S E"]
-    terms: Terms = Terms()
+    terms: Terms
     query_padding: Bool[Tensor, "B T"] | None = None  # True = a real token
 
     def with_terms(self, **changes: Any) -> Inputs:
@@ -94,7 +94,8 @@ class Inputs:
         if real is None and self.padding is not None:
             if self.T != self.S:
                 raise LocaterError(
-                    f"padding is of {self.S} keys, and sums over {self.T} queries need query_padding (batch, queries) too"
+                    f"padding is of {self.S} keys, "
+                    f"and sums over {self.T} queries need query_padding (batch, queries) too"
                 )
             real = self.padding
         return None if real is None else real[:, None, :, None]

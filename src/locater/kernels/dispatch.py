@@ -42,10 +42,11 @@ def attention_statistics(
     `positions` places them (some rows only, or a cache with room left). `padding` is True for real tokens, `documents`
     numbers packed sequences, `mask` is any other boolean mask and `bias` any addition (axes of size 1 are shared).
     `extended` adds participation, distance, and the weight on the first keys and on itself; `per_key` the weight each
-    key receives. `backend` is chosen by device unless given.
+    key receives. `backend` is chosen by device where it is None.
 
     >>> q = k = torch.zeros(1, 1, 4, 8)
-    >>> attention_statistics(q, k, causal=True).entropy.exp().squeeze().round().tolist()     # uniform over 1, 2, 3, 4 keys
+    >>> stats = attention_statistics(q, k, causal=True)        # uniform over 1, 2, 3, 4 keys
+    >>> stats.entropy.exp().squeeze().round().tolist()
     [1.0, 2.0, 3.0, 4.0]
     """
     terms = Terms(scale, causal, window, softcap, first, padding, documents, mask, bias, alibi, sinks, positions)

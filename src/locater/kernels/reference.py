@@ -10,7 +10,7 @@ from torch import Tensor
 from locater.kernels.terms import AttentionStatistics, Terms
 from locater.numerics import upcast
 
-ELEMENTS = 1 << 24  # logits held at a time
+ELEMENTS = 1 << 24  # logits in memory at a time
 CACHED = 1 << 20  # the same on a CPU, whose caches are much faster than its memory
 LOWEST = -1e30  # a masked logit: exp is 0, and so is exp times it, which -inf would make NaN
 
@@ -35,19 +35,19 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
         here = placed.up_to(end)
         logits = here.logits(upcast(q[:, :, rows]), keys[:, :, :end], rows, T)
         seen = here.visible(rows, T, end, q.device)
-        kept, p = _of_rows(logits, seen, here, rows, T, extended)
-        parts.append(kept)
+        part, p = _of_rows(logits, seen, here, rows, T, extended)
+        parts.append(part)
         if received is not None and lookers is not None:
             received[:, :, :end] += p.sum(2)
             lookers = lookers + torch.nn.functional.pad(seen.sum(2), (0, S - end))
-    found = {
+    columns = {
         f.name: _joined([getattr(part, f.name) for part in parts])
         for f in fields(AttentionStatistics)
         if f.name != "received"
     }
     if received is not None and lookers is not None:
         received = received / lookers.clamp_min(1)
-    return AttentionStatistics(**found, received=received)  # type: ignore[arg-type]
+    return AttentionStatistics(**columns, received=received)  # type: ignore[arg-type]
 
 
 def _of_rows(
@@ -65,10 +65,10 @@ def _of_rows(
         base = torch.maximum(base, terms.sinks.to(base).view(1, -1, 1))
     y = logits.sub_(base[..., None]).masked_fill_(hidden, LOWEST)
     e = y.exp()
-    held = e.sum(-1)
-    total = held if terms.sinks is None else held + torch.exp(terms.sinks.to(base).view(1, -1, 1) - base)
+    on_keys = e.sum(-1)
+    total = on_keys if terms.sinks is None else on_keys + torch.exp(terms.sinks.to(base).view(1, -1, 1) - base)
     total = torch.where(visible > 0, total, torch.ones_like(total))
-    mass, log_total = held / total, total.log()
+    mass, log_total = on_keys / total, total.log()
     entropy = mass * log_total - y.mul_(e).sum(-1) / total
     lse = torch.where(visible > 0, base + log_total, torch.full_like(base, -torch.inf))
     p = e.div_(total[..., None])
@@ -119,11 +119,11 @@ def weight_at(q: Tensor, k: Tensor, terms: Terms, index: Tensor, log_sum_exp: Te
     return torch.where(shown & (log_sum_exp != -torch.inf), weight, torch.zeros_like(weight)), shown
 
 
-def _picked(held: Tensor, at: Tensor) -> Tensor:
+def _picked(x: Tensor, at: Tensor) -> Tensor:
     """Entry `at` (B, T) of every row of a mask or a bias (b, h, t, S), as (B, h, T)."""
     B, T = at.shape
-    wide = held.expand(B, held.shape[1], T, held.shape[-1])
-    return wide.gather(-1, at[:, None, :, None].expand(B, held.shape[1], T, 1)).squeeze(-1)
+    wide = x.expand(B, x.shape[1], T, x.shape[-1])
+    return wide.gather(-1, at[:, None, :, None].expand(B, x.shape[1], T, 1)).squeeze(-1)
 
 
 def entropy_gradient(
@@ -152,5 +152,5 @@ def entropy_gradient(
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
-    held = [part for part in parts if part is not None]
-    return torch.cat(held, 2) if held else None
+    present = [part for part in parts if part is not None]
+    return torch.cat(present, 2) if present else None

@@ -3,7 +3,8 @@
 Rows (i, queries) and columns (j, keys) are tiles of BLOCK_M x BLOCK_N logits x in units of log 2, so that exp is exp2.
 Per row, relative to the running maximum m:
 
-    s = sum 2^(x-m)        a = sum (x-m) 2^(x-m)        ->  H = ln 2 ((L-m) s - a) 2^(m-L),   L = log2-sum-exp with the sink
+    s = sum 2^(x-m),   a = sum (x-m) 2^(x-m)
+    H = ln 2 ((L-m) s - a) 2^(m-L)   with L the log2-sum-exp, sink included
 
 Taking a relative to m keeps the entropy of logits near 10^4 exact to float32; the textbook difference lse - sum p x
 does not.
@@ -105,8 +106,8 @@ def _lanes(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, first, CAUSAL: tl.constexpr, EXTENDED: tl.constexpr,
-              EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, first, CAUSAL: tl.constexpr,
+              EXTENDED: tl.constexpr, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """One step of the online softmax with its companions; x * unit is in units of log 2. `behind` (M, LANES): the row's
     position less that of the lane's first key; `ahead`: the tile's first key less its first row. EDGE: with masks; a
     causal row's own key is in one."""
@@ -143,13 +144,13 @@ def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, 
 
 
 @triton.jit(do_not_specialize=["heads", "together", "rows"])
-def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi,
-                 qb, qh, qt, kb, kh, kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window,
-                 first, rows,
-                 D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
-                 MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, EXTENDED: tl.constexpr,
-                 COUNT: tl.constexpr, PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
+                 mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, rows,
+                 D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
+                 DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+                 SINKS: tl.constexpr, EXTENDED: tl.constexpr, COUNT: tl.constexpr, PER_KEY: tl.constexpr,
+                 PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_D: tl.constexpr):  # fmt: skip
     b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
     block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -175,8 +176,9 @@ def _rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi,
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
             k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
-                             mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
+            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
+                             Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                             EDGE)  # fmt: skip
             if EDGE:
                 x = tl.where(seen, x, EMPTY)
             if BIAS:
@@ -237,12 +239,12 @@ def _slope(x, seen, unit, lse, pull, cap, CAP: tl.constexpr, BIAS: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["heads", "together"])
-def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alibi,
-                           qb, qh, qt, kb, kh, kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S,
-                           scale, cap, window,
-                           D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
-                           DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
-                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh,
+                           kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap,
+                           window, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+                           PAD: tl.constexpr, DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+                           ALIBI: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                           BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
     block = tl.cdiv(T, BLOCK_M) - 1 - block
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -261,8 +263,9 @@ def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alib
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
             k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
-                             mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
+            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
+                             Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                             EDGE)  # fmt: skip
             dq = tl.dot(
                 _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE).to(k.dtype), k, dq, input_precision=PRECISION
             )
@@ -271,11 +274,12 @@ def _query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alib
 
 
 @triton.jit(do_not_specialize=["heads", "together"])
-def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
-                    qb, qh, qt: tl.constexpr, kb, kh, kt, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window,
-                    D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
-                    MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, RECEIVED: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt: tl.constexpr, kb, kh, kt,
+                    mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, D: tl.constexpr,
+                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
+                    DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+                    PRECISION: tl.constexpr, RECEIVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                    BLOCK_D: tl.constexpr):  # fmt: skip
     """Sums over queries for a block of keys: weight received by each key, or the gradient of the keys (one query head's
     part). Tiles lie with keys in rows: sums along a row stay in a thread, and the second product takes the tile as it
     is. Lse and Pull in units of log 2; for the weight received they are the two parts of the log-sum-exp, infinity in
@@ -314,8 +318,9 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
             i = start + r
             q = load_rows(queries + tl.cast(start, tl.int64) * qt, d, i < T, D, BLOCK_D, True)
             x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            x, seen = _terms(x, i[None, :], j[:, None], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi,
-                             mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI, EDGE)  # fmt: skip
+            x, seen = _terms(x, i[None, :], j[:, None], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias,
+                             Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                             EDGE)  # fmt: skip
             lse = tl.load(Lse + at + start, mask=i < T, other=-EMPTY)[None, :]
             pull = tl.load(Pull + at + start, mask=i < T, other=0.0)[None, :]
             if RECEIVED:
@@ -334,9 +339,8 @@ def _columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi,
         tl.store(Out + (head * S + j[:, None]) * D + d[None, :], dk * (scale * LN2), mask=tile)
 
 
-# A second launch with the same shapes, strides, alignment and terms is given to the compiled kernel at once: Triton's
-# own way to it costs
-# more of the host's time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
+# A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
+# dispatch costs more host time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
 # Triton 3.6 and later.
 LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
 REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
@@ -350,7 +354,7 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
         terms, q = replace(terms, scale=-scale or 1.0), -q if scale else torch.zeros_like(q)
     S = k.shape[-2]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    held = torch.empty(10 if per_key else 8 if extended else 4, B, H, T, dtype=torch.float32, device=q.device)
+    out = torch.empty(10 if per_key else 8 if extended else 4, B, H, T, dtype=torch.float32, device=q.device)
     generic = _generic(terms)
     bare = not generic and terms.bias is None and terms.alibi is None and terms.sinks is None
     ready = terms if bare else _prepared(terms)
@@ -359,14 +363,14 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
     key = (terms, extended, per_key, q.device, layout)
     if bare and key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](q, k, held, *rest)
+        kernel[grid](q, k, out, *rest)
     elif T:
         arguments, flags = _launch(q, k, ready)
         size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
         flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": generic, "PER_KEY": per_key}
         grid = (B * H * triton.cdiv(T, size["BLOCK_M"]), 1, 1)
         rest = [count, ready.sinks, *arguments, terms.first, B * H * T]
-        kernel = _rows_kernel[grid](q, k, held, *rest, **flags, **size)
+        kernel = _rows_kernel[grid](q, k, out, *rest, **flags, **size)
         if bare and REPEATABLE and kernel is not None:
             if len(LAUNCHES) >= 256:
                 LAUNCHES.clear()
@@ -374,9 +378,9 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
             LAUNCHES[key] = kernel, grid, rest + [(flags | size)[name] for name in names]
     if count is None:
         count = _visible_counts(terms, T, S, q.device).expand(B, H, T)
-    lse, entropy, top, mass = held[:4].unbind()
-    more = held[4:8].unbind() if extended else (None,) * 4
-    received = _received(q, k, terms, ready, held[8], held[9]) if per_key else None
+    lse, entropy, top, mass = out[:4].unbind()
+    more = out[4:8].unbind() if extended else (None,) * 4
+    received = _received(q, k, terms, ready, out[8], out[9]) if per_key else None
     return AttentionStatistics(lse, entropy, top, count, mass, *more, received)
 
 
@@ -389,7 +393,7 @@ def _received(q: Tensor, k: Tensor, terms: Terms, ready: Terms, base: Tensor, re
     if S:
         _columns_kernel[(B * H * triton.cdiv(S, size["BLOCK_N"]),)](
             q, k, base, rest, None, out, *arguments, **flags, RECEIVED=True, **size
-        )  # fmt: skip
+        )
     lookers = torch.zeros(1, 1, S, device=q.device) if _generic(terms) else _lookers(terms, T, S, q.device)
     step = max(1, (1 << 24) // max(1, S))
     for start in range(0, T if _generic(terms) else 0, step):
@@ -415,11 +419,11 @@ def entropy_gradient(
     size = _blocks(D, q.dtype, "queries", S)
     _query_gradient_kernel[(B * H * triton.cdiv(T, size["BLOCK_M"]),)](
         q, k, base, pull, weight, dq, *arguments, **flags, **size
-    )  # fmt: skip
+    )
     size = _blocks(D, q.dtype, "keys", S)
     _columns_kernel[(B * H * triton.cdiv(S, size["BLOCK_N"]),)](
         q, k, base, pull, weight, dk, *arguments, **flags, RECEIVED=False, **size
-    )  # fmt: skip
+    )
     return dq, dk if H == K else dk.unflatten(1, (K, -1)).sum(2).to(k.dtype)
 
 
@@ -434,9 +438,14 @@ def _prepared(terms: Terms) -> Terms:
         return None if x is None else x.to(dtype or x.dtype).contiguous()
 
     return replace(
-        terms, padding=ready(terms.padding, torch.int8), documents=ready(terms.documents, torch.int32), mask=ready(terms.mask, torch.int8),
-        bias=ready(terms.bias), alibi=ready(terms.alibi, torch.float32), sinks=ready(terms.sinks),
-    )  # fmt: skip
+        terms,
+        padding=ready(terms.padding, torch.int8),
+        documents=ready(terms.documents, torch.int32),
+        mask=ready(terms.mask, torch.int8),
+        bias=ready(terms.bias),
+        alibi=ready(terms.alibi, torch.float32),
+        sinks=ready(terms.sinks),
+    )
 
 
 def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
@@ -444,20 +453,24 @@ def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, An
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[-2]
     strides = [*q.stride()[:3], *k.stride()[:3]]
-    for held in (terms.mask, terms.bias):
-        strides += (
-            [0, 0, 0] if held is None else [0 if held.shape[axis] == 1 else held.stride(axis) for axis in range(3)]
-        )
+    for x in (terms.mask, terms.bias):
+        strides += [0, 0, 0] if x is None else [0 if x.shape[axis] == 1 else x.stride(axis) for axis in range(3)]
     together = max(1, min(B * H, CACHE // max(1, S * D * k.element_size())))
     arguments = [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi, *strides]
     arguments += [H, H // K, B * H, together, T, S, terms.scale_for(D), terms.softcap or 1.0, terms.window or 0]
     flags = {
-        "D": D, "CAUSAL": terms.causal, "WINDOW": terms.window is not None, "CAP": terms.softcap is not None,
-        "PAD": terms.padding is not None, "DOC": terms.documents is not None, "MASK": terms.mask is not None,
-        "BIAS": terms.bias is not None, "ALIBI": terms.alibi is not None,
+        "D": D,
+        "CAUSAL": terms.causal,
+        "WINDOW": terms.window is not None,
+        "CAP": terms.softcap is not None,
+        "PAD": terms.padding is not None,
+        "DOC": terms.documents is not None,
+        "MASK": terms.mask is not None,
+        "BIAS": terms.bias is not None,
+        "ALIBI": terms.alibi is not None,
         # three products of rounded parts: float32 to a few 1e-7
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
+    }
     return arguments, flags
 
 
@@ -487,10 +500,10 @@ LONG_TILES: dict[tuple[str, int, str], Tile] = {
 }
 
 
-def _blocks(D: int, dtype: torch.dtype, what: str, length: int) -> dict[str, int]:
+def _blocks(D: int, dtype: torch.dtype, kernel: str, length: int) -> dict[str, int]:
     """Tile sizes and launch settings."""
     wide = max(16, triton.next_power_of_2(D))
-    key = ("float32" if dtype == torch.float32 else "half", max(wide, 64), what)
+    key = ("float32" if dtype == torch.float32 else "half", max(wide, 64), kernel)
     tile = TILES.get(key, (64, 64, 4, 2, None) if wide <= 128 else (64, 32, 4, 2, None))
     m, n, warps, stages, registers = LONG_TILES.get(key, tile) if length >= LONG else tile
     size = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": wide, "num_warps": warps, "num_stages": stages}

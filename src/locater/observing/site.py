@@ -1,4 +1,4 @@
-"""A place where attention is listened to: one attention module, and the sums of what it did."""
+"""A place where attention is listened to: one attention module, and the sums of its calls."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ torch.library.register_fake("locater::tally", _fake, lib=_library)
 def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bool, heads: Tensor | None) -> None:
     """`tally`, without the operator around it.
 
-    A head whose `call.output` is not finite gets no finite number here either; an output (B, T, E) stands for all heads.
+    A head whose `call.output` is not finite gets NaN for its numbers; an output (B, T, E) stands for all heads.
     """
     if heads is not None:
         call = of_heads(call, heads)
