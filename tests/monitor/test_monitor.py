@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import LocaterError
 from locater.attention.call import Call
-from locater.families import attention_layers, effective, folded
+from locater.families import attention_layers, effective, fold_graph, folded
 from locater.kernels import Terms
 from locater.monitor import Monitor, head_table
 from locater.observing import observe, tally
@@ -255,7 +255,7 @@ def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
 def test_layers_folded_together_are_those_folded_apart(
     label: str, stacked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folded, "STACKED", stacked)
+    monkeypatch.setattr(fold_graph, "STACKED", stacked)
     model = model_of(next(case for case in CASES if case.label == label)).float()
     count = len(list(attention_layers(model)))
     stacks = folded.FoldedStacks(model, range(count))

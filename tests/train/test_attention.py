@@ -573,7 +573,7 @@ def test_what_is_causal_only_is_for_causal_tasks(monkeypatch: pytest.MonkeyPatch
     from locater.attention import registry
 
     only = replace(mechanism("linear"), name="onward", causal="only", reason="it is a recurrence over tokens")
-    monkeypatch.setitem(registry._MECHANISMS, "onward", only)
+    monkeypatch.setitem(registry.MECHANISMS._entries, "onward", only)
     assert Plan(attention="onward").attention == "onward"
     with pytest.raises(
         LocaterError, match="task=masked: onward attention is causal only: it is a recurrence over tokens"

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from locater.attention.mechanism_record import Causal, Cost, Mechanism
 from locater.attention.modules import attention_module
-from locater.attention.registry import Causal, Cost, Mechanism, mechanism
+from locater.attention.registry import mechanism
 from locater.errors import LocaterError
 
 

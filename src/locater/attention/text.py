@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from locater.attention.hybrid import hybrid
+from locater.attention.mechanism_record import Mechanism
 from locater.attention.modules import AttentionModule, attention_module
-from locater.attention.registry import Mechanism, mechanism, mechanisms
+from locater.attention.registry import mechanism, mechanisms
 from locater.calls import parse_call
 from locater.errors import LocaterError, first_line
 

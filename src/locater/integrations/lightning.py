@@ -37,7 +37,7 @@ class ControlCallback(Callback):  # type: ignore[misc]
                 "manual optimization: use controls in training_step: loss + control.loss(), then control.after_step()"
             )
         for control in self.controls.controls:
-            if control.penalty_of_forward:
+            if control.loss_needs_forward_graph:
                 raise LocaterError(
                     f"{control!r}: its penalty needs the graph of the forward pass, which is gone when Lightning "
                     "calls back: control.attach(module), and return loss + control.loss() from training_step"

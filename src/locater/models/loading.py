@@ -9,7 +9,8 @@ import torch
 
 from locater.checkpoints.sources import open_source
 from locater.errors import LocaterError, first_line
-from locater.models.transformer import Shape, Transformer
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 
 
 def load(folder: str | os.PathLike[str]) -> Transformer:
@@ -24,8 +25,8 @@ def load(folder: str | os.PathLike[str]) -> Transformer:
 
 
 def names_of(model: Transformer) -> list[str]:
-    """Names of the model's tensors, without those of controls and, in text models, without the output map: it is the
-    token table.
+    """Names of the model's tensors without those of controls. The output map of text models is left out: it is the
+    embedding.
     """
     with torch.device("meta"):
         plain = Transformer(model.shape)

@@ -6,7 +6,8 @@ model = locater.train.load(result.model)
 """
 
 from locater.models.loading import load
-from locater.models.transformer import Shape, Transformer
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 from locater.train.loop import DivergedError, run
 from locater.train.plan import Plan
 from locater.train.result import Result

@@ -7,7 +7,7 @@ import math
 import torch
 
 from locater.attention.call import why_unmeasurable
-from locater.control.mechanism import acting
+from locater.control.mechanism import acting_mechanism
 from locater.models.transformer import Attention, Transformer
 from locater.observing import observe
 from locater.train.batches import Batch
@@ -15,7 +15,9 @@ from locater.train.batches import Batch
 
 def why_unread(model: Transformer) -> str | None:
     """Why the heads of a model, with its controls attached, cannot be measured; None where they can."""
-    reasons = (why_unmeasurable(acting(module)) for module in model.modules() if isinstance(module, Attention))
+    reasons = (
+        why_unmeasurable(acting_mechanism(module)) for module in model.modules() if isinstance(module, Attention)
+    )
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -21,7 +21,7 @@ from locater.monitor import Monitor
 from locater.tracking.run_log import LOG
 from locater.train import checkpoint
 from locater.train.batches import Batch, Data
-from locater.train.controls import attach, check_controls, parameters, restore, state_of
+from locater.train.controls import attach, check_controls, restore
 from locater.train.data import open_data
 from locater.train.evaluation import Evaluation
 from locater.train.health import culprit, why_unread
@@ -102,7 +102,7 @@ class Training:
         data = open_data(plan, folder, device)
         model = Transformer(shape_of(plan, data), plan.scale).to(device)
         controls = attach(plan.control, model)
-        trainable = [p for p in (*model.parameters(), *parameters(controls)) if p.requires_grad]
+        trainable = [p for p in (*model.parameters(), *controls.parameters()) if p.requires_grad]
         entropy = LastEntropy()
         try:
             monitor = _monitor(plan, folder, model, entropy) if plan.observe else None
@@ -247,7 +247,7 @@ class Training:
             "seconds": self.seconds + time.monotonic() - self.began,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "controls": state_of(self.controls),
+            "controls": self.controls.state_dict(),
             "random": random_state(),
             "sha256": self.data.facts["sha256"],
         }

@@ -11,7 +11,7 @@ from typing import Any, Self, get_type_hints
 
 from locater.attention import mechanisms
 from locater.attention.text import Named, parse_attention
-from locater.control.mechanism import fits
+from locater.control.mechanism import check_causality
 from locater.data.tokenizer import BYTES
 from locater.errors import LocaterError
 
@@ -145,7 +145,7 @@ class Plan:
 
     def _check_mechanism(self, layer: Named) -> None:
         size = self.width // self.heads
-        fits(layer.mechanism, self.is_causal, f"task={self.task}")
+        check_causality(layer.mechanism, self.is_causal, f"task={self.task}")
         if layer.name == "differential" and self.where == "rotary" and size % 4:
             raise LocaterError(
                 f"width={self.width}, heads={self.heads}: differential attention rotates pairs of channels in each "

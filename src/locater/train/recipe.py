@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.models.transformer import Shape
+from locater.models.shape import Shape
 from locater.train.batches import Data
 from locater.train.plan import Plan
 
