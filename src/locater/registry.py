@@ -55,6 +55,10 @@ class Registry(Mapping[str, Entry]):
         self._entries.update(dict.fromkeys(keys, entry))
         return entry
 
+    def remove(self, name: str) -> None:
+        """Forget a name; one that is not there is no fault."""
+        self._entries.pop(self.spelling(name), None)
+
     def load(self, package: str, files: Iterable[str], attribute: str, names: Callable[[Entry], Iterable[str]]) -> None:
         """Import the listed files of a folder and add the `attribute` of each, under the names that `names` gives."""
         for file in files:

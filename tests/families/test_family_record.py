@@ -37,7 +37,7 @@ def page() -> Iterator[dict[str, Any]]:
             exec(compile(dedent(code), f"{PAGE.name}, {title}", "exec"), names)
         yield names
     finally:
-        registry.BY_TYPE.pop("my_model", None)
+        registry.BY_TYPE.remove("my_model")
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_the_form_before_family_warns_and_works(page: dict[str, Any]) -> None:
         assert (known.block, known.tap) == (page["BLOCK"], page["tap"]), "what was known of a type stays"
         assert (other.layers, other.block, other.tap) == (page["layers"], None, None)
     finally:
-        registry.BY_TYPE.pop("my_other")
+        registry.BY_TYPE.remove("my_other")
 
 
 def test_without_a_block_or_a_tap_what_needs_them_is_refused(page: dict[str, Any], model: Any) -> None:

@@ -220,7 +220,7 @@ def test_a_family_can_be_registered_from_outside(tmp_path: Path) -> None:
     try:
         assert len(scan(model).rows) == 2
     finally:
-        registry.BY_TYPE.pop("home-made")
+        registry.BY_TYPE.remove("home-made")
 
 
 def test_wrapped_parts_are_found_under_their_own_names() -> None:

@@ -60,7 +60,7 @@ def layers_of(
     reader = reader_for(weights, config)
     model_type = config.get("model_type")
     # a family from outside the package, or of `locater train`: not checked for what it leaves out
-    trusted = model_type in BY_TYPE and BY_TYPE[model_type] is not BUILT_IN.get(model_type)
+    trusted = isinstance(model_type, str) and BY_TYPE.get(model_type) is not BUILT_IN.get(model_type)
     if not trusted and (model_type in BUILT_IN or (model_type is None and not isinstance(weights, ModuleWeights))):
         config = CheckedConfig(_with_heads(weights, config, heads), weights.where, remedy(weights))
     else:
@@ -77,7 +77,7 @@ def layers_of(
 def reader_for(weights: Weights, config: Config) -> Reader:
     """The reader of a source: that of its family, or, without a known type, those of the attention that it holds."""
     model_type = config.get("model_type")
-    if model_type in BY_TYPE:
+    if isinstance(model_type, str) and model_type in BY_TYPE:
         return BY_TYPE[model_type].layers
     readers: list[Reader] = []  # a module without a configuration is known by its parts, and may hold several kinds
     read: list[str] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from importlib import import_module
 
 from torch import nn
 
@@ -13,6 +12,7 @@ from locater.checkpoints.sources import config_of
 from locater.errors import LocaterError
 from locater.families import own
 from locater.families.record import Block, Family, Reader
+from locater.registry import Registry
 
 FILES = (
     "albert",
@@ -51,9 +51,10 @@ FILES = (
     "whisper",
     "xlnet",
 )
-FAMILIES: tuple[Family, ...] = tuple(import_module(f"locater.families.{name}").FAMILY for name in FILES)
-BUILT_IN: dict[str, Family] = {model_type: family for family in FAMILIES for model_type in family.model_types}
-BY_TYPE: dict[str, Family] = {**BUILT_IN, **dict.fromkeys(own.FAMILY.model_types, own.FAMILY)}
+BY_TYPE: Registry[Family] = Registry("model type", replaceable=True)
+BY_TYPE.load("locater.families", FILES, "FAMILY", lambda family: family.model_types)
+FAMILIES, BUILT_IN = BY_TYPE.entries(), dict(BY_TYPE)
+BY_TYPE.add(own.FAMILY, *own.FAMILY.model_types)
 
 
 def register(family: Family | str | Iterable[str], layers: Reader | None = None) -> None:
@@ -68,7 +69,7 @@ def register(family: Family | str | Iterable[str], layers: Reader | None = None)
     if isinstance(family, Family):
         if layers is not None:
             raise LocaterError("register: a Family has its layers already; leave out the second argument")
-        BY_TYPE.update(dict.fromkeys(family.model_types, family))
+        BY_TYPE.add(family, *family.model_types)
         return
     if layers is None:
         raise LocaterError(
@@ -79,7 +80,7 @@ def register(family: Family | str | Iterable[str], layers: Reader | None = None)
     )
     for model_type in (family,) if isinstance(family, str) else family:
         known = BY_TYPE.get(model_type, Family((model_type,), layers))
-        BY_TYPE[model_type] = replace(known, model_types=(model_type,), layers=layers)
+        BY_TYPE.add(replace(known, model_types=(model_type,), layers=layers), model_type)
 
 
 def families() -> tuple[str, ...]:
@@ -105,5 +106,4 @@ def types_with_blocks() -> list[str]:
 
 def recognised(module: nn.Module) -> Family | None:
     """The family of an attention module that is known by its class."""
-    every = {id(family): family for family in BY_TYPE.values() if family.recognises is not None}
-    return next((family for family in every.values() if family.recognises and family.recognises(module)), None)
+    return next((family for family in BY_TYPE.entries() if family.recognises and family.recognises(module)), None)

@@ -96,7 +96,9 @@ def attach(texts: Sequence[str], model: nn.Module) -> Controls:
 
 
 def restore(attached: Controls, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    """The state of a checkpoint into attached controls of the same kinds; `Controls.state_dict()`, or its older form."""
+    """Load the state of a checkpoint into attached controls of the same kinds: `Controls.state_dict()`, or its older
+    form.
+    """
     attached.load_state_dict(state if isinstance(state, Mapping) else _from_older_form(attached, state))
 
 
