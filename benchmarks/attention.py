@@ -1,13 +1,12 @@
-"""Attention statistics on a GPU: correct against float64 first, then timed against the attention that they watch, in
-one run.
+"""Attention statistics on a GPU: first checked against float64, then timed against attention itself, in one run.
 
     python benchmarks/attention.py --out benchmarks/results/attention.json          # needs CUDA and Triton
     python benchmarks/attention.py --tune --out benchmarks/results/attention-tuning.json      # tile sizes, fastest first
 
-Rivals, same q, k, v in the same process, turns taken, medians: SDPA flash forward and backward, SDPA cuDNN,
-FlexAttention with log-sum-exp and maximum (where torch offers them), and eager softmax with entropy where its matrix
-fits. Statistics need no v and no output: half of the products of attention, so 0.5 of an ideal forward is what a kernel
-bound by products would take.
+Contenders run in turns in the same process on the same q, k and v, and medians are reported: SDPA flash forward and
+backward, SDPA cuDNN, FlexAttention with log-sum-exp and maximum (where torch offers them), and eager softmax with
+entropy where its matrix fits. Statistics need no v and no output, which is half of the products of attention: a kernel
+that is bound by products would take 0.5 of an ideal forward.
 """
 
 from __future__ import annotations
@@ -15,23 +14,25 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from locater.kernels import attention_entropy, attention_statistics
 from locater.kernels.terms import Terms
 
 HEADS = 32
-TILES = {  # head size: BLOCK_M, BLOCK_N, warps, stages, most registers of a thread
+TILES = {  # head size: BLOCK_M, BLOCK_N, warps, stages, limit of registers per thread
     64: [(64, 128, 4, 2, None), (64, 128, 4, 3, None), (64, 128, 4, 2, 128), (128, 128, 8, 2, 128), (128, 64, 4, 3, None),
          (128, 128, 4, 2, None)],
     128: [(64, 64, 4, 2, None), (64, 64, 4, 3, 128), (64, 128, 4, 2, None), (64, 128, 4, 2, 168), (128, 64, 4, 3, None),
           (128, 64, 8, 3, None), (128, 128, 4, 2, None), (128, 128, 8, 2, 128)],
 }  # fmt: skip
-CACHES = (12, 24, 1 << 20)  # MB of keys that programs running at one time share; the last is no limit
+CACHES = (12, 24, 1 << 20)  # MB of keys that programs running at the same time share; the last is no limit
 
 
 def median_ms(function: Any, rounds: int = 20, warm: int = 3) -> float:
@@ -63,8 +64,8 @@ def check() -> dict[str, float]:
     worst: dict[str, float] = {}
     for dtype in (torch.bfloat16, torch.float32):
         q, k = (torch.randn(1, n, 1000, 128, device="cuda", dtype=dtype) for n in (4, 2))
-        found = attention_statistics(q, k, causal=True, per_key=True, backend="triton")
-        want = attention_statistics(q.double(), k.double(), causal=True, per_key=True, backend="torch")
+        measured = attention_statistics(q, k, causal=True, per_key=True, backend="triton")
+        expected = attention_statistics(q.double(), k.double(), causal=True, per_key=True, backend="torch")
         for name in (
             "log_sum_exp",
             "entropy",
@@ -75,67 +76,58 @@ def check() -> dict[str, float]:
             "self_mass",
             "received",
         ):
-            a, b = getattr(found, name).double(), getattr(want, name)
+            a, b = getattr(measured, name).double(), getattr(expected, name)
             worst[f"{name} {dtype}"] = float(((a - b).abs() / b.abs().clamp_min(1)).max())
     return worst
 
 
 def contenders(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Any]:
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    def fused(backend: SDPBackend) -> Any:
-        def run() -> None:
-            with sdpa_kernel(backend):
-                sdpa(q, k, v, is_causal=causal)
-
-        return run
-
-    def flash_backward() -> Any:
-        a, b, c = (x.detach().clone().requires_grad_() for x in (q, k, v))
-        grad = torch.randn_like(q)
-
-        def run() -> None:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                torch.autograd.grad(sdpa(a, b, c, is_causal=causal), (a, b, c), grad)
-
-        return run
-
-    def entropy_backward() -> Any:
-        a, b = (x.detach().clone().requires_grad_() for x in (q, k))
-        grad = torch.randn(q.shape[:3], device="cuda")
-
-        def run() -> None:
-            torch.autograd.grad(attention_entropy(a, b, causal=causal, backend="triton"), (a, b), grad)
-
-        return run
-
-    def eager() -> None:
-        logits = (q @ k.mT).float() * q.shape[-1] ** -0.5
-        if causal:
-            logits.masked_fill_(torch.ones(logits.shape[-2:], dtype=torch.bool, device="cuda").triu_(1), -torch.inf)
-        p = logits.softmax(-1)
-        torch.special.entr(p).sum(-1)
-        logits.amax(-1)
-
-    runs = {
-        "statistics": lambda: attention_statistics(q, k, causal=causal, extended=False, backend="triton"),
-        "statistics, extended": lambda: attention_statistics(q, k, causal=causal, extended=True, backend="triton"),
-        "statistics, extended and per key": lambda: attention_statistics(
-            q, k, causal=causal, extended=True, per_key=True, backend="triton"
-        ),
-        "entropy, forward and backward": entropy_backward(),
+    """By name, functions of no argument; those that do not apply to the dtype or the length are left out."""
+    statistics = partial(attention_statistics, q, k, causal=causal, backend="triton")
+    runs: dict[str, Any] = {
+        "statistics": partial(statistics, extended=False),
+        "statistics, extended": partial(statistics, extended=True),
+        "statistics, extended and per key": partial(statistics, extended=True, per_key=True),
+        "entropy, forward and backward": entropy_backward(q, k, causal),
     }
     if q.dtype != torch.float32:
-        runs |= {"flash forward": fused(SDPBackend.FLASH_ATTENTION), "flash forward and backward": flash_backward()}
-        runs |= {"cudnn forward": fused(SDPBackend.CUDNN_ATTENTION)}
+        runs["flash forward"] = partial(fused, SDPBackend.FLASH_ATTENTION, q, k, v, causal)
+        runs["flash forward and backward"] = flash_backward(q, k, v, causal)
+        runs["cudnn forward"] = partial(fused, SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
         flex = flex_statistics(q, k, v, causal)
         if flex is not None:
             runs["flex forward with lse and max"] = flex
     else:
-        runs |= {"efficient forward": fused(SDPBackend.EFFICIENT_ATTENTION)}
+        runs["efficient forward"] = partial(fused, SDPBackend.EFFICIENT_ATTENTION, q, k, v, causal)
     if q.shape[2] <= 8192:
-        runs["eager softmax and entropy"] = eager
+        runs["eager softmax and entropy"] = partial(eager, q, k, causal)
     return runs
+
+
+def fused(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def flash_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    grad = torch.randn_like(q)
+    return lambda: torch.autograd.grad(fused(SDPBackend.FLASH_ATTENTION, *leaves, causal), leaves, grad)
+
+
+def entropy_backward(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+    grad = torch.randn(q.shape[:3], device="cuda")
+    return lambda: torch.autograd.grad(attention_entropy(*leaves, causal=causal, backend="triton"), leaves, grad)
+
+
+def eager(q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
+    logits = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    if causal:
+        logits.masked_fill_(torch.ones(logits.shape[-2:], dtype=torch.bool, device="cuda").triu_(1), -torch.inf)
+    p = logits.softmax(-1)
+    torch.special.entr(p).sum(-1)
+    logits.amax(-1)
 
 
 def flex_statistics(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
@@ -143,7 +135,7 @@ def flex_statistics(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
         from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
     except ImportError:
         return None
-    torch._dynamo.reset()  # past eight shapes it would give up, and run without a fused kernel
+    torch._dynamo.reset()  # after eight shapes it would give up, and run without a fused kernel
     compiled = torch.compile(flex_attention, dynamic=False)
     T = q.shape[2]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda") if causal else None
@@ -165,7 +157,7 @@ def case(T: int, D: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
         try:
             entry["ms"][name] = round(median_ms(run, 5 if T > 20_000 else 20), 4)
             entry["peak_MB"][name] = round(peak_mb(run), 1)
-        except Exception as error:  # a rival that refuses this shape is part of the record
+        except Exception as error:  # a contender that refuses this shape is part of the record
             entry["failed"][name] = str(error).splitlines()[0][:200]
     # products of q and k alone, at the card's measured bf16 rate
     floor = 2 * HEADS * T * T * D / (2 if causal else 1) / 790e12 * 1e3
@@ -199,29 +191,27 @@ def table(result: dict[str, Any]) -> str:
 
 
 def tune(lengths: list[int], rounds: int = 3) -> list[dict[str, Any]]:
-    """Milliseconds of every tile and order of heads, in turns, so that the clock of a warm card is the same for all of
-    them.
-    """
+    """Milliseconds of every tile and order of heads, in turns, so that all see the clock of a warm card."""
     from locater.kernels import triton_kernels as kernels
 
     rows = []
     kernels.LONG_TILES.clear()
-    for T, D, what in itertools.product(lengths, (64, 128), ("plain", "extended")):
+    for T, D, columns in itertools.product(lengths, (64, 128), ("plain", "extended")):
         q, k = (torch.randn(1, HEADS, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         terms = Terms(scale=D**-0.5, causal=True)
-        found: dict[tuple[Any, int], list[float]] = {}
+        samples: dict[tuple[Any, int], list[float]] = {}
         for _ in range(rounds):
             for tile, cache in itertools.product(TILES[D], CACHES if T > 4096 else CACHES[-1:]):
-                kernels.TILES["half", D, what], kernels.CACHE = tile, cache << 20
+                kernels.TILES["half", D, columns], kernels.CACHE = tile, cache << 20
                 kernels.LAUNCHES.clear()
-                run = lambda: kernels.statistics(q, k, terms, what == "extended", False)  # noqa: B023, E731
-                found.setdefault((tile, cache), []).append(median_ms(run, 3 if T < 20_000 else 1, 1))
-        for (tile, cache), times in sorted(found.items(), key=lambda item: sorted(item[1])[rounds // 2]):
+                run = lambda: kernels.statistics(q, k, terms, columns == "extended", False)  # noqa: B023, E731
+                samples.setdefault((tile, cache), []).append(median_ms(run, 3 if T < 20_000 else 1, 1))
+        for (tile, cache), times in sorted(samples.items(), key=lambda item: sorted(item[1])[rounds // 2]):
             rows.append(
                 {
                     "T": T,
                     "D": D,
-                    "what": what,
+                    "what": columns,
                     "tile": tile,
                     "cache_MB": cache,
                     "ms": round(sorted(times)[rounds // 2], 4),
@@ -231,12 +221,12 @@ def tune(lengths: list[int], rounds: int = 3) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention.json")
-    ask.add_argument("--tune", action="store_true")
-    ask.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 65536])
-    ask.add_argument("--table", action="store_true", help="print the results in --out as a table")
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention.json")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 65536])
+    parser.add_argument("--table", action="store_true", help="print the results in --out as a table")
+    args = parser.parse_args()
     if args.table:
         print(table(json.loads(args.out.read_text())))
         return
@@ -250,12 +240,17 @@ def main() -> None:
     import triton
 
     result: dict[str, Any] = {
-        "gpu": props.name, "torch": torch.__version__, "triton": triton.__version__, "heads": HEADS, "errors": check(), "cases": [],
-    }  # fmt: skip
+        "gpu": props.name,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "heads": HEADS,
+        "errors": check(),
+        "cases": [],
+    }
     cases = [(T, D, torch.bfloat16, True) for T, D in itertools.product(args.lengths, (64, 128))]
     for one in [*cases, (8192, 128, torch.bfloat16, False), (4096, 128, torch.float32, True)]:
         result["cases"].append(case(*one))
-        # after every case: a run that is cut off keeps what it has
+        # after every case, so that an interrupted run loses no finished one
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     for entry in result["cases"]:
         print(

@@ -1,4 +1,4 @@
-"""What a scan of a checkpoint costs, against the routes people use today, measured in one run on one machine.
+"""Time and memory of scanning a checkpoint, against loading the model with TransformerLens, in one run.
 
     make bench                      # writes benchmarks/results/checkpoint.json
 
@@ -7,12 +7,13 @@ from 1) is written to a temporary folder. Each contender then runs in a process 
 own:
 
     locater            scan from disk, moments and eigenvalues; bytes read and peak memory over the import; split by stage
-    moments            our moments of tensors already in memory, against one product of the same rows with themselves (the floor)
-    transformer_lens   load the model, then bridge.QK.eigenvalues: the whole-model route, once as its defaults load it (float32) and
-                       once in the checkpoint's own bfloat16; and its error on the effective map
+    moments            our moments of tensors already in memory, against one product of the same rows with themselves
+                       (the floor)
+    transformer_lens   load the model, then bridge.QK.eigenvalues: once as its defaults load it (float32) and once in the
+                       checkpoint's own bfloat16; and its error on the effective map
 
-Contenders take turns, ROUNDS times, and each one's median is kept: on a shared machine a single run says little. The
-file's pages are in memory for all of them; --cold drops them before each run.
+Contenders take turns, ROUNDS times, and the median of each counts: on a shared machine a single run says little. The
+file is in the page cache for all of them; --cold drops it before each run.
 """
 
 from __future__ import annotations
@@ -26,50 +27,13 @@ import sys
 import tempfile
 import time
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-LAYERS, WIDTH, HEADS, KEY_HEADS, SIZE, INNER, VOCABULARY, SHARDS = 16, 2048, 32, 8, 64, 8192, 32_000, 4
+from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, WIDTH, write_checkpoint
+
 OUT = Path(__file__).parent / "results" / "checkpoint.json"
-
-
-def write_checkpoint(folder: Path) -> int:
-    """Random weights whose logits have a spread near 1; returns the bytes on disk."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> Any:
-        return (torch.randn(rows, columns, generator=generator) / columns**0.5).bfloat16()
-
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "head_dim": SIZE, "intermediate_size": INNER,
-        "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048,
-        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    places: dict[str, str] = {}
-    for shard in range(SHARDS):
-        file = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
-        held = {"model.embed_tokens.weight": matrix(VOCABULARY, WIDTH)} if shard == 0 else {}
-        if shard == SHARDS - 1:
-            held["model.norm.weight"] = torch.ones(WIDTH).bfloat16()
-        for layer in range(shard * LAYERS // SHARDS, (shard + 1) * LAYERS // SHARDS):
-            block = f"model.layers.{layer}"
-            for name, rows, columns in (
-                ("self_attn.q_proj", HEADS * SIZE, WIDTH), ("self_attn.k_proj", KEY_HEADS * SIZE, WIDTH),
-                ("self_attn.v_proj", KEY_HEADS * SIZE, WIDTH), ("self_attn.o_proj", WIDTH, HEADS * SIZE),
-                ("mlp.gate_proj", INNER, WIDTH), ("mlp.up_proj", INNER, WIDTH), ("mlp.down_proj", WIDTH, INNER),
-            ):  # fmt: skip
-                held[f"{block}.{name}.weight"] = matrix(rows, columns)
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                held[f"{block}.{name}.weight"] = (1 + 0.5 * torch.randn(WIDTH, generator=generator)).bfloat16()
-        save_file(held, folder / file, {"format": "pt"})
-        places.update(dict.fromkeys(held, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
 
 def memory() -> int:
@@ -77,7 +41,7 @@ def memory() -> int:
 
 
 def peak() -> int:
-    """High-water mark of this process alone; the one of getrusage survives exec and would be the parent's."""
+    """Peak memory of this process; that of getrusage survives exec, and would be the parent's."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -94,7 +58,7 @@ def run_locater(folder: Path) -> dict[str, Any]:
 
     base, read_before = memory(), bytes_read()
     began = time.perf_counter()
-    found = locater.scan(folder, eigenvalues=True)
+    scan = locater.scan(folder, eigenvalues=True)
     whole = time.perf_counter() - began
     taken, top = bytes_read() - read_before, peak() - base
     stages = {"reading": 0.0, "folding and moments": 0.0, "singular values": 0.0, "eigenvalues": 0.0}
@@ -102,19 +66,23 @@ def run_locater(folder: Path) -> dict[str, Any]:
         marks = [time.perf_counter()]
         query, key = layer.query.weight(), layer.key.weight()
         marks.append(time.perf_counter())
-        held = effective(_in_memory(layer, query, key)).moments()
-        held.trace, held.trace_of_square, held.frobenius_sq, held.symmetric_cube  # noqa: B018
+        moments = effective(_in_memory(layer, query, key)).moments()
+        moments.trace, moments.trace_of_square, moments.frobenius_sq, moments.symmetric_cube  # noqa: B018
         marks.append(time.perf_counter())
-        held.singular_values()
+        moments.singular_values()
         marks.append(time.perf_counter())
-        held.eigenvalues()
+        moments.eigenvalues()
         marks.append(time.perf_counter())
         for stage, a, b in zip(stages, marks, marks[1:], strict=False):
             stages[stage] += b - a
     return {
-        "heads": len(found.rows), "seconds": whole, "bytes_read": taken, "peak_over_import": top,
-        "stages": stages, "error": effective_error({(r.layer, r.head): r.eigenvalues for r in found.rows}, folder),
-    }  # fmt: skip
+        "heads": len(scan.rows),
+        "seconds": whole,
+        "bytes_read": taken,
+        "peak_over_import": top,
+        "stages": stages,
+        "error": effective_error({(r.layer, r.head): r.eigenvalues for r in scan.rows}, folder),
+    }
 
 
 def _in_memory(layer: Any, query: Any, key: Any) -> Any:
@@ -131,8 +99,8 @@ def run_moments(folder: Path) -> dict[str, Any]:
 
     def ours() -> None:
         for query, key in tensors:
-            found = locater.moments(query.view(KEY_HEADS, -1, SIZE, WIDTH), key.view(KEY_HEADS, 1, SIZE, WIDTH))
-            found.trace, found.trace_of_square, found.frobenius_sq, found.symmetric_cube  # noqa: B018
+            moments = locater.moments(query.view(KEY_HEADS, -1, SIZE, WIDTH), key.view(KEY_HEADS, 1, SIZE, WIDTH))
+            moments.trace, moments.trace_of_square, moments.frobenius_sq, moments.symmetric_cube  # noqa: B018
 
     def floor() -> None:
         for pair in tensors:
@@ -182,20 +150,24 @@ def run_transformer_lens(folder: Path, half: bool = False) -> dict[str, Any]:
     taken, top = bytes_read() - read_before, peak() - base
     spectra = {(i, h): [(z.real, z.imag) for z in values[i, h].tolist()] for i in range(LAYERS) for h in range(HEADS)}
     return {
-        "seconds": whole, "seconds_loading": loaded, "bytes_read": taken, "peak_over_import": top,
-        "error": effective_error(spectra, folder), "version": __import__("importlib.metadata").metadata.version("transformer-lens"),
-    }  # fmt: skip
+        "seconds": whole,
+        "seconds_loading": loaded,
+        "bytes_read": taken,
+        "peak_over_import": top,
+        "error": effective_error(spectra, folder),
+        "version": version("transformer-lens"),
+    }
 
 
 def _tokenizer(folder: Path) -> Any:
-    """A tokenizer of four words: the route asks for one, by path, and this measurement does not use it."""
+    """A tokenizer of four words: TransformerLens needs one, by path, and this measurement does not use it."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     words = {word: i for i, word in enumerate(special.values())}
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), **special)
-    made.save_pretrained(folder)
+    words_only = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words_only, **special).save_pretrained(folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -216,19 +188,12 @@ def effective_error(spectra: dict[tuple[int, int], Any], folder: Path) -> dict[s
         query = (tensor(f"model.layers.{layer}.self_attn.q_proj.weight") * gain).view(HEADS, SIZE, WIDTH)
         key = (tensor(f"model.layers.{layer}.self_attn.k_proj.weight") * gain).view(KEY_HEADS, SIZE, WIDTH)
         for head in range(HEADS):
-            G = key[head // (HEADS // KEY_HEADS)] @ query[head].T
-            norm = (
-                (
-                    (query[head] @ query[head].T)
-                    * (key[head // (HEADS // KEY_HEADS)] @ key[head // (HEADS // KEY_HEADS)].T)
-                )
-                .sum()
-                .sqrt()
-            )
-            got = sum(re for re, _ in spectra[layer, head])
-            errors.append(abs(got - float(G.trace())) / float(norm))
-    held = torch.tensor(errors)
-    return {"worst": float(held.max()), "median": float(held.median())}
+            W_Q, W_K = query[head], key[head // (HEADS // KEY_HEADS)]
+            norm = ((W_Q @ W_Q.T) * (W_K @ W_K.T)).sum().sqrt()
+            trace = sum(re for re, _ in spectra[layer, head])
+            errors.append(abs(trace - float((W_K @ W_Q.T).trace())) / float(norm))
+    all_errors = torch.tensor(errors)
+    return {"worst": float(all_errors.max()), "median": float(all_errors.median())}
 
 
 RUNS = {
@@ -249,9 +214,12 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name")
     ]
     return {
-        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "python": platform.python_version(),
-        "torch": torch.__version__, "memory_GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-    }  # fmt: skip
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "memory_GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+    }
 
 
 def in_process(name: str, folder: Path) -> dict[str, Any]:
@@ -263,8 +231,8 @@ def in_process(name: str, folder: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def forget(folder: Path) -> None:
-    """Drop the files' pages from memory, so that the next run reads the disk."""
+def drop_cache(folder: Path) -> None:
+    """Drop the files from the page cache, so that the next run reads the disk."""
     for path in folder.glob("*.safetensors"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -272,19 +240,19 @@ def forget(folder: Path) -> None:
 
 
 def rounds(folder: Path, cold: bool) -> dict[str, Any]:
-    """Every contender ROUNDS times, in turns; the run with the median time stands for each."""
+    """Every contender ROUNDS times, in turns; of each the run with the median time."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in RUNS}
     for _ in range(ROUNDS):
         for name in RUNS:
             if cold:
-                forget(folder)
+                drop_cache(folder)
             runs[name].append(in_process(name, folder))
-    kept: dict[str, Any] = {}
-    for name, found in runs.items():
+    medians: dict[str, Any] = {}
+    for name, of_name in runs.items():
         key = "moments_over_floor" if name == "moments" else "seconds"
-        found.sort(key=lambda run: run[key])
-        kept[name] = {**found[len(found) // 2], f"all_{key}": [run[key] for run in found]}
-    return kept
+        of_name.sort(key=lambda run: run[key])
+        medians[name] = {**of_name[len(of_name) // 2], f"all_{key}": [run[key] for run in of_name]}
+    return medians
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -308,11 +276,11 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--out", type=Path, default=OUT)
-    ask.add_argument("--cold", action="store_true", help="read the disk in every run")
-    ask.add_argument("--run", nargs=2, metavar=("NAME", "FOLDER"), help="one contender, in this process")
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--cold", action="store_true", help="read the disk in every run")
+    parser.add_argument("--run", nargs=2, metavar=("NAME", "FOLDER"), help="one contender, in this process")
+    args = parser.parse_args()
     if args.run:
         print(json.dumps(RUNS[args.run[0]](Path(args.run[1]))))
         return

@@ -1,9 +1,8 @@
-"""What each attention mechanism costs beside PyTorch's fused attention, forward and backward, and how that grows with
-T.
+"""Time of each attention mechanism beside PyTorch's fused attention, forward and backward, and how it grows with T.
 
 python benchmarks/mechanisms.py            the CPU part, one thread, contenders in turns
 python benchmarks/mechanisms.py --gpu      the same on a GPU, in bfloat16
-python benchmarks/mechanisms.py --table    prints what benchmarks/results/mechanisms-*.json holds
+python benchmarks/mechanisms.py --table    prints the results in benchmarks/results/mechanisms-*.json
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Setting:
     heads: int
     lengths: tuple[int, int, int]
     rounds: int
-    calls: int = 1  # in a round, one after the other: on a GPU the host has to get ahead
+    calls: int = 1  # in a round, one after the other: on a GPU the host has to run ahead
     size: int = 64
 
 
@@ -45,16 +44,14 @@ EXTRA = {"fastmax, order 1": ("fastmax", {"order": 1})}
 
 
 def contenders() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Label: name of a mechanism and options that are no tensors. SDPA is PyTorch's function itself."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {"SDPA": ("", {"is_causal": True}), "SDPA, all keys": ("", {})}
-    for m in mechanisms():
-        found[m.name] = (m.name, {})
-    return found | EXTRA
+    """By label: the name of a mechanism, and options that are no tensors. SDPA is PyTorch's function itself."""
+    sdpa: dict[str, tuple[str, dict[str, Any]]] = {"SDPA": ("", {"is_causal": True}), "SDPA, all keys": ("", {})}
+    return sdpa | {m.name: (m.name, {}) for m in mechanisms()} | EXTRA
 
 
 def options(name: str, heads: int, length: int, like: Tensor) -> dict[str, Any]:
-    """What a mechanism needs; gates and gains take gradients as they would in a model."""
-    made: dict[str, dict[str, Callable[[], Tensor]]] = {
+    """The tensors that a mechanism needs; gates and gains take gradients as they would in a model."""
+    tensors: dict[str, dict[str, Callable[[], Tensor]]] = {
         "learned_sink": {"sinks": lambda: torch.zeros(heads)},
         "hybrid_normalized": {"mix": lambda: torch.full((heads,), 0.5)},
         "differential": {"lam": lambda: torch.full((heads,), 0.5)},
@@ -68,7 +65,7 @@ def options(name: str, heads: int, length: int, like: Tensor) -> dict[str, Any]:
             "log_decay": lambda: torch.full((1, heads, length), -0.1),
         },
     }
-    return {key: make().to(like.device).requires_grad_() for key, make in made.get(name, {}).items()}
+    return {key: make().to(like.device).requires_grad_() for key, make in tensors.get(name, {}).items()}
 
 
 def once(label: str, setting: Setting, length: int, backward: bool) -> float:
@@ -80,7 +77,7 @@ def once(label: str, setting: Setting, length: int, backward: bool) -> float:
     call: Callable[..., Tensor] = scaled_dot_product_attention
     if name:
         call, kw["causal"] = mechanism(name), mechanism(name).is_causal_safe
-    # one thread: what others run on the machine stays out
+    # processor time of the one thread leaves out other work on the machine
     clock = time.perf_counter if setting.device == "cuda" else time.process_time
     _wait(setting)
     began = clock()
@@ -107,11 +104,11 @@ def measure(setting: Setting) -> dict[str, Any]:
             runs: dict[str, list[float]] = {label: [] for label in contenders()}
             for turn in range(setting.rounds + 1):  # the first is a warm-up
                 for label in contenders():
-                    taken = once(label, setting, length, backward)
+                    elapsed = once(label, setting, length, backward)
                     if turn:
-                        runs[label].append(taken)
-            for label, found in runs.items():
-                seconds[label].setdefault(str(length), {})["both" if backward else "forward"] = statistics.median(found)
+                        runs[label].append(elapsed)
+            for label, times in runs.items():
+                seconds[label].setdefault(str(length), {})["both" if backward else "forward"] = statistics.median(times)
     machine = (
         torch.cuda.get_device_name()
         if setting.device == "cuda"
@@ -120,10 +117,15 @@ def measure(setting: Setting) -> dict[str, Any]:
     kind = str(setting.dtype).removeprefix("torch.")
     shape = f"batch 1, {setting.heads} heads of {setting.size}, {kind}, causal where that is possible"
     return {
-        "machine": machine, "torch": torch.__version__, "shape": shape, "rounds": setting.rounds,
+        "machine": machine,
+        "torch": torch.__version__,
+        "shape": shape,
+        "rounds": setting.rounds,
         "clock": "wall time" if setting.device == "cuda" else "processor time",
-        "lengths": list(setting.lengths), "seconds": seconds, "all_keys": [label for label in seconds if not _is_causal(label)],
-    }  # fmt: skip
+        "lengths": list(setting.lengths),
+        "seconds": seconds,
+        "all_keys": [label for label in seconds if not _is_causal(label)],
+    }
 
 
 def _processor() -> str:
@@ -140,22 +142,22 @@ def _is_causal(label: str) -> bool:
     return mechanism(name).is_causal_safe if name else "is_causal" in fixed
 
 
-def table(held: dict[str, Any]) -> str:
-    """Times at the longest T, in brackets as a multiple of SDPA's that sees as much; growth from the shortest T."""
-    short, *_, long = map(str, held["lengths"])
-    ratio = held["lengths"][-1] // held["lengths"][0]
+def table(results: dict[str, Any]) -> str:
+    """Times at the longest T, in brackets as a multiple of SDPA with as many keys; growth from the shortest T."""
+    short, *_, long = map(str, results["lengths"])
+    ratio = results["lengths"][-1] // results["lengths"][0]
     lines = [
-        f"{held['machine']}, torch {held['torch']}, {held['shape']}; T = {int(long):,}; "
-        f"{held['clock']}, median of {held['rounds']} rounds.\n",
+        f"{results['machine']}, torch {results['torch']}, {results['shape']}; T = {int(long):,}; "
+        f"{results['clock']}, median of {results['rounds']} rounds.\n",
         f"| | forward | forward and backward | growth for {ratio} times the tokens |",
         "|---|---|---|---|",
     ]
-    for label, found in held["seconds"].items():
-        plain = held["seconds"]["SDPA, all keys" if label in held["all_keys"] else "SDPA"][long]
+    for label, times in results["seconds"].items():
+        sdpa = results["seconds"]["SDPA, all keys" if label in results["all_keys"] else "SDPA"][long]
         cells = [
-            f"{_shown(1e3 * found[long][key])} ms ({found[long][key] / plain[key]:.2f})" for key in ("forward", "both")
+            f"{_shown(1e3 * times[long][key])} ms ({times[long][key] / sdpa[key]:.2f})" for key in ("forward", "both")
         ]
-        lines.append(f"| {label} | {' | '.join(cells)} | {found[long]['both'] / found[short]['both']:.1f} |")
+        lines.append(f"| {label} | {' | '.join(cells)} | {times[long]['both'] / times[short]['both']:.1f} |")
     return "\n".join(lines)
 
 
@@ -168,17 +170,17 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    if given.table:
+    args = parser.parse_args()
+    if args.table:
         for path in sorted(RESULTS.glob("mechanisms-*.json")):
             print(table(json.loads(path.read_text())) + "\n")
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    found = measure(GPU if given.gpu else CPU)
-    out = given.out or RESULTS / f"mechanisms-{'gpu' if given.gpu else 'cpu'}.json"
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found))
+    results = measure(GPU if args.gpu else CPU)
+    out = args.out or RESULTS / f"mechanisms-{'gpu' if args.gpu else 'cpu'}.json"
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What observing costs: memory and time of a forward pass on the CPU, and of training with a monitor on a GPU.
+"""The cost of observing: memory and time of a forward pass on the CPU, and time of training with a monitor on a GPU.
 
 python benchmarks/observe.py            the CPU part, each contender in a process of its own, in turns
 python benchmarks/observe.py --gpu      the GPU part
@@ -25,7 +25,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, LENGTH = 4, 1024
-TURNS = 9  # of 100 steps, watched and not: one alone is off by a few per cent
+TURNS = 9  # of 100 steps, with the monitor and without: a single turn is off by a few per cent
 CONTENDERS = ("plain", "eager maps", "observe", "observe, 64 rows")
 
 
@@ -40,8 +40,8 @@ def model_of(implementation: str = "sdpa", **kw: Any) -> Any:
 
 
 def forward(contender: str) -> dict[str, float]:
-    """One contender: peak memory over what holds the model, and the time of a forward pass; entropy of every head where
-    it gives it.
+    """Peak memory over that of the model, and time of a forward pass; all but "plain" compute the entropy of every
+    head.
     """
     from locater.observing import observe
 
@@ -83,20 +83,24 @@ def _status(name: str) -> int:
 
 
 def cpu(rounds: int) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name in CONTENDERS:
             done = subprocess.run(
                 [sys.executable, __file__, "--one", name], capture_output=True, text=True, check=True, env=os.environ
             )
-            found[name].append(json.loads(done.stdout.splitlines()[-1]))
-    table = {
-        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
+            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+    medians = {
+        name: {key: statistics.median(run[key] for run in of_name) for key in of_name[0]}
+        for name, of_name in runs.items()
     }
     return {
-        "machine": f"{_processor()}, {os.cpu_count()} cores", "torch": torch.__version__, "rounds": rounds,
-        "shape": "GPT-2 small without its output map, batch 4, 1,024 tokens, float32", "contenders": table,
-    }  # fmt: skip
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "rounds": rounds,
+        "shape": "GPT-2 small without its output map, batch 4, 1,024 tokens, float32",
+        "contenders": medians,
+    }
 
 
 def _processor() -> str:
@@ -112,16 +116,16 @@ def _processor() -> str:
 
 
 def gpu(out: Path, steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("eager", "compiled")) -> dict[str, Any]:
-    """Training steps of GPT-2 small in bfloat16, watched and not, in turns; then the same compiled."""
+    """Training steps of GPT-2 small in bfloat16, with the monitor and without, in turns; eager and compiled."""
     from locater.monitor import Monitor
 
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "every": every,
         "steps": steps,
     }
-    found["shape"] = "GPT-2 small, batch 8, 1,024 tokens, bfloat16 autocast, AdamW"
+    results["shape"] = "GPT-2 small, batch 8, 1,024 tokens, bfloat16 autocast, AdamW"
     for how in hows:
         model = model_of(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).cuda().train()
         run = torch.compile(model) if how == "compiled" else model
@@ -138,15 +142,14 @@ def gpu(out: Path, steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("
 
         for _ in range(10):
             step()
-        found[how] = _turns(step, run, Monitor, steps, every)
-        found[how] |= _one_observed(step, run, Monitor)
-        out.write_text(json.dumps(found, indent=1) + "\n")  # after each: a part that fails loses no other
+        results[how] = _turns(step, run, Monitor, steps, every) | _one_observed(step, run, Monitor)
+        out.write_text(json.dumps(results, indent=1) + "\n")  # after each: a part that fails loses no other
         torch._dynamo.reset()
-    return found
+    return results
 
 
 def _turns(step: Callable[[], Any], model: Any, monitor_kind: Any, steps: int, every: int) -> dict[str, Any]:
-    """Seconds per step, watched and not, in turns; ratios of neighbours."""
+    """Milliseconds per step, with the monitor and without, in turns; ratios of neighbouring turns."""
     with tempfile.TemporaryDirectory() as folder:
         plain, watched = [], []
         for turn in range(TURNS):
@@ -159,8 +162,12 @@ def _turns(step: Callable[[], Any], model: Any, monitor_kind: Any, steps: int, e
             watched.append(_timed(step, steps, monitor))
             monitor.detach()
     ratios = [b / a for a, b in zip(plain, watched, strict=True)]
-    return {"plain_ms": 1e3 * statistics.median(plain), "watched_ms": 1e3 * statistics.median(watched), "ratios": ratios,
-            "ratio": statistics.median(ratios)}  # fmt: skip
+    return {
+        "plain_ms": 1e3 * statistics.median(plain),
+        "watched_ms": 1e3 * statistics.median(watched),
+        "ratios": ratios,
+        "ratio": statistics.median(ratios),
+    }
 
 
 def _timed(step: Callable[[], Any], steps: int, monitor: Any) -> float:
@@ -175,8 +182,8 @@ def _timed(step: Callable[[], Any], steps: int, monitor: Any) -> float:
 
 
 def _one_observed(step: Callable[[], Any], model: Any, monitor_kind: Any) -> dict[str, Any]:
-    """Milliseconds of a step that is observed, and how often steps wait for the device: alone, and watched but not
-    observed.
+    """Milliseconds of an observed step, and how often steps wait for the device: without the monitor, and with it
+    between observed steps.
     """
     alone = _waits(step)
     with tempfile.TemporaryDirectory() as folder:
@@ -196,29 +203,30 @@ def _waits(step: Callable[[], Any]) -> int:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(3):
                 step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(x.message) for x in told)
+    return sum("synchronizing" in str(x.message) for x in caught)
 
 
 def table() -> None:
-    held = json.loads((RESULTS / "observe-cpu.json").read_text())
-    print(f"{held['shape']}, {held['machine']}, torch {held['torch']}, median of {held['rounds']} rounds\n")
+    results = json.loads((RESULTS / "observe-cpu.json").read_text())
+    print(f"{results['shape']}, {results['machine']}, torch {results['torch']}, median of {results['rounds']} rounds\n")
     print("| | peak memory over the model | time | against plain |\n|---|---|---|---|")
-    plain = held["contenders"]["plain"]
-    for name, x in held["contenders"].items():
+    plain = results["contenders"]["plain"]
+    for name, x in results["contenders"].items():
         more, slower = x["peak_mb"] / plain["peak_mb"], x["seconds"] / plain["seconds"]
         print(f"| {name} | {x['peak_mb']:,.0f} MB ({more:.2f}) | {x['seconds']:.2f} s | {slower:.2f} |")
     if (RESULTS / "observe-gpu.json").exists():
-        held = json.loads((RESULTS / "observe-gpu.json").read_text())
-        print(f"\n{held['shape']}, {held['machine']}, torch {held['torch']}, every {held['every']}th step observed\n")
+        results = json.loads((RESULTS / "observe-gpu.json").read_text())
+        where = f"{results['shape']}, {results['machine']}, torch {results['torch']}"
+        print(f"\n{where}, every {results['every']}th step observed\n")
         print("| | step | with the monitor | ratio | an observed step |\n|---|---|---|---|---|")
-        for how in sorted({"eager", "compiled"} & set(held), reverse=True):
-            x = held[how]
+        for how in sorted({"eager", "compiled"} & set(results), reverse=True):
+            x = results[how]
             print(
                 f"| {how} | {x['plain_ms']:.2f} ms | {x['watched_ms']:.2f} ms | {x['ratio']:.4f} | {x['observed_step_ms']:.1f} ms |"
             )
@@ -232,18 +240,17 @@ def main() -> None:
     parser.add_argument("--only", choices=("eager", "compiled"), help="with --gpu: this part alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(forward(given.one)))
-    elif given.table:
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(forward(args.one)))
+    elif args.table:
         table()
     else:
-        out = given.out or RESULTS / f"observe-{'gpu' if given.gpu else 'cpu'}.json"
-        found = (
-            gpu(out, hows=(given.only,) if given.only else ("compiled", "eager")) if given.gpu else cpu(given.rounds)
-        )
-        out.write_text(json.dumps(found, indent=1) + "\n")
-        print(json.dumps(found, indent=1))
+        out = args.out or RESULTS / f"observe-{'gpu' if args.gpu else 'cpu'}.json"
+        hows = (args.only,) if args.only else ("compiled", "eager")
+        results = gpu(out, hows=hows) if args.gpu else cpu(args.rounds)
+        out.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

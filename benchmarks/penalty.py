@@ -1,6 +1,6 @@
-"""What LocAteR costs: training steps of a GPT-2-small shape with it and without, in turns; and its loss and gradient
-alone, beside those of the d x d penalty. On a GPU the whole step is what counts: alone, the penalty is a few dozen
-small kernels that the processor waits for, while in a step it hands them over long before the device has come to them.
+"""The cost of LocAteR: training steps of a GPT-2-small shape with it and without, in turns; and the time of its loss
+and gradient alone, beside those of the d x d penalty. On a GPU the whole step is what counts. Alone, the penalty is a
+few dozen small kernels, whose launches take the time; in a step they are queued long before the device gets to them.
 
 python benchmarks/penalty.py              on the CPU, one thread; writes benchmarks/results/penalty-cpu.json
 python benchmarks/penalty.py --gpu        on a GPU, bf16 autocast, compiled; writes benchmarks/results/penalty-gpu.json
@@ -94,7 +94,7 @@ def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
         step(ids if cuda else ids[:1, :8])
         step(ids if cuda else ids[:1, :8], charged=True)
         loss().backward()
-    found = {
+    seconds = {
         "penalty": timed(lambda: loss().backward(), 10, cuda),
         "naive penalty": timed(lambda: naive(model).backward(), 10 if cuda else 2, cuda),
         "training step": timed(step, steps, cuda),
@@ -106,10 +106,14 @@ def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
     ratios = sorted(b / a for a, b in turns)
     return {
         "machine": torch.cuda.get_device_name() if cuda else f"{platform.processor() or platform.machine()}, 1 thread",
-        "torch": torch.__version__, "shape": {"model": "GPT-2 small", "batch": batch, "length": length}, "seconds": found,
-        "step with / step without": ratios[len(ratios) // 2], "ratios": ratios,
-        "penalty / training step": found["penalty"] / found["training step"], "penalty / naive": found["penalty"] / found["naive penalty"],
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "shape": {"model": "GPT-2 small", "batch": batch, "length": length},
+        "seconds": seconds,
+        "step with / step without": ratios[len(ratios) // 2],
+        "ratios": ratios,
+        "penalty / training step": seconds["penalty"] / seconds["training step"],
+        "penalty / naive": seconds["penalty"] / seconds["naive penalty"],
+    }
 
 
 def main() -> None:
@@ -118,10 +122,10 @@ def main() -> None:
     gpu = parser.parse_args().gpu
     if not gpu:
         torch.set_num_threads(1)
-    found = measure("cuda", 32, 1024, 10) if gpu else measure("cpu", 4, 256, 1)
+    results = measure("cuda", 32, 1024, 10) if gpu else measure("cpu", 4, 256, 1)
     path = RESULTS / f"penalty-{'gpu' if gpu else 'cpu'}.json"
-    path.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The census: query-key spectra of every trained model at hand, beside the same shapes at initialisation.
+"""The census: query-key spectra of trained models, beside those of the same shapes at initialisation.
 
     make census                              # or: .venv/bin/python scripts/census.py --models FOLDER
 
@@ -24,7 +24,7 @@ SEEDS = 3
 
 
 def initial(folder: Path, seed: int) -> locater.Scan:
-    """The same shape as the library that trains it would start it."""
+    """The scan of a model of the same shape, initialised as transformers does."""
     from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(seed)
@@ -37,17 +37,22 @@ def summary(scan: locater.Scan) -> dict[str, Any]:
     def column(name: str) -> list[float]:
         return [getattr(r, name) for r in rows]
 
-    ratio = [r.S / r.F for r in rows]
     return {
-        "heads": len(rows), "layers": len(scan.layers), "head_dim": rows[0].head_dim, "width": rows[0].width,
+        "heads": len(rows),
+        "layers": len(scan.layers),
+        "head_dim": rows[0].head_dim,
+        "width": rows[0].width,
         "positive": sum(t > 0 for t in column("trace")) / len(rows),
-        "S_over_F": quartiles(ratio), "concentration": quartiles(column("concentration")),
-        "localization": quartiles(column("localization")), "M": quartiles(column("M")),
-        "sqrt_F": quartiles([f**0.5 for f in column("F")]), "key_bias_over_sqrt_F": quartiles([r.key_bias / r.F**0.5 for r in rows]),
+        "S_over_F": quartiles([r.S / r.F for r in rows]),
+        "concentration": quartiles(column("concentration")),
+        "localization": quartiles(column("localization")),
+        "M": quartiles(column("M")),
+        "sqrt_F": quartiles([f**0.5 for f in column("F")]),
+        "key_bias_over_sqrt_F": quartiles([r.key_bias / r.F**0.5 for r in rows]),
         "stable_rank_share": quartiles([r.stable_rank / r.head_dim for r in rows]),
         "localized": sum(abs(x) >= 0.1 for x in column("localization")) / len(rows),
         "mixture": sum(a == "mixture" for a in column("approximation")) / len(rows),
-    }  # fmt: skip
+    }
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -68,7 +73,7 @@ def measure(models: Path) -> list[dict[str, Any]]:
         pooled = locater.Scan("", {}, starts[0].layers, [row for start in starts for row in start.rows])
         entries.append(
             {"model": name, "trained": summary(trained), "initial": summary(pooled), "M_by_layer": by_layer(trained)}
-        )  # fmt: skip
+        )
     return entries
 
 
@@ -78,9 +83,14 @@ def spread(triple: list[float]) -> str:
 
 
 COLUMNS = {
-    "M": "M, mean self-logit", "sqrt_F": "√F", "S_over_F": "S/F", "concentration": "concentration κ",
-    "localization": "localization Λ", "stable_rank_share": "stable rank / head size", "key_bias_over_sqrt_F": "key bias / √F",
-}  # fmt: skip
+    "M": "M, mean self-logit",
+    "sqrt_F": "√F",
+    "S_over_F": "S/F",
+    "concentration": "concentration κ",
+    "localization": "localization Λ",
+    "stable_rank_share": "stable rank / head size",
+    "key_bias_over_sqrt_F": "key bias / √F",
+}
 
 
 def page(entries: list[dict[str, Any]]) -> str:
@@ -109,7 +119,7 @@ def page(entries: list[dict[str, Any]]) -> str:
 
 
 def conclusions(entries: list[dict[str, Any]]) -> list[str]:
-    """Sentences that hold for the figures at hand, each with its figures."""
+    """Sentences about the figures, each with its figures."""
 
     def pairs(name: str) -> str:
         medians = {e["model"]: [round(e[state][name][1], 2) + 0.0 for state in ("initial", "trained")] for e in entries}
@@ -131,12 +141,12 @@ def conclusions(entries: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
         "--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder of more trained models"
     )
-    ask.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
-    args = ask.parse_args()
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    args = parser.parse_args()
     entries = measure(args.models)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "census.json").write_text(json.dumps(entries, indent=1) + "\n")

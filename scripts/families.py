@@ -13,7 +13,7 @@ from locater.families import registry
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Supported families
 
-Every `model_type` below is held to the real model by `tests/families/test_parity.py`: a tiny model of the family, every parameter redrawn, float64,
+Every `model_type` below is compared with the real model by `tests/families/test_parity.py`: a tiny model of the family, every parameter redrawn, float64,
 a left-padded batch (where the architecture takes one), each attention implementation that transformers offers it, its attention function
 intercepted and the calls counted. `AttentionLayer.logits` and `.output`, the maps and the mask equal the model's within 1e-6 of their
 standard deviation, from the live model and from the folder that `save_pretrained` wrote. Setting any one field of the record to its
@@ -64,8 +64,8 @@ Anything else: [add-a-family.md](add-a-family.md), or name the tensors with `--q
 def page() -> str:
     rows = []
     for family in registry.FAMILIES:
-        special = " ".join((inspect.getdoc(family) or "").split("\n\n")[0].split())
-        rows.append(f"| {', '.join(f'`{m}`' for m in family.MODEL_TYPES)} | {special} |")
+        special = " ".join((inspect.getdoc(inspect.getmodule(family.layers)) or "").split("\n\n")[0].split())
+        rows.append(f"| {', '.join(f'`{m}`' for m in family.model_types)} | {special} |")
     return HEAD + "\n".join(rows) + "\n" + TAIL
 
 

@@ -1,7 +1,7 @@
-"""Make the golden files again: `python scripts/golden.py`, or some of them by name. docs/golden.md says when.
+"""Write the golden files again: `python scripts/golden.py`, or some of them by name. docs/golden.md says when.
 
-Files under tests/golden/files are what an early version left on disks; they are not made again. `--files FOLDER` makes
-such a set from today's code, for a folder of its own.
+Files under tests/golden/files were written by an early version and stay as they are. `--files FOLDER` writes such a set
+with today's code, to another folder.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ sys.path[:0] = [str(ROOT)]
 
 from tests.golden import code, documents  # noqa: E402 - the tests are no package that is installed
 
-STOPPED = 12  # step after which the run in the files is cut off; its checkpoint is of step 10
+STOPPED = 12  # step after which the run in the files is interrupted; its checkpoint is of step 10
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("names", nargs="*", help="documents to make; all unless given")
-    ask.add_argument(
-        "--files", type=Path, metavar="FOLDER", help="make files as users have them on disk, and nothing else"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="documents to write; default: all")
+    parser.add_argument(
+        "--files", type=Path, metavar="FOLDER", help="write files as users have them on disk, and nothing else"
     )
-    given = ask.parse_args()
-    if given.files is not None:
-        make_files(given.files)
+    args = parser.parse_args()
+    if args.files is not None:
+        make_files(args.files)
         return
     known = [document.name for document in documents.DOCUMENTS]
-    unknown = [name for name in given.names if name not in [*known, "names"]]
+    unknown = [name for name in args.names if name not in [*known, "names"]]
     if unknown:
         sys.exit(f"golden: no document {unknown[0]!r}: there are names, {', '.join(known)}")
-    left = 0
+    skipped = 0
     for document in documents.DOCUMENTS:
-        if given.names and document.name not in given.names:
+        if args.names and document.name not in args.names:
             continue
         began, why = time.process_time(), document.lacks()
-        left += why is not None
+        skipped += why is not None
         if why is None:
             document.path.write_text(documents.text_of(documents.make(document)))
         print(
             f"{document.name}: {f'left as it is, {why}' if why else f'{time.process_time() - began:.1f} s'}", flush=True
         )
-    if not given.names or "names" in given.names:
+    if not args.names or "names" in args.names:
         documents.NAMES.write_text(documents.text_of(documents.names()))
         print("names")
-    sys.exit(f"golden: {left} documents were not made" if left else 0)
+    sys.exit(f"golden: {skipped} documents were not written" if skipped else 0)
 
 
 def make_files(folder: Path) -> None:
-    """A run cut off behind its first checkpoint, with its log; that checkpoint's scan and statistics; plan and result
-    of the whole run.
+    """A run interrupted after its first checkpoint, with its log; scan and statistics of that checkpoint; plan and
+    result of the whole run.
     """
     if folder.exists():
-        sys.exit(f"golden: {folder} is there: give a folder that is not")
+        sys.exit(f"golden: {folder} exists: give a new folder")
     run, finished = folder / "run", folder / "finished"
     plain = next(document for document in documents.DOCUMENTS if document.name == "train-plain")
     finished.mkdir(parents=True)
@@ -65,8 +65,8 @@ def make_files(folder: Path) -> None:
     except KeyboardInterrupt:
         (run / ".lock").unlink()
     code.command("scan", run / "step-00000010", "--eigenvalues", "--json", folder / "scan.json")
-    probed = ("probe", run / "step-00000010", "--text", documents.TEXT, "--length", 32, "--tokens", 512)
-    code.command(*probed, "--save-statistics", folder / "statistics.pt")
+    probe = ("probe", run / "step-00000010", "--text", documents.TEXT, "--length", 32, "--tokens", 512)
+    code.command(*probe, "--save-statistics", folder / "statistics.pt")
     with tempfile.TemporaryDirectory() as place:
         documents.make(plain, Path(place))
         for name in ("plan.json", "result.json"):
@@ -74,15 +74,15 @@ def make_files(folder: Path) -> None:
 
 
 def plan_of(arguments: tuple[str, ...], out: Path) -> code.Plan:
-    """The plan that the options of a document make; told of at the step at which it is cut off."""
+    """The plan of a document's options, which reports progress at the step at which it is interrupted."""
     defaults = code.Plan().to_dict()
-    given = {name[2:]: value for name, value in zip(arguments[1::2], arguments[2::2], strict=True)}
-    typed = {name: [value] if name == "corpus" else type(defaults[name])(value) for name, value in given.items()}
+    options = {name[2:]: value for name, value in zip(arguments[1::2], arguments[2::2], strict=True)}
+    typed = {name: [value] if name == "corpus" else type(defaults[name])(value) for name, value in options.items()}
     return code.Plan.from_dict({**typed, "out": str(out), "log": STOPPED})
 
 
 def stop(event: dict[str, object]) -> None:
-    """What a user does."""
+    """Interrupt the run, as Ctrl-C does."""
     if event["step"] == STOPPED:
         raise KeyboardInterrupt
 

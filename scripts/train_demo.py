@@ -1,5 +1,5 @@
-"""Make the checkpoints that `locater demo` scans: a small rotary decoder trained on the text inside CPython, and its
-LocAteR twin.
+"""Train the checkpoints that `locater demo` scans: a small rotary decoder on Python's documentation, and its LocAteR
+twin.
 
     .venv/bin/python scripts/train_demo.py                                 # about 9 minutes on two cores
     .venv/bin/python scripts/train_demo.py --control "locater(target=2)" --out src/locater/demo/twin
@@ -26,6 +26,7 @@ from locater.data.corpus import embedded_text, fingerprint
 from locater.train.controls import attach
 
 OUT = Path(__file__).parents[1] / "src" / "locater" / "demo"
+VOCABULARY = 1024
 
 
 def tokenize(text: str, vocabulary: int, out: Path) -> torch.Tensor:
@@ -47,39 +48,26 @@ def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor, length: int) 
     return sum(losses) / len(losses)
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--out", type=Path, default=OUT)
-    ask.add_argument("--steps", type=int, default=1500)
-    ask.add_argument("--batch", type=int, default=16)
-    ask.add_argument("--length", type=int, default=256)
-    ask.add_argument("--rate", type=float, default=3e-3)
-    ask.add_argument("--seed", type=int, default=0)
-    ask.add_argument("--control", help="such as 'locater(target=2)', as locater train takes it; none unless given")
-    args = ask.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-
-    text = embedded_text()
-    tokens = tokenize(text, 1024, args.out)
-    held = len(tokens) // 20
-    train, valid = tokens[:-held], tokens[-held:]
-
-    torch.manual_seed(args.seed)
+def build(length: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=1024,
+        vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=args.length,
+        max_position_embeddings=length,
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
+
+
+def train(model: LlamaForCausalLM, tokens: torch.Tensor, args: argparse.Namespace) -> float:
+    """Warm-up, then a cosine down to zero, with the control if there is one; returns the last loss."""
     control = attach([args.control] if args.control else [], model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(args.seed)
@@ -88,7 +76,7 @@ def main() -> None:
         share = min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / args.steps))
         for group in optimizer.param_groups:
             group["lr"] = args.rate * share
-        rows = batches(train, args.batch, args.length, generator)
+        rows = batches(tokens, args.batch, args.length, generator)
         loss = model(input_ids=rows, labels=rows).loss
         (loss + control.loss()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,10 +85,32 @@ def main() -> None:
         control.after_step()
         if step % 50 == 0:
             print(f"step {step:5d}  loss {loss.item():.3f}  {time.time() - began:6.0f} s", flush=True)
-
     control.detach()
+    return loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--control", help="a control as locater train takes it, such as 'locater(target=2)'; default: none"
+    )
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    text = embedded_text()
+    tokens = tokenize(text, VOCABULARY, args.out)
+    held_out = len(tokens) // 20
+    torch.manual_seed(args.seed)
+    model = build(args.length)
+    last = train(model, tokens[:-held_out], args)
     model.eval()
-    final = validation_loss(model, valid, args.length)
+    final = validation_loss(model, tokens[-held_out:], args.length)
     model.to(torch.bfloat16).save_pretrained(args.out)
     (args.out / "generation_config.json").unlink(missing_ok=True)
     record = {
@@ -109,12 +119,8 @@ def main() -> None:
         "text_sha256": fingerprint(text),
         "characters": len(text),
         "tokens": len(tokens),
-        "steps": args.steps,
-        "batch": args.batch,
-        "length": args.length,
-        "rate": args.rate,
-        "seed": args.seed,
-        "train_loss_last": round(loss.item(), 4),
+        **{name: getattr(args, name) for name in ("steps", "batch", "length", "rate", "seed")},
+        "train_loss_last": round(last, 4),
         "validation_loss": round(final, 4),
         "torch": torch.__version__,
         "python": platform.python_version(),

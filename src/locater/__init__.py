@@ -14,19 +14,22 @@ from locater.version import __version__
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
     from locater import attention, control, explain, families, integrations, kernels, measures, theory, train
     from locater.control import LocAteR
-    from locater.families import AttentionLayer, attention_layers, register
+    from locater.families import AttentionLayer, Block, Family, attention_layers, register
     from locater.monitor import Monitor
     from locater.observing import Observation, observe, statistics
     from locater.predict import Statistics
     from locater.spectrum import Moments, moments
     from locater.verbs.comparing import Comparison, compare
-    from locater.verbs.probing import Probe, probe
-    from locater.verbs.result import HeadRow, Scan
+    from locater.verbs.probe_result import Probe
+    from locater.verbs.probing import probe
+    from locater.verbs.scan_result import HeadRow, Scan
     from locater.verbs.scanning import scan
 
 __all__ = [
     "AttentionLayer",
+    "Block",
     "Comparison",
+    "Family",
     "HeadRow",
     "LocAteR",
     "LocaterError",
@@ -59,14 +62,15 @@ __all__ = [
 _MODULES = ("attention", "control", "explain", "families", "integrations", "kernels", "measures", "theory", "train")
 _NAMES = {  # module: what it gives to the package
     "control": ("LocAteR",),
-    "families": ("AttentionLayer", "attention_layers", "register"),
+    "families": ("AttentionLayer", "Block", "Family", "attention_layers", "register"),
     "monitor": ("Monitor",),
     "observing": ("Observation", "observe", "statistics"),
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),
     "verbs.comparing": ("Comparison", "compare"),
-    "verbs.probing": ("Probe", "probe"),
-    "verbs.result": ("HeadRow", "Scan"),
+    "verbs.probe_result": ("Probe",),
+    "verbs.probing": ("probe",),
+    "verbs.scan_result": ("HeadRow", "Scan"),
     "verbs.scanning": ("scan",),
 }
 _OLD = ("heads",)  # work for one release, and warn

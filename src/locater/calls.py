@@ -1,4 +1,4 @@
-"""Things by name with options, written as a call: `locater(target=2, part=full)`. No code is run to read them."""
+"""A name with options, written as a call: `locater(target=2, part=full)`. It is parsed and never executed."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from typing import Any
 from locater.errors import LocaterError
 
 
-def parse_call(text: str, what: str) -> tuple[str, dict[str, Any]]:
-    """Name and options; values are literals, or bare words for texts. `what` is named where it cannot be read.
+def parse_call(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """Name and options. A value is a literal, or a bare word for a string. Errors begin with `where`.
 
     >>> parse_call("gated(per=element, shared=True)", "attention")
     ('gated', {'per': 'element', 'shared': True})
     """
-    how = f"{what} {text!r}: write it as name or name(option=value, ...)"
+    usage = f"{where} {text!r}: write it as name or name(option=value, ...)"
     try:
-        held = ast.parse(text.strip(), mode="eval").body
+        call = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise LocaterError(how) from None
-    if isinstance(held, ast.Name):
-        return held.id, {}
-    if (
-        not isinstance(held, ast.Call)
-        or not isinstance(held.func, ast.Name)
-        or held.args
-        or any(k.arg is None for k in held.keywords)
-    ):
-        raise LocaterError(how)
-    return held.func.id, {str(k.arg): _value(k.value, f"{what} {text!r}: {k.arg}") for k in held.keywords}
+        raise LocaterError(usage) from None
+    if isinstance(call, ast.Name):
+        return call.id, {}
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise LocaterError(usage)
+    if call.args or any(option.arg is None for option in call.keywords):  # without a name, or **options
+        raise LocaterError(usage)
+    options = {str(option.arg): option.value for option in call.keywords}
+    return call.func.id, {name: _value(node, f"{where} {text!r}: {name}") for name, node in options.items()}
 
 
 def _value(node: ast.expr, where: str) -> Any:

@@ -2,43 +2,33 @@
 verdict.
 """
 
-from collections.abc import Iterator, Mapping
-from importlib import import_module
-
-from locater.errors import LocaterError
+from locater.registry import Registry
 from locater_papers.engine.claims import Claim, Measured, Verdict, judge, verdict_of
-from locater_papers.engine.papers import Paper, Reproduction, Setting, Study, chosen, reproduce
+from locater_papers.engine.papers import Paper, Reproduction, Results, Setting, Study, chosen, reproduce
 
 NAMES = (
-    "bao2024", "dong2021", "saada2024", "shi2022", "zhai2023", "ding2020", "gerami2024", "xiao2026", "qiu2025", "nguyen2026", "ye2026",
-    "sant2022", "sun2026", "zoo",
-)  # fmt: skip
-
-
-class _Papers(Mapping[str, Paper]):
-    """By name; a paper is imported when it is asked for, so that other commands do not wait for all of them."""
-
-    def __getitem__(self, name: str) -> Paper:
-        if name not in NAMES:
-            raise KeyError(name)
-        found: Paper = import_module(f"locater_papers.{name}").PAPER
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(NAMES)
-
-    def __len__(self) -> int:
-        return len(NAMES)
-
-
-PAPERS: Mapping[str, Paper] = _Papers()
+    "bao2024",
+    "dong2021",
+    "saada2024",
+    "shi2022",
+    "zhai2023",
+    "ding2020",
+    "gerami2024",
+    "xiao2026",
+    "qiu2025",
+    "nguyen2026",
+    "ye2026",
+    "sant2022",
+    "sun2026",
+    "zoo",
+)
+PAPERS: Registry[Paper] = Registry("paper")
+PAPERS.load_later("locater_papers", NAMES, "PAPER")  # imported one by one, when they are used
 
 
 def paper(name: str) -> Paper:
     """A paper by the name that the command line gives it."""
-    if name not in PAPERS:
-        raise LocaterError(f"{name or repr(name)}: no such paper; there are {', '.join(PAPERS)}")
-    return PAPERS[name]
+    return PAPERS.lookup(name)
 
 
 __all__ = [
@@ -48,6 +38,7 @@ __all__ = [
     "Measured",
     "Paper",
     "Reproduction",
+    "Results",
     "Setting",
     "Study",
     "Verdict",

@@ -19,10 +19,16 @@ from locater.processor import avoid_broken_amx
 from locater_papers.engine.claims import Claim
 from locater_papers.engine.papers import Paper, Setting, chosen, joined, reproduce
 
-Name = Annotated[str | None, typer.Argument(help="A paper, as --list names it; all of them without.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Minutes on two cores in place of long runs.")]
-Listed = Annotated[bool, typer.Option("--list", help="Show papers and their claims, and measure nothing.")]
-ClaimId = Annotated[str | None, typer.Option("--claim", metavar="ID", help="One claim (a2), or all of a letter (a).")]
+Name = Annotated[
+    str | None, typer.Argument(metavar="PAPER", help="Name of a paper from --list; without it, all papers.")
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Take minutes on two cores: smaller measurements in place of long ones.")
+]
+Listed = Annotated[bool, typer.Option("--list", help="List papers and their claims; measure nothing.")]
+ClaimId = Annotated[
+    str | None, typer.Option("--claim", metavar="ID", help="Test one claim (a2), or all claims of a letter (a).")
+]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")
 ]
@@ -30,16 +36,17 @@ Report = Annotated[
     str | None, typer.Option("--report", metavar="PATH", help="Write a page with figures: .html, or .md for Markdown.")
 ]
 Images = Annotated[
-    str | None, typer.Option("--images", metavar="FOLDER", help="Where figures of Markdown go; beside it unless given.")
+    str | None,
+    typer.Option(
+        "--images", metavar="FOLDER", help="Folder for the figures of a Markdown page. Default: that of the page."
+    ),
 ]
 Models = Annotated[
-    str | None, typer.Option("--models", metavar="FOLDER", help="Folder of more trained models to test claims on.")
+    str | None, typer.Option("--models", metavar="FOLDER", help="Folder with more trained models to test claims on.")
 ]
 Runs = Annotated[
     str | None,
-    typer.Option(
-        "--runs", metavar="PATH", help="Training runs to judge claims by; those kept in docs/results unless given."
-    ),
+    typer.Option("--runs", metavar="PATH", help="Training runs to judge claims by. Default: those in docs/results."),
 ]
 Data = Annotated[
     str | None,
@@ -50,12 +57,15 @@ Data = Annotated[
     ),
 ]
 Jobs = Annotated[
-    int, typer.Option("--jobs", min=0, help="Make the runs that --runs lacks, so many at a time (hours without a GPU).")
+    int,
+    typer.Option(
+        "--jobs", metavar="N", min=0, help="Train the runs that --runs lacks, N at a time (hours without a GPU)."
+    ),
 ]
 Earlier = Annotated[
     list[str] | None,
     typer.Option(
-        "--from", metavar="PATH", help="Take an earlier run's JSON in place of measuring; several are joined."
+        "--from", metavar="PATH", help="Read the JSON of an earlier run in place of measuring; several are joined."
     ),
 ]
 
@@ -96,7 +106,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         if not earlier:
             avoid_broken_amx()
         for each in wanted:
-            bar = partial(show_progress, what=each.name)
+            bar = partial(show_progress, label=each.name)
             files = [Path(runs)] if runs is not None else [] if jobs or earlier else _kept(each, claim, tell)
             path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
             setting = Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)

@@ -231,7 +231,9 @@ def test_bad_input_is_named_on_one_line(name: str, change: dict[str, Any], said:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(LocaterError, match="no attention mechanism 'sofmax'; there are softmax, softcap"):
+    with pytest.raises(
+        LocaterError, match=r"no attention mechanism 'sofmax': did you mean 'softmax'\? There are softmax, softcap"
+    ):
         mechanism("sofmax")
-    with pytest.raises(LocaterError, match="'softmax' already"):
+    with pytest.raises(LocaterError, match="'softmax' is registered already"):
         register_mechanism(mechanism("softmax"))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from locater.attention import mechanism
 from locater.attention.fusion import ConcatFusion, GateFusion, MaxFusion, layer_fusion
-from locater.attention.hybrid import Layout, hybrid
+from locater.attention.hybrid import HybridLayout, hybrid
 from locater.attention.modules import Binary, Differential, Gated, Multiformer, attention_module
 from locater.attention.multiformer import head_relevance
 from locater.errors import LocaterError
@@ -129,7 +129,7 @@ def test_layouts() -> None:
     qwen = hybrid("3:1", 48, full="gated")
     assert [i for i, name in enumerate(qwen.names) if name == "gated"] == [i for i in range(48) if (i + 1) % 4 == 0]
     assert (qwen.causal, qwen.cost, qwen.counts) == ("only", "quadratic", {"gated_delta": 36, "gated": 12})
-    assert hybrid("1:0", 3, linear="linear") == Layout(("linear",) * 3)
+    assert hybrid("1:0", 3, linear="linear") == HybridLayout(("linear",) * 3)
     assert (hybrid("L...", 2, linear="linear").cost, hybrid("LS", linear="linear").causal) == ("linear", "either")
     assert hybrid(["softmax", "doubly_normalized"]).causal == "never"
     assert hybrid("7:1", 5).names == ("gated_delta",) * 5

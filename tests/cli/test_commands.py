@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,7 +143,7 @@ finally:
 
 
 ORDERS = (
-    "import locater", "import locater.verbs.scanning", "from locater.verbs.probing import Probe",
+    "import locater", "import locater.verbs.scanning", "from locater.verbs.probe_result import Probe",
     "import locater.cli, locater.verbs.comparing",
 )  # fmt: skip
 
@@ -195,7 +196,7 @@ def test_an_unexpected_exception_is_a_bug_of_ours(
     def fail(*args: object, **kwargs: object) -> None:
         raise kind("out of\nthe blue")
 
-    monkeypatch.setattr(sys.modules[scan.__module__], "effective", fail)
+    monkeypatch.setattr("locater.verbs.head_rows.effective", fail)
     words: list[object] = ["scan", saved_llama]
     result = run(*{"none": words, "before": ["--debug", *words], "after": [*words, "--debug"]}[place])
     assert (result.status, result.out) == (2, "")
@@ -209,11 +210,26 @@ def test_an_unexpected_exception_is_a_bug_of_ours(
 def test_help_has_examples_and_no_type_beside_a_switch(run: Run) -> None:
     for command in ("scan", "probe", "demo", "compare", "watch", "train", "reproduce"):
         text = run(command, "--help").out
-        assert "<bool>" not in text
+        assert not re.search(r"<(bool|str|int|float|list)", text), command  # words: PATH, N, TEXT
         assert f"locater {command}" in text.partition("Examples:")[2], command
     text = run("--help").out
     assert "<bool>" not in text
     assert "--debug" in text
+
+
+def test_the_options_of_train_stand_in_groups(run: Run) -> None:
+    """Every field of a plan is in one group, and with it on the command line."""
+    from dataclasses import fields
+
+    from locater.cli.train_options import PANELS
+    from locater.train.plan import Plan
+
+    names = [name for group in PANELS.values() for name in group]
+    assert sorted(names) == sorted(field.name for field in fields(Plan))
+    text = run("train", "--help").out
+    assert all(f"─ {group} ─" in text for group in PANELS)
+    assert "Train a small transformer" in text
+    assert "causal|masked|image|sort|copy" in text
 
 
 def test_flags_stay_in_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +289,7 @@ def test_interruption_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[scan.__module__], "effective", stop)
+        patch.setattr("locater.verbs.head_rows.effective", stop)
         result = run("scan", saved_llama, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html")
     assert result.status == 130
     assert "Traceback" not in result.err

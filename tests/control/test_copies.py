@@ -23,10 +23,10 @@ from locater.control import (
     Controls,
     EntropyPenalty,
     LogitSoftcap,
-    Mechanism,
     QKNorm,
     SigmaReparam,
     Surgery,
+    SwapMechanism,
     Temperature,
     carried,
     forward,
@@ -40,7 +40,7 @@ CONTROLS: dict[str, Callable[[], Control]] = {
     "temperature": lambda: Temperature(init=1.7),
     "qk_norm": lambda: QKNorm(init=0.7),
     "softcap": lambda: LogitSoftcap(cap=0.8),
-    "mechanism": lambda: Mechanism("sigmoid"),
+    "mechanism": lambda: SwapMechanism("sigmoid"),
     "surgery": lambda: Surgery(no_skip=True, no_mlp=True),
     "sigma_reparam": lambda: SigmaReparam(gamma=0.5),
     "several": lambda: Controls([QKNorm(init=0.7), Temperature(init=1.7), LogitSoftcap(cap=0.8), Surgery(no_mlp=True)]),
@@ -118,7 +118,7 @@ def test_a_copy_computes_what_the_model_computes(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "own"])
 def test_parameters_of_a_copy_are_its_own(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    forward._say_what_is_learned.cache_clear()
+    forward._warn_of_parameters.cache_clear()
     model = model_of(kind)
     control = Temperature(init=2.0).attach(model)
     with caplog.at_level(logging.WARNING, "locater"):

@@ -22,7 +22,7 @@ from locater.control.forward import ForwardControl
 from locater.control.rows import row_entropy
 from locater.families import attention_layers
 from locater.families.norm import Norm
-from locater.kernels import attention_entropy
+from locater.kernels import Terms, attention_entropy
 from locater.monitor import Monitor
 from locater.observing import observe
 from tests.families import CASES
@@ -435,7 +435,7 @@ def test_rows_are_those_of_attention_entropy() -> None:
     q, k = (torch.randn(2, h, 7, 8, generator=g, dtype=torch.float64, requires_grad=True) for h in (4, 2))
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0] * 7])
     out = torch.randn(2, 4, 7, generator=g, dtype=torch.float64)
-    found, visible = row_entropy(Call(q, k, 0.4, causal=True, documents=documents), own=True)
+    found, visible = row_entropy(Call(q, k, Terms(0.4, causal=True, documents=documents)), own=True)
     plain = attention_entropy(q, k, scale=0.4, causal=True, documents=documents)
     torch.testing.assert_close(found, plain, rtol=0, atol=0)
     assert visible[0, 0].tolist() == [1, 2, 3, 1, 2, 3, 4]

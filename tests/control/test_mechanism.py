@@ -1,4 +1,4 @@
-"""The control `Mechanism`: a model of transformers attends as the mechanism says, masks and all, and comes back to the
+"""The control `SwapMechanism`: a model of transformers attends as the mechanism says, masks and all, and comes back to the
 bit.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from locater import LocaterError
 from locater.attention import mechanism, mechanisms
-from locater.attention.changes import Asked, Change, put, take
-from locater.control import Controls, EntropyPenalty, LogitSoftcap, Mechanism, QKNorm, Temperature
+from locater.attention.changes import AttentionChange, AttentionRequest, put, take
+from locater.control import Controls, EntropyPenalty, LogitSoftcap, QKNorm, SwapMechanism, Temperature
 from locater.families import attention_layers
 from locater.monitor import Monitor
 from locater.observing import observe
@@ -51,7 +51,7 @@ def encoder(how: str = "sdpa") -> Any:
     return model
 
 
-class Noted(Change):
+class Noted(AttentionChange):
     """Keeps the queries and keys that come first, before any control."""
 
     order = -1
@@ -59,7 +59,7 @@ class Noted(Change):
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, asked: AttentionRequest) -> AttentionRequest:
         self.seen.append((asked.query.detach(), asked.key.detach()))
         return asked
 
@@ -107,7 +107,7 @@ def test_a_causal_model_attends_as_the_mechanism_says(name: str, how: str) -> No
     right = {**BATCH, "attention_mask": BATCH["attention_mask"].flip(1)}
     with torch.no_grad():
         before, keys = tensors(model(**right)), list(model.state_dict())
-    control = Mechanism(name).attach(model)
+    control = SwapMechanism(name).attach(model)
     assert list(model.state_dict()) == keys
     q, k, v, mixed = last_layer(model)
     close(mixed, mechanism(name).map(q, k, causal=True, padding=REAL), v)
@@ -132,7 +132,7 @@ def test_an_encoder_attends_as_the_mechanism_says(name: str, how: str) -> None:
     model = encoder(how)
     with torch.no_grad():
         before = model(**BATCH).last_hidden_state
-    control = Mechanism(name).attach(model)
+    control = SwapMechanism(name).attach(model)
     q, k, v, mixed = last_layer(model)
     close(mixed, mechanism(name).map(q, k, padding=REAL, query_padding=REAL), v)
     q, k, v, mixed = last_layer(model, {"input_ids": BATCH["input_ids"]})
@@ -145,7 +145,7 @@ def test_an_encoder_attends_as_the_mechanism_says(name: str, how: str) -> None:
 @pytest.mark.parametrize("name", CAUSAL)
 def test_padding_tells_nothing(name: str) -> None:
     model = llama()
-    Mechanism(name).attach(model)
+    SwapMechanism(name).attach(model)
     other = {**BATCH, "input_ids": torch.where(REAL, BATCH["input_ids"], 5)}
     with torch.no_grad():
         a, b = model(**BATCH).logits, model(**other).logits
@@ -156,7 +156,7 @@ def test_padding_tells_nothing(name: str) -> None:
 def test_cached_keys(name: str) -> None:
     """Token by token, left-padded, as all at once."""
     model = llama()
-    Mechanism(name).attach(model)
+    SwapMechanism(name).attach(model)
     positions = (REAL.cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
         whole = model(**BATCH, position_ids=positions).logits
@@ -173,13 +173,13 @@ def test_cached_keys(name: str) -> None:
 
 def test_a_window_holds_and_linear_mechanisms_refuse_it() -> None:
     model = llama(name="Mistral", sliding_window=3)
-    Mechanism("sigmoid").attach(model)
+    SwapMechanism("sigmoid").attach(model)
     q, k, v, mixed = last_layer(model)
     at = torch.arange(9)
     near = (at[:, None] - at < 3)[None, None]
     close(mixed, mechanism("sigmoid").map(q, k, causal=True, padding=REAL, mask=near), v)
     other = llama(name="Mistral", sliding_window=3)
-    Mechanism("linear").attach(other)
+    SwapMechanism("linear").attach(other)
     with pytest.raises(LocaterError, match="linear: a mask with a row per query"):
         other(**BATCH)
 
@@ -190,7 +190,7 @@ def test_a_linear_mechanism_has_its_own_scale() -> None:
     model: Any = case.build().double().eval()
     with torch.no_grad():
         redraw(model)
-    Mechanism("linear").attach(model)
+    SwapMechanism("linear").attach(model)
     layer = list(attention_layers(model))[-1]
     part, held = model.get_submodule(layer.name), {}
     hooks = [m.register_forward_hook(lambda m, a, y, n=n: held.update({n: y})) for n, m in part.named_children()]
@@ -205,7 +205,7 @@ def test_a_linear_mechanism_has_its_own_scale() -> None:
 
 def test_maps_are_returned_where_they_would_be() -> None:
     model = llama("eager")
-    Mechanism("centred").attach(model)
+    SwapMechanism("centred").attach(model)
     with torch.no_grad():
         maps = model(**BATCH, output_attentions=True).attentions
     assert len(maps) == 2
@@ -219,7 +219,7 @@ def test_some_layers_and_gradients() -> None:
     model = llama().float().train()
     with torch.no_grad():
         before = model(**BATCH, output_hidden_states=True).hidden_states
-    control = Mechanism("sigmoid", layers=[1]).attach(model)
+    control = SwapMechanism("sigmoid", layers=[1]).attach(model)
     with torch.no_grad():
         during = model(**BATCH, output_hidden_states=True).hidden_states
     assert torch.equal(before[1], during[1])
@@ -235,7 +235,7 @@ def test_some_layers_and_gradients() -> None:
 def test_one_graph_with_padding(name: str) -> None:
     model = llama().float()
     with torch.no_grad():
-        Mechanism(name).attach(model)
+        SwapMechanism(name).attach(model)
         expected = model(**BATCH, use_cache=False).logits
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(**BATCH, use_cache=False).logits, expected)
@@ -247,7 +247,7 @@ def test_one_graph_with_padding(name: str) -> None:
 
 def test_norm_and_temperature_come_first() -> None:
     model = llama()
-    Controls([Mechanism("sigmoid"), Temperature(init=2.0), QKNorm(init=0.5)]).attach(model)
+    Controls([SwapMechanism("sigmoid"), Temperature(init=2.0), QKNorm(init=0.5)]).attach(model)
     q, k, v, mixed = last_layer(model)
     q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * 0.5 for x in (q, k))
     expected = mechanism("sigmoid").map(q / 2.0, k, causal=True, padding=REAL)
@@ -259,7 +259,7 @@ def test_norm_and_temperature_come_first() -> None:
 @pytest.mark.parametrize("name", ["softmax", "softcap", "softmax_plus_one"])
 def test_what_is_a_softmax_is_observed(name: str) -> None:
     model = llama()
-    Mechanism(name).attach(model)
+    SwapMechanism(name).attach(model)
     with observe(model) as seen:
         q, k, _, _ = last_layer(model)
     p = mechanism(name).map(q, k, causal=True, padding=REAL)
@@ -273,7 +273,7 @@ def test_what_is_a_softmax_is_observed(name: str) -> None:
 
 def test_what_is_none_is_refused_and_a_monitor_goes_on(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = llama().float()
-    Mechanism("sigmoid").attach(model)
+    SwapMechanism("sigmoid").attach(model)
     with (
         pytest.raises(
             LocaterError, match=r"sigmoid attention cannot be measured: rows of non-negative weights .* no entropy"
@@ -296,7 +296,7 @@ def test_what_is_none_is_refused_and_a_monitor_goes_on(tmp_path: Any, caplog: py
 def test_a_penalty_sees_the_sink() -> None:
     """The entropy that is held in a band is that of the map which acts."""
     model = llama().train()
-    penalty = Controls([Mechanism("softmax_plus_one"), held := EntropyPenalty(ceiling=0.3)]).attach(model)
+    penalty = Controls([SwapMechanism("softmax_plus_one"), held := EntropyPenalty(ceiling=0.3)]).attach(model)
     model(**BATCH)
     with_sink = float(held.loss().detach())
     penalty.detach()
@@ -317,10 +317,10 @@ REFUSED = [
     (
         "gemma2",
         "sigmoid",
-        r"its attention has a soft-cap, for which sigmoid has no place; layers=\[\.\.\.\] leaves it out",
+        r"its attention has a soft-cap, which sigmoid does not take; layers=\[\.\.\.\] leaves it out",
     ),
-    ("gpt_oss", "sigmoid", "its attention has sinks, for which sigmoid has no place"),
-    ("t5", "sigmoid", "its attention has a position bias, for which sigmoid has no place"),
+    ("gpt_oss", "sigmoid", "its attention has sinks, which sigmoid does not take"),
+    ("t5", "sigmoid", "its attention has a position bias, which sigmoid does not take"),
     ("bloom", "sigmoid", "BloomAttention does not pass the attention interface"),
     ("bert-decoder", "doubly_normalized", "doubly_normalized attention cannot be causal"),
 ]
@@ -330,7 +330,7 @@ REFUSED = [
 def test_models_that_it_is_not_for(label: str, name: str, said: str) -> None:
     model = next(c for c in CASES if c.label == label).build()
     with pytest.raises(LocaterError, match=said) as error:
-        Mechanism(name).attach(model)
+        SwapMechanism(name).attach(model)
     assert "\n" not in str(error.value)
     assert not any("locater" in key for module in model.modules() for key in vars(module))
 
@@ -341,8 +341,8 @@ def test_cross_attention_does_not_know_padded_queries() -> None:
     found = list(attention_layers(model))
     cross = next(i for i, layer in enumerate(found) if layer.kind == "cross")
     with pytest.raises(LocaterError, match="sums over queries, and cross-attention is not told which are padding"):
-        Mechanism("doubly_normalized", layers=[cross]).attach(model)
-    Mechanism("sigmoid").attach(model.double().eval())
+        SwapMechanism("doubly_normalized", layers=[cross]).attach(model)
+    SwapMechanism("sigmoid").attach(model.double().eval())
     with torch.no_grad():
         assert all(t.isfinite().all() for t in tensors(model(**case.batch())))
 
@@ -350,42 +350,43 @@ def test_cross_attention_does_not_know_padded_queries() -> None:
 def test_names() -> None:
     with pytest.raises(
         LocaterError,
-        match=r"delta attention has something to learn \(beta\), which nothing here makes; without: softmax,",
+        match=r"delta attention has parameters to learn \(beta\), which this control does not make; without: softmax,",
     ):
-        Mechanism("delta")
-    with pytest.raises(LocaterError, match="no attention mechanism 'sigmiod'; there are"):
-        Mechanism("sigmiod")
+        SwapMechanism("delta")
+    with pytest.raises(LocaterError, match=r"no attention mechanism 'sigmiod': did you mean 'sigmoid'\? There are"):
+        SwapMechanism("sigmiod")
 
 
 def test_one_mechanism_at_a_time() -> None:
     model = llama()
-    Mechanism("sigmoid").attach(model)
-    with pytest.raises(LocaterError, match="is that of sigmoid already, and linear would take its place: one of them"):
-        Mechanism("linear").attach(model)
+    SwapMechanism("sigmoid").attach(model)
+    with pytest.raises(LocaterError, match="is that of sigmoid already, and linear would replace it: use one of them"):
+        SwapMechanism("linear").attach(model)
     capped = llama()
     LogitSoftcap(cap=2.0).attach(capped)
     with pytest.raises(LocaterError, match="is that of LogitSoftcap already"):
-        Mechanism("sigmoid").attach(capped)
+        SwapMechanism("sigmoid").attach(capped)
     own = Transformer(Shape(width=16, heads=2, kv_heads=2, layers=1, hidden=24, attention="linear"))
     with pytest.raises(LocaterError, match="is that of linear already"):
-        Mechanism("sigmoid").attach(own)
+        SwapMechanism("sigmoid").attach(own)
     twice = llama()
-    Controls([Mechanism("softcap"), LogitSoftcap(cap=2.0)]).attach(twice)
+    Controls([SwapMechanism("softcap"), LogitSoftcap(cap=2.0)]).attach(twice)
     with pytest.raises(LocaterError, match="two are not one"):
         twice(**BATCH)
 
 
 def test_calls_that_it_has_no_place_for() -> None:
     model = llama("eager", attention_dropout=0.1)
-    Mechanism("sigmoid").attach(model)
+    SwapMechanism("sigmoid").attach(model)
     model(**BATCH)
     with pytest.raises(
-        LocaterError, match=r"no dropout of weights, and LlamaAttention asks for 0\.1: set the model's to 0"
+        LocaterError,
+        match=r"no dropout of weights, and LlamaAttention has 0\.1: set the model's attention dropout to 0",
     ):
         model.train()(**BATCH)
     added = torch.zeros(2, 1, 9, 9, dtype=torch.float64)
     added[..., 3] = 0.5
-    with pytest.raises(LocaterError, match="no place for numbers that are added to logits"):
+    with pytest.raises(LocaterError, match="does not take numbers that are added to logits"):
         model.eval()(input_ids=BATCH["input_ids"], attention_mask=added)
 
 
@@ -393,13 +394,13 @@ def test_what_is_causal_only_is_not_for_encoders(monkeypatch: pytest.MonkeyPatch
     from locater.attention import registry
 
     only = replace(mechanism("linear"), name="onward", causal="only", reason="it is a recurrence over tokens")
-    monkeypatch.setitem(registry._MECHANISMS, "onward", only)
+    monkeypatch.setitem(registry.MECHANISMS._entries, "onward", only)
     with pytest.raises(LocaterError, match="onward attention is causal only: it is a recurrence over tokens"):
-        Mechanism("onward").attach(encoder())
+        SwapMechanism("onward").attach(encoder())
     model = llama()
     with torch.no_grad():
-        Mechanism("linear").attach(model)
+        SwapMechanism("linear").attach(model)
         whole = model.generate(**BATCH, max_new_tokens=3, do_sample=False, pad_token_id=0)
         other = llama()
-        Mechanism("onward").attach(other)
+        SwapMechanism("onward").attach(other)
         assert torch.equal(other.generate(**BATCH, max_new_tokens=3, do_sample=False, pad_token_id=0), whole)

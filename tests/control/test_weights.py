@@ -324,7 +324,7 @@ def test_only_query_and_key_maps(label: str, count: int) -> None:
     model = model_of(case_of(label))
     control = SigmaReparam(gamma=0.5, only="query-key").attach(model)
     assert len(control.parts) == count
-    for place, _ in control.places:
+    for place, _ in control.tensors:
         weight = getattr(place.module, place.attribute).detach().flatten(1)
         assert float(torch.linalg.matrix_norm(weight, 2)) == pytest.approx(0.5, abs=1e-9)
     control.detach()
@@ -333,7 +333,7 @@ def test_only_query_and_key_maps(label: str, count: int) -> None:
 def test_one_step_of_power_iteration_per_training_pass_and_none_for_a_look() -> None:
     model = undropped(case_of("llama"))
     control = SigmaReparam(only="query-key").attach(model)
-    place, part = control.places[0][0], control.parts[0]
+    place, part = control.tensors[0][0], control.parts[0]
     with torch.no_grad():
         original = place.module.parametrizations[place.attribute].original
         original.add_(torch.randn(original.shape, dtype=original.dtype, generator=torch.Generator().manual_seed(3)))
@@ -356,7 +356,7 @@ def test_sigma_is_differentiated_and_its_vectors_are_not() -> None:
     model = undropped(case_of("llama"))
     control = SigmaReparam().attach(model)
     model(IDS, labels=IDS).loss.backward()
-    for (place, _), part in zip(control.places, control.parts, strict=True):
+    for (place, _), part in zip(control.tensors, control.parts, strict=True):
         original = place.module.parametrizations[place.attribute].original
         along, size = (
             float((original.grad * original).sum().detach()),

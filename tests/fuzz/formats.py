@@ -189,7 +189,7 @@ def edit_gguf(rng: Random, folder: Path) -> None:
 def read_compare(folder: Path) -> None:
     from rich.console import Console
 
-    from locater.report.html import compare_page
+    from locater.report.scan import compare_page
     from locater.report.terminal import print_comparison
 
     found = compare(folder / "scan.json", folder / "good.json")

@@ -23,13 +23,13 @@ import typer
 import locater
 from locater.attention import mechanisms
 from locater.control.base import known_options
-from locater.families.registry import _readers
+from locater.families.registry import BY_TYPE
 from locater.findings import FLAGS
 from locater.tracking.run_log import read_run
 from locater.train.controls import controls
 from locater.train.loop import run as train
 from locater.train.plan import Plan
-from locater.verbs.probing import ProbeRow
+from locater.verbs.probe_result import ProbeRow
 from locater_papers import PAPERS
 from locater_papers.engine.runs import Row, Runs
 
@@ -96,7 +96,7 @@ def names() -> dict[str, Any]:
             "probe": _of_none(field.name for field in fields(ProbeRow)),
         },
         "flags": _of_none(flag.name for flag in FLAGS),
-        "architectures": _of_none(sorted(_readers)),
+        "architectures": _of_none(sorted(BY_TYPE)),
         "public": _of_none(locater.__all__),
     }
 

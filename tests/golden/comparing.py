@@ -110,6 +110,8 @@ def problems(golden: Any, now: Any, kind: str, name: str = "") -> list[str]:
     """How a compact document differs from its golden one, a line for each value; none where it does not."""
     old = {_renamed(path, kind, name): leaf for path, leaf in leaves(golden)}
     new = dict(leaves(now))
+    for table in (keys.CHANGED.get(kind, {}), keys.CHANGED.get(name, {})):
+        old |= {path: Leaf(value) for path, value in table.items() if path in old}
     found = [*_missing(old, new, kind, name), *_additional(old, new, kind, name)]
     reworded = [_regex(pattern) for pattern in _of(keys.REWORDED, kind, name)]
     for path in old.keys() & new.keys():

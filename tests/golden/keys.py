@@ -8,13 +8,32 @@ of document (scan, probe, compare, train, reproduce, names) or by the name of on
 
 from __future__ import annotations
 
-# Old path to new one: {"probe": {"heads[*].M": "heads[*].measured_M"}}. Rows of the old path keep their identity.
+# Old path to new one: {"probe": {"heads[*].M": "heads[*].predicted_M"}}. Rows of the old path keep their identity.
 RENAMED: dict[str, dict[str, str]] = {
-    "names": {"public.heads": "public.families"},
+    "names": {
+        "public.heads": "public.families",
+        "columns.probe.M": "columns.probe.predicted_M",
+        "columns.probe.F": "columns.probe.predicted_F",
+        "columns.probe.localization": "columns.probe.predicted_localization",
+    },
+    # those of measured tokens; M, F and localization are those of unit tokens, in a scan
+    "probe": {
+        "heads[*].M": "heads[*].predicted_M",
+        "heads[*].F": "heads[*].predicted_F",
+        "heads[*].localization": "heads[*].predicted_localization",
+        "assumptions.how.M": "assumptions.how.predicted_M",
+        "assumptions.how.F": "assumptions.how.predicted_F",
+        "assumptions.how.localization": "assumptions.how.predicted_localization",
+    },
+}
+
+# Values that were changed on purpose, by their path: any other value than this one fails.
+CHANGED: dict[str, dict[str, object]] = {
+    "probe": {"schema": 2},  # three columns were renamed
 }
 
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
-NEW: dict[str, tuple[str, ...]] = {}
+NEW: dict[str, tuple[str, ...]] = {"names": ("public.Block", "public.Family")}
 
 # Keys that were removed on purpose, each with a reason in a comment.
 GONE: dict[str, tuple[str, ...]] = {

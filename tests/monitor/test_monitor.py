@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import LocaterError
-from locater.families import attention_layers, effective, folded
-from locater.monitor import Monitor
-from locater.monitor import run_monitor as monitor
+from locater.attention.call import Call
+from locater.families import attention_layers, effective, fold_graph, folded
+from locater.kernels import Terms
+from locater.monitor import Monitor, head_table
 from locater.observing import observe, tally
 from locater.tracking.loggers import read_run
 from tests.control.test_distributed import batch, shard
@@ -80,7 +81,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 def test_measuring_imports_nothing_that_controls() -> None:
     """Controls stand on what is measured, and not the other way round."""
-    root = Path(monitor.__file__).parents[1]
+    root = Path(head_table.__file__).parents[1]
     for path in (*(root / "monitor").glob("*.py"), *(root / "observing").rglob("*.py")):
         found = [
             line
@@ -198,30 +199,24 @@ def test_an_observed_step_ends_in_few_operations_and_one_read(tmp_path: Path) ->
 
 def test_a_call_is_counted_in_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(2, 4, 6, 8)
-    found = tally.attention_statistics(q, q, causal=True)
-    monkeypatch.setattr(tally, "attention_statistics", lambda *args, **kw: found)
+    found = tally.row_statistics(q, q, Terms(causal=True))
+    monkeypatch.setattr(tally, "row_statistics", lambda *args, **kw: found)
     for padding, most in ((None, 22), (torch.ones(2, 6, dtype=torch.bool), 70)):
         with Counted() as seen:
             counted(q, q, padding=padding)
         assert seen.count <= most
 
 
-def counted(
-    q: Tensor, k: Tensor, causal: bool = True, window: int = 0, softcap: float = 0.0, **more: Any
-) -> tuple[Tensor, Tensor]:
+def counted(q: Tensor, k: Tensor, causal: bool = True, **more: Any) -> tuple[Tensor, Tensor]:
     """Sums and maxima of one call."""
     sums, maxima = (
         torch.zeros(q.shape[1], len(tally.COLUMNS), dtype=torch.float64),
         torch.full((q.shape[1], 1), -torch.inf),
     )
-    given = {
-        name: more.get(name)
-        for name in ("padding", "documents", "mask", "bias", "alibi", "sinks", "output", "heads", "cut")
-    }
     pairs = torch.zeros(q.shape[1], 0, 2, dtype=torch.float64)
-    tally._kernel(
-        q, k, sums, maxima, pairs, None, 0.4, causal, True, window, softcap, *given.values(), 0, False, [], [], False
-    )
+    call = Call(q, k, Terms(0.4, causal, **more))
+    into = tally.Accumulators(sums, maxima, pairs, None)
+    tally.add_call(call, into, tally.StatisticsOptions(), own=True, heads=None)
     return sums, maxima
 
 
@@ -260,7 +255,7 @@ def test_a_call_without_masks_is_counted_as_one_with_empty_masks(
 def test_layers_folded_together_are_those_folded_apart(
     label: str, stacked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folded, "STACKED", stacked)
+    monkeypatch.setattr(fold_graph, "STACKED", stacked)
     model = model_of(next(case for case in CASES if case.label == label)).float()
     count = len(list(attention_layers(model)))
     stacks = folded.FoldedStacks(model, range(count))
@@ -307,7 +302,7 @@ def test_what_cannot_be_recorded_is_read_layer_by_layer(tmp_path: Path, monkeypa
 
     for name in ("__init__", "spectra"):
         with monkeypatch.context() as patch:
-            patch.setattr(monitor.FoldedStacks, name, fails)
+            patch.setattr(head_table.FoldedStacks, name, fails)
             apart = spectrum_of(llama(), tmp_path / f"{name}.jsonl")
         for a, b in zip(together, apart, strict=True):
             torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=1e-6)
@@ -355,7 +350,7 @@ def watch_sharded(rank: int, folder: Path) -> None:
         monitor = Monitor(path, every=1).attach(model)
         model(batch().chunk(2)[rank] if group else batch())
         monitor.after_step()
-        assert monitor._stacks is not None
+        assert monitor._weights.stacks is not None
         monitor.detach()
         if rank == 0:
             logged.append(read_run(path).steps[0]["heads"])

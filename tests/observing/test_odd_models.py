@@ -20,6 +20,7 @@ import locater
 from locater.attention.call import Call, from_interface
 from locater.attention.interface import eager_function
 from locater.errors import LocaterError
+from locater.kernels import Terms
 from locater.observing import tally as tallying
 from locater.tracking.loggers import JsonlSink, read_run
 
@@ -284,7 +285,7 @@ def test_what_padding_holds_does_not_reach_the_outputs() -> None:
     for held in (0.0, torch.nan):
         site = locater.observe(llama(), outputs=True).sites[0]
         output[:, :2] = held
-        site.see(Call(q, q[:, ::2], 1.0, causal=True, padding=padding, output=output))
+        site.see(Call(q, q[:, ::2], Terms(1.0, causal=True, padding=padding), output))
         grams.append(site.gram)
     assert grams[0] is not None
     assert torch.equal(*grams)
@@ -346,7 +347,7 @@ def test_what_padding_holds_spoils_nothing() -> None:
         site = locater.observe(llama()).sites[0]
         made = output.clone()
         made[0, row, 3] = torch.inf
-        site.see(Call(q, q[:, ::2], 1.0, causal=True, padding=padding, output=made))
+        site.see(Call(q, q[:, ::2], Terms(1.0, causal=True, padding=padding), made))
         assert site.sums.isnan().any(1).tolist() == [False, False, False, spoiled]
 
 
@@ -414,7 +415,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
 def test_what_cannot_be_counted_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, original = llama().train(), tallying.attention_statistics
+    model, original = llama().train(), tallying.row_statistics
 
     def fails(*args: Any, **kw: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
@@ -422,14 +423,14 @@ def test_what_cannot_be_counted_is_left_out(
     monitor = locater.Monitor(tmp_path / "run.jsonl", every=1).attach(model)
     with caplog.at_level(logging.WARNING, "locater"):
         for step in range(4):
-            monkeypatch.setattr(tallying, "attention_statistics", fails if step in (1, 2) else original)
+            monkeypatch.setattr(tallying, "row_statistics", fails if step in (1, 2) else original)
             model(tokens(2, 6))
             monitor.after_step()
     monitor.detach()
     held = [record["heads"]["entropy"][0][0] for record in read_run(tmp_path / "run.jsonl").steps]
     assert [x is None for x in held] == [False, True, True, False]
     assert sum("out of memory" in record.message for record in caplog.records) == 1
-    monkeypatch.setattr(tallying, "attention_statistics", fails)
+    monkeypatch.setattr(tallying, "row_statistics", fails)
     # asked for by hand, it is told at once
     with pytest.raises(RuntimeError, match="out of memory"), locater.observe(model):
         model(tokens(2, 6))

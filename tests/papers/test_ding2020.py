@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from locater.families import attention_layers
-from locater.models.transformer import Shape, Transformer
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.ding2020 import PAPER, guarantee, trained
 from locater_papers.engine.draws import normal

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from locater.families import Norm, attention_layers
-from locater.models.transformer import Shape, Transformer
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 from locater.theory import entropy_floor
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.bao2024.arms import PLAIN, RIVALS, stability_rows

@@ -20,7 +20,7 @@ import locater
 from locater import LocaterError, Statistics, statistics
 from locater.data.text import batches
 from locater.families import attention_layers
-from locater.observing.collecting import KEPT, collected
+from locater.observing.collecting import SAMPLE, collected
 from locater.observing.inputs import run
 from locater.predict.input_statistics import Input
 from tests.families import CASES
@@ -187,7 +187,7 @@ def test_what_else_is_said_of_the_input() -> None:
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 1, 8, batch_first=True), 1, enable_nested_tensor=False
     )
-    x = torch.randn(8, 1 + KEPT // 4, 8)
+    x = torch.randn(8, 1 + SAMPLE // 4, 8)
     x[..., 0] *= 10
     x[..., 1] += 10
     given = statistics(encoder, [{"src": x}]).inputs[0]

@@ -18,10 +18,12 @@ from rich.console import Console
 from torch import nn
 
 from locater import LocaterError, Probe, Statistics, probe
-from locater.report.probe import COLUMNS, collapse, probe_page
+from locater.report.probe import probe_page
+from locater.report.probe_columns import COLUMNS
+from locater.report.probe_words import collapse
 from locater.report.tables import summary
 from locater.report.terminal import print_probe
-from locater.verbs.probing import PROBE_COLUMNS, ProbeRow
+from locater.verbs.probe_result import PROBE_COLUMNS, ProbeRow
 from tests.conftest import Result
 from tests.report.visits import Visit, data_of, needs_browser
 
@@ -263,7 +265,7 @@ def test_metrics_say_what_kind_they_are(browser: Any, pages: dict[str, Path]) ->
     visit = Visit(browser, pages["llama"])
     for metric, kind in (
         ("sink", "exact"),
-        ("localization", "predicted"),
+        ("predicted_localization", "predicted"),
         ("prior_entropy", "prior"),
         ("logit_bound", "bound"),
     ):
@@ -448,7 +450,7 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, words: 
         (["probe", saved_llama, "--text", words], "--tokenizer PATH"),
         (["probe", saved, "--text", words, "--tokenizer", tmp_path / "none"], "no tokenizer there"),
         (["probe", saved, "--text", words, "--length", 100], "the model has 64 positions"),
-        (["probe", saved / "model.safetensors", "--text", words], "a file alone does not run"),
+        (["probe", saved / "model.safetensors", "--text", words], "a weights file alone cannot be run"),
         (["probe", tmp_path / "none", "--text", words], "none: no such file or folder"),
         (["probe", saved, "--text", words, "--corpus"], "exclude each other"),
         (["probe", saved, "--images", tmp_path / "none"], "names no image size"),
@@ -476,7 +478,7 @@ def test_the_default_text_in_python_too(saved: Path, words: Path, monkeypatch: p
 
 
 def test_text_or_images_and_not_for_every_model(words: Path) -> None:
-    with pytest.raises(LocaterError, match="text or images"):
+    with pytest.raises(LocaterError, match="text and images exclude each other"):
         probe(llama(1), "some text", images=words)
     eye = llama(1)
     eye.main_input_name = "pixel_values"

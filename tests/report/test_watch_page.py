@@ -25,7 +25,7 @@ from locater import LocaterError
 from locater.report.packing import Curve, pack, thin
 from locater.report.watch import Server, watch_page
 from locater.tracking.loggers import JsonlSink, Sink, TensorBoardSink, flat, open_sink, read_run
-from locater.tracking.run_log import RunReader
+from locater.tracking.run_reader import RunReader
 from tests.conftest import Result
 from tests.report.visits import Visit, data_of, needs_browser
 
@@ -301,9 +301,9 @@ def test_a_large_run_weighs_little_and_says_what_is_drawn() -> None:
     numbers = torch.randn(32, 32, generator=g).tolist()
     steps = [step(at * 50, 32, 32, heads=dict.fromkeys(names, numbers)) for at in range(500)]
     reader = RunReader(Path("run.jsonl"))
-    reader._take(header(32, 32, columns=names))
+    reader._add(header(32, 32, columns=names))
     for record in [*steps, *(warning(at * 50, head=at % 32) for at in range(0, 500, 7))]:
-        reader._take(record)
+        reader._add(record)
     run = reader.run()
     assert run is not None
     page = watch_page(run)

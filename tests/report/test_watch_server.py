@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from locater import LocaterError
-from locater.report.watch import THREADS, Follower, Server
-from locater.tracking.run_log import RunReader
+from locater.report.follower import Follower
+from locater.report.watch import THREADS, Server
+from locater.tracking.run_reader import RunReader
 from tests.conftest import Result
 from tests.report.test_watch_page import ask, header, step, warning, write
 
@@ -173,7 +174,7 @@ def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_bad_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "run.jsonl", header(), step(0), {"kind": "unheard of", "step": 1})
     follower, parsed = Follower(path), []
-    monkeypatch.setattr("locater.tracking.run_log.parse", lambda line: parsed.append(line) or json.loads(line))
+    monkeypatch.setattr("locater.tracking.run_reader.parse", lambda line: parsed.append(line) or json.loads(line))
     for _ in range(3):
         assert "line 3" in follower.answer(0)["error"]
     assert len(parsed) == 3

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from locater import LocaterError, Monitor
 from locater.findings import QUANTITIES, explain, parse_conditions
-from locater.monitor.run_monitor import COLUMNS, SPECTRUM
+from locater.monitor.head_table import COLUMNS, SPECTRUM
 from locater.tracking.loggers import JsonlSink, read_run
 from tests.families.decoders import GROUPED, make
 from tests.parity import redraw
@@ -273,10 +273,10 @@ def test_a_header_that_a_crash_tore_does_not_close_the_log(tmp_path: Path) -> No
 
 def test_a_log_of_losses_that_is_refused_stays_as_it_was(tmp_path: Path) -> None:
     from locater.train import Shape, Transformer
-    from locater.train.health import Losses
+    from locater.train.loss_log import LossLog
 
     attached(encoder(1), tmp_path, tmp_path / "run.jsonl")
-    before, losses = (tmp_path / "run.jsonl").read_bytes(), Losses(tmp_path / "run.jsonl", 1)
+    before, losses = (tmp_path / "run.jsonl").read_bytes(), LossLog(tmp_path / "run.jsonl", 1)
     with pytest.raises(LocaterError, match="holds a run of TransformerEncoder"):
         losses.attach(Transformer(Shape(width=16, heads=2, kv_heads=2, layers=1, hidden=24)))
     losses.detach()  # as every run does at its end
@@ -349,7 +349,7 @@ def test_a_loss_that_is_written_over_is_kept(tmp_path: Path) -> None:
     loss = torch.tensor(1.0)
     for value in (1.0, 10.0):
         loss.fill_(value)
-        monitor._hear(loss)
+        monitor._add_loss(loss)
     loss.fill_(100.0)
     monitor.on_step_end(None, SimpleNamespace(global_step=1), None)
     monitor.detach()

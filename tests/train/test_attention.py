@@ -208,7 +208,7 @@ def test_modules_learn_in_half_precision_and_are_saved(text: str, tmp_path: Path
     "changes", [{"norm": "sandwich"}, {"norm": "post"}, {"fusion": "gate"}, {"mlp": "none"}, {"mlp": "linear"}]
 )
 def test_other_blocks(changes: dict[str, str], tmp_path: Path) -> None:
-    """Norms, fusion and MLPs by hand, saved and read again; surgery, which knows other blocks, refuses."""
+    """Norms, fusion and MLPs by hand, saved and read again; surgery knows them."""
     torch.manual_seed(0)
     model = model_of("softmax", **changes)
     stack: Any = model.model
@@ -240,8 +240,10 @@ def test_other_blocks(changes: dict[str, str], tmp_path: Path) -> None:
         path = checkpoints.save(tmp_path, "model", model.float())
         assert torch.equal(load(path)(IDS), model(IDS))
     assert model.config.model_type == "locater_variant"
-    with pytest.raises(LocaterError, match="not known"):
-        Surgery(no_skip=True).attach(model)
+    before, control = model(IDS), Surgery(no_skip=True).attach(model)
+    assert not torch.equal(model(IDS), before)
+    control.detach()
+    assert torch.equal(model(IDS), before)
     wide = model.double()
     held: dict[str, Tensor] = {}
     # what enters the norm in front of attention
@@ -571,7 +573,7 @@ def test_what_is_causal_only_is_for_causal_tasks(monkeypatch: pytest.MonkeyPatch
     from locater.attention import registry
 
     only = replace(mechanism("linear"), name="onward", causal="only", reason="it is a recurrence over tokens")
-    monkeypatch.setitem(registry._MECHANISMS, "onward", only)
+    monkeypatch.setitem(registry.MECHANISMS._entries, "onward", only)
     assert Plan(attention="onward").attention == "onward"
     with pytest.raises(
         LocaterError, match="task=masked: onward attention is causal only: it is a recurrence over tokens"

@@ -15,7 +15,8 @@ from locater import LocaterError
 from locater.attention import mechanisms
 from locater.data.copying import TRIGGERS, CopySource, copy_source, entropies
 from locater.train import Plan, load, run
-from locater.train.data import HELD_OUT, CopyData, open_data
+from locater.train.data import open_data
+from locater.train.generated_data import HELD_OUT, CopyData
 from tests.conftest import Result as Ran
 
 TINY = Plan(
@@ -182,10 +183,13 @@ def test_facts_of_the_source(tmp_path: Path) -> None:
     ("held", "said"),
     [
         ({"task": "copy", "corpus": ["a.txt"]}, "task=copy makes its own tokens: leave out corpus=a.txt"),
-        ({"task": "copy", "vocabulary": 7}, "vocabulary=7: 8 is the least"),
-        ({"task": "causal", "vocabulary": 64}, "vocabulary=64: 256 is the least, but for task=copy and task=sort"),
-        ({"task": "sort", "vocabulary": 7}, "vocabulary=7: 8 is the least"),
-        ({"task": "copy", "vocabulary": 4097}, "vocabulary=4097: 4096 is the most for task=copy"),
+        ({"task": "copy", "vocabulary": 7}, "vocabulary=7: must be at least 8"),
+        (
+            {"task": "causal", "vocabulary": 64},
+            "vocabulary=64: must be at least 256, except with task=copy and task=sort",
+        ),
+        ({"task": "sort", "vocabulary": 7}, "vocabulary=7: must be at least 8"),
+        ({"task": "copy", "vocabulary": 4097}, "vocabulary=4097: must be at most 4096 with task=copy"),
         ({"task": "copy", "images": "a.npz"}, "task=copy makes its own tokens: leave out images=a.npz"),
         ({"task": "sort", "images": "a.npz"}, "task=sort makes its own numbers: leave out images=a.npz"),
         ({"task": "copy", "attention": "doubly_normalized"}, "task=copy: doubly_normalized attention cannot be causal"),

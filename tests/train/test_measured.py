@@ -16,7 +16,7 @@ from locater.attention import mechanisms
 from locater.measures import rank_residual
 from locater.train import Plan, Transformer, run
 from locater.train.measured import measure, of_map
-from locater.train.plan import Result
+from locater.train.result import Result
 from tests.train.test_attention import IDS, SET, can_look_ahead, model_of, parts, plan
 
 NAMES = [*dict.fromkeys([*(m.name for m in mechanisms()), *SET])]

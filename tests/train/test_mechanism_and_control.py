@@ -78,7 +78,7 @@ def test_every_mechanism_under_every_control(attention: str, tmp_path: Path) -> 
         finally:
             training.end()
         assert math.isfinite(training.loss), control
-        assert all(bool(p.isfinite().all()) for p in training.learned), control
+        assert all(bool(p.isfinite().all()) for p in training.trainable), control
     assert not (tmp_path / "run").exists(), "nothing is written before a run is begun"
 
 

@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from locater import LocaterError, attention_layers, observe
-from locater.control.base import Control
 from locater.data.corpus import read_documents, split
 from locater.data.tokenizer import ByteTokenizer, make_tokenizer
 from locater.train import Plan, Shape, Transformer, load, run
 from locater.train import checkpoint as checkpoints
-from locater.train.controls import attach, controls, parse_control, restore, state_of
+from locater.train.controls import controls, parse_control
 from locater.train.data import open_data
 from locater.train.health import culprit
 from tests.parity import redraw
@@ -56,9 +55,9 @@ def test_a_plan_goes_to_json_and_back() -> None:
     ("held", "said"),
     [
         ({"speed": 3}, "a plan has no 'speed'; it has out, task"),
-        ({"steps": "many"}, "steps='many': not a value of the right kind (int)"),
+        ({"steps": "many"}, "steps='many': must be of type int"),
         ({"steps": True}, "steps=True"),
-        ({"steps": 0}, "steps=0: 1 is the least"),
+        ({"steps": 0}, "steps=0: must be at least 1"),
         ({"rate": float("nan")}, "rate=nan: give a finite number"),
         ({"corpus": "a.txt"}, "corpus='a.txt'"),
         ({"task": "translate"}, "choose causal or masked or image"),
@@ -345,7 +344,7 @@ def test_controls_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("locator", "no control 'locator': there are "),
+        ("locator", "no control 'locator': did you mean 'locater'? There are "),
         (
             "locater(goal=2)",
             "control locater has no option 'goal': it has shrink, hold, target, part, layers, schedule",
@@ -370,24 +369,6 @@ def test_a_bad_control_is_refused(text: str, said: str) -> None:
         parse_control(text)
     assert said in str(error.value)
     assert str(error.value).startswith("--control ")
-
-
-def test_the_state_of_controls_goes_on() -> None:
-    class Counting(Control):
-        def __init__(self) -> None:
-            self.count, self.mean, self.names = 0, torch.zeros(2), ["a"]
-
-    model = Transformer(SHAPES["causal"])
-    first, second = attach((), model), attach((), model)
-    first.controls, second.controls = [Counting()], [Counting()]
-    first.controls[0].count, first.controls[0].mean = 5, torch.ones(2)  # type: ignore[attr-defined]
-    linked = second.controls[0].mean  # type: ignore[attr-defined]
-    state = state_of(first)
-    first.controls[0].mean += 1  # type: ignore[attr-defined]
-    restore(second, state)
-    assert vars(second.controls[0])["count"] == 5
-    assert linked.tolist() == [1, 1], "restored in place, and not what came after the state was taken"
-    assert "model" not in state[0]["kept"]
 
 
 @pytest.mark.parametrize("control", ["nope(x=1)", "locater(shrnk=1)"])

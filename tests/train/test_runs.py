@@ -511,7 +511,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     [
         ("speed=1,2", None, "write it as option=value,value with an option of task"),
         ("rate", None, "write it as option=value,value"),
-        ("rate=1,fast", None, "--sweep rate: 'fast' is not a value of it"),
+        ("rate=1,fast", None, "--sweep rate: 'fast' is not a valid value"),
         ("rate=1,1.0", None, "give each value once"),
         ("seed=1,2", 3, "exclude each other"),
         ("out=a,b", None, "with an option of task"),

@@ -20,12 +20,23 @@ from locater import LocaterError, Probe, observe, probe, scan
 from locater.data.images import image_batches
 from locater.families import AttentionLayer, Norm, attention_layers
 from locater.families.normed import NormedProjection
+from locater.findings import parse_conditions
 from locater.numerics import spearman
 from locater.observing.circuits import circuit_scores
 from locater.observing.collecting import collected
 from locater.observing.inputs import run
 from locater.predict.prediction import logit_bound
-from locater.verbs.probing import BOUND, MEASURED, PREDICTED, PRIOR, PROBE_COLUMNS, ProbeRow, agreement
+from locater.verbs.probe_result import (
+    BOUND,
+    MEASURED,
+    OLD_COLUMNS,
+    PREDICTED,
+    PRIOR,
+    PROBE_COLUMNS,
+    PROBE_FLAGS,
+    ProbeRow,
+)
+from locater.verbs.probing import agreement
 from tests.families import CASES
 from tests.parity import Case, model_of
 
@@ -87,12 +98,35 @@ def test_numbers_come_from_two_parts_of_the_text(llama: Probe) -> None:
     assert [row.entropy for row in llama.rows] == pytest.approx([row.entropy for row in seen.rows], rel=1e-5)
     theory, weights = scan(torch_model, statistics=found, length=40), scan(torch_model, length=40)
     for name in ("M", "F", "localization"):
-        assert [row[name] for row in llama.rows] == pytest.approx([getattr(row, name) for row in theory.rows], rel=1e-4)
+        predicted = [row[f"predicted_{name}"] for row in llama.rows]
+        assert predicted == pytest.approx([getattr(row, name) for row in theory.rows], rel=1e-4)
+        assert predicted != pytest.approx([getattr(row, name) for row in weights.rows], rel=1e-2)
     assert [row.prior_localization for row in llama.rows] == pytest.approx(
         [row.localization for row in weights.rows], rel=1e-4
     )
     assert llama.assumptions["held_out"] is True
     assert (llama.assumptions["statistics_sequences"], llama.assumptions["measured_sequences"]) == (4, 8)
+
+
+def test_old_names_of_columns_work_for_one_release(llama: Probe) -> None:
+    """M, F and localization of a probe are those of measured tokens, and of a scan those of unit tokens: two names."""
+    row, document = llama.rows[0], llama.to_dict()
+    for old in ("M", "F", "localization"):
+        new = f"predicted_{old}"
+        for read in (lambda name: getattr(row, name), lambda name: row[name]):
+            with pytest.warns(DeprecationWarning, match=f"column {old} of a probe is now {new}"):
+                assert read(old) == row[new]
+        assert old not in document["heads"][0]
+        assert document["heads"][0][new] == row[new]
+        assert document["assumptions"]["how"][new] == "predicted"
+        with pytest.warns(DeprecationWarning, match=f"column {old} is now {new}"):
+            (condition,) = parse_conditions(f"{old}>-1e9", PROBE_COLUMNS, PROBE_FLAGS, old_names=OLD_COLUMNS)
+        assert condition.test(vars(row))
+    assert document["schema"] == 2
+    assert scan(model("llama")).to_dict()["schema"] == 1
+    with pytest.raises(AttributeError, match="a row of a probe has no 'trace'"):
+        row.trace  # noqa: B018
+    assert "repels-itself" in PROBE_FLAGS
 
 
 def test_sampled_rows_say_so() -> None:
@@ -382,7 +416,7 @@ def test_a_model_that_sees(pictures: Path) -> None:
     assert found.assumptions["length"] == 5  # four patches and the class token
     for row in found.rows:
         assert row.rows == 6 * 5
-        assert None not in (row.entropy, row.predicted_entropy, row.M)
+        assert None not in (row.entropy, row.predicted_entropy, row.predicted_M)
         assert (row.previous, row.duplicate, row.induction) == (None, None, None)
 
 
@@ -454,7 +488,7 @@ def test_towers_that_nothing_reached_are_left_out(pictures: Path) -> None:
         notes = [note for note in found.assumptions["notes"] if note.startswith("not called, and left out")]
         assert len(notes) == 1
         assert missing in notes[0]
-        assert all(row.predicted_entropy is not None and row.M is not None for row in found.rows)
+        assert all(row.predicted_entropy is not None and row.predicted_M is not None for row in found.rows)
     assert words.rows[0].previous is not None
     assert sight.rows[0].previous is None
     both = probe(clip, [batch_of("clip")])
@@ -522,8 +556,8 @@ def test_cross_attention_has_no_distance() -> None:
                 for name in (
                     "distance",
                     "self_mass",
-                    "M",
-                    "localization",
+                    "predicted_M",
+                    "predicted_localization",
                     "prior_localization",
                     "predicted_sink",
                     *CIRCUITS,
@@ -534,7 +568,7 @@ def test_cross_attention_has_no_distance() -> None:
                 row.rest_entropy,
                 row.predicted_entropy,
                 row.predicted_rest_entropy,
-                row.F,
+                row.predicted_F,
                 row.sink,
             )
         assert all(row.distance is not None for row in found.rows if row.kind == "self")
@@ -565,7 +599,9 @@ def test_nan_in_the_stream_reaches_every_head_after_it() -> None:
     broken.model.layers[0].mlp.down_proj.weight.data[:] = torch.nan
     found = probe(broken, ids(9, 20))
     for row in found.rows:
-        measured = {row[name] for name in ("entropy", "sink", "max_logit", *CIRCUITS, "predicted_entropy", "M")}
+        measured = {
+            row[name] for name in ("entropy", "sink", "max_logit", *CIRCUITS, "predicted_entropy", "predicted_M")
+        }
         assert (measured == {None}) is (row.layer == 1)
         assert row.prior_entropy is not None
     assert found.agreement["predicted_entropy"]["heads"] == 4

@@ -16,8 +16,8 @@ from torch import nn
 from locater import Scan, scan
 from locater.families import layers_of, open_source
 from locater.theory import residual_kept
-from locater.verbs.result import HeadRow
-from locater.verbs.scanning import row_keys
+from locater.verbs.head_rows import row_keys
+from locater.verbs.scan_result import HeadRow
 from tests import ROOT
 
 DEMO = Path(str(files("locater") / "demo"))
@@ -197,7 +197,7 @@ def test_rows_answer_by_name_and_by_key() -> None:
 
 
 def test_a_family_can_be_registered_from_outside(tmp_path: Path) -> None:
-    from locater import register
+    from locater import Family, register
     from locater.families import registry
     from locater.families.build import projection
     from locater.families.layer import AttentionLayer
@@ -216,11 +216,11 @@ def test_a_family_can_be_registered_from_outside(tmp_path: Path) -> None:
 
     model = Block()
     model.config = Config()  # type: ignore[assignment]
-    register("home-made", layers)
+    register(Family(("home-made",), layers))
     try:
         assert len(scan(model).rows) == 2
     finally:
-        registry._readers.pop("home-made")
+        registry.BY_TYPE.remove("home-made")
 
 
 def test_wrapped_parts_are_found_under_their_own_names() -> None:

@@ -28,7 +28,8 @@ def binary_attention(x: Inputs, *, bias: Tensor | None = None) -> Tensor:
     >>> import torch
     >>> from locater.attention import mechanism
     >>> q, k = torch.randn(1, 1, 50, 4), torch.randn(1, 1, 50, 4)
-    >>> len(mechanism("binary").map(q, k)[0, 0, 0].log().mul(1e4).round().unique()) <= 5       # four bits agree in 0 to 4 places
+    >>> weights = mechanism("binary").map(q, k)[0, 0, 0]
+    >>> len(weights.log().mul(1e4).round().unique()) <= 5      # four bits agree in 0 to 4 places
     True
     """
     return fused(_one_bit(x), x.usual_scale, _checked(x, bias))
@@ -71,6 +72,7 @@ def _checked(x: Inputs, bias: Tensor | None) -> Tensor | None:
     for got, want in zip(bias.shape, (x.q.shape[0], x.heads, x.T, x.S), strict=True):
         if got not in (1, want):
             raise LocaterError(
-                f"bias has shape {list(bias.shape)}, not [{x.q.shape[0]}, {x.heads}, {x.T}, {x.S}] with axes of 1 shared"
+                f"bias has shape {list(bias.shape)}, "
+                f"not [{x.q.shape[0]}, {x.heads}, {x.T}, {x.S}] with axes of 1 shared"
             )
     return bias

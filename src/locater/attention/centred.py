@@ -22,8 +22,10 @@ def centred_attention(x: Inputs) -> Tensor:
     >>> from locater.attention import mechanism
     >>> q, k, v = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
     >>> both = [mechanism("centred")(q, k, v + shared, causal=True) for shared in (0, 5)]
-    >>> torch.allclose(*both, atol=1e-5), both[0][0, 0, 0].tolist()         # what all values share is lost; the first token sees itself
-    (True, [0.0, 0.0, 0.0, 0.0])
+    >>> torch.allclose(*both, atol=1e-5)                       # what all values share is lost
+    True
+    >>> both[0][0, 0, 0].tolist()                              # the first token sees itself
+    [0.0, 0.0, 0.0, 0.0]
     """
     mean = x.mean_in_view(x.v)
     if mean.shape[1:3] == (x.v.shape[1], 1):  # the same for all rows: nothing large is subtracted afterwards

@@ -1,8 +1,8 @@
 """Changes to attention at the interface: an ordered list on a module, applied to queries, keys and function before each
 call.
 
-What is observed comes after them, so it is what really acts. A copy of a model, or a saved one, comes without changes,
-but for those of controls that change what it computes (`ForwardChange`).
+Listeners see the call after all changes. A copy of a model, or a saved one, has no changes, except those of controls
+that change what the model computes (`ForwardChange`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from locater.attention.call import Call, from_interface
+from locater.attention.call import Call, from_interface, scale_of
 
 CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a module asks of its attention function, which transformers calls `name`; `mask` and `kw` are as it hands
-    them over.
+class AttentionRequest:
+    """A call that a module is about to make of its attention function, which transformers calls `name`. `mask` and `kw`
+    are the arguments as transformers passes them; `call()` reads them.
     """
 
     module: nn.Module
@@ -35,34 +35,32 @@ class Asked:
 
     @property
     def scale(self) -> float:
-        """What multiplies q.k in this call; not the layer's scale where its queries are scaled before."""
-        kw = {"scaling": self.kw.get("scaling")}
-        return from_interface(self.module, self.name, self.query, self.key, None, kw, self.query).scale
+        """What multiplies q.k in this call. It is not the scale of the layer if queries are scaled before."""
+        return scale_of(self.module, self.query, self.kw)
 
     def call(self) -> Call:
-        """The same as a call, with its gradients."""
-        held = from_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
-        bias = self.kw.get("position_bias")
-        if held.bias is not None and bias is not None:
-            held = replace(held, bias=bias[..., : held.bias.shape[-1]])
-        sinks = held.sinks if self.kw.get("s_aux") is None else self.kw["s_aux"]
-        return replace(held, query=self.query, key=self.key[:, :, : held.key.shape[2]], sinks=sinks, output=None)
+        """The request as a call, with gradients."""
+        call = from_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
+        terms, bias, sinks = call.terms, self.kw.get("position_bias"), self.kw.get("s_aux")
+        if terms.bias is not None and bias is not None:
+            terms = replace(terms, bias=bias[..., : terms.bias.shape[-1]])
+        if sinks is not None:
+            terms = replace(terms, sinks=sinks)
+        return Call(self.query, self.key[:, :, : call.key.shape[2]], terms, cut=call.cut)
 
 
-class Change:
-    """One change. Those with a lower `order` come first, whichever was put on first; equal ones in the order they were
-    put on.
-    """
+class AttentionChange:
+    """One change. Changes with a lower `order` come first; those of equal order come as they were put on."""
 
     order = 0
-    number = -1  # of this change among all that were ever put on
+    number = -1  # counts all changes ever put on
 
     @property
     def called(self) -> bool:
         """Whether attention has been reached since it was put on."""
         return self.number in _reached
 
-    def __call__(self, asked: Asked) -> Asked:
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -70,16 +68,16 @@ class Change:
         return type(None), ()
 
 
-def changes(module: nn.Module) -> tuple[Change, ...]:
+def changes(module: nn.Module) -> tuple[AttentionChange, ...]:
     return tuple(change for change in module.__dict__.get(CHANGES, ()) if change is not None)
 
 
-def changed(asked: Asked) -> Asked:
-    """After every change of its module."""
-    for change in changes(asked.module):
-        asked = change(asked)
+def changed(request: AttentionRequest) -> AttentionRequest:
+    """The request after every change of its module."""
+    for change in changes(request.module):
+        request = change(request)
         _reach(change.number)
-    return asked
+    return request
 
 
 def _reach(number: int) -> bool:
@@ -94,18 +92,18 @@ _reached: set[int] = set()
 _numbers = itertools.count()
 
 
-def numbered(change: Change) -> Change:
-    """One that was not there before, nor called."""
+def numbered(change: AttentionChange) -> AttentionChange:
+    """The change with a new number, not called yet."""
     change.number = next(_numbers)
     return change
 
 
-def put(module: nn.Module, change: Change) -> None:
+def put(module: nn.Module, change: AttentionChange) -> None:
     numbered(change)
     module.__dict__[CHANGES] = tuple(sorted((*changes(module), change), key=lambda c: c.order))
 
 
-def take(module: nn.Module, change: Change) -> None:
+def take(module: nn.Module, change: AttentionChange) -> None:
     _reached.discard(change.number)
     left = tuple(c for c in changes(module) if c is not change)
     if left:

@@ -3,11 +3,11 @@
 M_t = a_t M_{t-1} + k_t u_t^T, u_t = beta_t (v_t - a_t M_{t-1}^T k_t), o_t = scale M_t^T q_t, with M (D, E), |q| = |k| =
 1 and a_t = exp(log_decay_t), which is 1 for the plain rule. What is stored under a key is replaced when beta = 1.
 
-In a chunk of C tokens that starts from M_0, with g_i the sum of log decays up to i and G_ij = exp(g_i - g_j) for j <= i:
+In a chunk of C tokens that starts from M_0, with g_i the sum of log decays up to i, and G_ij = exp(g_i - g_j), j <= i:
     (I + L) u = beta (v - exp(g) k M_0),  L_ij = beta_i G_ij k_i.k_j for j < i
     o = scale (exp(g) q M_0 + (G * q k^T) u),  M_C = exp(g_C) M_0 + sum_j exp(g_C - g_j) k_j u_j^T
-so a chunk is one triangular solve. Only M and u follow from chunk to chunk, by one kernel on a GPU and a loop of T / C steps elsewhere;
-the rest is done for all chunks at once. Time and memory grow as T.
+so a chunk is one triangular solve. Only M and u follow from chunk to chunk, by one kernel on a GPU and a loop of T / C
+steps elsewhere; the rest is done for all chunks at once. Time and memory grow as T.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ CHUNK = 64  # tokens
 
 
 def delta_attention(x: Inputs, *, beta: Tensor, normalise: bool = True) -> Tensor:
-    """`beta` (B, K, S): how much of what a key holds is replaced, 0 to 1. Without `normalise` q and k are taken as they
-    are.
+    """`beta` (B, K, S): the share of a key's value that is replaced, 0 to 1. Without `normalise` q and k are taken as
+    they are.
 
     >>> from locater.attention import mechanism
     >>> k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])[None, None]  # the first key comes again
-    >>> mechanism("delta").map(k, k, causal=True, beta=torch.ones(1, 1, 3))[0, 0].int().tolist()     # and what it held is replaced
+    >>> beta = torch.ones(1, 1, 3)                                          # and replaces its first value
+    >>> mechanism("delta").map(k, k, causal=True, beta=beta)[0, 0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     """
     return gated_delta_attention(x, beta=beta, log_decay=torch.zeros_like(beta), normalise=normalise)
@@ -40,8 +41,8 @@ def delta_map(x: Inputs, *, beta: Tensor, normalise: bool = True) -> Tensor:
 
 
 def gated_delta_attention(x: Inputs, *, beta: Tensor, log_decay: Tensor, normalise: bool = True) -> Tensor:
-    """`log_decay` (B, K, S), at most 0: the log of what is kept of the memory at each token. A padded key leaves the
-    memory alone.
+    """`log_decay` (B, K, S), at most 0: the log of the factor by which the memory decays at each token. A padded key
+    leaves the memory alone.
     """
     q, k, v, beta, decay = _operands(x, beta, log_decay, normalise)
     chunk = min(CHUNK, x.S)
@@ -88,9 +89,9 @@ def _operands(
     for padding.
     """
     shape = tuple(x.k.shape[:3])
-    for name, given in (("beta", beta), ("log_decay", log_decay)):
-        if tuple(given.shape) != shape:
-            raise LocaterError(f"{name} has shape {list(given.shape)}, not {list(shape)} (batch, key heads, keys)")
+    for name, gate in (("beta", beta), ("log_decay", log_decay)):
+        if tuple(gate.shape) != shape:
+            raise LocaterError(f"{name} has shape {list(gate.shape)}, not {list(shape)} (batch, key heads, keys)")
     q, k, v, keep = x.grouped()
     if normalise:
         q, k = unit_length(q), unit_length(k)

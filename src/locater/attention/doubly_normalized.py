@@ -19,7 +19,7 @@ from torch import Tensor
 from locater.attention.inputs import Inputs, head_values, widen
 from locater.attention.softmax import fused, logits, normalized, softmax_attention, softmax_map, with_channels
 from locater.errors import LocaterError
-from locater.kernels import attention_statistics
+from locater.kernels import Terms, row_statistics
 from locater.kernels.weighted import has_kernel
 
 BLOCK = 128  # keys at a time
@@ -83,7 +83,7 @@ def _log_sums(x: Inputs) -> Tensor:
     out = _values(x, seen)
     if not torch.is_grad_enabled():
         return out
-    turned = Inputs(x.k.detach(), x.q.detach(), x.q, mask=seen, scale=scale)
+    turned = Inputs(x.k.detach(), x.q.detach(), x.q, Terms(scale, mask=seen))
     y = _Once.apply(scale * (widen(x.k) * widen(fused(turned, scale))).sum(-1))
     return out + (y - y.detach())
 
@@ -101,7 +101,8 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             raise LocaterError(
-                "doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, has all of them"
+                "doubly_normalized: first derivatives only; that of its map, mechanism(...).map(q, k) @ v, "
+                "has all of them"
             )
         return grad
 
@@ -116,7 +117,7 @@ def _values(x: Inputs, seen: Tensor | None) -> Tensor:
         return out.masked_fill(out == -torch.inf, 0.0)
     parts = []
     for at in range(0, x.S, BLOCK):
-        scores = logits(Inputs(k[:, :, at : at + BLOCK], q, q), scale)
+        scores = logits(Inputs(k[:, :, at : at + BLOCK], q, q, Terms()), scale)
         counted = seen if seen is None or seen.shape[2] == 1 else seen[:, :, at : at + BLOCK]
         parts.append(scores.logsumexp(3) if counted is None else _over_queries(scores.mT, counted.mT))
     return torch.cat(parts, 2)
@@ -125,7 +126,7 @@ def _values(x: Inputs, seen: Tensor | None) -> Tensor:
 @torch.library.custom_op("locater::log_sum_exp", mutates_args=())
 def _log_sum_exp(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
-        return attention_statistics(q, k, mask=mask, scale=scale, extended=False).log_sum_exp.clone()
+        return row_statistics(q, k, Terms(scale, mask=mask), extended=False).log_sum_exp.clone()
 
 
 @_log_sum_exp.register_fake

@@ -81,12 +81,14 @@ def _operands(x: Inputs, order: int, norm: Norm | None) -> tuple[Tensor, Tensor]
         raise LocaterError(f"norm={norm!r}: token, sequence or None")
     if norm == "sequence" and x.causal:
         raise LocaterError(
-            "fastmax: norm='sequence' takes mean and maximum over later tokens too, so it cannot be causal; norm='token'"
+            "fastmax: norm='sequence' takes mean and maximum over later tokens too, so it cannot be causal; "
+            "norm='token'"
         )
     scale = x.scale_or(1.0) if norm else x.usual_scale
     if order == 1 and (norm is None or abs(scale) > 1):
         raise LocaterError(
-            "fastmax: order 1 has negative weights where |q.k| > 1; give it norm='token' and a scale of at most 1, or order=2"
+            "fastmax: order 1 has negative weights where |q.k| > 1; "
+            "give it norm='token' and a scale of at most 1, or order=2"
         )
     q, k = widen(x.q), widen(x.k)
     if norm == "token":

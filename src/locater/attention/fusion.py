@@ -1,11 +1,11 @@
-"""Layer fusion (Shi et al. 2022): the last output is made of what all layers gave, where tokens differ more, against
-over-smoothing.
+"""Layer fusion (Shi et al. 2022), against over-smoothing: the last output is computed from the outputs of all layers.
 
 With H_1 .. H_L the hidden states of L layers (B, T, width):
     concat  H = [H_1 .. H_L] W^T + b, W (width, L width); at first W = [I .. I] / L, the mean
     max     H = max_l H_l, element by element; nothing to learn
     gate    H = sum_l g_l H_l, g = softmax_l(w.H_l) token by token; at first w = 0, the mean
-The paper names the three; the softmax over layers is a choice made here. All act on tokens one by one: causal as the layers are.
+The paper names the three; the softmax over layers is a choice made here. All act on tokens one by one, so the fusion is
+as causal as the layers are.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ class LayerFusion(nn.Module):
         """(L, B, T, width), checked."""
         if len(states) != self.layers:
             raise LocaterError(
-                f"{len(states)} hidden states for a fusion of {self.layers} layers; transformers lists the embedding first"
+                f"{len(states)} hidden states for a fusion of {self.layers} layers; "
+                "transformers lists the embedding first"
             )
         for state in states:
             if state.shape != states[0].shape or state.shape[-1] != self.width:
                 raise LocaterError(
-                    f"hidden states of shapes {list(states[0].shape)} and {list(state.shape)}; all (batch, tokens, {self.width})"
+                    f"hidden states of shapes {list(states[0].shape)} and {list(state.shape)}; "
+                    f"all (batch, tokens, {self.width})"
                 )
         return torch.stack(tuple(states))
 

@@ -1,5 +1,4 @@
-"""Gated attention (Qiu et al. 2025): softmax attention in which a sigmoid of the layer's input turns parts of a head
-down.
+"""Gated attention (Qiu et al. 2025): softmax attention with parts of a head scaled by a sigmoid of the layer's input.
 
 g = sigmoid(x W_g), in one of four places, for a whole head (one number per token) or element by element:
     gate        after attention:  o_i = g_i * sum_j A_ij v_j
@@ -64,8 +63,8 @@ def gated_map(
     query_gate: Tensor | None = None,
 ) -> Tensor:
     """g_i A_ij g_j; of gates per head only."""
-    for name, given in (("gate", gate), ("value_gate", value_gate)):
-        if given is not None and given.ndim == 4 and given.shape[3] > 1:
+    for name, gates in (("gate", gate), ("value_gate", value_gate)):
+        if gates is not None and gates.ndim == 4 and gates.shape[3] > 1:
             raise LocaterError(
                 f"gated: an element-wise {name} has a map per channel; its mean over channels, or the map of softmax"
             )
@@ -88,18 +87,19 @@ def _gated_logits(
     return replace(x, q=q, k=k)
 
 
-def _fit(given: Tensor, name: str, onto: Tensor, S: int) -> Tensor:
+def _fit(gate: Tensor, name: str, onto: Tensor, S: int) -> Tensor:
     """A gate with four axes that fit `onto` (B, heads, tokens, size), in its type."""
-    shape, tokens = list(given.shape), onto.shape[2]
-    if given.ndim == 3:
-        given = given[..., None]
-    if given.ndim == 4 and given.shape[2] == S and tokens < S:
-        given = given[:, :, S - tokens :]
-    if given.ndim != 4 or any(have not in (1, want) for have, want in zip(given.shape, onto.shape, strict=True)):
+    shape, tokens = list(gate.shape), onto.shape[2]
+    if gate.ndim == 3:
+        gate = gate[..., None]
+    if gate.ndim == 4 and gate.shape[2] == S and tokens < S:
+        gate = gate[:, :, S - tokens :]
+    if gate.ndim != 4 or any(have not in (1, want) for have, want in zip(gate.shape, onto.shape, strict=True)):
         raise LocaterError(
-            f"{name} has shape {shape}, which does not fit {list(onto.shape)} (batch, heads, tokens[, size]) with axes of 1 shared"
+            f"{name} has shape {shape}, which does not fit {list(onto.shape)} "
+            "(batch, heads, tokens[, size]) with axes of 1 shared"
         )
-    return given.to(onto.dtype)
+    return gate.to(onto.dtype)
 
 
 class Gate(nn.Module):
@@ -116,9 +116,16 @@ class Gate(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, size: int, per: Per = "head", *, shared: bool = False, from_input: bool = True,
+        self,
+        width: int,
+        heads: int,
+        size: int,
+        per: Per = "head",
+        *,
+        shared: bool = False,
+        from_input: bool = True,
         score: Score = "sigmoid",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if per not in ("head", "element"):
             raise LocaterError(f"per={per!r}: choose head or element")
@@ -140,7 +147,8 @@ class Gate(nn.Module):
             return self.weight[None, :, None]
         if x.ndim != 3 or x.shape[2] != self.weight.shape[1]:
             raise LocaterError(
-                f"x has shape {list(x.shape)}; a gate is made of the layer's input (batch, tokens, {self.weight.shape[1]})"
+                f"x has shape {list(x.shape)}; "
+                f"a gate is made of the layer's input (batch, tokens, {self.weight.shape[1]})"
             )
         return nn.functional.linear(x, self.weight).unflatten(-1, (self.heads, self.size)).transpose(1, 2)
 

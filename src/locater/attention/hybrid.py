@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import nn
 
+from locater.attention.mechanism_record import Causal, Cost, Mechanism
 from locater.attention.modules import attention_module
-from locater.attention.registry import Causal, Cost, Mechanism, mechanism
+from locater.attention.registry import mechanism
 from locater.errors import LocaterError
 
 
 @dataclass(frozen=True)
-class Layout:
+class HybridLayout:
     """Names of mechanisms, layer by layer, and what follows for the stack."""
 
     names: tuple[str, ...]
@@ -54,7 +55,7 @@ class Layout:
         return dict(Counter(self.names))
 
     def modules(self, settings: dict[str, dict[str, Any]] | None = None, **sizes: Any) -> nn.ModuleList:
-        """A module per layer (`attention_module`), told how deep it is; `settings` by name of mechanism.
+        """A module per layer (`attention_module`) with its depth; `settings` by name of mechanism.
 
         >>> stack = hybrid("LS", linear="delta").modules(width=16, heads=4, size=4)
         >>> [layer.name for layer in stack]
@@ -68,7 +69,7 @@ class Layout:
 
 def hybrid(
     layout: str | Sequence[str], layers: int | None = None, *, full: str = "softmax", linear: str = "gated_delta"
-) -> Layout:
+) -> HybridLayout:
     """The layout of a stack: letters S and L, a ratio "linear:full", or names of mechanisms.
 
     Letters with "..." behind them repeat, the last time perhaps in part; so does a ratio, which begins with its linear
@@ -82,12 +83,13 @@ def hybrid(
     ('softmax', 'linear', 'softmax')
     """
     if not isinstance(layout, str):
-        return Layout(_of_length(tuple(layout), layers, False))
+        return HybridLayout(_of_length(tuple(layout), layers, False))
     ratio = re.fullmatch(r"(\d+):(\d+)", layout)
     letters = "L" * int(ratio[1]) + "S" * int(ratio[2]) if ratio else layout.removesuffix("...")
     if not letters or set(letters) - set("SL"):
         raise LocaterError(
-            f"layout={layout!r}: letters S (full) and L (linear), with ... to repeat them, or a ratio linear:full such as 3:1"
+            f"layout={layout!r}: letters S (full) and L (linear), with ... to repeat them, "
+            "or a ratio linear:full such as 3:1"
         )
     if mechanism(full).cost == "linear":
         raise LocaterError(
@@ -96,7 +98,7 @@ def hybrid(
     if mechanism(linear).cost != "linear":
         raise LocaterError(f"linear={linear!r} has quadratic cost; linear, fastmax, delta or gated_delta")
     names = tuple(full if letter == "S" else linear for letter in letters)
-    return Layout(_of_length(names, layers, ratio is not None or layout.endswith("...")))
+    return HybridLayout(_of_length(names, layers, ratio is not None or layout.endswith("...")))
 
 
 def _of_length(names: tuple[str, ...], layers: int | None, repeats: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What every mechanism is given: queries, keys, values, who sees whom, and a scale; checked once.
+"""Operands of every mechanism: queries, keys, values, and the terms of the call (masks and a scale); checked once.
 
 Axes: B batch, H query heads, K key heads, T queries, S keys, D size of a query, E size of a value. Query head h uses
 key head h // (H / K). Queries are the last T of S positions, so cached keys need nothing special.
@@ -7,7 +7,8 @@ key head h // (H / K). Queries are the last T of S positions, so cached keys nee
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,21 +16,38 @@ from torch import Tensor
 from torch.nn import functional
 
 from locater.errors import LocaterError
-from locater.kernels.terms import Terms, full_terms
+from locater.kernels.terms import Terms
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Operands of one call. Booleans are True for what may be seen, or is a real token."""
+    """Operands of one call. A mechanism reads `causal`, `mask`, `padding` and `scale` of the terms."""
 
     q: Float[Tensor, "B H T D"]
     k: Float[Tensor, "B K S D"]
     v: Float[Tensor, "B K S E"]
-    causal: bool = False
-    mask: Bool[Tensor, "b h t S"] | None = None  # axes b, h, t of size 1 are shared
-    padding: Bool[Tensor, "B S"] | None = None
-    query_padding: Bool[Tensor, "B T"] | None = None
-    scale: float | None = None
+    terms: Terms
+    query_padding: Bool[Tensor, "B T"] | None = None  # True = a real token
+
+    def with_terms(self, **changes: Any) -> Inputs:
+        """The same with some fields of the terms replaced."""
+        return replace(self, terms=replace(self.terms, **changes))
+
+    @property
+    def causal(self) -> bool:
+        return self.terms.causal
+
+    @property
+    def mask(self) -> Bool[Tensor, "b h t S"] | None:
+        return self.terms.mask
+
+    @property
+    def padding(self) -> Bool[Tensor, "B S"] | None:
+        return self.terms.padding
+
+    @property
+    def scale(self) -> float | None:
+        return self.terms.scale
 
     @property
     def T(self) -> int:
@@ -49,17 +67,16 @@ class Inputs:
         return self.mask is not None and self.mask.shape[2] > 1
 
     def scale_or(self, default: float) -> float:
-        return default if self.scale is None else self.scale
+        return default if self.terms.scale is None else self.terms.scale
 
     @property
     def usual_scale(self) -> float:
-        """The scale given, or 1 / sqrt(D)."""
-        return self.scale_or(self.q.shape[3] ** -0.5)
+        """The scale of the call, or 1 / sqrt(D)."""
+        return self.terms.scale_for(self.q.shape[3])
 
     def visible(self) -> Bool[Tensor, "b h T S"]:
         """Who sees whom, written out."""
-        terms = Terms(1.0, causal=self.causal, padding=self.padding, mask=self.mask)
-        return terms.visible(slice(0, self.T), self.T, self.S, self.q.device)
+        return self.terms.visible(slice(0, self.T), self.T, self.S, self.q.device)
 
     def real_keys(self) -> Bool[Tensor, "b h 1 S"] | None:
         """Keys that padding, and a mask of one row for all queries, leave in view; None where that is all of them."""
@@ -77,7 +94,8 @@ class Inputs:
         if real is None and self.padding is not None:
             if self.T != self.S:
                 raise LocaterError(
-                    f"padding is of {self.S} keys, and sums over {self.T} queries need query_padding (batch, queries) too"
+                    f"padding is of {self.S} keys, "
+                    f"and sums over {self.T} queries need query_padding (batch, queries) too"
                 )
             real = self.padding
         return None if real is None else real[:, None, :, None]
@@ -148,19 +166,16 @@ def unit_length(x: Tensor) -> Tensor:
     return functional.normalize(x, dim=-1)
 
 
-def head_values(given: float | Tensor, x: Inputs, what: str) -> float | Tensor:
+def head_values(values: float | Tensor, x: Inputs, name: str) -> float | Tensor:
     """A number, or one per query head (H,) brought to (H, 1, 1)."""
-    if not isinstance(given, Tensor) or given.ndim == 0:
-        return given
-    if tuple(given.shape) != (x.heads,):
-        raise LocaterError(f"{what} has shape {list(given.shape)}: a number, or one per query head [{x.heads}]")
-    return given[:, None, None]
+    if not isinstance(values, Tensor) or values.ndim == 0:
+        return values
+    if tuple(values.shape) != (x.heads,):
+        raise LocaterError(f"{name} has shape {list(values.shape)}: a number, or one per query head [{x.heads}]")
+    return values[:, None, None]
 
 
-def checked(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, padding: Tensor | None, query_padding: Tensor | None,
-    scale: float | None,
-) -> Inputs:  # fmt: skip
+def checked(q: Tensor, k: Tensor, v: Tensor, terms: Terms, query_padding: Tensor | None) -> Inputs:
     """Inputs whose shapes and kinds fit."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
@@ -179,19 +194,19 @@ def checked(
         )
     if not S:
         raise LocaterError("k has no tokens: there is nothing to look at")
-    if causal and T > S:
+    if terms.causal and T > S:
         raise LocaterError(f"{T} queries and {S} keys cannot be causal: queries are the last of the keys' positions")
-    if scale is not None and not (math.isfinite(scale) and scale != 0):
-        raise LocaterError(f"scale={scale}: a finite number other than 0, or None for the mechanism's own")
-    for name, given in (("mask", mask), ("padding", padding), ("query_padding", query_padding)):
-        if given is not None and given.dtype != torch.bool:
+    if terms.scale is not None and not (math.isfinite(terms.scale) and terms.scale != 0):
+        raise LocaterError(f"scale={terms.scale}: a finite number other than 0, or None for the mechanism's own")
+    for name, tensor in (("mask", terms.mask), ("padding", terms.padding), ("query_padding", query_padding)):
+        if tensor is not None and tensor.dtype != torch.bool:
             raise LocaterError(
-                f"{name} is {_kind(given)}: a boolean tensor, True for what is seen; of an additive mask, mask == 0"
+                f"{name} is {_kind(tensor)}: a boolean tensor, True for what is seen; of an additive mask, mask == 0"
             )
-    terms = full_terms(Terms(1.0, mask=mask, padding=padding), B, H, T, S)
+    terms = terms.checked(B, H, T, S)
     if query_padding is not None and tuple(query_padding.shape) != (B, T):
         raise LocaterError(f"query_padding has shape {list(query_padding.shape)}, not [{B}, {T}] (batch, queries)")
-    return Inputs(q, k, v, causal, terms.mask, padding, query_padding, scale)
+    return Inputs(q, k, v, terms, query_padding)
 
 
 def _kind(x: Tensor) -> str:

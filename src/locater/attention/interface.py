@@ -1,10 +1,9 @@
-"""Listening at the attention interface of transformers, where every backend passes: eager, SDPA, FlashAttention,
+"""Listening at the attention interface of transformers, which every backend passes: eager, SDPA, FlashAttention,
 FlexAttention.
 
 While anything is observed, each attention function in the library's table is replaced by one that reports the call and
-then runs the function it stands for. The name a model asks for stays the same, so its configuration is not edited, its
-masks are built by the builder of that name, and code that compares names takes the same way as before. The replacement
-adds nothing to modules that nobody listens to.
+then runs the original. Its name stays the same: configurations are not edited, masks are built by the builder of that
+name, and code that compares names takes the same branch as before. Modules without listeners are not affected.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention.call import from_interface
-from locater.attention.changes import CHANGES, Asked, changed
+from locater.attention.changes import CHANGES, AttentionRequest, changed
 from locater.attention.listeners import KEY, described, listening
 
-# table, name, what was there, ours
+# table, name, the original, our replacement
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []
 _users = 0
-_copied: set[int] = set()  # ids of changes that came with a copy of a model: they end with it
+_copied: set[int] = set()  # ids of changes that came with a copy of a model, until the copy is collected
 _named: dict[type[nn.Module], Callable[..., Any] | None] = {}
-# models may be observed in several threads; a copy may be collected in the middle of what holds it
+# models may be observed in several threads; a copy may be collected while its own thread has the lock
 _lock = threading.RLock()
 
 
@@ -45,7 +44,7 @@ def install() -> None:
 
 
 def keep(change: Any) -> None:
-    """The same for as long as `change` is there, which acts in a copy of a model and has no control to remove it."""
+    """`install` for as long as `change` exists: it acts in a copy of a model, where no control removes it."""
     with _lock:
         _copied.add(id(change))
         weakref.finalize(change, _forget, id(change)).atexit = False
@@ -59,17 +58,17 @@ def _forget(number: int) -> None:
 
 
 def _replace() -> None:
-    held = [ours for _, _, _, ours in _replaced]
+    installed = [ours for _, _, _, ours in _replaced]
     for at, table in enumerate(_tables()):
         for name in {*table, *(("eager",) if at == 0 else ())}:
             was = table.get(name)
-            if was not in held:  # of the second user on: only what has come meanwhile
+            if was not in installed:  # a second user finds most functions replaced already
                 ours = table[name] = _listener(name, was)
                 _replaced.append((table, name, was, ours))
 
 
 def remove(changes: Iterable[Any] = ()) -> None:
-    """What a user has installed; `changes` of a copy need it no longer."""
+    """End one `install`; `changes` of a copy need it no longer."""
     global _users
     with _lock:
         _users = max(0, _users - 1)
@@ -79,7 +78,7 @@ def remove(changes: Iterable[Any] = ()) -> None:
 
 
 def _restore() -> None:
-    """The tables as they were, once nobody needs them changed."""
+    """Put the originals back, once nobody needs the replacements."""
     if _users or _copied:
         return
     entries = _replaced[::-1]
@@ -94,7 +93,7 @@ def _restore() -> None:
 
 
 def _tables() -> list[dict[str, Any]]:
-    """The table of all models and what was written over it, if transformers is in use."""
+    """The global table of attention functions and the local overrides, if transformers is in use."""
     if "transformers" not in sys.modules:
         return []
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -107,9 +106,9 @@ def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., A
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kw: Any
     ) -> Any:
         base = eager_function(type(module)) if original is None else original
-        if CHANGES in module.__dict__:  # by a control; who listens hears what is left of the call
-            asked = changed(Asked(module, name, base, query, key, attention_mask, kw))
-            base, query, key, kw = asked.attend, asked.query, asked.key, asked.kw
+        if CHANGES in module.__dict__:  # by a control, before listeners see the call
+            request = changed(AttentionRequest(module, name, base, query, key, attention_mask, kw))
+            base, query, key, kw = request.attend, request.query, request.key, request.kw
         out = base(module, query, key, value, attention_mask, *args, **kw)
         if KEY in module.__dict__:
             sites = listening(module)
@@ -124,25 +123,21 @@ def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., A
 
 
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The plain attention function that a class of modules falls back on: the one its methods name, or else the one
-    beside it.
-    """
+    """The eager attention function of a class of modules: the one that its methods name, or the one in its file."""
     if kind not in _named and not torch.compiler.is_compiling():
         _named[kind] = _function_named_by(kind)
-    found = _named.get(kind)
-    if found is not None:
-        return found
+    function = _named.get(kind)
+    if function is not None:
+        return function
     for base in kind.__mro__:
-        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
-        if found is not None:
-            return found
-    raise LookupError(f"{kind.__name__}: no eager attention function beside it")
+        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise LookupError(f"{kind.__name__}: no eager attention function in its file")
 
 
 def _function_named_by(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """A file may hold several, one for pictures and one for text: a class names its own where it asks the table for
-    another.
-    """
+    """The eager function named in the code of a class. A file may have several, one for images and one for text."""
     for base in kind.__mro__:
         for method in map(inspect.unwrap, filter(callable, vars(base).values())):
             code = getattr(method, "__code__", None)
@@ -153,5 +148,5 @@ def _function_named_by(kind: type[nn.Module]) -> Callable[..., Any] | None:
 
 
 def reaches(module: nn.Module) -> bool:
-    """Whether a module calls its attention through the table, judged by what stands beside its class."""
+    """Whether a module calls its attention through the table: then its file has an eager attention function."""
     return any(hasattr(sys.modules.get(kind.__module__), "eager_attention_forward") for kind in type(module).__mro__)

@@ -25,7 +25,8 @@ def linear_attention(x: Inputs) -> Tensor:
     """phi(x) = elu(x) + 1 of scale q and of k; the scale is 1 unless given.
 
     >>> from locater.attention import mechanism
-    >>> mechanism("linear").map(torch.zeros(1, 1, 1, 2), torch.tensor([[[[0.0, 0.0], [1.0, 3.0]]]]))     # phi(k) sums to 2 and 6
+    >>> k = torch.tensor([[[[0.0, 0.0], [1.0, 3.0]]]])         # phi(k) sums to 2 and 6
+    >>> mechanism("linear").map(torch.zeros(1, 1, 1, 2), k)
     tensor([[[[0.2500, 0.7500]]]])
     """
     q, k, v, keep = x.grouped()

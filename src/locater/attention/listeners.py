@@ -1,6 +1,4 @@
-"""Who listens to an attention module: calls are announced to every listener that the module keeps and that is switched
-on.
-"""
+"""Listeners of an attention module: each call is announced to those that are switched on."""
 
 from __future__ import annotations
 
@@ -13,17 +11,17 @@ from torch import nn
 
 from locater.attention.call import Call
 
-# where a module keeps its sites; in its __dict__, so no buffer that DDP would broadcast or state_dict save
+# the attribute with the listeners of a module; in its __dict__, so neither DDP nor state_dict knows of it
 KEY = "_locater_sites"
 
 
-missed: deque[Exception] = deque(maxlen=1)  # why a call was left out, the last time
+missed: deque[Exception] = deque(maxlen=1)  # the error for which a call was last left out
 
 
 @dataclass
 class Switch:
-    """On or off, for all sites of one observation. Compiled graphs are guarded by it: two of them, and no operator in
-    the second.
+    """On or off, for all sites of one observation. Compiled graphs are guarded on it: the graph for "off" has no
+    operator of ours.
     """
 
     on: bool = True
@@ -35,7 +33,7 @@ class Switch:
 
 
 class Listener(Protocol):
-    """Somebody who wants to see the calls of one module."""
+    """Sees the calls of one module."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +48,7 @@ class Listener(Protocol):
 
 
 def listening(module: nn.Module) -> tuple[Listener, ...]:
-    """Who listens to a module and is switched on."""
+    """The listeners of a module that are switched on."""
     return tuple(site for site in module.__dict__.get(KEY, ()) if site is not None and is_on(site.switch))
 
 
@@ -59,9 +57,7 @@ def is_on(switch: Switch) -> bool:
 
 
 def described(sites: Sequence[Listener], how: Callable[..., Call], *args: Any) -> Call | None:
-    """The call that `how` makes of what was intercepted; None where it cannot, and all who listen would rather miss
-    it.
-    """
+    """The call that `how` makes of intercepted arguments; None where that fails and all listeners are lenient."""
     try:
         return how(*args)
     except Exception as error:

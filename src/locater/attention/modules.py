@@ -1,5 +1,4 @@
-"""Mechanisms that learn something, as modules: they hold the parameters, make the options of them, and call the
-mechanism.
+"""Mechanisms with learned options, as modules: they have the parameters, compute the options and call the mechanism.
 
 `forward(q, k, v, x, causal=..., mask=...)` takes the operands of the mechanism and, where gates are made of it, the
 layer's input x (B, S, width), one row per key. `attention_module(name, ...)` makes the module of any mechanism.
@@ -8,6 +7,7 @@ layer's input x (B, S, width), one row per key. `attention_module(name, ...)` ma
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -30,21 +30,30 @@ class AttentionModule(nn.Module):
 
     def __init__(self, name: str, **settings: Any) -> None:
         super().__init__()
-        held = mechanism(name)
-        wrong = [option for option in settings if option not in held.options or option in held.learned]
+        known = mechanism(name)
+        free = [option for option in known.options if option not in known.learned]
+        wrong = [option for option in settings if option not in free]
         if wrong:
-            free = [option for option in held.options if option not in held.learned]
             raise LocaterError(f"{name} has no setting {wrong[0]!r}; it has {', '.join(free) or 'none'}")
-        self.name, self.settings = held.name, settings
+        self.name, self.settings = known.name, settings
 
     def options(self, q: Tensor, k: Tensor, x: Tensor | None) -> dict[str, Any]:
-        """What the mechanism is given besides."""
+        """The options of the mechanism for these operands."""
         return dict(self.settings)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, *, causal: bool = False, mask: Tensor | None = None,
-        padding: Tensor | None = None, query_padding: Tensor | None = None, scale: float | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor | None = None,
+        *,
+        causal: bool = False,
+        mask: Tensor | None = None,
+        padding: Tensor | None = None,
+        query_padding: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
         """The output (B, H, T, E); arguments as those of every mechanism."""
         how: dict[str, Any] = dict(causal=causal, mask=mask, padding=padding, query_padding=query_padding, scale=scale)
         return mechanism(self.name)(q, k, v, **how, **self.options(q, k, x))
@@ -58,9 +67,9 @@ class AttentionModule(nn.Module):
 
     def _stream(self, x: Tensor | None, tokens: int, width: int) -> Tensor:
         if x is None or x.ndim != 3 or x.shape[1] != tokens or x.shape[2] != width:
-            given = "none" if x is None else list(x.shape)
+            shape = "none" if x is None else list(x.shape)
             raise LocaterError(
-                f"{self.name} makes its gates of the layer's input x (batch, {tokens} tokens, {width}); given: {given}"
+                f"{self.name} makes its gates of the layer's input x (batch, {tokens} tokens, {width}); given: {shape}"
             )
         return x
 
@@ -80,7 +89,7 @@ class LearnedSink(AttentionModule):
         return {"sinks": self.sinks}
 
 
-class QKNorm(AttentionModule):
+class QKNormAttention(AttentionModule):
     """A gain per query head and one per key head, 1 at first."""
 
     def __init__(self, heads: int, kv_heads: int | None = None) -> None:
@@ -118,8 +127,8 @@ class GatedDelta(Delta):
     1.
 
     >>> layer, x = GatedDelta(8, kv_heads=2), torch.randn(1, 5, 8)
-    >>> made = layer.options(x, torch.zeros(1, 2, 5, 4), x)
-    >>> made["beta"].shape, bool((made["log_decay"] < 0).all()), sum(p.numel() for p in layer.parameters())
+    >>> options = layer.options(x, torch.zeros(1, 2, 5, 4), x)
+    >>> options["beta"].shape, bool((options["log_decay"] < 0).all()), sum(p.numel() for p in layer.parameters())
     (torch.Size([1, 2, 5]), True, 36)
     """
 
@@ -131,10 +140,11 @@ class GatedDelta(Delta):
         self.decay_bias = nn.Parameter(torch.ones(kv_heads))
 
     def options(self, q: Tensor, k: Tensor, x: Tensor | None) -> dict[str, Any]:
-        made = super().options(q, k, x)
+        options = super().options(q, k, x)
         step = self.decay(x)
         wide = step.to(torch.promote_types(step.dtype, torch.float32))
-        return made | {"log_decay": (-self.log_rate.to(wide).exp() * nn.functional.softplus(wide + self.decay_bias)).mT}
+        log_decay = -self.log_rate.to(wide).exp() * nn.functional.softplus(wide + self.decay_bias)
+        return options | {"log_decay": log_decay.mT}
 
 
 class Differential(AttentionModule):
@@ -191,7 +201,8 @@ class Binary(AttentionModule):
         super().__init__("binary")
         if span < 0 or (grid is not None and min(grid) < 1) or (extra and grid is None):
             raise LocaterError(
-                f"span={span}, grid={grid}, extra={extra}: a span of at least 0, or a grid (rows, columns), which may have an extra"
+                f"span={span}, grid={grid}, extra={extra}: a span of at least 0, or a grid (rows, columns), "
+                "which may have an extra"
             )
         self.span, self.grid, self.extra = span, grid, extra
         entries = 2 * span + 1 if grid is None else (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3 * extra
@@ -232,10 +243,20 @@ class Gated(AttentionModule):
     """
 
     def __init__(
-        self, width: int, heads: int, size: int, *, kv_heads: int | None = None, value_size: int | None = None,
-        position: Position = "output", per: Per = "head", shared: bool = False, from_input: bool = True, score: Score = "sigmoid",
+        self,
+        width: int,
+        heads: int,
+        size: int,
+        *,
+        kv_heads: int | None = None,
+        value_size: int | None = None,
+        position: Position = "output",
+        per: Per = "head",
+        shared: bool = False,
+        from_input: bool = True,
+        score: Score = "sigmoid",
         additive: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__("gated")
         places = {"output": "gate", "value": "value_gate", "key": "key_gate", "query": "query_gate"}
         if position not in places:
@@ -274,9 +295,16 @@ class Multiformer(AttentionModule):
     """
 
     def __init__(
-        self, kinds: str, size: int, *, value_size: int | None = None, window: int = 64, taps: int = 5, stride: int = 2,
+        self,
+        kinds: str,
+        size: int,
+        *,
+        value_size: int | None = None,
+        window: int = 64,
+        taps: int = 5,
+        stride: int = 2,
         depthwise: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__("multiformer")
         self.kinds, self.window, self.stride, self.depthwise = kinds, window, stride, depthwise
         for name, channels in (("key", size), ("value", value_size or size)) if "c" in kinds else ():
@@ -291,10 +319,25 @@ class Multiformer(AttentionModule):
         return dict(kinds=self.kinds, window=self.window, stride=self.stride) | dict(self.named_parameters())
 
 
+def __getattr__(name: str) -> Any:
+    """The old name of a class, for one release."""
+    if name == "QKNorm":
+        warnings.warn("attention.modules.QKNorm is now QKNormAttention", DeprecationWarning, stacklevel=2)
+        return QKNormAttention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def attention_module(
-    name: str, *, width: int, heads: int, size: int, kv_heads: int | None = None, value_size: int | None = None, depth: int = 0,
+    name: str,
+    *,
+    width: int,
+    heads: int,
+    size: int,
+    kv_heads: int | None = None,
+    value_size: int | None = None,
+    depth: int = 0,
     **settings: Any,
-) -> AttentionModule:  # fmt: skip
+) -> AttentionModule:
     """The module of a mechanism, for heads of these sizes; `settings` are its own.
 
     >>> attention_module("learned_sink", width=16, heads=4, size=4)
@@ -302,7 +345,7 @@ def attention_module(
     """
     few, values = kv_heads or heads, value_size or size
     makers: dict[str, Any] = {
-        "qk_norm": lambda **kw: QKNorm(heads, few, **kw),
+        "qk_norm": lambda **kw: QKNormAttention(heads, few, **kw),
         "learned_sink": lambda **kw: LearnedSink(heads, **kw),
         "hybrid_normalized": lambda **kw: HybridNormalized(heads, **kw),
         "delta": lambda **kw: Delta(width, few, **kw),

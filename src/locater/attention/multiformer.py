@@ -1,10 +1,11 @@
 """Multiformer (Sant et al. 2022): heads of one layer that attend in different ways, and how much each of them counts.
 
-A letter per head: f (full) is softmax attention; l (local) looks at keys at most window // 2 away; c (convolutional) at keys and
-values shortened by a convolution over tokens, one channel at a time:
-    k'_m = sum_t kernel_t * k_{stride m + t - stride // 2} + bias,  n = ceil((S + 2 (stride // 2) - taps) / stride) + 1 of them
-and likewise for values: o = softmax(scale q k'^T) v'. Tokens that padding or a mask hides are left out before the convolution, as if
-the sequence were shorter; the end is filled up with zeros until the kernel has met every token.
+A letter per head: f (full) is softmax attention; l (local) looks at keys at most window // 2 away; c (convolutional)
+at keys and values shortened by a convolution over tokens, one channel at a time:
+    k'_m = sum_t kernel_t * k_{stride m + t - stride // 2} + bias
+for n = ceil((S + 2 (stride // 2) - taps) / stride) + 1 of them, and likewise for values: o = softmax(scale q k'^T) v'.
+Tokens that padding or a mask hides are left out before the convolution, as if the sequence were shorter; the end is
+filled up with zeros until the kernel has met every token.
 
 For encoders: a convolution joins a token with later ones. Windows are centred on each token, not aligned to blocks as
 published.
@@ -23,21 +24,29 @@ from torch.nn import functional
 from locater.attention.inputs import Inputs, widen
 from locater.attention.softmax import ROWS, fused, softmax_attention, softmax_map
 from locater.errors import LocaterError
+from locater.kernels.terms import Terms
 
 KINDS = {"f": "full", "l": "local", "c": "convolutional"}
 
 
 def multiformer_attention(
-    x: Inputs, *, kinds: str = "flc", window: int = 64, stride: int = 2, key_kernel: Tensor | None = None,
-    value_kernel: Tensor | None = None, key_bias: Tensor | None = None, value_bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Inputs,
+    *,
+    kinds: str = "flc",
+    window: int = 64,
+    stride: int = 2,
+    key_kernel: Tensor | None = None,
+    value_kernel: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    value_bias: Tensor | None = None,
+) -> Tensor:
     """`kinds`: letters f, l, c, repeated over the heads. Kernels are (1, heads, taps, size), biases (1, heads, 1,
     size), axes of 1 shared.
 
     >>> from locater.attention import mechanism
     >>> q = k = torch.zeros(1, 3, 6, 4)
     >>> v = torch.arange(6.0)[None, None, :, None].expand(1, 3, 6, 1)
-    >>> pair = torch.full((1, 1, 2, 1), 0.5)                                # means of two tokens; the first has a zero in front
+    >>> pair = torch.full((1, 1, 2, 1), 0.5)                   # means of two tokens; the first has a zero in front
     >>> mechanism("multiformer")(q, k, v, window=2, key_kernel=pair, value_kernel=pair)[0, :, 0, 0]
     tensor([2.5000, 0.5000, 1.8750])
     """
@@ -50,7 +59,7 @@ def multiformer_attention(
             for i, y in enumerate((some.k, some.v))
         )
         seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
-        return softmax_attention(replace(some, k=k, v=v, mask=seen, padding=None))
+        return softmax_attention(replace(some.with_terms(mask=seen, padding=None), k=k, v=v))
 
     return _by_kind(
         x, kinds, {"f": lambda some, _: softmax_attention(some), "l": lambda some, _: _local(some, window), "c": short}
@@ -58,9 +67,16 @@ def multiformer_attention(
 
 
 def multiformer_map(
-    x: Inputs, *, kinds: str = "flc", window: int = 64, stride: int = 2, key_kernel: Tensor | None = None,
-    value_kernel: Tensor | None = None, key_bias: Tensor | None = None, value_bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Inputs,
+    *,
+    kinds: str = "flc",
+    window: int = 64,
+    stride: int = 2,
+    key_kernel: Tensor | None = None,
+    value_kernel: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    value_bias: Tensor | None = None,
+) -> Tensor:
     """Of convolutional heads it is softmax(scale q k'^T) C with v' = C v: it takes one kernel for all channels of a
     value, without bias.
     """
@@ -69,18 +85,19 @@ def multiformer_map(
         kernels = _of_heads(x, heads, key_kernel, value_kernel, key_bias, value_bias)
         if value_bias is not None or (kernels[1] is not None and kernels[1].shape[3] > 1):
             raise LocaterError(
-                "multiformer: a value kernel per channel, or a bias, has no map of tokens; (1, heads, taps, 1) and no bias"
+                "multiformer: a value kernel per channel, or a bias, has no map of tokens; "
+                "(1, heads, taps, 1) and no bias"
             )
         keep, order, count = _in_front(some, stride, kernels[0])
         k = _convolved(_ordered(some.k, keep, order), kernels[0], kernels[2], stride)
         unit = torch.eye(x.S, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         shortened = _convolved(_ordered(unit, keep, order), kernels[1], None, stride)
         seen = None if count is None else torch.arange(k.shape[2], device=k.device) < count
-        return softmax_map(replace(some, k=k, v=k, mask=seen, padding=None)) @ widen(shortened)
+        return softmax_map(replace(some.with_terms(mask=seen, padding=None), k=k, v=k)) @ widen(shortened)
 
     def local(some: Inputs, _: list[int]) -> Tensor:
         near = _near(some, torch.arange(some.S, device=some.q.device)[None], window)[None, None]
-        return softmax_map(replace(some, mask=near if some.mask is None else near & some.mask))
+        return softmax_map(some.with_terms(mask=near if some.mask is None else near & some.mask))
 
     return _by_kind(x, kinds, {"f": lambda some, _: softmax_map(some), "l": local, "c": short})
 
@@ -126,7 +143,7 @@ def _by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]],
         heads = [h for h in range(x.heads) if letters[h] == letter]
         if heads:
             mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else _picked(x.mask, heads)
-            some = replace(x, q=_picked(x.q, heads), k=_picked(k, heads), v=_picked(v, heads), mask=mask)
+            some = replace(x.with_terms(mask=mask), q=_picked(x.q, heads), k=_picked(k, heads), v=_picked(v, heads))
             done |= dict(zip(heads, attend(some, heads).unbind(1), strict=True))
     return torch.stack([done[h] for h in range(x.heads)], 1)
 
@@ -147,7 +164,7 @@ def _near(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
 def _local(x: Inputs, window: int) -> Tensor:
     """Fused: blocks of queries, each with the keys around it, as samples of one batch (B N, h, R, D)."""
     half, ahead = min(window // 2, x.S - 1), x.S - x.T
-    # at least as many queries as keys at their sides, or these would be held many times
+    # at least as many queries as keys at their sides, or these would be copied many times
     block = min(max(ROWS, 2 * half), x.T)
     N = -(-x.T // block)
     short = N * block - x.T
@@ -158,20 +175,20 @@ def _local(x: Inputs, window: int) -> Tensor:
     positions = first[:, None] + torch.arange(around, device=q.device)
     seen = _near(x, positions, window)[None, None]  # (1, 1, T, n)
     inside = positions.clamp(0, x.S - 1)
-    for given in (None if x.padding is None else x.padding[:, None, None], x.mask):
-        if given is not None:
-            rows = given.expand(*given.shape[:2], x.T, x.S)
-            seen = seen & rows.gather(3, inside.expand(*given.shape[:2], -1, -1))
+    for shown in (None if x.padding is None else x.padding[:, None, None], x.mask):
+        if shown is not None:
+            rows = shown.expand(*shown.shape[:2], x.T, x.S)
+            seen = seen & rows.gather(3, inside.expand(*shown.shape[:2], -1, -1))
     seen = functional.pad(seen, (0, 0, 0, short)).unflatten(2, (N, block)).expand(x.q.shape[0], -1, -1, -1, -1)
     q, k, v, seen = (y.transpose(1, 2).flatten(0, 1) for y in (q, k, v, seen))
-    out = fused(Inputs(q, k, v, mask=seen), x.usual_scale)
+    out = fused(Inputs(q, k, v, Terms(mask=seen)), x.usual_scale)
     return out.unflatten(0, (-1, N)).transpose(1, 2).flatten(2, 3)[:, :, : x.T]
 
 
-def _of_heads(x: Inputs, heads: list[int], *given: Tensor | None) -> list[Tensor | None]:
+def _of_heads(x: Inputs, heads: list[int], *parameters: Tensor | None) -> list[Tensor | None]:
     """Kernels and biases of these heads."""
     out: list[Tensor | None] = []
-    for name, y in zip(("key_kernel", "value_kernel", "key_bias", "value_bias"), given, strict=True):
+    for name, y in zip(("key_kernel", "value_kernel", "key_bias", "value_bias"), parameters, strict=True):
         if y is None and name.endswith("kernel"):
             raise LocaterError(f"multiformer: convolutional heads need {name} (1, heads, taps, size)")
         if y is not None and (y.ndim != 4 or y.shape[0] != 1 or y.shape[1] not in (1, x.heads)):

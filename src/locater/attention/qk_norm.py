@@ -23,9 +23,10 @@ def qk_norm(
 ) -> Float[Tensor, "B H T D"]:
     """g_h x / sqrt(mean_c x_c^2 + eps) for every head vector x; `kind="layer"` takes the mean over channels off first.
 
-    One gain per head, not per channel: it commutes with rotation, and a rotation keeps lengths, so "rms" gives the same logits
-    after rotary embedding as before it. Taking off the mean does not commute with rotation. Lengths are at most |g| sqrt(D), so
-    |scale q.k| <= scale D |g_q g_k|, which is sqrt(D) |g_q g_k| for the usual scale. Computed in float32 at least.
+    One gain per head, not per channel: it commutes with rotation, and a rotation keeps lengths, so "rms" gives the same
+    logits after rotary embedding as before it. Taking off the mean does not commute with rotation. Lengths are at most
+    |g| sqrt(D), so |scale q.k| <= scale D |g_q g_k|, which is sqrt(D) |g_q g_k| for the usual scale. Computed in
+    float32 at least.
 
     >>> x = torch.randn(1, 2, 3, 16)
     >>> qk_norm(x, torch.tensor([1.0, 2.0])).norm(dim=-1).mean((0, 2)).round().tolist()     # sqrt(16) times the gain

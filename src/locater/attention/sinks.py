@@ -49,9 +49,8 @@ def learned_sink_map(x: Inputs, *, sinks: Tensor) -> Tensor:
 def _with_zero_key(x: Inputs) -> Inputs:
     """One more key and value at the front, zero and always seen."""
     mask, padding = (None if y is None else functional.pad(y, (1, 0), value=True) for y in (x.mask, x.padding))
-    return replace(
-        x, k=functional.pad(x.k, (0, 0, 1, 0)), v=functional.pad(x.v, (0, 0, 1, 0)), mask=mask, padding=padding
-    )
+    k, v = (functional.pad(y, (0, 0, 1, 0)) for y in (x.k, x.v))
+    return replace(x.with_terms(mask=mask, padding=padding), k=k, v=v)
 
 
 def _check(x: Inputs, sinks: Tensor) -> None:

@@ -49,7 +49,7 @@ def softcap_attention(
     T, S, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     met = query @ key.mT
-    logits = met.to(torch.promote_types(met.dtype, torch.float32)) * terms.scale
+    logits = met.to(torch.promote_types(met.dtype, torch.float32)) * terms.scale_for(query.shape[-1])
     if terms.bias is not None:
         logits = logits + terms.bias
     logits = softcap(logits, terms.softcap)
@@ -69,22 +69,22 @@ def softcap_attention(
 
 def capped_attention(x: Inputs, *, cap: float = 50.0) -> Tensor:
     """`softcap_attention` as a mechanism of the registry: one kernel on a GPU, elsewhere some rows at a time."""
-    terms = _terms(x, cap)
+    x = _with_cap(x, cap)
     if x.has_row_mask or cap > LARGEST_CAP or not has_kernel(x.q, x.v):
-        return by_rows(x, lambda some: softcap_attention(some.q, some.k, some.v, _terms(some, cap))[0])
+        return by_rows(x, lambda some: softcap_attention(some.q, some.k, some.v, some.terms)[0])
     keys = x.real_keys()
     return weighed_attention(
-        x.q, x.k, x.v, scale=terms.scale, cap=cap, keys=None if keys is None else keys[:, :, 0], causal=x.causal
+        x.q, x.k, x.v, scale=x.usual_scale, cap=cap, keys=None if keys is None else keys[:, :, 0], causal=x.causal
     )
 
 
 def capped_map(x: Inputs, *, cap: float = 50.0) -> Tensor:
-    return softcap_attention(x.q, x.k, x.v, _terms(x, cap))[1]
+    return softcap_attention(x.q, x.k, x.v, _with_cap(x, cap).terms)[1]
 
 
-def _terms(x: Inputs, cap: float) -> Terms:
+def _with_cap(x: Inputs, cap: float) -> Inputs:
     if not isinstance(cap, int | float) or not math.isfinite(cap):  # a word, such as nan, comes as a text
         raise LocaterError(f"cap={cap}: give a finite number above 0")
     if cap <= 0:
         raise LocaterError(f"cap={cap}: a number above 0")
-    return Terms(x.usual_scale, causal=x.causal, softcap=cap, padding=x.padding, mask=x.mask)
+    return x.with_terms(softcap=cap)

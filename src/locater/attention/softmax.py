@@ -22,7 +22,8 @@ def softmax_attention(x: Inputs) -> Tensor:
 
     >>> from locater.attention import mechanism
     >>> q = k = torch.zeros(1, 1, 3, 4)
-    >>> mechanism("softmax")(q, k, torch.eye(3)[None, None], causal=True)[0, 0]     # values that tell keys apart: the map
+    >>> one_hot = torch.eye(3)[None, None]                     # with these values the output is the map
+    >>> mechanism("softmax")(q, k, one_hot, causal=True)[0, 0]
     tensor([[1.0000, 0.0000, 0.0000],
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
@@ -118,21 +119,20 @@ def by_rows(x: Inputs, run: Callable[[Inputs], Tensor]) -> Tensor:
     """run(x), some queries at a time, for maps that no fused kernel knows. Causal ones look no further than they need
     to.
 
-    What `run` makes of a block is made again for the gradient, so no T x S matrix is ever kept.
+    The result of a block is computed again for the gradient, so no T x S matrix is ever stored.
     """
     out = []
     for at in range(0, x.T, ROWS):
         end = min(at + ROWS, x.T)
         keys = x.S - x.T + end if x.causal else x.S
-        mask = x.mask if x.mask is None or not x.has_row_mask else x.mask[:, :, at:end]
-        mask, padding = (None if y is None else y[..., :keys] for y in (mask, x.padding))
-        some = replace(x, q=x.q[:, :, at:end], k=x.k[:, :, :keys], v=x.v[:, :, :keys], mask=mask, padding=padding)
-        out.append(made_again(run, some) if x.T > ROWS else run(some))
+        terms = x.terms.for_queries(slice(at, end)).up_to(keys)
+        some = replace(x, q=x.q[:, :, at:end], k=x.k[:, :, :keys], v=x.v[:, :, :keys], terms=terms)
+        out.append(recomputed(run, some) if x.T > ROWS else run(some))
     return torch.cat(out, 2)
 
 
-def made_again(run: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
-    """run(x), which keeps nothing for the gradient but x."""
+def recomputed(run: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
+    """run(x), with nothing but x stored for the gradient."""
     if not torch.is_grad_enabled():
         return run(x)
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)

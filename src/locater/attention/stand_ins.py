@@ -1,10 +1,8 @@
-"""What taps are made of: methods replaced on one module and on its parts, to keep what passes through them during one
-call.
+"""Replaced methods of a module and of its parts, which record the tensors that pass through them during one call.
 
-No hooks: a compiled model does not notice hooks that come after its first call, but it does notice a replaced method.
-What is put in place is a `functools.partial` that copies and pickles as the method it stands for, unless a control put
-it there: then a copy of the model has its own. Queries, keys and outputs are kept as they were made, without their
-history.
+No hooks: a compiled model ignores hooks that come after its first call, but it is guarded on a replaced method. The
+replacement is a `functools.partial` that copies and pickles as the original method, unless a control put it there: then
+a copy of the model has its own. Recorded tensors are detached.
 """
 
 from __future__ import annotations
@@ -22,92 +20,90 @@ from locater.errors import LocaterError
 
 Undo = Callable[[], None]
 Described = Callable[[nn.Module, "Passage"], Call]
-HELD = "_locater_held"  # on a stand-in: what was there before, and whether it is over
-CONTROL = "_locater_control"  # on what a control has put on: the control in words
+REPLACED = "_locater_replaced"  # on a stand-in: the attribute before it, and whether it has ended
+CONTROL = "_locater_control"  # on a stand-in of a control: the repr of the control
 
 
-def instead(module: nn.Module, name: str, heard: Callable[..., Any], control: str | None = None) -> Undo:
-    """Replace a method of one module by `heard(module, method, *args, **kwargs)`; returns what restores it.
+def instead(module: nn.Module, name: str, function: Callable[..., Any], control: str | None = None) -> Undo:
+    """Replace a method of one module by `function(module, method, *args, **kwargs)`; returns what restores it.
 
-    A copy of the module has the method as it was; but where a `control` is named, its own stand-in and its own `heard`.
+    A copy of the module has the original method; but where a `control` is named, its own stand-in and function.
     """
     before, over = module.__dict__.get(name), [False]
-    module.__dict__[name] = _stand(module, name, heard, control, before, over)
+    module.__dict__[name] = _stand(module, name, function, control, before, over)
     return partial(_restore, module, name, over)
 
 
 def _stand(
-    module: nn.Module, name: str, heard: Callable[..., Any], control: str | None, before: Any, over: list[bool]
+    module: nn.Module, name: str, function: Callable[..., Any], control: str | None, before: Any, over: list[bool]
 ) -> Any:
     method = getattr(module, name) if before is None else before
-    stand = partial(heard, module, method)
+    stand = partial(function, module, method)
     copied = partial(_as_before, module, name, before)
     if control is not None:
-        copied = partial(_as_it_is, (module, name, heard, control, before, over))
+        copied = partial(_as_it_is, (module, name, function, control, before, over))
         vars(stand)[CONTROL] = control
-    # trainers and generate() read the signature of forward: what they find decides how they call it
-    vars(stand).update(__wrapped__=method, __reduce_ex__=copied, **{HELD: (before, over)})
+    # trainers and generate() read the signature of forward to decide how to call it
+    vars(stand).update(__wrapped__=method, __reduce_ex__=copied, **{REPLACED: (before, over)})
     return stand
 
 
 def _restore(module: nn.Module, name: str, over: list[bool]) -> None:
     over[0] = True
-    # those put on later may end later; what somebody else has put on top stays, with the stand-in below it idle
-    while isinstance(top := module.__dict__.get(name), partial) and HELD in vars(top) and vars(top)[HELD][1][0]:
-        if vars(top)[HELD][0] is None:
+    # stand-ins put on later may end later; a method that others put on top stays, with our stand-in idle below it
+    while isinstance(top := module.__dict__.get(name), partial) and REPLACED in vars(top) and vars(top)[REPLACED][1][0]:
+        if vars(top)[REPLACED][0] is None:
             del module.__dict__[name]
         else:
-            module.__dict__[name] = vars(top)[HELD][0]
+            module.__dict__[name] = vars(top)[REPLACED][0]
 
 
 def _as_before(module: nn.Module, name: str, before: Any, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """How a stand-in is copied and saved: as what it stands for, so that neither a copy nor a saved model knows of
-    Locater.
-    """
+    """How a stand-in is copied and saved: as the original, so that no copy and no saved model knows of Locater."""
     return (getattr, (module, name)) if before is None else (partial, (before,))
 
 
-def _as_it_is(made_of: tuple[Any, ...], protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The same for one that changes what the model computes: a copy without it would be another model."""
-    return _stand, made_of
+def _as_it_is(arguments: tuple[Any, ...], protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The same for a stand-in that changes what the model computes: a copy without it would be another model."""
+    return _stand, arguments
 
 
 def through(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A stand-in that changes nothing; a model that was compiled notices that it is there."""
+    """A stand-in that changes nothing, by which a compiled model is traced again."""
     return method(*args, **kwargs)
 
 
 class Passage:
-    """One call of a module: its arguments, what it returned, and what passed through its parts."""
+    """One call of a module: its arguments, its result, and the tensors that passed through its parts, by name."""
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
-        self.kept: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.args: tuple[Any, ...] = ()
         self.kwargs: Mapping[str, Any] = {}
         self.returned: Any = None
 
     def argument(self, at: int, name: str) -> Any:
-        """By keyword or by place; None where it was left out."""
+        """An argument by keyword or by position; None where it was left out."""
         return argument(self.args, self.kwargs, at, name)
 
     def heads(self, name: str, count: int) -> Tensor | None:
-        """What passed as `name` (B, T, H * V), split into heads (B, T, H, V); None where that part was not called."""
-        held = self.kept.get(name)
-        return None if held is None else held.unflatten(-1, (count, -1))
+        """The tensor `name` (B, T, H * V) split into heads (B, T, H, V); None where that part was not called."""
+        x = self.tensors.get(name)
+        return None if x is None else x.unflatten(-1, (count, -1))
 
     def keep(self, name: str, passed: Tensor) -> None:
-        """The first that passes: a part may be called again for other things, as DeBERTa's maps are for its table of
-        places.
+        """Record the first tensor of this name: a part may be called again, as DeBERTa's maps are for its position
+        table.
         """
-        if name not in self.kept and listening(self.owner):
-            self.kept[name] = passed.detach()
+        if name not in self.tensors and listening(self.owner):
+            self.tensors[name] = passed.detach()
 
 
 def along(
     module: nn.Module, describe: Described, outputs: Sequence[str] = (), inputs: Sequence[str] = ()
 ) -> Iterator[Undo]:
-    """Keep what the named parts return or are given, and describe each call of the module when it ends."""
+    """Record outputs and inputs of the named parts, and describe each call of the module when it ends."""
     passage = Passage(module)
     yield instead(module, "forward", partial(_whole, passage, describe))
     for name in outputs:
@@ -122,7 +118,7 @@ def _whole(
     sites = listening(module)
     if not sites:
         return forward(*args, **kwargs)
-    passage.kept.clear()  # a call that failed may have left something
+    passage.tensors.clear()  # a call that failed may have left something
     out = forward(*args, **kwargs)
     passage.args, passage.kwargs, passage.returned = args, kwargs, out
     with torch.no_grad():
@@ -130,7 +126,7 @@ def _whole(
         if call is not None:
             tell(sites, call)
     passage.args, passage.kwargs, passage.returned = (), {}, None
-    passage.kept.clear()
+    passage.tensors.clear()
     return out
 
 
@@ -161,22 +157,20 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str)
 
 
 def cached(module: Any, past: Any, key: Tensor, length: int | None) -> Tensor:
-    """Keys as they meet the queries: those in the cache, which holds the new ones by now; `length` is how many there
-    must be.
-    """
+    """Keys as they meet the queries: those in the cache, the new ones included; `length` is how many there must be."""
     if past is None:
         return key
     layers = getattr(past, "layers", None)
-    held = getattr(layers[module.layer_idx], "keys", None) if layers is not None else None
-    if not isinstance(held, Tensor) or length not in (None, held.shape[-2]):
+    keys = getattr(layers[module.layer_idx], "keys", None) if layers is not None else None
+    if not isinstance(keys, Tensor) or length not in (None, keys.shape[-2]):
         raise LocaterError(
             f"{name_of(module)}: the keys of a {type(past).__name__} cannot be read as they are used: "
             "run with a DynamicCache or a StaticCache"
         )
-    return held.detach().to(key)
+    return keys.detach().to(key)
 
 
 def name_of(module: nn.Module) -> str:
-    """The layer's name where somebody listens, for messages."""
+    """The name of a layer for messages: from its listener, or its class."""
     sites = listening(module)
     return sites[0].name if sites and sites[0].name else type(module).__name__

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from locater.attention.hybrid import hybrid
+from locater.attention.mechanism_record import Mechanism
 from locater.attention.modules import AttentionModule, attention_module
-from locater.attention.registry import Mechanism, mechanism, mechanisms
+from locater.attention.registry import mechanism, mechanisms
 from locater.calls import parse_call
 from locater.errors import LocaterError, first_line
 
@@ -43,25 +44,23 @@ class Named:
         return attention_module(self.name, **sizes, **self.settings)
 
     def check(self, tokens: int | None = None, **sizes: Any) -> None:
-        """Raises where a setting is none, or has a value that it cannot have: some of that is seen when the module is
-        called.
+        """Raise where a setting does not exist or has an impossible value; some show only when the module is called.
 
-        A grid has as many tokens as its image: it is checked where `tokens`, how many there are in a sequence, is
-        given.
+        A grid has as many tokens as its image: it is checked where `tokens`, the length of a sequence, is not None.
         """
         grid = "grid" in self.settings
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                made = self.module(**sizes)
+                module = self.module(**sizes)
                 if self.settings and not (grid and tokens is None):
-                    self._call(made, tokens if grid and tokens is not None else 8, **sizes)
+                    self._call(module, tokens if grid and tokens is not None else 8, **sizes)
         except (TypeError, ValueError, RuntimeError) as error:
-            given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-            raise LocaterError(f"{self.name}: a value that cannot be among {given} ({first_line(error)})") from None
+            values = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+            raise LocaterError(f"{self.name}: a value that cannot be among {values} ({first_line(error)})") from None
 
-    def _call(self, made: AttentionModule, tokens: int, *, width: int, heads: int, size: int, kv_heads: int) -> None:
+    def _call(self, module: AttentionModule, tokens: int, *, width: int, heads: int, size: int, kv_heads: int) -> None:
         q, k = torch.zeros(1, heads, tokens, size), torch.zeros(1, kv_heads, tokens, size)
-        made(q, k, k, torch.zeros(1, tokens, width), causal=self.mechanism.causal != "never")
+        module(q, k, k, torch.zeros(1, tokens, width), causal=self.mechanism.causal != "never")
 
 
 def parse_attention(text: str, layers: int) -> tuple[Named, ...]:

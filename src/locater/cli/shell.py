@@ -1,6 +1,4 @@
-"""The command line and its shell: help with examples, commands built when they are called, targets, consoles, and how
-failures end.
-"""
+"""How commands meet the shell: help with examples, files to write, progress, consoles, and how errors end."""
 
 from __future__ import annotations
 
@@ -12,34 +10,34 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from locater.errors import LocaterError, first_line
 
 
 def examples(*lines: str) -> str:
-    """What a command's help ends with: a line each."""
+    """The last part of a command's help: an example on each line."""
     return "\n\n".join(("Examples:", *lines))
 
 
 class Command(TyperCommand):
-    """A command whose switches stand in the help without `<bool>` beside them."""
+    """A command of Locater."""
 
     def get_params(self, ctx: Any) -> Any:
-        return untyped_switches(super().get_params(ctx))
+        return without_types(super().get_params(ctx))
 
 
 class Group(TyperGroup):
-    """The commands. The options of some come from modules that import torch: those are built when they are called.
+    """The commands. Those in `late` are built when they are called, because their options need modules with torch.
 
-    Typer ends with status 1 where a pipe is closed or a file ends too soon. Here status 1 means that --fail-on was
-    crossed.
+    Status 1 means that --fail-on was crossed. Typer would also use it for a closed pipe and for a file that ends too
+    soon, which are handled here.
     """
 
-    late: dict[str, Callable[[], Any]] = {}  # name of a command: what builds it  # noqa: RUF012
+    late: dict[str, Callable[[], Any]] = {}  # name of a command: the function that builds it  # noqa: RUF012
 
     def get_params(self, ctx: Any) -> Any:
-        return untyped_switches(super().get_params(ctx))
+        return without_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
@@ -49,8 +47,8 @@ class Group(TyperGroup):
         try:
             value = super().invoke(ctx)
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as head, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
             raise typer.Exit(0) from None
         except EOFError as error:
             raise UnexpectedEndError(error) from error
@@ -58,21 +56,25 @@ class Group(TyperGroup):
 
 
 class UnexpectedEndError(Exception):
-    """An EOFError, which typer would take for the end of a conversation."""
+    """An EOFError, which typer would take for the end of a dialogue."""
 
 
-def untyped_switches(params: Any) -> Any:
+def without_types(params: Any) -> Any:
+    """Parameters without `<bool>` beside switches and `<str>` beside arguments in the help."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
+        elif isinstance(param, TyperArgument):
+            param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
     return params
 
 
 def check_writable(
     json: str | None, report: str | None, other: str | None = None, refusal: str = "{}: give it a file of its own"
 ) -> None:
-    """Refuse a target that cannot be written before any work is done; `refusal` is said of an `other` that is one of
-    the first two.
+    """Refuse a file that cannot be written, before any work is done.
+
+    `refusal` is the message for an `other` file that is the same as one of the first two.
     """
     if report is not None and report in (json, "-"):
         raise LocaterError(f"--report {report}: give the page a file of its own")
@@ -90,34 +92,34 @@ def check_writable(
             raise LocaterError(f"{path}: no permission to write there")
 
 
-def show_progress(parts: Iterable[Any], total: int, what: str = "reading heads") -> Iterable[Any]:
-    """A bar on the terminal, on standard error, for work longer than a second; nothing on a pipe."""
+def show_progress(parts: Iterable[Any], total: int, label: str = "reading heads") -> Iterable[Any]:
+    """A progress bar on standard error; none on a pipe."""
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(parts, what, total, console=console, transient=True, disable=not console.is_terminal)
+    return track(parts, label, total, console=console, transient=True, disable=not console.is_terminal)
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to `Group`: the reader has seen enough, which rich would end with status 1."""
+        """Leave it to `Group`; rich would end with status 1."""
         raise BrokenPipeError
 
 
 def stdout_console() -> Console:
-    """For tables: as wide as the terminal, or as COLUMNS says, 140 on a pipe."""
+    """A console for tables: as wide as the terminal; on a pipe as wide as COLUMNS, or 140."""
     console = _Console()
+    if console.is_terminal:
+        return console
     columns = os.environ.get("COLUMNS", "")
-    return (
-        console if console.is_terminal else _Console(width=int(columns) if columns.isdigit() and int(columns) else 140)
-    )
+    return _Console(width=int(columns) if columns.isdigit() and int(columns) else 140)
 
 
 def without_debug(args: list[str]) -> tuple[bool, list[str]]:
-    """Whether --debug is given, before or after the command, and the arguments without it."""
+    """Whether --debug is among the arguments, before or after the command, and the arguments without it."""
     end = args.index("--") if "--" in args else len(args)
-    kept = [word for word in args[:end] if word != "--debug"]
-    return len(kept) < end, [*kept, *args[end:]]
+    others = [word for word in args[:end] if word != "--debug"]
+    return len(others) < end, [*others, *args[end:]]
 
 
 def command_in(args: Sequence[str]) -> str:
@@ -125,14 +127,14 @@ def command_in(args: Sequence[str]) -> str:
     return next((word for word in args if not word.startswith("-")), "start")
 
 
-def what_failed(error: BaseException, command: str) -> str:
-    """What is wrong, in a line: with the user's input, with a file, or with this program."""
+def failure(error: BaseException, command: str) -> str:
+    """One line about an error: of the user's input, of a file, or of this program."""
     if isinstance(error, LocaterError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: {error.strerror}"
     cause = error.__cause__ if isinstance(error, UnexpectedEndError) and error.__cause__ else error
     return (
-        f"{command}: unexpected {type(cause).__name__}: {first_line(cause)}; this is a bug in Locater: please report it with what "
-        "the same command prints with --debug"
+        f"{command}: unexpected {type(cause).__name__}: {first_line(cause)}; this is a bug in Locater: "
+        "please report it with what the same command prints with --debug"
     )

@@ -1,31 +1,46 @@
 """Interventions: each can be attached to a model, adds to the loss or acts after a step, and can be taken off again."""
 
+import warnings
+from typing import Any
+
 from locater.control.base import Control, Controls
 from locater.control.eigenspectrum import LocAteR
 from locater.control.entropy import EntropyPenalty
 from locater.control.forward import Carried, carried
-from locater.control.mechanism import Mechanism
+from locater.control.mechanism import SwapMechanism
 from locater.control.mimetic import Mimetic
 from locater.control.qk_clip import QKClip
 from locater.control.qk_norm import QKNorm
+from locater.control.registry import CONTROLS, register_control
 from locater.control.sigma_reparam import SigmaReparam
 from locater.control.softcap import LogitSoftcap
 from locater.control.surgery import Surgery
 from locater.control.temperature import Temperature
 
 __all__ = [
+    "CONTROLS",
     "Carried",
     "Control",
     "Controls",
     "EntropyPenalty",
     "LocAteR",
     "LogitSoftcap",
-    "Mechanism",
     "Mimetic",
     "QKClip",
     "QKNorm",
     "SigmaReparam",
     "Surgery",
+    "SwapMechanism",
     "Temperature",
     "carried",
+    "register_control",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Mechanism":  # the old name, for one release
+        warnings.warn(
+            "locater.control.Mechanism is now locater.control.SwapMechanism", DeprecationWarning, stacklevel=2
+        )
+        return SwapMechanism
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,17 +1,16 @@
-"""What every control offers: attach, loss, after_step, detach. Controls compose: attach several, add their losses, step
-them all.
+"""What every control offers. Controls compose: attach several, add their losses, step them all.
 
     control = locater.LocAteR().attach(model)
     (loss + control.loss()).backward(); optimizer.step(); control.after_step()
     control.detach()
 
-A control that is detached leaves no trace, but for what it says it leaves.
+`detach` restores the model, except for the side effects that the docstring of a control lists.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -26,13 +25,26 @@ Layers = Sequence[int] | None
 class Control:
     """A change to a model, or to its training, that can be taken off again.
 
-    Subclasses say what they do in `_attach` and `_detach`, what they add to the loss in `loss`, and what they do after
-    an optimizer step in `after_step`; each of these does nothing unless said.
+    A subclass does its work in `_attach` and `_detach`, adds to the loss in `loss`, and acts after an optimizer step in
+    `after_step`. Each of these does nothing by default.
+
+    What a control needs, learns and saves is stated on its class, for the trainers that run it:
+
+    - `needs_softmax`: it reads or changes attention logits as those of a softmax, so other mechanisms are refused.
+    - `precedes_mechanism`: it acts before `SwapMechanism` does, so the model's own attention has to be a softmax.
+    - `softmax_remedy`: the way out in the message where `needs_softmax` is not met, such as "give it init=1.0".
+    - `loss_needs_forward_graph`: `loss` uses the graph of the last forward pass, so it must come before `backward`.
+    - `state_attributes`: names of attributes, such as counters and running means, that belong into a checkpoint.
+    - `parameters()`: what it learns beside the model's parameters.
     """
 
     model: nn.Module | None = None
-    # whether `loss` needs the graph of the last forward pass, and so must come before backward
-    penalty_of_forward = False
+    layers: Layers = None
+    needs_softmax: bool = False
+    precedes_mechanism: bool = False
+    softmax_remedy: str = ""
+    loss_needs_forward_graph: bool = False
+    state_attributes: tuple[str, ...] = ()
 
     def attach(self, model: nn.Module) -> Self:
         """Begin; the model must have attention that Locater can read."""
@@ -55,8 +67,40 @@ class Control:
     def after_step(self) -> None:
         """Call after each optimizer step."""
 
+    def parameters(self) -> list[nn.Parameter]:
+        """What the control learns, for the optimizer; these are not among `model.parameters()`."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of the run needs of this control; tensors are copied."""
+        return {name: _copy(getattr(self, name)) for name in self.state_attributes}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of a control of the same class and options."""
+        if state.keys() != set(self.state_attributes):
+            expected = ", ".join(self.state_attributes) or "nothing"
+            raise LocaterError(
+                f"{type(self).__name__}: this state holds {', '.join(state) or 'nothing'}, and {expected} was expected"
+            )
+        for name, value in state.items():
+            current = getattr(self, name, None)
+            if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+                current.copy_(value)  # in place: others may use the same tensor
+            else:
+                setattr(self, name, _copy(value))
+
+    def acts_on(self, layer: int) -> bool:
+        """Whether the layer of this number, as in a scan, is among those that were chosen."""
+        return self.layers is None or layer in self.layers
+
+    def mechanism_of(self, layer: int, before: str) -> str:
+        """The name of the mechanism by which a layer attends under this control; `before` is the name without it."""
+        return before
+
     @property
     def attached(self) -> nn.Module:
+        """The model; refused where there is none."""
         if self.model is None:
             raise LocaterError(f"{type(self).__name__} is not attached: control.attach(model) comes first")
         return self.model
@@ -68,12 +112,12 @@ class Control:
         """Subclasses take off what they put on."""
 
     def __repr__(self) -> str:
-        names = [n for n in inspect.signature(type(self).__init__).parameters if n != "self"]
-        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in names if hasattr(self, n))})"
+        options = [name for name in known_options(type(self)) if hasattr(self, name)]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in options)})"
 
 
 class Controls(Control):
-    """Several controls as one, in the order given; detached in reverse."""
+    """Several controls as one: attached in this order, detached in reverse."""
 
     def __init__(self, controls: Iterable[Control]) -> None:
         self.controls = list(controls)
@@ -93,18 +137,40 @@ class Controls(Control):
             control.detach()
 
     def loss(self) -> Tensor:
-        found = super().loss()
+        total = super().loss()
         for control in self.controls:
-            found = found + control.loss()
-        return found
+            total = total + control.loss()
+        return total
 
     def after_step(self) -> None:
         for control in self.controls:
             control.after_step()
 
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for control in self.controls for parameter in control.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each control, by its place in the list."""
+        return {str(place): control.state_dict() for place, control in enumerate(self.controls)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if len(state) != len(self.controls):
+            raise LocaterError(f"this state is of {len(state)} controls, and there are {len(self.controls)}")
+        for place, control in enumerate(self.controls):
+            control.load_state_dict(state[str(place)])
+
+    def mechanism_of(self, layer: int, before: str) -> str:
+        for control in self.controls:
+            before = control.mechanism_of(layer, before)
+        return before
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
 
 def self_layers(model: nn.Module, chosen: Layers) -> list[AttentionLayer]:
-    """Self-attention layers of a live model, those numbered in `chosen` (as in a scan) or all.
+    """Self-attention layers of a live model: those numbered in `chosen`, as in a scan, or all.
 
     Read anew at each call: what is folded into a layer, such as 1 + gain, belongs to the weights of that moment.
     """
@@ -112,32 +178,28 @@ def self_layers(model: nn.Module, chosen: Layers) -> list[AttentionLayer]:
 
 
 def chosen_layers(layers: Iterable[AttentionLayer], chosen: Layers, where: str) -> list[AttentionLayer]:
-    """Those numbered in `chosen`, without cross-attention."""
-    kept = [layer for layer in layers_numbered(layers, chosen) if layer.kind == "self"]
-    if not kept:
+    """The layers numbered in `chosen`, without cross-attention; refused where none is left."""
+    self_attention = [layer for layer in layers_numbered(layers, chosen) if layer.kind == "self"]
+    if not self_attention:
         raise LocaterError(f"{where}: no self-attention among the chosen layers, so there is nothing to control")
-    return kept
+    return self_attention
 
 
 def layers_numbered(layers: Iterable[AttentionLayer], chosen: Layers) -> list[AttentionLayer]:
-    """Those numbered in `chosen`, all where None; a number that is not there, or none at all, is refused."""
-    found = list(layers)
+    """The layers numbered in `chosen`, or all where it is None. A number out of range is refused, and an empty list."""
+    every = list(layers)
     if chosen is None:
-        return found
-    if not chosen or any(not 0 <= i < len(found) for i in chosen):
-        raise LocaterError(f"layers={list(chosen)}: there are {len(found)}, numbered from 0")
-    return [found[i] for i in chosen]
+        return every
+    if not chosen or any(not 0 <= i < len(every) for i in chosen):
+        raise LocaterError(f"layers={list(chosen)}: there are {len(every)}, numbered from 0")
+    return [every[i] for i in chosen]
 
 
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def trained(weight: Tensor) -> bool:
-    """Whether a gradient can reach a weight."""
-    return bool(weight.requires_grad)
-
-
 def known_options(kind: type[Control]) -> dict[str, Any]:
     """Options of a control and their defaults."""
-    return {n: p.default for n, p in inspect.signature(kind.__init__).parameters.items() if n != "self"}
+    parameters = inspect.signature(kind.__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name != "self"}

@@ -1,34 +1,40 @@
-"""LocAteR: shrink the scale of each head's query-key spectrum while its mean is held. docs/theory.md section 8.
+"""LocAteR: shrink the scale of each head's query-key spectrum and keep its mean at a target. docs/theory.md section 8.
 
     penalty = sum over heads of   shrink * V + hold * (M - target)^2
 
-M = s tr W is the mean logit of a unit token with itself and V the scale of the spectrum in the same units, s^2 tr
-W_sym^2 (`part="symmetric"`, the paper's) or s^2 (2 ||W||_F^2 + tr W^2) / 3 (`part="full"`, which charges the
-antisymmetric part too and is what the variance of the paper's delta, averaged over positions, asks for). W is the
-effective map, norms folded in, so one setting fits every width and head size, and scaling W_Q where a norm follows
-changes nothing. Raw tr W^2 is no such penalty: it has no lower bound, since a rotation makes it negative.
+M = s tr W is the mean logit of a unit token with itself. V is the scale of the spectrum in the same units:
+
+    part="symmetric"   V = s^2 tr W_sym^2                     as in the paper
+    part="full"        V = s^2 (2 ||W||_F^2 + tr W^2) / 3     penalizes the antisymmetric part too; it is the variance
+                                                              of the paper's delta, averaged over positions
+
+W is the effective map, norms folded in, so one setting fits every width and head size, and scaling W_Q where a norm
+follows changes nothing. Raw tr W^2 is no such penalty: it has no lower bound, since a rotation makes it negative.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from locater.control.base import Control, Layers, device_of, self_layers
-from locater.control.folded import FoldedMaps
-from locater.errors import LocaterError
+from locater.control.base import Control, Layers, chosen_layers, device_of
+from locater.errors import LocaterError, first_line
+from locater.families import attention_layers, effective
+from locater.families.folded import FoldedStacks, Maps, maps_of
 
+logger = logging.getLogger("locater")
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 
 
 class LocAteR(Control):
     """The regularizer of Bao, Hataya and Karakida (2024) in logit units.
 
-    `target="free"` asks for concentration at whatever mean there is: shrink * (V - M^2 / d_head), never negative.
+    `target="free"` concentrates the spectrum around whatever mean it has: shrink * (V - M^2 / d_head), never negative.
     `layers` are numbers as in a scan; cross-attention has no mean and is left out. A layer that several depths share
     counts once.
 
@@ -37,6 +43,8 @@ class LocAteR(Control):
     >>> bool(control.loss() > 0), control.loss().requires_grad
     (True, True)
     """
+
+    state_attributes = ("step",)
 
     def __init__(
         self,
@@ -52,35 +60,49 @@ class LocAteR(Control):
         if target != "free" and not (isinstance(target, int | float) and math.isfinite(target)):
             raise LocaterError(f"target={target!r}: a number, or free")
         if schedule is not None and not callable(schedule):
-            raise LocaterError(f"schedule={schedule!r}: a function of the step, which a text cannot be")
+            raise LocaterError(f"schedule={schedule!r}: a function of the step, so it is given in Python alone")
         if shrink < 0 or hold < 0:
-            raise LocaterError(
-                f"shrink={shrink}, hold={hold}: both count from 0, or the penalty would reward what it should charge"
-            )
-        self.shrink, self.hold, self.target, self.part, self.layers, self.schedule = (
-            shrink,
-            hold,
-            target,
-            part,
-            layers,
-            schedule,
-        )
+            raise LocaterError(f"shrink={shrink}, hold={hold}: both are 0 or more, or the penalty would be a reward")
+        self.shrink, self.hold, self.target = shrink, hold, target
+        self.part, self.layers, self.schedule = part, layers, schedule
         self.step = 0
 
     def _attach(self, model: nn.Module) -> None:
-        layers = self_layers(model, self.layers)
+        every = attention_layers(model)
+        layers = chosen_layers(every, self.layers, type(model).__name__)
         if not any(part.weight().requires_grad for layer in layers for part in (layer.query, layer.key)):
             raise LocaterError(
                 f"{type(model).__name__}: none of its query and key maps is trained, so a penalty would change nothing"
             )
-        self.maps, self.step = FoldedMaps(model, self.layers), 0
+        numbers = range(len(every)) if self.layers is None else self.layers
+        self._numbers = [number for number in numbers if every[number].kind == "self"]
+        self._stacks: FoldedStacks | None = None
+        try:
+            self._stacks = FoldedStacks(model, self._numbers)
+        except LocaterError:
+            raise
+        except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
+            logger.warning(
+                "LocAteR: the maps of %s are read anew at each step, which is slower: they cannot be recorded (%s)",
+                type(model).__name__,
+                first_line(error),
+            )
+        self.step = 0
         self._set_strength()
 
     def _detach(self, model: nn.Module) -> None:
-        del self.maps
+        del self._stacks
+
+    def maps(self) -> list[Maps]:
+        """Effective query and key maps of the chosen layers and their logit scales, layers of one kind stacked."""
+        model = self.attached
+        if self._stacks is not None:
+            return self._stacks.maps()
+        layers = attention_layers(model)
+        return [maps_of(effective(layers[number])) for number in self._numbers]
 
     def loss(self) -> Tensor:
-        """The penalty of this step, in float32 at least, whatever autocast is on."""
+        """The penalty of this step, in float32 at least, under autocast too."""
         with torch.autocast(device_of(self.attached).type, enabled=False):
             parts = [self.of(query, key, scale.unsqueeze(-1)).sum() for query, key, scale in self.maps()]
         total = torch.stack(parts).sum()
@@ -100,24 +122,28 @@ class LocAteR(Control):
         self.step += 1
         self._set_strength()
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._set_strength()
+
     def _set_strength(self) -> None:
-        """What the schedule says of this step; a tensor, because a compiled step would be compiled anew for another
-        number.
-        """
+        """The value of the schedule at this step; as a tensor, since a new number would compile a step anew."""
         self.strength = None if self.schedule is None else torch.tensor(float(self.schedule(self.step)))
 
 
 def traces(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """tr W, tr W^2 and ||W||_F^2 of W = W_Q^T W_K for every head (..., H); no d x d matrix and no copy of grouped keys.
 
-    As in `Moments`, whose properties remember their value behind a lock, which torch.compile cannot trace.
+    `Moments` has the same numbers, but caches them behind a lock, which torch.compile cannot trace.
 
     >>> row = torch.tensor([[[1.0, 2.0]]])
     >>> [float(x) for x in traces(row, row)]     # W = [[1, 2], [2, 4]]
     [5.0, 25.0, 25.0]
     """
     groups = query.unflatten(-3, (key.shape[-3], -1))  # (..., K, group, h, d)
-    met = (groups.flatten(-3, -2) @ key.mT).unflatten(-2, groups.shape[-3:-1])  # (..., K, group, h, h): G transposed
+    cross = (groups.flatten(-3, -2) @ key.mT).unflatten(-2, groups.shape[-3:-1])  # (..., K, group, h, h): G transposed
     query_gram, key_gram = groups @ groups.mT, (key @ key.mT).unsqueeze(-3)
-    found = met.diagonal(dim1=-2, dim2=-1).sum(-1), (met * met.mT).sum((-2, -1)), (query_gram * key_gram).sum((-2, -1))
-    return found[0].flatten(-2), found[1].flatten(-2), found[2].flatten(-2)
+    trace = cross.diagonal(dim1=-2, dim2=-1).sum(-1)
+    trace_of_square = (cross * cross.mT).sum((-2, -1))
+    frobenius_sq = (query_gram * key_gram).sum((-2, -1))
+    return trace.flatten(-2), trace_of_square.flatten(-2), frobenius_sq.flatten(-2)

@@ -1,6 +1,7 @@
 """EntropyPenalty: keep the entropy of every row of attention inside a band, through the kernels' O(T) gradient.
 
-    penalty = weight * mean of  max(0, floor + margin - r)^2 + max(0, r - ceiling + margin)^2,      r = H / log(keys in sight)
+    penalty = weight * mean of  max(0, floor + margin - r)^2 + max(0, r - ceiling + margin)^2
+    r       = H / log(number of keys that the row can see)
 
 Jha and Reagen (2025) compare the entropy of every row with the log of the context length. Row i of a causal map has at
 most log(i + 1), so there early rows are always too low; here each row is compared with the keys it can see. Theirs also
@@ -15,28 +16,27 @@ import math
 import torch
 from torch import Tensor
 
-from locater.attention.changes import Asked
+from locater.attention.changes import AttentionRequest
 from locater.control.base import Layers, device_of
-from locater.control.forward import MEASURE, ForwardChange, ForwardControl, Heads, Place
+from locater.control.forward import MEASURE, ControlledLayer, ForwardChange, ForwardControl, Heads
 from locater.control.rows import row_entropy
 from locater.errors import LocaterError
 
 
-class EntropyPenalty(ForwardControl):
+class EntropyPenalty(ForwardControl["_Collected"]):
     """A squared hinge on the entropy ratio of every row outside [floor, ceiling], as part of the loss.
 
-    `margin` begins the pull that far inside the band. Rows of padding and rows that see one key do not count. With
-    sinks, entropy is that of the weights as they act. Collected while the model trains with gradients; `loss()` gives
-    the mean over all rows, heads and calls since it was last asked, and forgets them, so its size depends neither on
-    batch nor length nor number of passes. Gradients go to queries and keys, and through them to other controls; a
-    position bias gets none.
+    With `margin` the pull begins that far inside the band. Rows of padding and rows that see one key do not count. With
+    sinks, entropy is that of the weights in use. Rows are collected while the model trains with gradients. `loss()`
+    gives their mean over rows, heads and calls, and begins anew, so its size depends neither on batch nor length nor
+    number of passes. Gradients go to queries and keys, and through them to other controls; a position bias gets none.
 
-    Accumulating gradients, ask in every micro-batch and divide it like the loss:
+    With accumulated gradients, add it in every micro-batch and divide it like the loss:
 
         ((task_loss + control.loss()) / count).backward()
 
-    With activation checkpointing (use_reentrant=False) the second forward pass is not counted; the reentrant kind,
-    which cuts the graph, is refused when its backward pass comes. Compiled, it stays in one graph; compiled and
+    With activation checkpointing (use_reentrant=False) the second forward pass is not counted. Reentrant checkpointing,
+    which cuts the graph, is refused when its backward pass comes. A compiled model stays one graph. Compiled and
     checkpointed, the numbers are right and the graph breaks at every layer, since the penalty leaves the region that is
     run again.
 
@@ -44,7 +44,8 @@ class EntropyPenalty(ForwardControl):
     EntropyPenalty(floor=0.2, ceiling=None, weight=0.1, margin=0.0, layers=None)
     """
 
-    penalty_of_forward = True
+    needs_softmax = True
+    loss_needs_forward_graph = True
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class EntropyPenalty(ForwardControl):
     ) -> None:
         if floor is None and ceiling is None:
             raise LocaterError(
-                "EntropyPenalty: give floor, ceiling or both, as parts of the largest entropy a row can have"
+                "EntropyPenalty: give floor, ceiling or both, as fractions of the largest entropy a row can have"
             )
         low, high = 0.0 if floor is None else floor, 1.0 if ceiling is None else ceiling
         if not 0 <= low <= high <= 1:
@@ -64,87 +65,84 @@ class EntropyPenalty(ForwardControl):
                 f"floor={floor}, ceiling={ceiling}: both between 0 and 1, the floor not above the ceiling"
             )
         if not (weight >= 0 and math.isfinite(weight)):
-            raise LocaterError(f"weight={weight}: counts from 0")
+            raise LocaterError(f"weight={weight}: a number from 0")
         if margin < 0 or (floor is not None and ceiling is not None and 2 * margin > high - low):
             raise LocaterError(f"margin={margin}: from 0 to half of the band")
         self.floor, self.ceiling, self.weight, self.margin, self.layers = floor, ceiling, weight, margin, layers
 
-    def _change(self, place: Place) -> ForwardChange:
+    def _change(self, controlled: ControlledLayer) -> _Collected:
         low = None if self.floor is None else self.floor + self.margin
         high = None if self.ceiling is None else self.ceiling - self.margin
-        return _Collected(place.of, place.device, low, high)
+        return _Collected(controlled.heads, controlled.device, low, high)
 
     def loss(self) -> Tensor:
-        """The penalty of the forward passes since it was last asked, or since the last step; with its gradients,
-        float32 at least.
-        """
+        """The penalty of the forward passes since the last call of `loss` or `after_step`; float32 at least."""
         device = device_of(self.attached)
-        total = torch.stack(
-            [change.taken().to(device) for _, change in self._made if isinstance(change, _Collected)]
-        ).sum(0)
+        total = torch.stack([change.take_total().to(device) for _, change in self._changes]).sum(0)
         return self.weight * total[0] / total[1].clamp_min(1)
 
     def after_step(self) -> None:
         super().after_step()
-        for _, change in self._made:
-            assert isinstance(change, _Collected)
-            change.taken()
+        for _, change in self._changes:
+            change.take_total()
             change.calls = 0
 
 
 class _Collected(ForwardChange):
-    """Adds up what its module does: (sum of means, calls), one tensor, so that a compiled graph need not know how many
-    there were.
+    """Adds up the penalty of its module as (sum of means, number of calls).
+
+    That is one tensor, so that a compiled graph does not depend on the number of calls.
     """
 
     order = MEASURE
 
-    def __init__(self, of: Heads, device: torch.device, low: float | None, high: float | None) -> None:
-        self.of, self.low, self.high = of, low, high
-        self.none = torch.zeros(2, device=device)
-        self.total = self.none
+    def __init__(self, heads: Heads, device: torch.device, low: float | None, high: float | None) -> None:
+        self.heads, self.low, self.high = heads, low, high
+        self.zero = torch.zeros(2, device=device)
+        self.total = self.zero
         self.calls = 0  # since the last step; only counted where nothing is compiled
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Nothing, in a copy of a model: it changes no output, and nobody would ask the copy for what it collects."""
+        """Not carried by a copy of a model: it changes no output, and a copy has no control to read the penalty."""
         return type(None), ()
 
-    def taken(self) -> Tensor:
-        found, self.total = self.total, self.none
-        return found
+    def take_total(self) -> Tensor:
+        """The total so far, which begins anew."""
+        total, self.total = self.total, self.zero
+        return total
 
-    def __call__(self, asked: Asked) -> Asked:
-        if not (asked.module.training and torch.is_grad_enabled()):
-            return asked
-        penalty = self._penalty(asked)
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
+        if not (request.module.training and torch.is_grad_enabled()):
+            return request
+        penalty = self._penalty(request)
         if not torch.compiler.is_compiling():
-            if _again():
+            if _in_backward():
                 self._refuse_reentrant()
-                return asked
+                return request
             self.calls += 1
         self.total = self.total.to(penalty.device) + torch.stack([penalty, torch.ones_like(penalty)])
-        return asked
+        return request
 
-    def _penalty(self, asked: Asked) -> Tensor:
-        """Mean over the rows that count."""
-        entropy, visible = row_entropy(asked.call(), self.of.kind == "self")
+    def _penalty(self, request: AttentionRequest) -> Tensor:
+        """Mean over the rows that see more than one key."""
+        entropy, visible = row_entropy(request.call(), self.heads.kind == "self")
         counted = visible > 1
         ratio = entropy / torch.log(visible.clamp_min(2).to(entropy))
-        off = torch.zeros_like(ratio)
+        excess = torch.zeros_like(ratio)
         if self.low is not None:
-            off = off + torch.relu(self.low - ratio).square()
+            excess = excess + torch.relu(self.low - ratio).square()
         if self.high is not None:
-            off = off + torch.relu(ratio - self.high).square()
-        return torch.where(counted, off, 0.0).sum() / counted.sum().clamp_min(1)
+            excess = excess + torch.relu(ratio - self.high).square()
+        return torch.where(counted, excess, 0.0).sum() / counted.sum().clamp_min(1)
 
     def _refuse_reentrant(self) -> None:
         if not self.calls:
             raise LocaterError(
-                f"{self.of.name}: EntropyPenalty cannot follow reentrant activation checkpointing: "
+                f"{self.heads.name}: EntropyPenalty cannot follow reentrant activation checkpointing: "
                 "model.gradient_checkpointing_enable({'use_reentrant': False})"
             )
 
 
-def _again() -> bool:
-    """Whether this is the second forward pass of activation checkpointing, inside a backward pass."""
+def _in_backward() -> bool:
+    """Whether a backward pass is under way: then this is the second forward pass of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -1,42 +1,46 @@
 """What controls of the forward pass share. They act at the attention interface of transformers, under any backend.
 
-Whichever is attached first, what acts on one call comes in this order: QKNorm, Temperature, LogitSoftcap,
-EntropyPenalty; then `observe` and `Monitor` see the result. So a temperature is not normalised away, and entropy is
-that of the map which acts. A scan reads weights and knows of none of them.
+Changes to one call come in a fixed order, whichever control was attached first: QKNorm, Temperature, LogitSoftcap or
+SwapMechanism, EntropyPenalty. Then `observe` and `Monitor` see the result. So a temperature is not normalised away, and
+entropy is that of the attention map in use. A scan reads weights alone and sees none of these changes.
 
 Parameters of a control are its own: give `control.parameters()` to the optimizer, save `control.state_dict()` beside
 the model's, and average their gradients over ranks in a distributed run, since DDP and FSDP do not know of them.
 
 A copy of the model (`copy.deepcopy`, pickling, `torch.save(model)`, a running average) computes what the model
-computes: it carries what controls changed, with parameters of its own, and keeps it when the control is detached from
-the original. `carried(copy)` says what that is. `state_dict` holds nothing of it.
+computes. It carries the changes, with parameters of its own, and keeps them when the control is detached from the
+original. `carried(copy)` lists them. `state_dict` holds nothing of them.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from locater.attention import interface
-from locater.attention.changes import Change, changes, numbered, put, take
+from locater.attention.changes import AttentionChange, changes, numbered, put, take
 from locater.attention.stand_ins import CONTROL, instead, through
 from locater.checkpoints.weights import ModuleWeights
 from locater.control.base import Control, Layers, device_of, layers_numbered
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.families.layer import Kind
-from locater.observing import taps
+from locater.families.listening import refuse_unobservable
+from locater.families.registry import family_of
 
 logger = logging.getLogger("locater")
 NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module
-WORK = "GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, OPT, DeepSeek, BERT, T5, BART, Whisper, ViT, CLIP and their relatives do"
+SUPPORTED = (
+    "GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Gemma, Phi, OPT, DeepSeek, BERT, T5, BART, Whisper, ViT, CLIP "
+    "and their relatives do"
+)
 
 
 @dataclass(frozen=True)
@@ -57,54 +61,65 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A module whose attention a control changes."""
+class ControlledLayer:
+    """An attention layer that a control changes, and the module that computes it."""
 
     layer: AttentionLayer
     module: nn.Module
     device: torch.device
 
     @property
-    def of(self) -> Heads:
-        held = self.layer
-        return Heads(held.name, held.kind, held.heads, held.kv_heads, held.head_dim, held.scale, held.causal)
+    def heads(self) -> Heads:
+        layer = self.layer
+        return Heads(layer.name, layer.kind, layer.heads, layer.kv_heads, layer.head_dim, layer.scale, layer.causal)
 
     def parameter(self, values: Tensor, learn: bool) -> nn.Parameter:
-        """float32, where the module is."""
+        """A new parameter in float32, on the device of the module."""
         return nn.Parameter(values.to(self.device, torch.float32), requires_grad=learn)
 
 
-class ForwardChange(Change):
-    """A change with parameters by name. `of` says which layer's it is, `control` in words which control put it
-    there.
+class ForwardChange(AttentionChange):
+    """A change that a control has put on one attention module.
+
+    `control` is the control in words. `mechanism` is the name of the mechanism that the module attends by under this
+    change, and `cap` the soft-cap on its logits; None where the change leaves them alone.
     """
 
-    of: Heads
+    heads: Heads
     control = ""
+    mechanism: str | None = None
+    cap: float | None = None
 
     def named(self) -> dict[str, nn.Parameter]:
+        """Its parameters by name."""
         return {}
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Its own, in a copy of a model and in a saved one: without it that would be another model."""
+        """A copy of the model, or a saved one, has a copy of the change: without it that would be another model."""
         if any(p.requires_grad for p in self.named().values()):
-            _say_what_is_learned(self.control)
+            _warn_of_parameters(self.control)
         return _in_a_copy, (type(self), {name: value for name, value in vars(self).items() if name != "number"})
 
 
-def _in_a_copy(kind: type[ForwardChange], held: dict[str, Any]) -> ForwardChange:
+def _in_a_copy(kind: type[ForwardChange], attributes: dict[str, Any]) -> ForwardChange:
     change = kind.__new__(kind)
-    vars(change).update(held)
+    vars(change).update(attributes)
     interface.keep(numbered(change))
     return change
 
 
 @cache  # once for each kind of control
-def _say_what_is_learned(control: str) -> None:
+def _warn_of_parameters(control: str) -> None:
     logger.warning(
-        "%s: a copy of its model has parameters of it that are not among model.parameters(), so a running average does not move them: "
-        "average those of locater.control.carried(copy) too", control,
-    )  # fmt: skip
+        "%s: a copy of its model has parameters of it that are not among model.parameters(), so a running average "
+        "does not move them: average those of locater.control.carried(copy) too",
+        control,
+    )
+
+
+def forward_changes(module: nn.Module) -> list[ForwardChange]:
+    """What controls have put on an attention module, in the order in which it acts."""
+    return [change for change in changes(module) if isinstance(change, ForwardChange)]
 
 
 @dataclass(frozen=True)
@@ -117,63 +132,64 @@ class Carried:
 
 
 def carried(model: nn.Module) -> list[Carried]:
-    """What acts in the forward pass of a model and is not its own: of controls attached to it, or to the model it is a
-    copy of.
+    """Changes of controls that act in the forward pass of a model: attached to it, or to the model it is a copy of.
 
     >>> import copy
     >>> from locater.control import Temperature
     >>> from locater.train import Shape, Transformer
     >>> model = Transformer(Shape(width=16, heads=2, kv_heads=2, layers=1, hidden=24))
     >>> _ = Temperature(learn=False).attach(model)
-    >>> [(held.module, held.control) for held in carried(copy.deepcopy(model))]
+    >>> [(change.module, change.control) for change in carried(copy.deepcopy(model))]
     [('model.layers.0.self_attn', 'Temperature(init=1.0, learn=False, layers=None)')]
     """
-    found: list[Carried] = []
+    rows: list[Carried] = []
     for name, module in model.named_modules():
-        put_on = [change for change in changes(module) if isinstance(change, ForwardChange)]
-        found += [Carried(name, change.control, change.named()) for change in put_on]
-        words = (module, *vars(module).values())  # a parametrization, and what stands for a method
-        found += [Carried(name, vars(part)[CONTROL], {}) for part in words if CONTROL in getattr(part, "__dict__", ())]
-    return found
+        rows += [Carried(name, change.control, change.named()) for change in forward_changes(module)]
+        parts = (module, *vars(module).values())  # a parametrization, and what stands for a method
+        rows += [Carried(name, vars(part)[CONTROL], {}) for part in parts if CONTROL in getattr(part, "__dict__", ())]
+    return rows
 
 
-class ForwardControl(Control):
+Change = TypeVar("Change", bound=ForwardChange)
+
+
+class ForwardControl(Control, Generic[Change]):
     """A control that puts a change on each chosen attention module; `layers` are numbers as in a scan, all where
     None.
     """
 
-    layers: Layers = None
+    _changes: list[tuple[nn.Module, Change]]
 
-    def _change(self, place: Place) -> ForwardChange:
+    def _change(self, controlled: ControlledLayer) -> Change:
+        """The change for one layer; raises where the layer cannot have it."""
         raise NotImplementedError
 
     def _attach(self, model: nn.Module) -> None:
-        made = [(place.module, self._change(place)) for place in places(model, self.layers, type(self).__name__)]
+        layers = controlled_layers(model, self.layers, type(self).__name__)
+        new = [(layer.module, self._change(layer)) for layer in layers]
         interface.install()
-        self._made = made
-        for module, change in made:
+        self._changes = new
+        for module, change in new:
             change.control = repr(self)
             put(module, change)
         # a model compiled before looks at the forward of its parts, and not at the table of attention functions
-        self._undo = [instead(module, "forward", through) for module, _ in made]
+        self._undo = [instead(module, "forward", through) for module, _ in new]
 
     def _detach(self, model: nn.Module) -> None:
-        for module, change in self._made:
+        for module, change in self._changes:
             take(module, change)
         for undo in self._undo:
             undo()
-        interface.remove(change for _, change in self._made)
+        interface.remove(change for _, change in self._changes)
 
-    def __setstate__(self, held: dict[str, Any]) -> None:
-        """Copied together with its model, as a part of it may be: then it is the copy's control, and can be detached
-        from it.
-        """
-        vars(self).update(held)
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """A control that is copied together with its model, as an attribute of it, controls the copy."""
+        vars(self).update(attributes)
         if self.model is not None:
-            self._made = [(module, change) for module, change in self._made if change is not None]
-            if self._made:
+            self._changes = [(module, change) for module, change in self._changes if change is not None]
+            if self._changes:
                 interface.install()
-            else:  # what it puts on is not carried
+            else:  # this kind of change is not carried
                 self.model = None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -184,47 +200,48 @@ class ForwardControl(Control):
         """Its parameters by layer, to be saved beside those of the model."""
         return {name: p.detach() for name, p in self._named().items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Into an attached control of the same kind."""
-        held = self._named()
-        if held.keys() != state.keys() or any(held[name].shape != value.shape for name, value in state.items()):
+        parameters = self._named()
+        if parameters.keys() != state.keys() or any(parameters[name].shape != x.shape for name, x in state.items()):
             raise LocaterError(
                 f"{type(self).__name__}: this state is of other layers or heads than those it is attached to"
             )
-        with torch.no_grad():
-            for name, value in state.items():
-                held[name].copy_(value)
+        for name, value in state.items():
+            parameters[name].copy_(value)
 
     def _named(self) -> dict[str, nn.Parameter]:
         _ = self.attached
-        return {f"{change.of.name}.{name}": p for _, change in self._made for name, p in change.named().items()}
+        return {f"{change.heads.name}.{name}": p for _, change in self._changes for name, p in change.named().items()}
 
     def after_step(self) -> None:
-        if not any(change.called for _, change in self._made):
+        if not any(change.called for _, change in self._changes):
+            model = type(self.attached).__name__
             raise LocaterError(
-                f"{type(self).__name__}: a step has passed and attention of {type(self.attached).__name__} was not reached: "
+                f"{type(self).__name__}: a step has passed and attention of {model} was not reached: "
                 "run the model that was handed to attach(), under attn_implementation='sdpa' or 'eager'"
             )
 
 
-def places(model: nn.Module, chosen: Layers, who: str) -> list[Place]:
-    """Every chosen attention module once; raises where one is out of reach."""
-    weights = ModuleWeights(model)
-    held: dict[int, Place] = {}
+def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[ControlledLayer]:
+    """Every chosen attention module once; raises where one is out of reach. `control` is its name for the message."""
+    weights, family = ModuleWeights(model), family_of(model)
+    by_module: dict[int, ControlledLayer] = {}
     for layer in layers_numbered(attention_layers(model), chosen):
         module = weights.submodule(layer.name)
-        taps.refuse(module, layer.name)
-        if not _asks(module):
+        refuse_unobservable(module, family, layer.name)
+        if not _uses_interface(module):
             kind = type(module).__name__
             raise LocaterError(
-                f"{layer.name or kind}: {kind} does not pass the attention interface of transformers, where {who} acts; {WORK}. "
-                "A model that is part one and part other: layers=[...]"
+                f"{layer.name or kind}: {kind} does not pass the attention interface of transformers, where {control} "
+                f"acts; {SUPPORTED}. Where only some layers do: layers=[...]"
             )
-        held.setdefault(id(module), Place(layer, module, device_of(module)))
-    return list(held.values())
+        by_module.setdefault(id(module), ControlledLayer(layer, module, device_of(module)))
+    return list(by_module.values())
 
 
-def _asks(module: nn.Module) -> bool:
+def _uses_interface(module: nn.Module) -> bool:
     """Whether the code of a module takes its attention function from the table of transformers, in every case."""
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2 with an attention of its own
         return False
@@ -239,10 +256,11 @@ def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
                 yield code.co_names
 
 
-def per_head(values: Tensor, count: int, what: str, layer: Heads) -> Tensor:
-    """`values` (heads,), which must be as many as there are heads in the call."""
+def per_head(values: Tensor, count: int, side: str, layer: Heads) -> Tensor:
+    """`values` (heads,), which must be as many as there are heads in the call; `side` is "query" or "key"."""
     if len(values) != count:
         raise LocaterError(
-            f"{layer.name}: {count} {what} heads arrived and {len(values)} were expected; split heads are not controlled"
+            f"{layer.name}: {count} {side} heads arrived and {len(values)} were expected; "
+            "heads split over devices are not controlled"
         )
     return values

@@ -1,9 +1,8 @@
-"""Mimetic initialisation: start each head with the mean self-logit that training would give it. docs/theory.md section
-8.
+"""Mimetic initialisation: start each head with a mean self-logit such as training gives it. docs/theory.md section 8.
 
     W_K <- W_K + c W_Q    with c such that    M = s tr(W_Q^T W_K) = target
 
-Most of what LocAteR gains at toy size comes with this start, so every comparison should have it as an arm.
+Most of what LocAteR gains on toy models comes from this start, so a comparison should include it.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from locater.families import AttentionLayer, Projection, effective
 from locater.families.effective import folded
 from locater.families.normed import NormedProjection
 
-STEPS = 100  # of Newton's method; without a norm on the keys the first is exact
+STEPS = 100  # of Newton's method at most; without a norm on the keys the first step is exact
 
 
 class Mimetic(Control):
-    """Give every head the mean self-logit M = target when attached. An initialisation: `loss()` is zero, and `detach`
-    leaves the weights as training has made them since.
+    """Give every head the mean self-logit M = target when attached.
 
-    M is that of the effective map at offset 0, norms folded in. Heads that share a key share c, and get the target in
-    their mean. After Trockman and Kolter (2023), who copy a share of the spectrum; here the share is what the target
-    asks for.
+    This is an initialisation: `loss()` is zero, and `detach` leaves the weights as training has made them since. M is
+    that of the effective map at offset 0, norms folded in. Heads that share a key share c, and their mean M is the
+    target. After Trockman and Kolter (2023), who copy a share of the spectrum; here c is what the target needs.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
@@ -52,38 +50,36 @@ class Mimetic(Control):
         with torch.no_grad():
             for layer in layers:
                 check_writable(model, layer.name, _stored(layer.key, layer.name))
-            wanted = [self._key(layer) for layer in layers]  # all of them before any is written
-        for layer, weight in zip(layers, wanted, strict=True):
+            keys = [self._key(layer) for layer in layers]  # all of them before any is written
+        for layer, weight in zip(layers, keys, strict=True):
             rewrite(model, layer.name, partial(_stored, layer.key, layer.name), weight)
 
     def _key(self, layer: AttentionLayer) -> Tensor:
-        """The key map (K h, d) with which every group has the wanted mean."""
-        # (K, h, d)
-        query = (
-            _stored(layer.query, layer.name).weight().double().unflatten(0, (layer.kv_heads, layer.group, -1)).mean(1)
-        )
-        key = _stored(layer.key, layer.name).weight().double().unflatten(0, (layer.kv_heads, -1))
+        """The key map (K h, d) with which the mean self-logit of every group is the target."""
+        query, key = (_stored(part, layer.name).weight().double() for part in (layer.query, layer.key))
+        query = query.unflatten(0, (layer.kv_heads, layer.group, -1)).mean(1)  # (K, h, d)
+        key = key.unflatten(0, (layer.kv_heads, -1))
         share = torch.zeros(layer.kv_heads, dtype=torch.float64, device=key.device)
         for _ in range(STEPS):
             with torch.enable_grad():
                 share = share.detach().requires_grad_()
                 M = _mean_logits(layer, (key + share[:, None, None] * query).flatten(0, 1))
                 slope = torch.autograd.grad(M.sum(), share)[0]
-            off = (self.target - M).detach()
-            if float(off.abs().max()) <= 1e-9 * max(1.0, abs(self.target)):
+            missing = (self.target - M).detach()
+            if float(missing.abs().max()) <= 1e-9 * max(1.0, abs(self.target)):
                 return (key + share.detach()[:, None, None] * query).flatten(0, 1)
-            share = share.detach() + off / slope
+            share = share.detach() + missing / slope
             if not bool(share.isfinite().all()):
                 break
-        far = _mean_logits(layer, (key + (1e6 if self.target > 0 else -1e6) * query).flatten(0, 1))
+        limit = _mean_logits(layer, (key + (1e6 if self.target > 0 else -1e6) * query).flatten(0, 1))
         raise LocaterError(
             f"{layer.name}: norms on its queries and keys bound the self-logit that a share of the query map can give, "
-            f"to {float(far.abs().min()):.3g} here: target={self.target} is beyond it"
+            f"to {float(limit.abs().min()):.3g} here: target={self.target} is beyond it"
         )
 
 
 def _mean_logits(layer: AttentionLayer, key: Tensor) -> Tensor:
-    """M of each group (K,), were `key` (K h, d) its key map; float64."""
+    """M of each group (K,) with `key` (K h, d) as the key map; float64."""
     query = _stored(layer.query, layer.name).weight().double()
     maps = effective(replace(layer, query=_with(layer, layer.query, query), key=_with(layer, layer.key, key)))
     trace, _, _ = traces(maps.query, maps.key)
@@ -91,21 +87,20 @@ def _mean_logits(layer: AttentionLayer, key: Tensor) -> Tensor:
 
 
 def _with(layer: AttentionLayer, projection: Projection, weight: Tensor) -> Projection:
-    """A projection with another weight stored."""
+    """A projection with another weight in place of the stored one."""
     new = replace(_stored(projection, layer.name), weight=lambda: weight)
-    return (
-        replace(projection, down=new).linear(partial(folded, norm=layer.norm))
-        if isinstance(projection, NormedProjection)
-        else new
-    )
+    if isinstance(projection, NormedProjection):
+        return replace(projection, down=new).linear(partial(folded, norm=layer.norm))
+    return new
 
 
 def _stored(projection: Projection, name: str) -> Projection:
-    """The map in front of a norm on queries or keys: what is stored."""
+    """The stored map: the one before the norm, where there is a norm on queries or keys."""
     if not isinstance(projection, NormedProjection):
         return projection
     if projection.up is not None:
         raise LocaterError(
-            f"{name}: its keys pass a narrow latent, which has no room for a share of the query map: leave this layer out"
+            f"{name}: its keys pass a narrow latent, to which a share of the query map cannot be added: "
+            "leave this layer out"
         )
     return projection.down

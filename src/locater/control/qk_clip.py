@@ -9,7 +9,8 @@ in the paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, Projection, attention_layers
 from locater.families.normed import NormedProjection
 from locater.observing.observation import Observation
-from locater.observing.site import Wanted
+from locater.observing.tally import StatisticsOptions
 
 Part = Callable[[AttentionLayer], Projection]
 
@@ -30,10 +31,11 @@ class QKClip(Control):
     step.
 
     Heads that share a key are clipped through their queries alone, which reaches the limit without touching the others.
-    Latent attention (DeepSeek): sqrt(gamma) for the channels that do not turn, gamma for the query's rotary channels,
-    and the rotary key that all heads share stays. Models with norms on queries and keys are refused: the norm undoes
-    the scaling. So are logits with a position bias, relative terms or a soft cap, where scaling the maps does not scale
-    the logit. `clipped` counts the heads scaled so far. The optimizer's moments are left as they are.
+    Latent attention (DeepSeek): sqrt(gamma) for the channels without rotation, gamma for the query's rotary channels,
+    and the rotary key that all heads share is left as it is. Models with norms on queries and keys are refused: the
+    norm undoes the scaling. So are logits with a position bias, relative terms or a soft cap, where scaling the maps
+    does not scale the logit. `clipped` counts the heads scaled so far. The optimizer's moments are left as they are.
+    `detach` leaves the weights as they are.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
@@ -43,13 +45,16 @@ class QKClip(Control):
     >>> control.detach()
     """
 
+    needs_softmax = True
+    state_attributes = ("clipped", "step")
+
     def __init__(self, limit: float = 100.0, alpha: float = 0.5, every: int = 1) -> None:
         if limit <= 0:
             raise LocaterError(f"limit={limit}: a logit above 0")
         if not 0 <= alpha <= 1:
             raise LocaterError(f"alpha={alpha}: the queries' share of the scaling, from 0 to 1")
         if every < 1:
-            raise LocaterError(f"every={every}: count from 1, which looks at each step")
+            raise LocaterError(f"every={every}: a whole number from 1, which looks at each step")
         self.limit, self.alpha, self.every = limit, alpha, every
         self.clipped = self.step = 0
 
@@ -59,7 +64,7 @@ class QKClip(Control):
             for part in (_query, _key):
                 check_writable(model, layer.name, part(layer))
         self.clipped = self.step = 0
-        self.observation = Observation(model, Wanted(0), every=0)
+        self.observation = Observation(model, StatisticsOptions(0), every=0)
         self.observation.__enter__()
         self.observation.switch.on = True
 
@@ -68,34 +73,48 @@ class QKClip(Control):
         del self.observation
 
     def after_step(self) -> None:
-        model, seen = self.attached, self.observation
-        if seen.switch.on:
-            seen.reduce()
-            # (H,) of each layer; -inf where it was not called
-            tops = [site.maxima[:, 0].cpu().clone() for site in seen.sites]
-            if all(bool((top == -torch.inf).all()) for top in tops):
-                raise LocaterError(
-                    f"{type(model).__name__}: no training pass was seen since the last step, so no logit is known"
-                )
-            seen.clear()
-            for number, top in enumerate(tops):
-                # a head that has no finite logit is past what scaling can mend
-                over = top.isfinite() & (top > self.limit)
+        model = self.attached
+        if self.observation.switch.on:
+            for number, largest in enumerate(self._largest_logits()):
+                # a head whose largest logit is not finite cannot be mended by scaling
+                over = largest.isfinite() & (largest > self.limit)
                 if bool(over.any()):
-                    self._clip(model, number, torch.where(over, self.limit / top, torch.ones_like(top)).double())
+                    gamma = torch.where(over, self.limit / largest, torch.ones_like(largest)).double()
+                    self._clip(model, number, gamma)
                     self.clipped += int(over.sum())
         self.step += 1
-        seen.switch.on = self.step % self.every == 0
+        self._observe_if_due()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Into an attached control: `attach` begins to count anew."""
+        _ = self.attached
+        super().load_state_dict(state)
+        self._observe_if_due()
+
+    def _observe_if_due(self) -> None:
+        self.observation.switch.on = self.step % self.every == 0
+
+    def _largest_logits(self) -> list[Tensor]:
+        """Since the last step: (H,) of each layer, -inf where it was not called."""
+        model, observation = self.attached, self.observation
+        observation.reduce()
+        largest = [site.maxima[:, 0].cpu().clone() for site in observation.sites]
+        if all(bool((top == -torch.inf).all()) for top in largest):
+            raise LocaterError(
+                f"{type(model).__name__}: no training pass was seen since the last step, so no logit is known"
+            )
+        observation.clear()
+        return largest
 
     def _clip(self, model: nn.Module, number: int, gamma: Tensor) -> None:
-        """Scale the maps of one layer; `gamma` (H,) is 1 for heads that stay."""
+        """Scale the maps of one layer; `gamma` (H,) is 1 for heads that stay as they are."""
         layer = _layer(model, number)
-        turning = 0 if layer.rotary is None else layer.rotary.channels
+        rotated = 0 if layer.rotary is None else layer.rotary.channels
         if isinstance(layer.key, NormedProjection):  # latent attention: rotary channels come first
             query = gamma.sqrt()[:, None].repeat(1, layer.head_dim)
-            query[:, :turning] = gamma[:, None]
+            query[:, :rotated] = gamma[:, None]
             _scale(model, number, _query, query.flatten())
-            _scale(model, number, _key, gamma.sqrt().repeat_interleave(layer.head_dim - turning))
+            _scale(model, number, _key, gamma.sqrt().repeat_interleave(layer.head_dim - rotated))
         elif layer.group > 1:
             _scale(model, number, _query, gamma.repeat_interleave(layer.head_dim))
         else:
@@ -106,10 +125,10 @@ class QKClip(Control):
 def _scale(model: nn.Module, number: int, part: Part, factors: Tensor) -> None:
     """Multiply the rows of a map and its bias."""
     layer = _layer(model, number)
-    read = part(layer)
-    factors = factors.to(read.weight().device)
-    weight = (read.weight().detach().double() * factors[:, None]).to(read.weight().dtype)
-    bias = None if read.bias is None else (read.bias.detach().double() * factors).to(read.bias.dtype)
+    old = part(layer)
+    factors = factors.to(old.weight().device)
+    weight = (old.weight().detach().double() * factors[:, None]).to(old.weight().dtype)
+    bias = None if old.bias is None else (old.bias.detach().double() * factors).to(old.bias.dtype)
     rewrite(model, layer.name, lambda: part(_layer(model, number)), weight, bias)
 
 
@@ -134,17 +153,16 @@ def _last(projection: Projection) -> Projection:
 
 
 def _refuse(layer: AttentionLayer) -> None:
+    """Raise for a layer whose logits do not scale with its query and key maps."""
     normed = [part for part in (layer.query, layer.key) if isinstance(part, NormedProjection) and part.up is None]
     if layer.query_norm is not None or layer.key_norm is not None or normed:
         raise LocaterError(
-            f"{layer.name}: a norm follows its queries and keys, so scaling their maps changes nothing: QK-Clip is not for it"
+            f"{layer.name}: a norm follows its queries and keys, so scaling their maps changes nothing: "
+            "QK-Clip is not for it"
         )
-    for term, what in (
-        (layer.bias, "a position bias"),
-        (layer.relative, "relative terms"),
-        (layer.softcap, "a soft cap"),
-    ):
+    others = {"a position bias": layer.bias, "relative terms": layer.relative, "a soft cap": layer.softcap}
+    for name, term in others.items():
         if term is not None:
             raise LocaterError(
-                f"{layer.name}: its logits have {what}, so scaling its maps does not scale them: QK-Clip is not for it"
+                f"{layer.name}: its logits have {name}, so scaling its maps does not scale them: QK-Clip is not for it"
             )

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from locater.attention.changes import Asked
+from locater.attention.changes import AttentionRequest
 from locater.attention.qk_norm import NormKind, qk_norm
 from locater.control.base import Layers
-from locater.control.forward import NORM, ForwardChange, ForwardControl, Heads, Place, per_head
+from locater.control.forward import NORM, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
 from locater.control.rows import real_tokens
 from locater.errors import LocaterError
 
 
-class QKNorm(ForwardControl):
+class QKNorm(ForwardControl["_Normed"]):
     """q and k become g_q q / rms(q) and g_k k / rms(k), with one learned gain per query head and per key head.
 
     So |logit| <= scale head_dim |g_q g_k|, which is sqrt(head_dim) |g_q g_k| for the usual scale: `bounds()`. It acts
-    where queries meet keys, after rotation. One gain per head commutes with rotation, and rotation keeps lengths, so
-    the logits are those of a norm before it; gains per channel would not do. For the same reason `kind="layer"`, which
-    takes the mean over channels off first, is refused where there is rotation: it would make logits depend on absolute
+    on queries and keys after rotation. One gain per head commutes with rotation, and rotation keeps lengths, so the
+    logits are those of a norm before it; gains per channel would not commute. For the same reason `kind="layer"`, which
+    subtracts the mean over channels first, is refused where there is rotation: it would make logits depend on absolute
     positions.
 
-    `init="keep"` starts from the lengths that the first call of each layer brings (root mean square over its tokens,
-    padding left out), so that the scale of logits is kept; a number starts every gain there, 1.0 as in Qwen3. Keys come
-    out of a cache as they went in and are normalised at every call. Where a model scales its queries before the call
-    (OPT, Whisper), it is scaled again.
+    `init="keep"` starts from the lengths in the first call of each layer (root mean square over its tokens, without
+    padding), so that the scale of logits stays; that needs attention by a softmax. A number starts every gain there,
+    1.0 as in Qwen3. Keys are normalised at every call, those from a cache too. Where a model scales its queries before
+    the call (OPT, Whisper), the normalised queries are scaled in the same way.
 
     >>> QKNorm(init=1.0)
     QKNorm(kind='rms', learn=True, eps=1e-06, init=1.0, layers=None)
     """
+
+    precedes_mechanism = True
+    softmax_remedy = "give it init=1.0"
 
     def __init__(
         self,
@@ -52,63 +56,64 @@ class QKNorm(ForwardControl):
         if not (eps >= 0 and math.isfinite(eps)):
             raise LocaterError(f"eps={eps}: 0 or a little above")
         self.kind, self.learn, self.eps, self.init, self.layers = kind, learn, eps, init, layers
+        self.needs_softmax = init == "keep"
 
-    def _change(self, place: Place) -> ForwardChange:
-        layer, kind = place.layer, self.kind
+    def _change(self, controlled: ControlledLayer) -> _Normed:
+        layer, kind = controlled.layer, self.kind
         if kind == "layer" and layer.rotary is not None:
             raise LocaterError(
                 f"{layer.name}: kind='layer' after rotation would break relative positions; kind='rms' commutes with it"
             )
         start = 1.0 if isinstance(self.init, str) else self.init
-        gains = [place.parameter(torch.full((n,), start), self.learn) for n in (layer.heads, layer.kv_heads)]
-        return _Normed(place.of, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
+        gains = [controlled.parameter(torch.full((n,), start), self.learn) for n in (layer.heads, layer.kv_heads)]
+        return _Normed(controlled.heads, kind, self.eps, gains[0], gains[1], not isinstance(self.init, str))
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
-        for _, change in self._made:
-            assert isinstance(change, _Normed)
+        for _, change in self._changes:
             change.ready = True
 
     def bounds(self) -> dict[str, list[float]]:
-        """The largest |logit| there can be, of every head by layer; before the first call of `init="keep"` it is that
-        of gains of 1.
+        """The largest |logit| that is possible, for every head by layer; with `init="keep"`, gains are 1 before the
+        first call.
         """
         _ = self.attached
-        return {change.of.name: change.bound().tolist() for _, change in self._made if isinstance(change, _Normed)}
+        return {change.heads.name: change.bound().tolist() for _, change in self._changes}
 
 
 class _Normed(ForwardChange):
     order = NORM
 
     def __init__(
-        self, of: Heads, kind: NormKind, eps: float, query_gain: nn.Parameter, key_gain: nn.Parameter, ready: bool
+        self, heads: Heads, kind: NormKind, eps: float, query_gain: nn.Parameter, key_gain: nn.Parameter, ready: bool
     ) -> None:
-        self.of, self.kind, self.eps, self.ready = of, kind, eps, ready
+        self.heads, self.kind, self.eps = heads, kind, eps
+        self.ready = ready  # whether gains are set; if not, the first call sets them
         self.query_gain, self.key_gain = query_gain, key_gain
 
     def named(self) -> dict[str, nn.Parameter]:
         return {"query_gain": self.query_gain, "key_gain": self.key_gain}
 
     def bound(self) -> Tensor:
-        layer = self.of
+        layer = self.heads
         gains = self.query_gain.detach() * self.key_gain.detach().repeat_interleave(layer.group)
         return abs(layer.scale) * layer.head_dim * gains.abs()
 
-    def __call__(self, asked: Asked) -> Asked:
-        layer, q, k = self.of, asked.query, asked.key
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
+        layer, q, k = self.heads, request.query, request.key
         query_gain = per_head(self.query_gain, q.shape[1], "query", layer)
         key_gain = per_head(self.key_gain, k.shape[1], "key", layer)
-        again = layer.scale / asked.scale  # what the model has multiplied its queries by, which the norm takes off
+        prescale = layer.scale / request.scale  # by which the model has multiplied its queries; the norm undoes it
         if not self.ready:
             with torch.no_grad():
-                call = asked.call()
+                call = request.call()
                 rows, keys = real_tokens(call, layer.kind == "self")
-                query_gain.copy_(self._length(q, rows) / again)
+                query_gain.copy_(self._length(q, rows) / prescale)
                 key_gain.copy_(self._length(call.key, keys))
             self.ready = True
         return replace(
-            asked,
-            query=qk_norm(q, query_gain * again, self.kind, self.eps),
+            request,
+            query=qk_norm(q, query_gain * prescale, self.kind, self.eps),
             key=qk_norm(k, key_gain, self.kind, self.eps),
         )
 

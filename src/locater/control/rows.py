@@ -1,7 +1,7 @@
-"""Entropy of every row of an intercepted call, with gradients, and which rows count.
+"""Entropy of every row of an intercepted attention call, with gradients, and which tokens are padding.
 
-The numbers are those of `kernels.attention_entropy`. As an operator of its own it leaves a compiled model one graph,
-and gives the number of keys in sight from the same pass.
+The values are those of `kernels.attention_entropy`. As an operator of its own it stays in the graph of a compiled
+model, and returns the number of visible keys from the same pass.
 """
 
 from __future__ import annotations
@@ -12,49 +12,33 @@ import torch
 from torch import Tensor
 
 from locater.attention.call import Call
-from locater.kernels import Terms, attention_statistics, reference
+from locater.kernels import Terms, reference, row_statistics
 from locater.kernels.dispatch import default_backend
-from locater.kernels.terms import full_terms
 
 
 def row_entropy(call: Call, own: bool) -> tuple[Tensor, Tensor]:
-    """Entropy and number of visible keys, both (B, H, T); none visible in rows of padding. `own`: queries and keys are
-    the same tokens.
+    """Entropy and number of visible keys, both (B, H, T); rows of padding see none. `own`: queries and keys are the
+    same tokens.
 
     >>> x = torch.zeros(1, 1, 3, 4)
-    >>> entropy, visible = row_entropy(Call(x, x, 0.5, causal=True), own=True)
+    >>> entropy, visible = row_entropy(Call(x, x, Terms(0.5, causal=True)), own=True)
     >>> entropy.exp().round().flatten().tolist(), visible.flatten().tolist()
     ([1.0, 2.0, 3.0], [1, 2, 3])
     """
-    found = _rows(
-        call.query, call.key, own, call.scale, call.causal, call.window or 0, call.softcap or 0.0, call.padding,
-        call.documents, call.mask,
-        *(None if x is None else x.detach() for x in (call.bias, call.alibi, call.sinks)),
-    )  # fmt: skip
-    return found[0], found[1]
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in call.terms.flat()]
+    entropy, visible, _, _ = _rows(call.query, call.key, own, *arguments)
+    return entropy, visible
 
 
 def terms_of(call: Call) -> Terms:
-    """What decides its rows besides queries and keys."""
-    terms = Terms(
-        call.scale,
-        call.causal,
-        call.window,
-        call.softcap,
-        call.padding,
-        call.documents,
-        call.mask,
-        call.bias,
-        call.alibi,
-        call.sinks,
-    )
+    """The terms of a call, checked against the shapes of its queries and keys."""
     B, H, T, _ = call.query.shape
-    return full_terms(terms, B, H, T, call.key.shape[2])
+    return call.terms.checked(B, H, T, call.key.shape[2])
 
 
 def real_tokens(call: Call, own: bool) -> tuple[Tensor, Tensor]:
-    """Which queries (B, T) and keys (B, S) are no padding: a key is that no query may look at, and its query where they
-    are the same.
+    """Which queries (B, T) and keys (B, S) are tokens. A key that no query may look at is padding, and so is its query
+    where queries and keys are the same tokens.
     """
     return _real(call.query, call.key, own, terms_of(call))
 
@@ -68,42 +52,42 @@ def _real(q: Tensor, k: Tensor, own: bool, terms: Terms) -> tuple[Tensor, Tensor
         keys = keys & (terms.bias > -torch.inf).any(1).any(1)
     if terms.padding is not None:
         keys = keys & terms.padding
-    return keys if own and T == S else torch.ones(B, T, dtype=torch.bool, device=q.device), keys
+    queries = keys if own and T == S else torch.ones(B, T, dtype=torch.bool, device=q.device)
+    return queries, keys
 
 
-def _call(q: Tensor, k: Tensor, *given: Any) -> Call:
-    scale, causal, window, softcap, *tensors = given
-    return Call(q, k, scale, causal, window or None, softcap or None, *tensors)
-
-
-@torch.library.custom_op("locater::row_entropy", mutates_args=())
-def _rows(
-    q: Tensor, k: Tensor, own: bool, scale: float, causal: bool, window: int, softcap: float, padding: Tensor | None,
-    documents: Tensor | None, mask: Tensor | None, bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "locater::row_entropy",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, bool own, {Terms.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _rows(q: Tensor, k: Tensor, own: bool, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Entropy, visible keys, log-sum-exp and mass of every row."""
     with torch.autocast(q.device.type, enabled=False):
-        terms = terms_of(_call(q, k, scale, causal, window, softcap, padding, documents, mask, bias, alibi, sinks))
-        found = attention_statistics(q, k, extended=False, **vars(terms))
-        counted = _real(q, k, own, terms)[0][:, None]
-    visible = torch.where(counted, found.visible, 0)
-    return found.entropy.clone(), visible, found.log_sum_exp.clone(), found.row_mass.clone()
+        terms = terms_of(Call(q, k, Terms.from_flat(arguments)))
+        rows = row_statistics(q, k, terms, extended=False)
+        queries = _real(q, k, own, terms)[0][:, None]
+    visible = torch.where(queries, rows.visible, 0)
+    return rows.entropy.clone(), visible, rows.log_sum_exp.clone(), rows.row_mass.clone()
 
 
 @_rows.register_fake
-def _(q: Tensor, k: Tensor, *given: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     return row, torch.empty_like(row, dtype=torch.int64), torch.empty_like(row), torch.empty_like(row)
 
 
-@torch.library.custom_op("locater::row_entropy_gradient", mutates_args=())
+@torch.library.custom_op(
+    "locater::row_entropy_gradient",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor lse, Tensor entropy, Tensor mass, Tensor grad, "
+    f"{Terms.SCHEMA}) -> (Tensor, Tensor)",
+)
 def _gradient(
-    q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor, scale: float, causal: bool, window: int,
-    softcap: float, padding: Tensor | None, documents: Tensor | None, mask: Tensor | None, bias: Tensor | None, alibi: Tensor | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, mass: Tensor, grad: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        terms = terms_of(_call(q, k, scale, causal, window, softcap, padding, documents, mask, bias, alibi, sinks))
+        terms = terms_of(Call(q, k, Terms.from_flat(arguments)))
         if default_backend(q, terms) == "torch":
             return reference.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
         from locater.kernels import triton_kernels
@@ -112,23 +96,22 @@ def _gradient(
 
 
 @_gradient.register_fake
-def _(q: Tensor, k: Tensor, *given: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(
-        k, memory_format=torch.contiguous_format
-    )
+def _(q: Tensor, k: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    dq, dk = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+    return dq, dk
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, _, *given = inputs
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, _, *terms = inputs
     entropy, _, lse, mass = output
-    ctx.numbers = given[:4]  # scale, causal, window, softcap
-    ctx.save_for_backward(q, k, lse, entropy, mass, *given[4:])
+    ctx.numbers = terms[: Terms.NUMBERS]
+    ctx.save_for_backward(q, k, lse, entropy, mass, *terms[Terms.NUMBERS :])
 
 
 def _backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-    q, k, lse, entropy, mass, *given = ctx.saved_tensors
-    dq, dk = _gradient(q, k, lse, entropy, mass, grad, *ctx.numbers, *given)
-    return dq, dk, *(None,) * 11
+    q, k, lse, entropy, mass, *tensors = ctx.saved_tensors
+    dq, dk = _gradient(q, k, lse, entropy, mass, grad, *ctx.numbers, *tensors)
+    return dq, dk, *(None,) * (1 + Terms.ARGUMENTS)
 
 
-_rows.register_autograd(_backward, setup_context=_keep)
+_rows.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,8 +1,9 @@
 """sigma-Reparam (Zhai et al., ICML 2023): every linear map as its direction times a learned spectral norm.
 
-    W_hat = gamma W / sigma(W)        sigma = v^T W u        v = W u / |W u|,  u = W^T v / |W^T v|: one step per training pass
+    W_hat = gamma W / sigma(W)        sigma = v^T W u        v = W u / |W u|,  u = W^T v / |W^T v|
 
-u and v count as constants, sigma does not: gradients know that scaling W changes nothing.
+u and v make one step of power iteration per training pass. Gradients flow through sigma but not through u and v, so
+they are orthogonal to W: scaling W changes nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ Only = Literal["linear", "query-key"]
 
 
 class SigmaReparam(Control):
-    """Every linear map of the blocks that hold the chosen attention layers, or only query and key maps with
-    only="query-key".
+    """sigma-Reparam on every linear map of the blocks of the chosen attention layers, or on query and key maps alone
+    with only="query-key".
 
-    gamma="spectral" starts each gamma at the map's own norm, so that outputs do not change when attached (Apple's
-    PyTorch release); a number starts all of them there (the paper: 1.0). Attach before the optimizer is made, so that
-    it gets the gammas, and before torch.compile. A fused map has one gamma; experts stored as one tensor are left as
-    they are. `detach` leaves the weights that were in effect: outputs stay, and the names of parameters are as they
-    were. A copy of the model carries it, gammas included; pickling is refused.
+    gamma="spectral" starts each gamma at the map's own norm, so that attaching does not change outputs (Apple's PyTorch
+    release); a number starts all of them there (the paper: 1.0). Attach before the optimizer is made, so that it gets
+    the gammas, and before torch.compile. A fused map has one gamma; experts stored as one tensor are left as they are.
+    `detach` leaves the reparametrized weights: outputs stay the same, and parameters have their old names. A copy of
+    the model carries it, gammas included; pickling is refused.
+
+    Gammas are parameters of the model while it is attached, and part of its `state_dict`: `parameters()` is empty.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
@@ -55,16 +58,17 @@ class SigmaReparam(Control):
         self.layers, self.gamma, self.only = layers, gamma, only
 
     def _attach(self, model: nn.Module) -> None:
-        places = _places(model, self.layers, self.only)
-        made = next((place for place in places if parametrize.is_parametrized(place.module, place.attribute)), None)
-        if made is not None:
-            raise LocaterError(f"{made.name}: it is parametrized already: take that off first")
-        self.places = [(place, list(place.module._parameters)) for place in places]
+        tensors = _tensors(model, self.layers, self.only)
+        for tensor in tensors:
+            if parametrize.is_parametrized(tensor.module, tensor.attribute):
+                raise LocaterError(f"{tensor.name}: it is parametrized already: take that off first")
+        # with each tensor, the order of its module's parameters, which registering a parametrization changes
+        self.tensors = [(tensor, list(tensor.module._parameters)) for tensor in tensors]
         self.parts: list[SpectralScale] = []
-        for place in places:
-            part = SpectralScale(getattr(place.module, place.attribute).detach(), self.gamma)
+        for tensor in tensors:
+            part = SpectralScale(getattr(tensor.module, tensor.attribute).detach(), self.gamma)
             vars(part)[CONTROL] = repr(self)
-            parametrize.register_parametrization(place.module, place.attribute, part)
+            parametrize.register_parametrization(tensor.module, tensor.attribute, part)
             self.parts.append(part)
         self._hook = model.register_forward_pre_hook(self._before_pass)
 
@@ -73,37 +77,37 @@ class SigmaReparam(Control):
         pass.
         """
         if model.training:
-            for (place, _), part in zip(self.places, self.parts, strict=True):
-                part.advance(place.module.parametrizations[place.attribute].original)  # type: ignore[index,union-attr]
+            for (tensor, _), part in zip(self.tensors, self.parts, strict=True):
+                part.advance(tensor.module.parametrizations[tensor.attribute].original)  # type: ignore[index,union-attr]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the model has this one's copy as its hook."""
-        made = memo[id(self)] = type(self).__new__(type(self))
-        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        return made
+        """A copy of the model has a copy of this control as its hook."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.model is not None:
             raise LocaterError(
-                "SigmaReparam: a model under it cannot be pickled, since torch does not pickle parametrized modules: copy.deepcopy it, "
-                "save its state_dict(), or detach() first, which leaves its outputs as they are"
+                "SigmaReparam: a model under it cannot be pickled, since torch does not pickle parametrized modules: "
+                "copy.deepcopy it, save its state_dict(), or detach() first, which leaves its outputs as they are"
             )
         return super().__reduce_ex__(protocol)
 
     def _detach(self, model: nn.Module) -> None:
         self._hook.remove()
-        for place, _ in self.places:
-            _own_class(place.module)
-            parametrize.remove_parametrizations(place.module, place.attribute, leave_parametrized=True)
-        for place, order in self.places:  # optimizers and checkpoints go by the order
-            held = dict(place.module._parameters)
-            place.module._parameters.clear()
-            place.module._parameters.update({name: held[name] for name in order})
-        self.places, self.parts = [], []
+        for tensor, _ in self.tensors:
+            _own_class(tensor.module)
+            parametrize.remove_parametrizations(tensor.module, tensor.attribute, leave_parametrized=True)
+        for tensor, order in self.tensors:  # optimizers and checkpoints go by the order
+            parameters = dict(tensor.module._parameters)
+            tensor.module._parameters.clear()
+            tensor.module._parameters.update({name: parameters[name] for name in order})
+        self.tensors, self.parts = [], []
 
 
 class SpectralScale(nn.Module):
-    """W -> gamma W / sigma(W), a map of more than two axes as its first against the rest."""
+    """W -> gamma W / sigma(W). A tensor of more than two axes counts as a matrix of its first axis by the others."""
 
     def __init__(self, weight: Tensor, gamma: Literal["spectral"] | float) -> None:
         super().__init__()
@@ -125,7 +129,7 @@ class SpectralScale(nn.Module):
             return (self.gamma / self.sigma(upcast(weight).flatten(1)) * upcast(weight)).to(weight.dtype)
 
     def sigma(self, W: Tensor) -> Tensor:
-        # copies: the next pass changes them in place, maybe before this one's backward
+        # copies: the next forward pass changes u and v in place, perhaps before this one's backward pass
         return self.v.clone() @ (W @ self.u.clone())
 
     @torch.no_grad()
@@ -139,39 +143,44 @@ class SpectralScale(nn.Module):
 
 
 def _own_class(module: nn.Module) -> None:
-    """torch takes a parametrization off the class that it made for the module, which copies of the module share."""
+    """Give a module a class of its own. torch removes a parametrization from the class that it made for the module,
+    which copies of the module share.
+    """
     kind = type(module)
-    held = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    module.__class__ = type(kind.__name__, kind.__bases__, held)
+    members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    module.__class__ = type(kind.__name__, kind.__bases__, members)
 
 
-def _places(model: nn.Module, chosen: Layers, only: Only) -> list[LiveTensor]:
-    """Where the maps are, each once."""
+def _tensors(model: nn.Module, chosen: Layers, only: Only) -> list[LiveTensor]:
+    """The maps to reparametrize, each once."""
     weights = Recorder(model)
     layers = layers_numbered(layers_of(weights, config_of(model)), chosen)
-    weights.held.clear()  # what is read from here on are maps
+    weights.tensors.clear()  # all that is read from here on are maps
     for layer in layers:
         layer.query.weight(), layer.key.weight()
-    held = [weights.live_tensor(name) for name, tensor in weights.held.items() if tensor.ndim >= 2]
+    tensors = [weights.live_tensor(name) for name, value in weights.tensors.items() if value.ndim >= 2]
     if only == "linear":
-        held += [place for path in _blocks(model, weights, layers) for place in _linear(path, weights.submodule(path))]
-    once = {(id(place.module), place.attribute): place for place in held}
+        for path in _blocks(model, weights, layers):
+            tensors += _linear(path, weights.submodule(path))
+    once = {(id(tensor.module), tensor.attribute): tensor for tensor in tensors}
     return list(once.values())
 
 
 def _blocks(model: nn.Module, weights: Recorder, layers: list[AttentionLayer]) -> list[str]:
-    """Paths of the blocks that hold these layers; the attention module's parent where there is no list of blocks."""
-    wanted = {id(weights.submodule(layer.name)) for layer in layers}
-    names = [path for path, module in model.named_modules() if id(module) in wanted]
+    """Paths of the blocks of these layers; the attention module's parent where there is no list of blocks."""
+    modules = {id(weights.submodule(layer.name)) for layer in layers}
+    names = [path for path, module in model.named_modules() if id(module) in modules]
     blocks = list(dict.fromkeys(stream.name for stream in streams(model, names)))
-    return list(
-        dict.fromkeys(
-            next((b for b in blocks if f"{name}.".startswith(f"{b}.")), name.rpartition(".")[0]) for name in names
-        )
-    )
+
+    def block_of(name: str) -> str:
+        parent = name.rpartition(".")[0]
+        return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), parent)
+
+    return list(dict.fromkeys(map(block_of, names)))
 
 
 def _linear(path: str, block: nn.Module) -> list[LiveTensor]:
+    """Weights of the linear maps in a block."""
     parts = [(f"{path}.{name}", part) for name, part in block.named_modules()]
     return [
         LiveTensor(f"{name}.weight", p, "weight")

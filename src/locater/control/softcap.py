@@ -10,47 +10,51 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.attention import softcap_attention
-from locater.attention.changes import Asked, changes
+from locater.attention.changes import AttentionRequest
 from locater.control.base import Layers
-from locater.control.forward import CAP, ForwardChange, ForwardControl, Heads, Place
+from locater.control.forward import CAP, ControlledLayer, ForwardChange, ForwardControl, Heads, forward_changes
 from locater.control.rows import terms_of
 from locater.errors import LocaterError
 
 
-class LogitSoftcap(ForwardControl):
+class LogitSoftcap(ForwardControl["_Capped"]):
     """Logits become cap * tanh(logits / cap), after scale and position bias and before mask and softmax.
 
-    No logit exceeds the cap, so an entropy has a floor: logits in a range of 2 cap. The gradient of a logit vanishes as
-    it nears the cap. No fused kernel is used: attention is plain matrix products with a float32 softmax, T x T,
-    whatever implementation the model asks for. A model that caps already (Gemma 2) is refused.
+    No logit exceeds the cap, so logits have a range of 2 cap, and entropy cannot fall below what that allows. The
+    gradient of a logit vanishes as it nears the cap. No fused kernel is used: attention is plain matrix products with a
+    float32 softmax, T x T, whatever implementation the model is set to. A model that caps already (Gemma 2) is refused.
 
     >>> LogitSoftcap(cap=30.0)
     LogitSoftcap(cap=30.0, layers=None)
     """
+
+    needs_softmax = True
 
     def __init__(self, cap: float = 50.0, layers: Layers = None) -> None:
         if not (cap > 0 and math.isfinite(cap)):
             raise LocaterError(f"cap={cap}: a number above 0")
         self.cap, self.layers = cap, layers
 
-    def _change(self, place: Place) -> ForwardChange:
-        held = [c.cap for c in changes(place.module) if isinstance(c, _Capped)]
-        already = place.layer.softcap if place.layer.softcap is not None else next(iter(held), None)
+    def _change(self, controlled: ControlledLayer) -> _Capped:
+        caps = [controlled.layer.softcap, *(change.cap for change in forward_changes(controlled.module))]
+        already = next((cap for cap in caps if cap is not None), None)
         if already is not None:
             raise LocaterError(
-                f"{place.layer.name}: its logits are capped at {already} already, and two caps are not one"
+                f"{controlled.layer.name}: its logits are capped at {already} already: a second cap is not supported"
             )
-        return _Capped(place.of, self.cap)
+        return _Capped(controlled.heads, self.cap)
 
 
 class _Capped(ForwardChange):
     order = CAP
 
-    def __init__(self, of: Heads, cap: float) -> None:
-        self.of, self.cap = of, cap
+    cap: float
 
-    def __call__(self, asked: Asked) -> Asked:
-        return replace(asked, kw={**asked.kw, "softcap": self.cap}, attend=partial(_attend, asked.name))
+    def __init__(self, heads: Heads, cap: float) -> None:
+        self.heads, self.cap = heads, cap
+
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
+        return replace(request, kw={**request.kw, "softcap": self.cap}, attend=partial(_attend, request.name))
 
 
 def _attend(
@@ -64,8 +68,8 @@ def _attend(
     dropout: float = 0.0,
     **kw: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Stands for the attention function called `name`. Maps are returned where that one would, under eager."""
-    call = Asked(module, name, _attend, query, key, mask, kw).call()
+    """In the place of the attention function called `name`. Like that one, it returns attention maps under eager."""
+    call = AttentionRequest(module, name, _attend, query, key, mask, kw).call()
     S = call.key.shape[2]
     added = mask[..., :S] if isinstance(mask, Tensor) and mask.is_floating_point() and mask.ndim == 4 else None
     out, weights = softcap_attention(

@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from locater.attention.changes import Asked
+from locater.attention.changes import AttentionRequest
 from locater.control.base import Layers
-from locater.control.forward import TEMPERATURE, ForwardChange, ForwardControl, Heads, Place, per_head
+from locater.control.forward import TEMPERATURE, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
 from locater.errors import LocaterError
 
 
-class Temperature(ForwardControl):
+class Temperature(ForwardControl["_Divided"]):
     """q.k becomes q.k / t_h, with log t_h learned for every head.
 
-    Queries are divided by t, in float32, so any backend and any cache will do. Position biases (T5), sinks and a
-    soft-cap come after it and are not divided. Above 1 it spreads attention, below 1 it sharpens.
+    Queries are divided by t, in float32, so it works with any backend and any cache. Position biases (T5), sinks and a
+    soft-cap come later and are not divided. A temperature above 1 spreads attention, below 1 it sharpens it.
 
         control = locater.Temperature().attach(model)
         optimizer = torch.optim.AdamW([*model.parameters(), *control.parameters()])
@@ -32,8 +32,9 @@ class Temperature(ForwardControl):
             raise LocaterError(f"init={init}: a temperature is a number above 0")
         self.init, self.learn, self.layers = init, learn, layers
 
-    def _change(self, place: Place) -> ForwardChange:
-        return _Divided(place.of, place.parameter(torch.full((place.layer.heads,), math.log(self.init)), self.learn))
+    def _change(self, controlled: ControlledLayer) -> _Divided:
+        log_t = torch.full((controlled.layer.heads,), math.log(self.init))
+        return _Divided(controlled.heads, controlled.parameter(log_t, self.learn))
 
     def temperatures(self) -> dict[str, list[float]]:
         """t of every head, by layer."""
@@ -43,14 +44,14 @@ class Temperature(ForwardControl):
 class _Divided(ForwardChange):
     order = TEMPERATURE
 
-    def __init__(self, of: Heads, log_t: nn.Parameter) -> None:
-        self.of, self.log_t = of, log_t
+    def __init__(self, heads: Heads, log_t: nn.Parameter) -> None:
+        self.heads, self.log_t = heads, log_t
 
     def named(self) -> dict[str, nn.Parameter]:
         return {"log_t": self.log_t}
 
-    def __call__(self, asked: Asked) -> Asked:
-        q = asked.query
-        log_t = per_head(self.log_t, q.shape[1], "query", self.of).to(q.device)
-        # float32 is what half precision times float32 is made in
-        return replace(asked, query=(q * torch.exp(-log_t)[:, None, None]).to(q.dtype))
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
+        q = request.query
+        log_t = per_head(self.log_t, q.shape[1], "query", self.heads).to(q.device)
+        # log_t is float32, so half-precision queries are multiplied in float32
+        return replace(request, query=(q * torch.exp(-log_t)[:, None, None]).to(q.dtype))

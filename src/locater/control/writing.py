@@ -1,9 +1,9 @@
 """Change a head's query or key map in place, whatever its layout: fused, interleaved, transposed, grouped, sharded.
 
 `projection.weight()` is a selection of parameter entries, W = J theta with one 1 in each row of J. So J^T applied to
-the wanted W, a vector-Jacobian product, puts each of its entries where it belongs, and J^T applied to ones says which
-entries those are. What was written is read again; a map that is more than a selection (an adapter, a parametrization)
-is put back and refused.
+the new W, a vector-Jacobian product, puts each of its entries where it belongs, and J^T applied to ones marks these
+entries. The result is read back. A map that is more than a selection (an adapter, a parametrization) does not come
+back as it was written: then the parameters are restored and the map is refused.
 """
 
 from __future__ import annotations
@@ -17,58 +17,61 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.families import Projection
 
-Read = Callable[[], Projection]  # reads a projection anew: its bias is what it was when it was read
+Read = Callable[[], Projection]  # reads a projection anew, since a bias is read when its projection is
 
 
 def rewrite(model: nn.Module, name: str, read: Read, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
     """Set the weight (out, in) and the bias (out,) of the projection that `read()` gives; None leaves one as it is.
 
     >>> layer = nn.Linear(2, 2)
-    >>> rewrite(layer, "layer", lambda: Projection(lambda: layer.weight.flip(0), (2, 2)), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> def read():
+    ...     return Projection(lambda: layer.weight.flip(0), (2, 2))
+    >>> rewrite(layer, "layer", read, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     >>> layer.weight.tolist()
     [[3.0, 4.0], [1.0, 2.0]]
     """
-    for wanted, part in ((weight, _weight), (bias, _bias)):
-        if wanted is not None:
-            _write(model, name, lambda part=part: part(read()), wanted)  # type: ignore[misc]
+    for new, part in ((weight, _weight), (bias, _bias)):
+        if new is not None:
+            _write(model, name, lambda part=part: part(read()), new)  # type: ignore[misc]
 
 
 def check_writable(model: nn.Module, name: str, projection: Projection) -> None:
-    """Refuse a projection whose weight `rewrite` would refuse; changes nothing."""
+    """Refuse a projection whose weight `rewrite` would refuse. The weight is written as it is."""
     rewrite(model, name, lambda: projection, projection.weight().detach().clone())
 
 
-def _write(model: nn.Module, name: str, read: Callable[[], Tensor], wanted: Tensor) -> None:
+def _write(model: nn.Module, name: str, read: Callable[[], Tensor], new: Tensor) -> None:
     leaves = [leaf for leaf in model.parameters() if leaf.is_floating_point()]
     with _differentiable(leaves):
-        held = read()
-        wanted = wanted.detach().to(held)
-        if not held.requires_grad:
+        current = read()
+        new = new.detach().to(current)
+        if not current.requires_grad:
             raise LocaterError(
-                f"{name}: its query and key maps hold no parameter of the model, so there is nothing to write to"
+                f"{name}: its query and key maps are made of no parameter of the model, so nothing can be written"
             )
-        placed = torch.autograd.grad(held, leaves, wanted, allow_unused=True, retain_graph=True)
-        chosen = torch.autograd.grad(held, leaves, torch.ones_like(held), allow_unused=True)
-    moved = [
-        (leaf, leaf.detach().clone(), x, at)
-        for leaf, x, at in zip(leaves, placed, chosen, strict=True)
-        if x is not None
+        placed = torch.autograd.grad(current, leaves, new, allow_unused=True, retain_graph=True)
+        marked = torch.autograd.grad(current, leaves, torch.ones_like(current), allow_unused=True)
+    changed = [
+        (leaf, leaf.detach().clone(), values, mark)
+        for leaf, values, mark in zip(leaves, placed, marked, strict=True)
+        if values is not None
     ]
     with torch.no_grad():
-        for leaf, before, x, at in moved:
-            leaf.copy_(torch.where(at != 0, x.to(leaf.dtype), before))
-        if torch.equal(read(), wanted):
+        for leaf, before, values, mark in changed:
+            leaf.copy_(torch.where(mark != 0, values.to(leaf.dtype), before))
+        if torch.equal(read(), new):
             return
-        for leaf, before, _, _ in moved:
+        for leaf, before, _, _ in changed:
             leaf.copy_(before)
     raise LocaterError(
-        f"{name}: its query and key maps are more than stored parameters (an adapter or a parametrization is on them): take it off first"
+        f"{name}: its query and key maps are more than stored parameters "
+        "(an adapter or a parametrization is on them): take it off first"
     )
 
 
 @contextmanager
 def _differentiable(leaves: list[nn.Parameter]) -> Iterator[None]:
-    """Frozen parameters count as trained, and gradients are on, for a while."""
+    """Inside, gradients are on and frozen parameters have them too."""
     frozen = [leaf for leaf in leaves if not leaf.requires_grad]
     for leaf in frozen:
         leaf.requires_grad_(True)

@@ -1,6 +1,6 @@
-"""What reaches the output from where."""
+"""The output of a model as a sum over paths through its heads."""
 
+from locater.explain.decomposing import decompose
 from locater.explain.paths import ByLength, HeadShares, Path, Paths
-from locater.explain.reading import decompose
 
 __all__ = ["ByLength", "HeadShares", "Path", "Paths", "decompose"]

@@ -17,8 +17,8 @@ INPUT, CONSTANTS, MLP = range(3)
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """gain * (x - mean) * factor, with `factor` (B, T, 1) one over each token's deviation as it was; `shift` is what it
-    adds.
+    """gain * (x - mean) * factor. `factor` (B, T, 1) is one over each token's deviation as it was. `shift` is the
+    norm's bias, which is added apart.
     """
 
     factor: Tensor
@@ -39,7 +39,7 @@ class Heads:
     value: Float[Tensor, "K h d"]
     out: Float[Tensor, "H h d"]
     before: FrozenNorm | None
-    constant: Float[Tensor, "K h"]  # what values are made of besides x: W_V shift + bias
+    constant: Float[Tensor, "K h"]  # the part of the values that does not come from x: W_V shift + bias
 
     @property
     def count(self) -> int:
@@ -85,7 +85,7 @@ class Gates:
     up: Tensor  # (f, d)
     down: Tensor  # (d, f)
     before: FrozenNorm | None
-    constant: Tensor  # (B, T, f): of the hidden units' values, what does not come from x
+    constant: Tensor  # (B, T, f): the part of the hidden units' values that does not come from x
     count: int = 1
 
     def all(self, x: Tensor) -> Tensor:
@@ -103,7 +103,11 @@ class Gates:
 
 @dataclass(frozen=True)
 class Step:
-    """x -> after(x + branches + what is added). `longer` is what passing a branch adds to a path's length."""
+    """x -> after(x + out(branches(x) + bias + observed)).
+
+    A path takes the skip or one of the branches. `longer` is the length that passing one of `branches` adds to a path.
+    `beside` is one more branch, the MLP of a parallel block, which reads the same x and adds no length.
+    """
 
     name: str
     branches: Heads | Gates | None = None
@@ -111,33 +115,73 @@ class Step:
     bias: Tensor | None = None  # (d,)
     observed: Tensor | None = None  # (B, T, d): an MLP's output
     after: FrozenNorm | None = None
+    out: FrozenNorm | None = None
+    beside: Gates | None = None
+
+    @property
+    def choices(self) -> int:
+        """Branches that a path may take, numbered from 0; the MLP of a parallel block is the last."""
+        return 0 if self.branches is None else self.branches.count + (self.beside is not None)
+
+    def one(self, x: Tensor, choice: int) -> Tensor:
+        """Through one branch."""
+        assert self.branches is not None
+        if choice == self.branches.count:
+            assert self.beside is not None
+            return normed(self.out, self.beside.one(x, 0))
+        return normed(self.out, self.branches.one(x, choice))
+
+    def each(self, x: Tensor) -> Tensor:
+        """The output of each of `branches`, with its constant part: (H, B, T, d) of x (B, T, d)."""
+        assert self.branches is not None
+        return normed(self.after, normed(self.out, self.branches.each(x[None])[:, 0] + self.branches.offsets()))
 
     def onward(self, x: Tensor) -> Tensor:
-        """All ways through the step, without what is added."""
-        return normed(self.after, x if self.branches is None else x + self.branches.all(x))
+        """All ways through the step, without constants and observed outputs."""
+        if self.branches is None:
+            return normed(self.after, x)
+        passed = self.branches.all(x)
+        if self.beside is not None:
+            passed = passed + self.beside.all(x)
+        return normed(self.after, x + normed(self.out, passed))
 
     def replay(self, x: Tensor) -> Tensor:
-        """What the model did: all ways, and all that is added."""
-        if self.branches is not None:
-            x = x + self.branches.all(x) + self.branches.offsets().sum(0)
-        x = normed(self.after, sum((held for held in (self.bias, self.observed) if held is not None), x))
-        return x if self.after is None or self.after.shift is None else x + self.after.shift
+        """The model's own step: all ways, constants and observed outputs."""
+        y = x
+        for branch in (self.branches, self.beside):
+            if branch is not None:
+                y = y + normed(self.out, branch.all(x)) + normed(self.out, branch.offsets().sum(0))
+        for term in (self.bias, self.observed):
+            y = y if term is None else y + normed(self.out, term)
+        return _shifted(self.after, normed(self.after, _shifted(self.out, y)))
 
     def grown(self, state: Tensor) -> Tensor:
         """The same for paths sorted by origin and length: (origins, lengths, B, T, d)."""
+        before = state
         if self.branches is not None:
-            passed = self.branches.all(state.flatten(0, 1)).view_as(state)
-            passed[CONSTANTS, 0] += self.branches.offsets().sum(0)
+            passed = self._passed(self.branches, before)
             none = torch.zeros_like(state[:, : self.longer])
             state = torch.cat([state, none], 1) + torch.cat([none, passed], 1)
+        if self.beside is not None:
+            state[:, : before.shape[1]] += self._passed(self.beside, before)
         if self.bias is not None:
-            state[CONSTANTS, 0] += self.bias
+            state[CONSTANTS, 0] += normed(self.out, self.bias)
         if self.observed is not None:
-            state[MLP, 0] += self.observed
+            state[MLP, 0] += normed(self.out, self.observed)
+        state[CONSTANTS, 0] = _shifted(self.out, state[CONSTANTS, 0])
         state = normed(self.after, state)
-        if self.after is not None and self.after.shift is not None:
-            state[CONSTANTS, 0] += self.after.shift
+        state[CONSTANTS, 0] = _shifted(self.after, state[CONSTANTS, 0])
         return state
+
+    def _passed(self, branch: Heads | Gates, state: Tensor) -> Tensor:
+        """All of `state` through a branch; its constant part starts there."""
+        passed = normed(self.out, branch.all(state.flatten(0, 1))).view_as(state)
+        passed[CONSTANTS, 0] += normed(self.out, branch.offsets().sum(0))
+        return passed
+
+
+def _shifted(norm: FrozenNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None or norm.shift is None else x + norm.shift
 
 
 def normed(norm: FrozenNorm | None, x: Tensor) -> Tensor:

@@ -4,21 +4,23 @@ them.
 For one input everything that is not linear is frozen as it was: attention maps A_h and the denominators of norms. Then
 a layer is
 
-    x  ->  x + sum_h A_h N(x) W_h + b          (pre-norm; a post-norm layer puts its frozen norm around the whole)
+    x  ->  x + sum_h A_h N(x) W_h + b          (pre-norm; in a post-norm layer a frozen norm follows the sum)
 
 and the output is a sum over paths: in each layer the skip or one head (Dong, Cordonnier, Loukas 2021). A path's length
-is the number of heads it passes. It starts at one of three origins, kept apart because their sum is the output and none
-of them alone:
+is the number of heads it passes. It starts at one of three origins, which are reported apart because only their sum is
+the output:
 
-    input       what enters the first block
-    constants   biases and shifts of norms, each at its own layer; a value bias or a shift in front of attention has passed a head
-    mlp         outputs of MLPs as they were, each at its own layer (mlp="source")
+    input       the stream that enters the first block
+    constants   biases and shifts of norms, each from its own layer on; a value bias, or a shift in front of attention,
+                has passed a head
+    mlp         outputs of MLPs as they were, each from its own layer on (mlp="source")
 
-An MLP is not linear. With mlp="source", the default, its output is a vector that starts a path: what went into it ends
+An MLP is not linear. With mlp="source", the default, its output is a vector that starts a path: paths into it end
 there, and the paths of the input are those of attention alone, [H + skip]^L as in the paper. With mlp="linear" the
 ratio of each hidden unit's value to its pre-activation is frozen (the gate of SwiGLU; Phi(z) of GELU), and the MLP is a
 branch that paths may take, beside the skip; lengths still count heads. Both sums are exact. A block whose MLP was taken
-out has no such step.
+out has no such step. In a parallel block, where attention and MLP read the same stream, a path takes the skip, one head
+or the MLP.
 
 Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at
 once.
@@ -39,14 +41,15 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.explain.frozen import CONSTANTS, INPUT, MLP, Step, normed
 
-# one entry per step of `Paths.steps`: None is the skip, a number the head; an MLP is number 0
+# one entry per step of `Paths.steps`: None is the skip, a number the head. An MLP is number 0 of its own step; in a
+# parallel block it comes after the last head.
 Path = Sequence[int | None]
 AT_ONCE = 32  # paths that are walked together
 
 
 @dataclass(frozen=True)
 class ByLength:
-    """What all paths of each length bring, by origin; each (L + 1, B, T, d), with the number of heads passed first."""
+    """The sum over all paths of each length, by origin; each (L + 1, B, T, d), the number of heads passed first."""
 
     input: Tensor
     constants: Tensor
@@ -60,8 +63,8 @@ class ByLength:
 
 @dataclass(frozen=True)
 class HeadShares:
-    """What passes through each head, of all that arrives: (L, H). A path passes several heads, so shares do not sum to
-    1.
+    """The share of the output that passes through each head: (L, H). A path passes several heads, so shares do not sum
+    to 1.
     """
 
     norm: Tensor  # |c| / |y|
@@ -80,13 +83,13 @@ class HeadShares:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Paths:
-    """A model, frozen at one input. Made by `decompose`. It shares the model's weights: ask before these are trained
-    on.
+    """A model, frozen at one input; `decompose` returns it. It shares the model's weights: use it before they are
+    trained further.
     """
 
     name: str
-    input: Float[Tensor, "B T d"]  # what enters the first block
-    output: Float[Tensor, "B T d"]  # what the model itself made of it
+    input: Float[Tensor, "B T d"]  # the stream that enters the first block
+    output: Float[Tensor, "B T d"]  # the model's own output
     real: Bool[Tensor, "B T"]  # tokens that are not padding
     frozen: Sequence[Step]
     # (B, T, d) in front of each frozen step, replayed; the last is the end
@@ -114,17 +117,19 @@ class Paths:
 
     @property
     def gap(self) -> float:
-        """|sum of all paths - output| / |output| over real tokens: rounding, if the layout is right."""
+        """|sum of all paths - output| / |output| over real tokens: rounding, if the record of the block is right."""
         miss = (self.streams[-1] - self.output)[self.real]
         return float(miss.norm() / self.output[self.real].norm())
 
     def count(self, length: int) -> int:
-        """Paths of that length from the input: C(L, k) H^k, times 2 for every MLP that is a branch."""
+        """Paths of that length from the input: C(L, k) H^k, times the ways past and through MLPs that are branches."""
         self._check_length(length)
-        return math.comb(self.layers, length) * self.heads**length * 2 ** (len(self.steps) - self.layers)
+        beside = sum(step.beside is not None for step in self.steps)  # all attention layers or none
+        past = 2 ** (self.layers - length) if beside else 1
+        return math.comb(self.layers, length) * self.heads**length * past * 2 ** (len(self.steps) - self.layers)
 
     def contribution(self, path: Path) -> Float[Tensor, "B T d"]:
-        """What one path brings from the input to the output."""
+        """The contribution of one path from the input to the output."""
         return self.contributions([path])[0]
 
     def contributions(self, paths: Sequence[Path]) -> Float[Tensor, "n B T d"]:
@@ -138,19 +143,19 @@ class Paths:
                 at += 1
                 for choice in sorted({path[at] for path in paths} - {None}, key=int):  # type: ignore[arg-type]
                     rows = [row for row, path in enumerate(paths) if path[at] == choice]
-                    x[rows] = step.branches.one(x[rows], choice)  # type: ignore[arg-type]
+                    x[rows] = step.one(x[rows], choice)  # type: ignore[arg-type]
             x = normed(step.after, x)
         return x
 
     def sum_of(self, paths: Sequence[Path]) -> Float[Tensor, "B T d"]:
-        """What several paths bring together; a path that is named twice counts twice."""
+        """The sum of several paths; a path that is named twice counts twice."""
         total = torch.zeros_like(self.input)
         for start in range(0, len(paths), AT_ONCE):
             total += self.contributions(paths[start : start + AT_ONCE]).sum(0)
         return total
 
     def by_length(self) -> ByLength:
-        """What all paths of length 0, 1, ..., L bring, without listing them: partial sums by length are carried from
+        """The sums over all paths of length 0, 1, ..., L, without listing them: partial sums by length are carried from
         step to step.
         """
         state = self.input.new_zeros(3, 1, *self.input.shape)
@@ -174,7 +179,7 @@ class Paths:
         return self.sum_of(self.sample(length, n, seed))
 
     def through(self, layer: int, head: int) -> Float[Tensor, "B T d"]:
-        """What all paths that pass a head bring, from every origin."""
+        """The sum over all paths that pass a head, from every origin."""
         if not (0 <= layer < self.layers and 0 <= head < self.heads):
             raise LocaterError(
                 f"layer {layer}, head {head}: there are {self.layers} layers of {self.heads} heads, numbered from 0"
@@ -182,7 +187,7 @@ class Paths:
         return self._through(layer)[head]
 
     def through_heads(self, tokens: Bool[Tensor, "B T"] | None = None) -> HeadShares:
-        """How much of the output passes each head, over `tokens` (all real ones unless given)."""
+        """How much of the output passes each head, over `tokens` (by default all real ones)."""
         tokens = self.real if tokens is None else tokens
         y = self.output[tokens]
         norms, projections = [], []
@@ -195,21 +200,24 @@ class Paths:
     def _through(self, layer: int) -> Tensor:
         """(H, B, T, d): each head's output, carried to the end by all ways."""
         at = [i for i, step in enumerate(self.frozen) if step.longer][layer]
-        step = self.frozen[at]
-        assert step.branches is not None
-        x = normed(step.after, step.branches.each(self.streams[at][None])[:, 0] + step.branches.offsets())
+        x = self.frozen[at].each(self.streams[at])
         for later in self.frozen[at + 1 :]:
             x = later.onward(x)
         return x
 
     def _drawn(self, length: int, draw: random.Random) -> tuple[int | None, ...]:
-        visited = iter(kept := [False] * self.layers)
+        passes = [False] * self.layers  # whether the path passes a head, layer by layer
         for layer in draw.sample(range(self.layers), length):
-            kept[layer] = True
-        return tuple(
-            (draw.randrange(self.heads) if next(visited) else None) if step.longer else draw.choice((None, 0))
-            for step in self.steps
-        )
+            passes[layer] = True
+        rest = iter(passes)
+        return tuple(self._choice(step, bool(step.longer) and next(rest), draw) for step in self.steps)
+
+    def _choice(self, step: Step, passes: bool, draw: random.Random) -> int | None:
+        if passes:
+            return draw.randrange(self.heads)
+        if step.longer and step.beside is None:
+            return None
+        return draw.choice((None, step.choices - 1))
 
     def _check_length(self, length: int) -> None:
         if not 0 <= length <= self.layers:
@@ -222,8 +230,7 @@ class Paths:
                 f"path {list(path)}: {self.name} has {len(steps)} steps, and a path names a head or None for each"
             )
         for step, choice in zip(steps, path, strict=True):
-            count = 0 if step.branches is None else step.branches.count
-            if choice is not None and not 0 <= choice < count:
+            if choice is not None and not 0 <= choice < step.choices:
                 raise LocaterError(
-                    f"path {list(path)}: {step.name} has {count} branches, numbered from 0; None is the skip"
+                    f"path {list(path)}: {step.name} has {step.choices} branches, numbered from 0; None is the skip"
                 )

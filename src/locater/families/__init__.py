@@ -1,16 +1,20 @@
-"""Where the heads are: one file per model family, one record for what they find."""
+"""Where the heads are: one file and one `Family` record per architecture, one `AttentionLayer` per attention layer."""
 
 from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import Weights
 from locater.families.effective import Effective, Tokens, effective
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
-from locater.families.registry import attention_layers, families, layers_of, register
+from locater.families.reading import attention_layers, layers_of
+from locater.families.record import Block, Family
+from locater.families.registry import families, register
 from locater.families.rotary import Rotary, rotary_from_config
 
 __all__ = [
     "AttentionLayer",
+    "Block",
     "Effective",
+    "Family",
     "Norm",
     "Projection",
     "Rotary",

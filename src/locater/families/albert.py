@@ -1,11 +1,10 @@
 """ALBERT: one layer's parameters serve many depths. Every head is yielded once, not once per depth.
 
-`num_hidden_groups` x `inner_group_num` attention modules exist, and their heads are what there is to count, to train or
-to control. What differs between the calls of a module is the norm that its input came out of. A group that is called
-repeatedly reads its own closing norm each time but the first, so that norm is the one recorded: `x` enters it. The
-first call is the exception: it reads the norm of the group before, or at depth 0 the embeddings, which are widened
-after their norm. To follow that call, `dataclasses.replace` the norm: with `Norm()`, `x` is what attention itself is
-given.
+There are `num_hidden_groups` x `inner_group_num` attention modules, and each of their heads is counted once. The calls
+of a module differ in the norm that made their input. A group that is called repeatedly reads its own closing norm each
+time but the first, so that norm is the one recorded: `x` enters it. The first call reads the norm of the group before,
+or at depth 0 the embeddings, which are widened after their norm. To follow that call, `dataclasses.replace` the norm:
+with `Norm()`, `x` is the input of attention itself.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from locater.checkpoints.weights import Weights, numbered
 from locater.families.build import expect, expect_layers, integer, norm, projection
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("albert",)
 PATTERN = (
     r"(?P<stack>(?P<prefix>(.*\.)?)albert_layer_groups)\.(?P<layer>\d+)\."
     r"albert_layers\.(?P<inner>\d+)\.attention\.query\.weight"
@@ -29,10 +28,10 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim, eps = width // heads, config.get("layer_norm_eps", 1e-12)
     inner = config.get("inner_group_num", 1)
-    found = sorted((m["stack"], int(m["layer"]), int(m["inner"])) for m, _ in numbered(weights, PATTERN))
+    places = sorted((m["stack"], int(m["layer"]), int(m["inner"])) for m, _ in numbered(weights, PATTERN))
     modules = "num_hidden_groups x inner_group_num"
-    expect_layers(weights, len(found), {modules: config.get("num_hidden_groups", 1) * inner}, modules)
-    for stack, group, step in found:
+    expect_layers(weights, len(places), {modules: config.get("num_hidden_groups", 1) * inner}, modules)
+    for stack, group, step in places:
         block = f"{stack}.{group}.albert_layers.{step}"
         stem = f"{block}.attention"
         query, key = projection(weights, f"{stem}.query"), projection(weights, f"{stem}.key")
@@ -68,3 +67,14 @@ def block_before(group: int, step: int, inner: int, config: Config) -> str | Non
     calls = sum(int(depth / (depths / groups)) == group for depth in range(depths))
     last = group if calls > 1 else group - 1
     return f"{last}.albert_layers.{inner - 1}" if last >= 0 else None
+
+
+BLOCK = Block(
+    attention="attention",
+    after_attention="attention.LayerNorm",
+    after_mlp="full_layer_layer_norm",
+    up="ffn",
+    down="ffn_output",
+    added="attention.output_dropout",  # the attention module adds its skip itself
+)
+FAMILY = Family(("albert",), layers, BLOCK)

@@ -10,8 +10,8 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.encoder_decoder import encoder_decoder_layers
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("bart",)
 LARGE = {
     "d_model": 1024,
     "encoder_layers": 12,
@@ -23,3 +23,14 @@ LARGE = {
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     yield from encoder_decoder_layers(weights, {**LARGE, **config}, norm_first=False)
+
+
+BLOCK = Block(
+    attention="self_attn",
+    after_attention="self_attn_layer_norm",
+    after_mlp="final_layer_norm",
+    other_norms=("encoder_attn_layer_norm",),
+    up="fc1",
+    down="fc2",
+)
+FAMILY = Family(("bart",), layers, BLOCK)

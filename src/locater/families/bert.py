@@ -2,7 +2,7 @@
 ELECTRA.
 
 As an encoder or a decoder, with cross-attention where it was added. A small ELECTRA widens its embeddings after their
-norm, so no norm stands right before its layer 0: `x` is there what attention itself is given.
+norm, so no norm stands right before its layer 0: there `x` is the input of attention itself.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import replace
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import norm, projection
-from locater.families.encoder import BERT, encoder_layers
+from locater.families.encoder import BERT, BERT_BLOCK, encoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
-
-MODEL_TYPES = ("bert", "camembert", "electra", "roberta", "xlm-roberta")
+from locater.families.record import Family
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -41,3 +40,6 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
                 norm=norm(weights, f"{block}.attention.output.LayerNorm", "layer", eps),
                 kind="cross",
             )
+
+
+FAMILY = Family(("bert", "camembert", "electra", "roberta", "xlm-roberta"), layers, BERT_BLOCK)

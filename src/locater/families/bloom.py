@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+from torch import nn
+
+from locater.attention.call import Call
+from locater.attention.stand_ins import Passage, Undo, along, cached
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights, numbered
+from locater.errors import LocaterError
 from locater.families.bias import Alibi, alibi_slopes
 from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
 from locater.families.gpt_neox import per_head
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
+from locater.kernels import Terms
 
-MODEL_TYPES = ("bloom",)
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 
 
@@ -23,9 +30,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     heads = integer(config, weights, "n_head", "num_attention_heads")
     width = integer(config, weights, "n_embed", "hidden_size")  # the old name wins where both are given
     head_dim = width // heads
-    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "n_layer", "num_hidden_layers")
-    for prefix, index, name in found:
+    matches = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(matches), config, "n_layer", "num_hidden_layers")
+    for prefix, index, name in matches:
         block = f"{prefix}h.{index}"
         stem = f"{block}.self_attention"
         expect(
@@ -50,3 +57,41 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             bias=Alibi(alibi_slopes(heads)),
             causal=True,
         )
+
+
+BLOCK = Block(
+    attention="self_attention",
+    before_attention="input_layernorm",
+    before_mlp="post_attention_layernorm",
+    up="mlp.dense_h_to_4h",  # the module `mlp` adds the skip itself
+    down="mlp.dense_4h_to_h",
+    stack="h",
+    final="ln_f",
+)
+
+
+def block(config: Config) -> Block:
+    if config.get("apply_residual_connection_post_layernorm"):
+        raise LocaterError("apply_residual_connection_post_layernorm takes the skip after the norm: not supported")
+    if config.get("slow_but_exact") and (config.get("pretraining_tp") or 1) > 1:
+        raise LocaterError("slow_but_exact multiplies outside of the block's modules: set it to false")
+    return BLOCK
+
+
+def tap(module: nn.Module) -> Iterator[Undo]:
+    """ALiBi, mask and cache are arguments of the call."""
+    yield from along(module, _described, outputs=["query_key_value"], inputs=["dense"])
+
+
+def _described(module: Any, passage: Passage) -> Call:
+    q, k, _ = module._reshape(passage.tensors["query_key_value"])
+    alibi = passage.argument(2, "alibi").detach()
+    k = cached(module, passage.argument(4, "layer_past"), k, alibi.shape[-1])
+    bias = module.beta * alibi.view(q.shape[0], module.num_heads, 1, -1)
+    output = passage.heads("dense", module.num_heads)  # not called with slow_but_exact
+    call = Call(q, k, Terms(float(module.inv_norm_factor), bias=bias), output)
+    mask = passage.argument(3, "attention_mask")
+    return call if mask is None else call.masked(mask.detach())
+
+
+FAMILY = Family(("bloom",), layers, block, tap)

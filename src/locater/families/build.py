@@ -30,11 +30,12 @@ def projection(weights: Weights, stem: str, rows: Rows | None = None) -> Project
 
 
 def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None = None) -> Projection:
-    """The map stored as `name`, (out, in); read when it is called for."""
+    """The map stored as `name`, (out, in); read when it is needed."""
     shape = shape_of(weights, name)
     if len(shape) != 2:
         raise LocaterError(
-            f"{weights.where}: {name} has shape {list(shape)}; a query or key map has two axes, and so have values and outputs"
+            f"{weights.where}: {name} has shape {list(shape)}; "
+            "a query or key map has two axes, and so have values and outputs"
         )
     stem = name.removesuffix(".weight")
     scales = [
@@ -44,14 +45,15 @@ def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None =
     ]
     if scales:
         raise LocaterError(
-            f"{weights.where}: {name} is quantised ({scales[0]} scales it): dequantise the checkpoint first (to bfloat16)"
+            f"{weights.where}: {name} is quantised ({scales[0]} scales it): "
+            "dequantise the checkpoint first (to bfloat16)"
         )
     out = shape[0] if rows is None else sum(b - a for a, b in rows)
     return Projection(lambda: read_floats(weights, name, rows), (out, shape[1]), bias)
 
 
 def read_floats(weights: Weights, name: str, rows: Rows | None = None) -> Tensor:
-    """A big tensor, refused where its numbers are not what they seem."""
+    """A big tensor; refused where it is quantised."""
     tensor = weights.read(name, rows)
     if not tensor.is_floating_point():
         raise LocaterError(
@@ -77,7 +79,8 @@ def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float 
     bias = first(weights, f"{stem}.bias", f"{stem}.beta")
     if gain is None and affine:
         raise LocaterError(
-            f"{weights.where}: the gain {stem}.weight is missing; the checkpoint is incomplete or of another architecture"
+            f"{weights.where}: the gain {stem}.weight is missing; "
+            "the checkpoint is incomplete or of another architecture"
         )
     return Norm(kind, upcast(gain) + offset if gain is not None and offset else gain, bias, eps)
 
@@ -93,9 +96,9 @@ def rescaled(weights: Weights, out: Projection | None, name: str) -> Projection 
 
 def first(weights: Weights, *names: str) -> Tensor | None:
     for name in names:
-        found = optional(weights, name)
-        if found is not None:
-            return found
+        tensor = optional(weights, name)
+        if tensor is not None:
+            return tensor
     return None
 
 
@@ -114,7 +117,8 @@ def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
             return value
         if value is not None:
             raise LocaterError(
-                f"{weights.where}: its configuration says {key} = {value!r}, not a positive whole number: {remedy(weights)}"
+                f"{weights.where}: its configuration says {key} = {value!r}, "
+                f"not a positive whole number: {remedy(weights)}"
             )
     kind = config.get("model_type")
     raise LocaterError(
@@ -123,7 +127,7 @@ def integer(config: Mapping[str, Any], weights: Weights, *keys: str) -> int:
 
 
 def expect(weights: Weights, name: str, got: tuple[int, ...], want: tuple[int, ...], why: str) -> None:
-    """Refuse a tensor whose shape is not what the configuration says."""
+    """Refuse a tensor whose shape contradicts the configuration."""
     if got != want:
         raise LocaterError(
             f"{weights.where}: {name} has shape {list(got)} but the configuration says {list(want)} ({why})"
@@ -131,8 +135,9 @@ def expect(weights: Weights, name: str, got: tuple[int, ...], want: tuple[int, .
 
 
 def check_layer(weights: Weights, layer: AttentionLayer) -> None:
-    """Refuse gains and biases that do not fit their maps (one of a single number would spread over all channels without
-    a word), and settings that are no numbers."""
+    """Refuse gains and biases that do not fit their maps, and settings that are no numbers. A gain of a single number
+    would otherwise spread over all channels unnoticed.
+    """
     width, norms = layer.query.shape[1], [(layer.query_norm, layer.head_dim), (layer.key_norm, layer.head_dim)]
     norms += [(layer.norm, width), (layer.memory_norm, layer.key.shape[1])]
     vectors = [(tensor, size) for norm, size in norms if norm is not None for tensor in (norm.gain, norm.bias)]
@@ -164,10 +169,10 @@ def check_layer(weights: Weights, layer: AttentionLayer) -> None:
         )
 
 
-def expect_layers(weights: Weights, found: int, config: Mapping[str, Any], *keys: str) -> None:
+def expect_layers(weights: Weights, count: int, config: Mapping[str, Any], *keys: str) -> None:
     """Refuse a checkpoint with another number of layers than its configuration."""
     want = integer(config, weights, *keys)
-    if found != want:
+    if count != want:
         raise LocaterError(
-            f"{weights.where}: holds {found} attention layers but the configuration says {want} ({keys[0]})"
+            f"{weights.where}: holds {count} attention layers but the configuration says {want} ({keys[0]})"
         )

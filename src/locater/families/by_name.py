@@ -1,4 +1,4 @@
-"""Heads of an architecture that nobody described: the user names the query and key tensors. Gains are not folded."""
+"""Heads of an unknown architecture: the user names the query and key tensors. Gains are not folded."""
 
 from __future__ import annotations
 
@@ -35,21 +35,27 @@ def layers_by_name(
         groups = kv_heads or k.shape[0] // head_dim
         if groups == 0 or groups * head_dim != k.shape[0] or heads % groups or q.shape[1] != k.shape[1]:
             raise LocaterError(
-                f"{weights.where}: {k_name} has shape {list(k.shape)}, which does not fit {heads} query heads of size {head_dim} "
-                f"on width {q.shape[1]}: change --heads"
+                f"{weights.where}: {k_name} has shape {list(k.shape)}, "
+                f"which does not fit {heads} query heads of size {head_dim} on width {q.shape[1]}: change --heads"
             )
         yield AttentionLayer(
-            name=q_name.removesuffix(".weight"), index=index, heads=heads, kv_heads=groups, head_dim=head_dim,
-            query=q, key=k, scale=head_dim**-0.5,
-        )  # fmt: skip
+            name=q_name.removesuffix(".weight"),
+            index=index,
+            heads=heads,
+            kv_heads=groups,
+            head_dim=head_dim,
+            query=q,
+            key=k,
+            scale=head_dim**-0.5,
+        )
 
 
 def _matches(weights: Weights, pattern: str, option: str) -> dict[tuple[str, ...], str]:
     expression = "(.+?)".join(re.escape(part) for part in pattern.split("*"))
-    found = {m.groups(): name for name in weights.names() if (m := re.fullmatch(expression, name))}
-    if not found:
+    names = {m.groups(): name for name in weights.names() if (m := re.fullmatch(expression, name))}
+    if not names:
         raise LocaterError(f"{weights.where}: no tensor matches {option} {pattern!r}; there are {examples(weights)}")
-    return found
+    return names
 
 
 def examples(weights: Weights, most: int = 6) -> str:

@@ -12,8 +12,8 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights, numbered
 from locater.families.build import expect, expect_layers, integer, norm, projection
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("clip", "clip_text_model", "clip_vision_model")
 TEXT = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 12, "layer_norm_eps": 1e-5}
 VISION = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-5}
 PATTERN = r"encoder\.layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
@@ -33,8 +33,8 @@ def towers(weights: Weights, config: Config, text: Config, vision: Config) -> It
         yield single[1], r"(.*\.)?", {**(text if single[1] == "text" else vision), **config}
         return
     pairs = [
-        (name, rf"(.*\.)?{name}_model\.", sub_config(config, name, held))
-        for name, held in (("text", text), ("vision", vision))
+        (name, rf"(.*\.)?{name}_model\.", sub_config(config, name, defaults))
+        for name, defaults in (("text", text), ("vision", vision))
     ]
     there = [pair for pair in pairs if any(re.match(pair[1] + PATTERN, tensor) for tensor in weights.names())]
     # a model for classification has one tower; where there is none, reading the first says so
@@ -42,20 +42,20 @@ def towers(weights: Weights, config: Config, text: Config, vision: Config) -> It
 
 
 def sub_config(config: Config, name: str, defaults: Config) -> Config:
-    """Settings of one tower. Where an old file has `text_config_dict` as well as `text_config`, the former rules,
-    whole.
+    """Settings of one tower. Old files may have both `text_config_dict` and `text_config`: then only the former is
+    used.
     """
-    held: dict[str, Any] | None = config.get(f"{name}_config_dict")
-    return {**defaults, **((config.get(f"{name}_config") or {}) if held is None else held)}
+    old: dict[str, Any] | None = config.get(f"{name}_config_dict")
+    return {**defaults, **((config.get(f"{name}_config") or {}) if old is None else old)}
 
 
 def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) -> Iterator[AttentionLayer]:
     """Layers of one tower; `prefix` is a pattern."""
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim = width // heads
-    found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, f"(?P<prefix>{prefix}){PATTERN}")]
-    expect_layers(weights, len(found), config, "num_hidden_layers")
-    for where, index in found:
+    matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, f"(?P<prefix>{prefix}){PATTERN}")]
+    expect_layers(weights, len(matches), config, "num_hidden_layers")
+    for where, index in matches:
         block = f"{where}encoder.layers.{index}"
         stem = f"{block}.self_attn"
         query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")
@@ -81,3 +81,16 @@ def tower_layers(weights: Weights, config: Config, prefix: str, causal: bool) ->
             norm=norm(weights, f"{block}.layer_norm1", "layer", config["layer_norm_eps"]),
             causal=causal,
         )
+
+
+TOWER_BLOCK = Block(
+    attention="self_attn",
+    before_attention="layer_norm1",
+    before_mlp="layer_norm2",
+    mlp="mlp",
+    up="mlp.fc1",
+    down="mlp.fc2",
+    stack="encoder.layers",
+    final=("final_layer_norm",),  # of the text tower: post_layernorm of the other sees the pooled token alone
+)
+FAMILY = Family(("clip", "clip_text_model", "clip_vision_model"), layers, TOWER_BLOCK)

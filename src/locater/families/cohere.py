@@ -12,13 +12,12 @@ from dataclasses import replace
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import norm, within_heads
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
 from locater.families.normed import normed
+from locater.families.record import Family
 from locater.families.rotary import halves
-
-MODEL_TYPES = ("cohere", "cohere2")
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -48,3 +47,7 @@ def _window(config: Config, index: int) -> int | None:
         types[index] == "sliding_attention" if types else (index + 1) % (config.get("sliding_window_pattern") or 4)
     )
     return config.get("sliding_window", 4096) if sliding else None
+
+
+BLOCK = replace(LLAMA_BLOCK, norm="layer", before_mlp=None, parallel=True)
+FAMILY = Family(("cohere", "cohere2"), layers, BLOCK)

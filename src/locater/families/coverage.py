@@ -1,9 +1,8 @@
-"""What looks like attention in a source, so that no part of a model is read as the whole of it.
+"""Modules that look like attention, so that no part of a model is read as the whole of it.
 
 A reader knows the attention that it knows. The rest of a model, a second tower or layers of another kind, would be left
-out without a word. So the modules that look like attention are found once more here, by the names of their tensors (a
-query map beside a key map, or one map for both) and, in a live model, by their class; those that no layer stands for
-are named.
+out unnoticed. So this module searches once more for attention, by the names of tensors (a query map beside a key map,
+or one map for both) and, in a live model, by class. Modules that no layer was read from are named.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ SHOWN = 4  # kinds of unread modules that a message names
 
 
 def attention_like(weights: Weights) -> list[str]:
-    """Paths of what looks like attention, in order; the source itself has the path ""."""
-    found = set(_by_tensors(weights))
+    """Paths of modules that look like attention, in order; the source itself has the path ""."""
+    paths = set(_by_tensors(weights))
     if isinstance(weights, ModuleWeights):
-        found |= set(_by_class(weights, found))
-    return sorted(found, key=lambda path: natural(path.split(".")))
+        paths |= set(_by_class(weights, paths))
+    return sorted(paths, key=lambda path: natural(path.split(".")))
 
 
 def unread(weights: Weights, read: Iterable[str], deep: int | None = None) -> list[str]:
-    """Those of `attention_like` that none of the paths `read` stands for: the same module, a part of it, or one that
-    holds it.
+    """The modules of `attention_like` that are not in `read`, neither themselves nor a part of them nor a module around
+    them.
 
-    Checkpoints may hold layers beyond the number `deep` that their configuration says, which predict further tokens and
-    which the model does not run: they are not counted.
+    Layers of a checkpoint beyond the number `deep` of its configuration are not counted: they predict further tokens,
+    and the model does not run them.
     """
     read = set(read)
     if "" in read:
@@ -90,17 +89,17 @@ def _places(name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(path of the attention that a tensor may belong to, names of which one must be there too); a fused map needs
     none.
     """
-    found: list[tuple[str, tuple[str, ...]]] = []
+    places: list[tuple[str, tuple[str, ...]]] = []
     parts = name.split(".")
     for at, part in enumerate(parts):
         path, rest = ".".join(parts[:at]), parts[at + 1 :]
         if FUSED.fullmatch(part):
-            found.append((path, ()))
+            places.append((path, ()))
         elif match := QUERY.fullmatch(part):
             before, word, after = match.groups()
             others = [_cased(partner, word) for partner in PARTNERS[word.lower()]]
-            found.append((path, tuple(".".join([*parts[:at], f"{before}{other}{after}", *rest]) for other in others)))
-    return tuple(found)
+            places.append((path, tuple(".".join([*parts[:at], f"{before}{other}{after}", *rest]) for other in others)))
+    return tuple(places)
 
 
 def _cased(word: str, like: str) -> str:
@@ -108,8 +107,8 @@ def _cased(word: str, like: str) -> str:
 
 
 def _by_class(weights: ModuleWeights, known: Collection[str]) -> Iterator[str]:
-    """Modules called attention that have a number of heads and two maps or more, unless they hold one of those
-    `known`.
+    """Modules called attention that have a number of heads and two maps or more, unless one of the
+    modules `known` is inside.
     """
     above = {path[:at] for path in known for at in _ends(path)}
     for path, module in weights.modules().items():

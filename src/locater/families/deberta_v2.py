@@ -9,20 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from locater.attention.call import Call
+from locater.attention.listeners import listening
+from locater.attention.stand_ins import Passage, Undo, along, instead
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import expect, integer, norm, projection, shape_of
-from locater.families.encoder import Names, encoder_layers
+from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
+from locater.families.record import Family
 from locater.families.relative import RelativeTerms
+from locater.kernels import Terms
 from locater.numerics import upcast
 
-MODEL_TYPES = ("deberta-v2",)
 NAMES = Names(
     "encoder.layer",
     "attention.self.query_proj",
@@ -83,8 +89,8 @@ def _code(weights: Weights, config: Config, encoder: str, width: int) -> Callabl
 
 
 def bucket(distances: Tensor, buckets: int, farthest: int) -> Tensor:
-    """Near distances exactly, those beyond half the buckets by logarithm up to `farthest`; float32 as in the model, for
-    equal rounding.
+    """Near distances exactly, those beyond half the buckets by logarithm up to `farthest`; in float32, to round as the
+    model does.
     """
     half = buckets // 2
     reach = torch.log(torch.tensor((farthest - 1) / half, device=distances.device))
@@ -95,3 +101,35 @@ def bucket(distances: Tensor, buckets: int, farthest: int) -> Tensor:
 def _listed(setting: str | list[str]) -> list[str]:
     """Settings that are lists, or were once written as "c2p|p2c"."""
     return [part.strip() for part in setting.lower().split("|")] if isinstance(setting, str) else setting
+
+
+def tap(module: nn.Module) -> Iterator[Undo]:
+    """Position terms are taken from the module's own method: in training their table passes a dropout on the way."""
+    positions: dict[str, Tensor] = {}
+    yield from along(module, partial(_described, positions), outputs=["query_proj", "key_proj"])
+    yield instead(module, "disentangled_attention_bias", partial(_keep_terms, positions))
+
+
+def _keep_terms(
+    positions: dict[str, Tensor], module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    terms = method(*args, **kwargs)
+    if isinstance(terms, Tensor) and listening(module):  # the number 0 where no kind of term is configured
+        positions["bias"] = terms.detach()
+    return terms
+
+
+def _described(positions: dict[str, Tensor], module: Any, passage: Passage) -> Call:
+    heads = module.num_attention_heads
+    q, k = (passage.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("query_proj", "key_proj"))
+    parts = 1 + ("c2p" in module.pos_att_type) + ("p2c" in module.pos_att_type)
+    bias = positions.pop("bias", None)
+    terms = Terms(
+        (q.shape[-1] * parts) ** -0.5,
+        bias=None if bias is None else bias.unflatten(0, (-1, heads)),
+        mask=passage.argument(1, "attention_mask").bool(),
+    )
+    return Call(q, k, terms, passage.returned[0].detach().unflatten(-1, (heads, -1)))
+
+
+FAMILY = Family(("deberta-v2",), layers, BERT_BLOCK, tap)

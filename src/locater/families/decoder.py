@@ -1,6 +1,6 @@
 """The shape that most decoders share: separate q, k, v and o maps, RMSNorm in front, rotary positions, grouped keys.
 
-Not a family: family files start from `decoder_layers` and replace what differs.
+Not a family: family files start from `decoder_layers` and `LLAMA_BLOCK` and replace the parts that differ.
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ from locater.checkpoints.weights import Weights, numbered
 from locater.families.build import expect, expect_layers, integer, norm, projection
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
+from locater.families.record import Block
 from locater.families.rotary import rotary_from_config
 
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
+LLAMA_BLOCK = Block(
+    attention="self_attn",
+    norm="rms",
+    before_attention="input_layernorm",
+    before_mlp="post_attention_layernorm",
+    mlp="mlp",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+    final="norm",
+)
 
 
 def decoder_layers(
@@ -31,9 +42,9 @@ def decoder_layers(
     kv_heads = config.get("num_key_value_heads") or heads
     width = integer(config, weights, "hidden_size")
     head_dim = config.get("head_dim") or width // heads
-    found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
-    expect_layers(weights, len(found), config, "num_hidden_layers")
-    for prefix, index in found:
+    matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
+    expect_layers(weights, len(matches), config, "num_hidden_layers")
+    for prefix, index in matches:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
         query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")

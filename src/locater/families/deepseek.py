@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Rows, Weights, numbered
 from locater.families.build import expect, expect_layers, integer, norm, projection, within_heads
+from locater.families.decoder import LLAMA_BLOCK
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
 from locater.families.normed import normed
+from locater.families.record import Family
 from locater.families.rotary import halves, rotary_from_config, yarn_scale
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.kv_b_proj\.weight"
 LATENT_EPS = 1e-6
 
@@ -27,7 +28,7 @@ class _Sizes:
     heads: int
     width: int
     still: int  # channels of a head that do not turn
-    turning: int  # and those that do
+    turning: int  # channels of a head that turn
     value: int
     rank: int  # of the latent of keys and values
 
@@ -42,11 +43,11 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         config.get("kv_lora_rank", 512),
     )
     deep = integer(config, weights, "num_hidden_layers")
-    matches = [m for m, _ in numbered(weights, PATTERN)]
-    found = [m for m in matches if int(m["layer"]) < deep]  # those beyond predict further tokens and are not run
-    expect_layers(weights, len(found), config, "num_hidden_layers")
+    # further layers predict further tokens, and the model does not run them
+    matches = [m for m, _ in numbered(weights, PATTERN) if int(m["layer"]) < deep]
+    expect_layers(weights, len(matches), config, "num_hidden_layers")
     head_dim = sizes.still + sizes.turning
-    for match in found:
+    for match in matches:
         block = f"{match['prefix']}layers.{match['layer']}"
         stem = f"{block}.self_attn"
         before = norm(weights, f"{block}.input_layernorm", "rms", config.get("rms_norm_eps", 1e-6))
@@ -128,3 +129,6 @@ def _stretch(config: Config) -> float:
     weight = rope.get("mscale_all_dim")
     extended = rope.get("rope_type", rope.get("type", "default")) != "default"
     return yarn_scale(float(rope["factor"]), float(weight)) ** 2 if extended and weight else 1.0
+
+
+FAMILY = Family(("deepseek_v2", "deepseek_v3"), layers, LLAMA_BLOCK)

@@ -1,4 +1,6 @@
-"""DINOv2, with and without registers: a ViT whose layers scale what they add, channel by channel, before adding it."""
+"""DINOv2, with and without registers: a ViT whose layers scale their outputs, channel by channel, before
+adding them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,8 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import rescaled
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 from locater.families.vit import vit_layers
-
-MODEL_TYPES = ("dinov2", "dinov2_with_registers")
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -20,3 +21,17 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for layer in vit_layers(weights, config, "norm1"):
         block = re.sub(r"(\.attention)+$", "", layer.name)
         yield replace(layer, out=rescaled(weights, layer.out, f"{block}.layer_scale1.lambda1"))
+
+
+BLOCK = Block(
+    attention="attention",
+    before_attention="norm1",
+    before_mlp="norm2",
+    mlp="mlp",
+    up="mlp.fc1",
+    down="mlp.fc2",
+    mlp_scale="layer_scale2.lambda1",
+    stack="encoder.layer",
+    final="layernorm",
+)
+FAMILY = Family(("dinov2", "dinov2_with_registers"), layers, BLOCK)

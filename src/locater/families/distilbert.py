@@ -10,8 +10,8 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.encoder import Names, encoder_layers
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("distilbert",)
 EPS = 1e-12
 NAMES = Names(
     "transformer.layer",
@@ -25,3 +25,14 @@ NAMES = Names(
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     return encoder_layers(weights, config, NAMES, EPS)
+
+
+BLOCK = Block(
+    attention="attention",
+    after_attention="sa_layer_norm",
+    after_mlp="output_layer_norm",
+    mlp="ffn",
+    up="ffn.lin1",
+    down="ffn.lin2",
+)
+FAMILY = Family(("distilbert",), layers, BLOCK)

@@ -1,5 +1,5 @@
-"""The effective maps: what acts on the standardised residual stream z, once norms are folded in. docs/theory.md section
-2.
+"""The effective maps: those that act on the standardised residual stream z, with norms folded in. docs/theory.md
+section 2.
 
     z -> gain * z + bias -> W_Q . + b_q -> (query norm) -> (rotation)
 
@@ -36,8 +36,8 @@ class Effective:
     def moments(self) -> Moments:
         """Moments of every query head, shape (H,)."""
         groups = self.query.unflatten(0, (self.key.shape[0], -1))
-        found = (cross_moments if self.cross else moments)(groups, self.key.unsqueeze(1))
-        flat = (None if x is None else x.flatten(0, 1) for x in (found.query_gram, found.key_gram, found.cross))
+        grouped = (cross_moments if self.cross else moments)(groups, self.key.unsqueeze(1))
+        flat = (None if x is None else x.flatten(0, 1) for x in (grouped.query_gram, grouped.key_gram, grouped.cross))
         return Moments(*flat)  # type: ignore[arg-type]
 
     @property
@@ -48,8 +48,8 @@ class Effective:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Mean and covariance of what a layer reads, after the norm in front of it; `memory` is what the keys of
-    cross-attention read.
+    """Mean and covariance of a layer's input, after the norm in front of it; `memory` is the input of the keys of
+    cross-attention.
     """
 
     mean: Float[Tensor, " d"]

@@ -1,7 +1,7 @@
 """The shape that post-norm encoders share: BERT's, whatever its tensors are called.
 
-Not a family: family files start from `encoder_layers` and replace what differs. A layer's input comes out of the norm
-before it: the embeddings' for layer 0, then the one that closed the layer before.
+Not a family: family files start from `encoder_layers` and `BERT_BLOCK` and replace the parts that differ. A layer's
+input comes out of the norm before it: the embeddings' for layer 0, then the one that closed the layer before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from locater.checkpoints.weights import Weights, numbered
 from locater.errors import LocaterError
 from locater.families.build import expect, expect_layers, integer, norm, projection
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,22 @@ BERT = Names(
     "output.LayerNorm",
 )
 
+BERT_BLOCK = Block(
+    attention="attention.self",
+    after_attention="attention.output.LayerNorm",
+    after_mlp="output.LayerNorm",
+    other_norms=("crossattention.output.LayerNorm",),
+    up="intermediate.dense",
+    down="output.dense",
+)
+
 
 def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -> Iterator[AttentionLayer]:
     """Self-attention layers: scale 1/sqrt(head_dim), every token in view, LayerNorm with `eps`."""
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise LocaterError(
-            f"{weights.where}: position_embedding_type {config['position_embedding_type']!r} is not supported, only 'absolute'"
+            f"{weights.where}: position_embedding_type {config['position_embedding_type']!r} is not supported, "
+            "only 'absolute'"
         )
     heads, width = (
         integer(config, weights, "num_attention_heads", "n_heads"),
@@ -51,9 +62,9 @@ def encoder_layers(weights: Weights, config: Config, names: Names, eps: float) -
     )
     head_dim = width // heads
     pattern = rf"(?P<prefix>(.*\.)?){re.escape(names.stack)}\.(?P<layer>\d+)\.{re.escape(names.query)}\.weight"
-    found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
-    expect_layers(weights, len(found), config, "num_hidden_layers", "n_layers")
-    for prefix, index in found:
+    matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, pattern)]
+    expect_layers(weights, len(matches), config, "num_hidden_layers", "n_layers")
+    for prefix, index in matches:
         stack = f"{prefix}{names.stack}"
         block = f"{stack}.{index}"
         query, key = projection(weights, f"{block}.{names.query}"), projection(weights, f"{block}.{names.key}")

@@ -39,11 +39,11 @@ def _layer(
     stem = f"{block}.{'encoder_attn' if kind == 'cross' else 'self_attn'}"
     head_dim = width // heads
     query, key = projection(weights, f"{stem}.q_proj"), projection(weights, f"{stem}.k_proj")
-    for name, found in (("q", query), ("k", key)):
+    for name, part in (("q", query), ("k", key)):
         expect(
             weights,
             f"{stem}.{name}_proj.weight",
-            found.shape,
+            part.shape,
             (heads * head_dim, width),
             f"{side}_attention_heads, d_model",
         )

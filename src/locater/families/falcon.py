@@ -1,26 +1,32 @@
 """Falcon: one fused map of groups (queries of a group, its key, its value), rotary positions or ALiBi.
 
 With ALiBi, transformers' sdpa path adds the bias once, as the model was trained, and its eager path twice: this family
-reads the model as sdpa runs it. The bias is kept in bfloat16, so far keys share one value: `RoundedAlibi` follows that.
+reads the model as sdpa runs it. The bias is computed in bfloat16, so far keys share one value: see `RoundedAlibi`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from locater.attention.call import Call
+from locater.attention.stand_ins import Passage, Undo, along, cached
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Rows, Weights, numbered
+from locater.errors import LocaterError
 from locater.families.bias import Alibi, alibi_slopes
 from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family, Part
 from locater.families.rotary import rotary_from_config
+from locater.kernels import Terms
 
-MODEL_TYPES = ("falcon",)
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.self_attention\.query_key_value\.weight"
 
 
@@ -45,9 +51,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     width = integer(config, weights, "n_embed", "hidden_size")
     head_dim, kv_heads = width // heads, _kv_heads(config, heads)
     alibi = RoundedAlibi(alibi_slopes(heads), head_dim**-0.5) if config.get("alibi") else None
-    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "num_hidden_layers", "n_layer")
-    for prefix, index, name in found:
+    matches = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(matches), config, "num_hidden_layers", "n_layer")
+    for prefix, index, name in matches:
         block = f"{prefix}h.{index}"
         stem = f"{block}.self_attention"
         rows = (heads + 2 * kv_heads) * head_dim
@@ -95,3 +101,70 @@ def grouped(heads: int, kv_heads: int, head_dim: int) -> tuple[Rows, Rows, Rows]
         [(key, key + head_dim) for key in keys],
         [(key + head_dim, key + 2 * head_dim) for key in keys],
     )
+
+
+def block(config: Config) -> Block:
+    newer = config.get("new_decoder_architecture")
+    parallel = bool(newer or config.get("parallel_attn", True))
+    if newer and not config.get("parallel_attn", True):
+        raise LocaterError("new_decoder_architecture without parallel_attn is no architecture of Falcon's")
+    before_mlp: Part = None if parallel else "post_attention_layernorm"
+    return Block(
+        attention="self_attention",
+        before_attention=("ln_attn", "input_layernorm"),
+        before_mlp="ln_mlp" if newer and config.get("num_ln_in_parallel_attn") != 1 else before_mlp,
+        mlp="mlp",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        parallel=parallel,
+        stack="h",
+        final="ln_f",
+    )
+
+
+def tap(module: nn.Module) -> Iterator[Undo]:
+    """Queries and keys are rotated once more here, which costs two products per channel."""
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+    yield from along(module, partial(_described, apply_rotary_pos_emb), outputs=["query_key_value"], inputs=["dense"])
+
+
+def _described(rotate: Callable[..., Any], module: Any, passage: Passage) -> Call:
+    """The mask depends on the implementation: the fused function reads a boolean one, the plain way adds any mask."""
+    q, k = (part.transpose(1, 2) for part in module._split_heads(passage.tensors["query_key_value"])[:2])
+    alibi, mask, past = (
+        passage.argument(1, "alibi"),
+        passage.argument(2, "attention_mask"),
+        passage.argument(4, "layer_past"),
+    )
+    if alibi is None:
+        cos, sin = passage.argument(7, "position_embeddings")
+        q, k = rotate(q, k, cos.detach(), sin.detach())
+    k = cached(module, past, k, None if mask is None else mask.shape[-1])
+    call = Call(q, k, Terms(float(module.inv_norm_factor)), passage.heads("dense", module.num_heads))
+    if "Flash" in type(module).__name__:
+        return call.masked(mask).with_terms(causal=module.is_causal)
+    if module.config._attn_implementation == "sdpa" and not passage.argument(6, "output_attentions"):
+        return call.masked(mask.detach()) if mask is not None else _causal(call, module)
+    return _added(call, mask, None if alibi is None else alibi.detach() * module.inv_norm_factor)
+
+
+def _causal(call: Call, module: Any) -> Call:
+    """The fused function counts from the first key: keys of a cache beyond the queries are not looked at."""
+    queries = call.query.shape[2]
+    if not module.is_causal or queries == 1:
+        return call
+    return replace(call.with_terms(causal=True), key=call.key[:, :, :queries])
+
+
+def _added(call: Call, mask: Tensor | None, alibi: Tensor | None) -> Call:
+    """The plain way. ALiBi is in the mask already and is added once more. A boolean mask is added too: it hides no
+    key.
+    """
+    terms = [] if mask is None else [mask.detach().to(call.query)]
+    if alibi is not None:
+        terms.append(alibi.view(call.query.shape[0], call.query.shape[1], 1, -1))
+    return call.masked(sum(terms[1:], terms[0])) if terms else call
+
+
+FAMILY = Family(("falcon",), layers, block, tap)

@@ -1,68 +1,56 @@
-"""The effective maps of a live model, layers alike folded together, found once and replayed at each call.
+"""The effective maps of a live model, recorded once and replayed at each step; equal layers are folded together.
 
-To find the heads takes names, patterns and a configuration, and to fold each layer apart takes a dozen small
-operations: milliseconds for a model of twelve layers, and as much again on a GPU that waits for them to be launched. So
-the operations that lead from the tensors to each layer's maps are recorded once, without data. Layers whose operations
-are the same are stacked and folded as one from then on, with the tensors as they are at that moment. What cannot be
-recorded can still be folded layer by layer.
+Finding the heads takes names, patterns and a configuration, and folding each layer apart takes a dozen small
+operations: milliseconds for a model of twelve layers, and as much again on a GPU that waits for them to be launched.
+torch.compile cannot trace the search at all. So the operations that lead from the tensors to each layer's maps are
+recorded once, without data. Layers with the same operations are stacked and folded as one from then on, with the
+tensors as they are at that moment. What cannot be recorded can still be folded layer by layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.func import functionalize, vmap
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from locater.checkpoints.live_tensors import is_a
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights, Rows, take_rows
-from locater.errors import LocaterError
 from locater.families.effective import Effective, effective
-from locater.families.registry import layers_of
+from locater.families.fold_graph import LayerStack, layer_stacks, tensor_kind
+from locater.families.reading import layers_of
 from locater.spectrum import cross_moments, moments
 
-STACKED = 1 << 26  # numbers, of the tensors read and the maps made, that are held at a time
+Result = TypeVar("Result")
+Maps = tuple[Tensor, Tensor, Tensor]  # queries (L, H, h, d), keys (L, K, h, d), logit scales (L,) of L layers
 
 
 class Recorder(ModuleWeights):
-    """Remembers what was read, and hands out what it is given in its place."""
+    """Remembers each tensor that is read, and returns what is in `tensors` in its place."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.held: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        if name not in self.held:
-            self.held[name] = super().read(name)
-        return take_rows(self.held[name], rows)
+        if name not in self.tensors:
+            self.tensors[name] = super().read(name)
+        return take_rows(self.tensors[name], rows)
 
     def now(self, name: str) -> Tensor:
-        """What `read` gives, without the search for parametrizations where it is plain to see that there are none."""
+        """The tensor of the model as it is now; plain parameters are returned without a search for parametrizations."""
         place = self.live_tensor(name)
         if not place.adapters and "parametrizations" not in place.module._modules:
-            held = place.module._parameters.get(place.attribute)
-            if type(held) is nn.Parameter and held.numel() and not held.is_meta:
-                return held
+            parameter = place.module._parameters.get(place.attribute)
+            if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
+                return parameter
         return ModuleWeights.read(self, name)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Layers that are folded by the same operations."""
-
-    layers: list[int]  # their numbers
-    tensors: list[list[str]]  # names, for each layer
-    scales: list[float]
-    kv_heads: int
-    cross: bool
-    # stacked tensors -> queries (L, H, h, d), keys (L, K, h, d), key terms (L, H, d)
-    fold: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -84,75 +72,101 @@ class Spectra:
 
 def spectra_of(layer: int, folded: Effective) -> Spectra:
     """Of one layer alone."""
-    found = folded.moments()
-    trace = None if found.cross is None else found.trace[None]
-    return Spectra([layer], [folded.scale], found.frobenius_sq[None], folded.key_term.norm(dim=-1)[None], trace)
+    of_layer = folded.moments()
+    trace = None if of_layer.cross is None else of_layer.trace[None]
+    return Spectra([layer], [folded.scale], of_layer.frobenius_sq[None], folded.key_term.norm(dim=-1)[None], trace)
+
+
+def maps_of(folded: Effective) -> Maps:
+    """Of one layer alone."""
+    query, key = folded.query[None], folded.key[None]
+    return query, key, torch.tensor([folded.scale], dtype=query.dtype, device=query.device)
 
 
 class FoldedStacks:
-    """The chosen layers of a model, numbered as in a scan. Raises what reading or recording them raises."""
+    """The chosen layers of a model, numbered as in a scan. Raises what reading or recording them raises.
+
+    A model that moves to another device or dtype, or that gets an adapter, is recorded anew at the next call; though
+    not inside a compiled step, so begin when the model is where it will be trained.
+    """
 
     def __init__(self, model: nn.Module, chosen: Sequence[int]) -> None:
         self.model, self.chosen = model, list(chosen)
         self._record()
 
+    def maps(self) -> list[Maps]:
+        """Maps of each stack, from the weights as they are now; gradients flow to these."""
+        return self._replayed(self._maps)
+
     @torch.no_grad()
     def spectra(self) -> list[Spectra]:
-        """From the weights as they are now. Nothing here waits for the device."""
+        """Spectra of each stack, from the weights as they are now. Nothing here waits for the device."""
+        return self._replayed(self._spectra)
+
+    def _replayed(self, replay: Callable[[LayerStack], Result]) -> list[Result]:
+        """`replay` of each stack; a model that has changed is recorded anew first."""
+        if torch.compiler.is_compiling():
+            return [replay(stack) for stack in self.stacks]
         try:
-            return list(self._spectra())
+            self._check_modules()
+            return [replay(stack) for stack in self.stacks]
         except _ChangedError:
             self._record()
-            return list(self._spectra())
+            return [replay(stack) for stack in self.stacks]
 
-    def _spectra(self) -> Iterator[Spectra]:
-        if any(parent._modules.get(name) is not child for parent, name, child in self._edges):
-            raise _ChangedError
-        for stack in self.stacks:
-            tensors = self._read(stack)
-            with torch.autocast(tensors[0].device.type, enabled=False):
-                query, key, term = stack.fold(*tensors)
-            del tensors
-            groups, key = query.unflatten(1, (stack.kv_heads, -1)), key.unsqueeze(2)
-            found = cross_moments(groups, key) if stack.cross else moments(groups, key)
-            trace = None if found.cross is None else found.trace.flatten(1)
-            yield Spectra(stack.layers, stack.scales, found.frobenius_sq.flatten(1), term.norm(dim=-1), trace)
+    def _maps(self, stack: LayerStack) -> Maps:
+        query, key = stack.fold_maps(*self._read(stack))
+        return query, key, torch.tensor(stack.scales, dtype=query.dtype, device=query.device)
 
-    def _read(self, stack: Stack) -> list[Tensor]:
-        read = [[self._now(name) for name in names] for names in stack.tensors]
-        return [torch.stack(same) for same in zip(*read, strict=True)]
+    def _spectra(self, stack: LayerStack) -> Spectra:
+        tensors = self._read(stack)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            query, key, term = stack.fold(*tensors)
+        del tensors
+        groups, key = query.unflatten(1, (stack.kv_heads, -1)), key.unsqueeze(2)
+        of_heads = cross_moments(groups, key) if stack.cross else moments(groups, key)
+        trace = None if of_heads.cross is None else of_heads.trace.flatten(1)
+        return Spectra(stack.layers, stack.scales, of_heads.frobenius_sq.flatten(1), term.norm(dim=-1), trace)
+
+    def _read(self, stack: LayerStack) -> list[Tensor]:
+        by_layer = [[self._now(name) for name in names] for names in stack.tensors]
+        return [torch.stack(same) for same in zip(*by_layer, strict=True)]
 
     def _now(self, name: str) -> Tensor:
+        if torch.compiler.is_compiling():
+            return ModuleWeights.read(self._weights, name)
         tensor = self._weights.now(name)
-        if _kind(tensor) != self._kinds[name]:
+        if tensor_kind(tensor) != self._kinds[name]:
             raise _ChangedError
         return tensor
 
-    # Recording
+    def _check_modules(self) -> None:
+        if any(parent._modules.get(name) is not child for parent, name, child in self._edges) or any(
+            _active_copy(wrapper) != active for wrapper, active in self._wrappers
+        ):
+            raise _ChangedError
 
     @torch.no_grad()
     def _record(self) -> None:
-        if any(is_a(part, "peft.utils.other", "ModulesToSaveWrapper") for part in self.model.modules()):
-            raise LocaterError(
-                f"{type(self.model).__name__}: which copy of a module is in use may change, so it cannot be recorded"
-            )
         self._weights = weights = _Shapes(self.model)
         with weights.mode:
             list(self._fold())
-        names, stands = list(weights.held), list(weights.held.values())
+        names, fakes = list(weights.tensors), list(weights.tensors.values())
         self._kinds = weights.kinds
-        made: list[Effective] = []
+        folded: list[Effective] = []
 
         def maps(*tensors: Tensor) -> list[Tensor]:
-            weights.held = dict(zip(names, tensors, strict=True))
-            made[:] = self._fold()
-            return [x for folded in made for x in (folded.query, folded.key, folded.key_term)]
+            weights.tensors = dict(zip(names, tensors, strict=True))
+            folded[:] = self._fold()
+            return [x for layer in folded for x in (layer.query, layer.key, layer.key_term)]
 
-        with torch.autocast(stands[0].device.type, enabled=False):
-            whole = make_fx(functionalize(maps), tracing_mode="fake")(*stands)
-            weights.held = {}
-            self.stacks = list(_stacks(whole, self.chosen, names, made))
+        with torch.autocast(fakes[0].device.type, enabled=False):
+            whole = make_fx(functionalize(maps), tracing_mode="fake")(*fakes)
+            weights.tensors = {}
+            self.stacks = list(layer_stacks(whole, self.chosen, names, folded))
         self._edges = _edges(self.model, [weights.live_tensor(name).module for name in names])
+        wrappers = [part for part in self.model.modules() if is_a(part, "peft.utils.other", "ModulesToSaveWrapper")]
+        self._wrappers = [(wrapper, _active_copy(wrapper)) for wrapper in wrappers]
 
     def _fold(self) -> Iterator[Effective]:
         layers = list(layers_of(self._weights, config_of(self.model)))
@@ -160,13 +174,13 @@ class FoldedStacks:
 
 
 class _ChangedError(Exception):
-    """A tensor has moved or has another shape, or a module has come between, such as an adapter: the operations may be
-    others.
+    """A tensor has moved or has another shape, or there is a new module, such as an adapter: other operations may be
+    needed.
     """
 
 
 class _Shapes(Recorder):
-    """Stands in for every tensor with one that has no data."""
+    """Returns, for every tensor, one without data."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -174,20 +188,15 @@ class _Shapes(Recorder):
         self.kinds: dict[str, Any] = {}
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        if name not in self.held:
+        if name not in self.tensors:
             with unset_fake_temporarily():
                 tensor = ModuleWeights.read(self, name).detach()
-            self.kinds[name] = _kind(tensor)
-            self.held[name] = self.mode.from_tensor(tensor)
-        return take_rows(self.held[name], rows)
+            self.kinds[name] = tensor_kind(tensor)
+            self.tensors[name] = self.mode.from_tensor(tensor)
+        return take_rows(self.tensors[name], rows)
 
 
-def _kind(x: Tensor) -> Any:
-    """What the recorded operations depend on, beside the numbers."""
-    return x.shape, x.dtype, x.device
-
-
-def _edges(model: nn.Module, wanted: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
+def _edges(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, child) on the way from the model to these modules."""
     above = {
         child: (parent, name)
@@ -195,78 +204,14 @@ def _edges(model: nn.Module, wanted: Sequence[nn.Module]) -> list[tuple[nn.Modul
         for name, child in parent._modules.items()
         if child is not None
     }
-    found: dict[nn.Module, tuple[nn.Module, str, nn.Module]] = {}
-    for module in wanted:
-        while module is not model and module not in found:
-            found[module] = (*above[module], module)
+    edges: dict[nn.Module, tuple[nn.Module, str, nn.Module]] = {}
+    for module in modules:
+        while module is not model and module not in edges:
+            edges[module] = (*above[module], module)
             module = above[module][0]
-    return list(found.values())
+    return list(edges.values())
 
 
-def _stacks(whole: fx.GraphModule, layers: list[int], names: list[str], made: list[Effective]) -> Iterator[Stack]:
-    """The recording taken apart into layers, and layers of the same operations put together."""
-    inputs = dict(zip((node for node in whole.graph.nodes if node.op == "placeholder"), names, strict=True))
-    outputs = next(node for node in whole.graph.nodes if node.op == "output").args[0]
-    alike: dict[Any, list[tuple[int, Effective, list[fx.Node], Sequence[fx.Node]]]] = {}
-    for at, (layer, folded) in enumerate(zip(layers, made, strict=True)):
-        ends = outputs[3 * at : 3 * at + 3]
-        nodes = _leading_to(ends)
-        place = {node: i for i, node in enumerate(nodes)}
-        what = (folded.cross, *(_what(node, place, whole) for node in nodes), *(place[node] for node in ends))
-        alike.setdefault(what, []).append((layer, folded, nodes, ends))
-    for same in alike.values():
-        _, folded, nodes, ends = same[0]
-        read = [node.meta["val"] for node in nodes if node.op == "placeholder"]
-        most = max(1, STACKED // sum(x.numel() for x in (*read, folded.query, folded.key)))
-        one = vmap(_part(nodes, ends, whole))
-        for start in range(0, len(same), most):
-            part = same[start : start + most]
-            fold = make_fx(one, tracing_mode="fake")(*(torch.stack([x] * len(part)) for x in read))
-            for name in {str(node.target) for node in fold.graph.nodes if node.op == "get_attr"}:
-                held = getattr(fold, name)
-                # an order of rows that is elsewhere makes a GPU wait
-                setattr(fold, name, held.to(read[0].device) if held.ndim else held)
-            yield Stack(
-                [layer for layer, *_ in part],
-                [[inputs[node] for node in nodes if node.op == "placeholder"] for _, _, nodes, _ in part],
-                [folded.scale for _, folded, _, _ in part],
-                folded.key.shape[0],
-                folded.cross,
-                fold.forward,
-            )
-
-
-def _leading_to(ends: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that these depend on and themselves, each after those it needs; in an order that does not know who else
-    reads them.
-    """
-    found: dict[fx.Node, None] = {}
-    left = [(node, False) for node in reversed(ends)]
-    while left:
-        node, ready = left.pop()
-        if ready:
-            found[node] = None
-        elif node not in found:
-            left += [(node, True), *((other, False) for other in reversed(node.all_input_nodes))]
-    return list(found)
-
-
-def _what(node: fx.Node, place: dict[fx.Node, int], whole: fx.GraphModule) -> Any:
-    """What a node does, with other nodes by their place."""
-    if node.op == "placeholder":
-        return _kind(node.meta["val"])
-    if node.op == "get_attr":  # numbers of the reader's own, such as an order of rows
-        held = getattr(whole, str(node.target))
-        with unset_fake_temporarily():
-            return held.dtype, held.device, str(held.tolist())
-    by_place = fx.node.map_arg((node.args, dict(node.kwargs)), lambda other: f"node {place[other]}")
-    return node.op, node.target, repr(by_place)
-
-
-def _part(nodes: list[fx.Node], ends: Sequence[fx.Node], whole: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        copies[node] = graph.node_copy(node, lambda other: copies[other])
-    graph.output(tuple(copies[node] for node in ends))
-    return fx.GraphModule(whole, graph)
+def _active_copy(wrapper: Any) -> Any:
+    """Of a module that peft trains whole beside adapters: which of its copies is in use."""
+    return list(wrapper.active_adapters), wrapper.disable_adapters

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer
-
-MODEL_TYPES = ("gemma2",)
+from locater.families.record import Family
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -27,3 +26,13 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             window=config.get("sliding_window", 4096) if sliding else None,
             causal=not config.get("use_bidirectional_attention"),
         )
+
+
+GEMMA_BLOCK = replace(
+    LLAMA_BLOCK,
+    attention_out="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    mlp_out="post_feedforward_layernorm",
+    gain_offset=1.0,
+)
+FAMILY = Family(("gemma2",), layers, GEMMA_BLOCK)

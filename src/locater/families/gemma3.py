@@ -1,7 +1,7 @@
 """Gemma 3: gains stored as w for 1 + w, normalised queries and keys, five sliding layers to one full, two rotary bases.
 
 The model that also sees images holds a SigLIP vision tower, read last. Its text tower lets the tokens of one image look
-at each other both ways, which depends on the input: `causal` here is what text gets.
+at each other both ways, which depends on the input: `causal` here is the mask of text.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from dataclasses import replace
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
+from locater.errors import LocaterError
 from locater.families.build import norm
 from locater.families.clip import sub_config, tower_layers
 from locater.families.decoder import decoder_layers
+from locater.families.gemma2 import GEMMA_BLOCK
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 from locater.families.rotary import Rotary, rotary_from_config
 from locater.families.siglip import TOWER
 
-MODEL_TYPES = ("gemma3_text", "gemma3")
 # a vision tower is not this family
 PATTERN = r"(?P<prefix>((?!.*vision).*\.)?)layers\.(?P<layer>\d+)\.self_attn\.q_proj\.weight"
 
@@ -69,3 +71,12 @@ def _rotary(config: Config, head_dim: int, kind: str) -> Rotary:
     if kind == "sliding_attention":  # configurations written before the two bases shared one entry
         return rotary_from_config({"rope_theta": config.get("rope_local_base_freq")}, head_dim)
     return rotary_from_config({"rope_theta": 1_000_000.0, **config}, head_dim)
+
+
+def block(config: Config) -> Block:
+    if config.get("model_type") == "gemma3":
+        raise LocaterError("gemma3 has two towers with blocks of their own: pass model.model.language_model")
+    return GEMMA_BLOCK
+
+
+FAMILY = Family(("gemma3_text", "gemma3"), layers, block)

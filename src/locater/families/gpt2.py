@@ -12,17 +12,17 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights, numbered
 from locater.families.build import expect, expect_layers, integer, norm, optional, read_floats, shape_of
 from locater.families.layer import AttentionLayer, Projection
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("gpt2",)
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.c_attn\.weight"
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     heads, width = integer(config, weights, "n_head"), integer(config, weights, "n_embd")
     head_dim = width // heads
-    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "n_layer")
-    for prefix, index, name in found:
+    matches = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(matches), config, "n_layer")
+    for prefix, index, name in matches:
         block = f"{prefix}h.{index}"
         expect(weights, name, shape_of(weights, name), (width, 3 * width), "n_embd, 3 x n_embd")
         q, k, v = (_columns(weights, f"{block}.attn.c_attn", i * width, (i + 1) * width) for i in range(3))
@@ -54,3 +54,18 @@ def _columns(weights: Weights, stem: str, start: int, stop: int) -> Projection:
         return read_floats(weights, name)[:, start:stop].mT
 
     return Projection(read, (stop - start, shape_of(weights, name)[0]), bias)
+
+
+BLOCK = Block(
+    attention="attn",
+    before_attention="ln_1",
+    before_mlp="ln_2",
+    other_norms=("ln_cross_attn",),
+    mlp="mlp",
+    up="mlp.c_fc",
+    down="mlp.c_proj",
+    stack="h",
+    final="ln_f",
+    transposed=True,
+)
+FAMILY = Family(("gpt2",), layers, BLOCK)

@@ -10,9 +10,9 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Rows, Weights, numbered
 from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 from locater.families.rotary import rotary_from_config
 
-MODEL_TYPES = ("gpt_neox",)
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.attention\.query_key_value\.weight"
 
 
@@ -20,9 +20,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim = width // heads
     config = {"rope_theta": config.get("rotary_emb_base") or 10_000, **config}
-    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "num_hidden_layers")
-    for prefix, index, name in found:
+    matches = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(matches), config, "num_hidden_layers")
+    for prefix, index, name in matches:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.attention"
         expect(weights, name, shape_of(weights, name), (3 * width, width), "3 x hidden_size, hidden_size")
@@ -47,3 +47,19 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 def per_head(heads: int, head_dim: int, parts: int, part: int) -> Rows:
     """Rows of one part (0 query, 1 key, 2 value) of a map fused head by head."""
     return [((h * parts + part) * head_dim, (h * parts + part + 1) * head_dim) for h in range(heads)]
+
+
+def block(config: Config) -> Block:
+    return Block(
+        attention="attention",
+        before_attention="input_layernorm",
+        before_mlp="post_attention_layernorm",
+        mlp="mlp",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        parallel=config.get("use_parallel_residual", True),
+        final="final_layer_norm",
+    )
+
+
+FAMILY = Family(("gpt_neox",), layers, block)

@@ -10,10 +10,9 @@ from dataclasses import replace
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import optional
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer
-
-MODEL_TYPES = ("gpt_oss",)
+from locater.families.record import Family
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -26,3 +25,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             sinks=optional(weights, f"{layer.name}.sinks"),
             window=config.get("sliding_window", 128) if sliding else None,
         )
+
+
+BLOCK = replace(LLAMA_BLOCK, mlp="mlp.experts", up=None, down=None)
+FAMILY = Family(("gpt_oss",), layers, BLOCK)

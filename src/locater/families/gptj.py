@@ -4,16 +4,23 @@ front.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from torch import nn
+
+from locater.attention.call import Call
+from locater.attention.listeners import listening
+from locater.attention.stand_ins import Undo, argument, instead, tell
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights, numbered
 from locater.errors import LocaterError
 from locater.families.build import expect, expect_layers, integer, norm, projection, within_heads
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 from locater.families.rotary import halves, rotary_from_config
+from locater.kernels import Terms
 
-MODEL_TYPES = ("gptj",)
 PATTERN = r"(?P<prefix>(.*\.)?)h\.(?P<layer>\d+)\.attn\.q_proj\.weight"
 
 
@@ -30,9 +37,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             f"{weights.where}: the configuration turns {turning} channels (rotary_dim) of heads that have {head_dim}"
         )
     order = [*halves(turning), *range(turning, head_dim)]
-    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "n_layer", "num_hidden_layers")
-    for prefix, index, name in found:
+    matches = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(matches), config, "n_layer", "num_hidden_layers")
+    for prefix, index, name in matches:
         block = f"{prefix}h.{index}"
         query, key, value, out = (projection(weights, f"{block}.attn.{part}_proj") for part in ("q", "k", "v", "out"))
         expect(weights, name, query.shape, (heads * head_dim, width), "n_head x head size, n_embd")
@@ -51,3 +58,41 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             rotary=rotary_from_config({}, turning),
             causal=True,
         )
+
+
+BLOCK = Block(
+    attention="attn",
+    before_attention="ln_1",
+    mlp="mlp",
+    up="mlp.fc_in",
+    down="mlp.fc_out",
+    parallel=True,
+    stack="h",
+    final="ln_f",
+)
+
+
+def tap(module: nn.Module) -> Iterator[Undo]:
+    """The method `_attn` is called with queries and keys after rotation and cache."""
+    yield instead(module, "_attn", _attend)
+
+
+def _attend(module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    out = attend(*args, **kwargs)
+    sites = listening(module)
+    if sites:
+        names = ((0, "query"), (1, "key"), (3, "attention_mask"))
+        q, k, mask = (argument(args, kwargs, at, name) for at, name in names)
+        terms = Terms(1 / float(module.scale_attn))
+        call = Call(q.detach(), k.detach(), terms, out[0].detach().transpose(1, 2))
+        tell(sites, call if mask is None else call.masked(mask.detach()))
+    return out
+
+
+def unobservable(module: nn.Module) -> str | None:
+    if "Flash" in type(module).__name__:
+        return "GPT-J is not observed under FlashAttention; load it with attn_implementation='eager'"
+    return None
+
+
+FAMILY = Family(("gptj",), layers, BLOCK, tap, unobservable)

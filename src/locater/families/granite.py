@@ -7,12 +7,19 @@ from dataclasses import replace
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer
-
-MODEL_TYPES = ("granite", "granitemoe")
+from locater.families.record import Block, Family
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     for layer in decoder_layers(weights, config):
         yield replace(layer, scale=config.get("attention_multiplier", 1.0))
+
+
+def block(config: Config) -> Block:
+    mlp = "mlp" if config.get("model_type") == "granite" else "block_sparse_moe"
+    return replace(LLAMA_BLOCK, mlp=mlp, multiplier=config.get("residual_multiplier", 1.0))
+
+
+FAMILY = Family(("granite", "granitemoe"), layers, block)

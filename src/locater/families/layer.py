@@ -29,7 +29,7 @@ Fold = Callable[[Tensor, "Projection"], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map, read when it is called for. `weight()` is (out, in), rows ordered head by head."""
+    """A linear map, read when it is needed. `weight()` is (out, in), rows ordered head by head."""
 
     weight: Callable[[], Tensor]
     shape: tuple[int, int]
@@ -39,8 +39,8 @@ class Projection:
         return torch.nn.functional.linear(x, self.weight().to(x), None if self.bias is None else self.bias.to(x))
 
     def linear(self, fold: Fold) -> Projection:
-        """The linear map that stands for this one on tokens that `fold` folds in; only a map with a norm inside
-        asks.
+        """The linear map that replaces this one on the tokens of `fold`; only a map with a norm inside differs from
+        itself.
         """
         return self
 
@@ -75,7 +75,7 @@ class AttentionLayer:
     causal: bool = False
     window: int | None = None  # keys at distance < window are visible
     kind: Kind = "self"
-    mechanism: str = "softmax"  # what makes weights of logits; of others the theory of softmax says nothing
+    mechanism: str = "softmax"  # how logits become weights; the theory is that of softmax
 
     @property
     def width(self) -> int:
@@ -161,7 +161,7 @@ class AttentionLayer:
         padding: Bool[Tensor, "B S"] | None = None,
         normalized: bool = False,
     ) -> Float[Tensor, "B T d"]:
-        """What the layer adds to the residual stream: attention, values, output projection."""
+        """The layer's contribution to the residual stream: attention, values, output projection."""
         if self.value is None or self.out is None:
             raise LocaterError(
                 f"{self.name}: its value and output maps are not known, so its output cannot be computed"

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer
+from locater.families.record import Family
 
-MODEL_TYPES = ("llama", "mistral", "mixtral")
 WINDOWS = {"llama": None, "mistral": 4096, "mixtral": None}  # where the configuration does not say
 
 
@@ -19,3 +19,6 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     window = None if kind == "llama" else config.get("sliding_window", WINDOWS[kind])
     for layer in decoder_layers(weights, config):
         yield replace(layer, window=window)
+
+
+FAMILY = Family(("llama", "mistral", "mixtral"), layers, LLAMA_BLOCK)

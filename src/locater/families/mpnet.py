@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+from torch import nn
+
+from locater.attention.call import Call
+from locater.attention.stand_ins import Passage, Undo, along
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.bias import RelativeBias
 from locater.families.build import expect, shape_of
-from locater.families.encoder import Names, encoder_layers
+from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.layer import AttentionLayer
+from locater.families.record import Family
+from locater.kernels import Terms
 
-MODEL_TYPES = ("mpnet",)
-# the model's code uses these many whatever relative_attention_num_buckets says: further rows are never read
+# the model's code uses so many whatever relative_attention_num_buckets says, and reads no further rows
 BUCKETS = 32
 NAMES = Names(
     "encoder.layer",
@@ -37,3 +43,23 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             "relative_attention_num_buckets, num_attention_heads",
         )
         yield replace(layer, bias=RelativeBias(weights.read(table, [(0, BUCKETS)]), both_ways=True))
+
+
+BLOCK = replace(BERT_BLOCK, attention="attention.attn", after_attention="attention.LayerNorm")
+
+
+def tap(module: nn.Module) -> Iterator[Undo]:
+    """Queries and keys are the outputs of two maps; bias and mask are arguments of the call."""
+    yield from along(module, _described, outputs=["q", "k"], inputs=["o"])
+
+
+def _described(module: Any, passage: Passage) -> Call:
+    heads = module.num_attention_heads
+    q, k = (passage.tensors[name].unflatten(-1, (heads, -1)).transpose(1, 2) for name in ("q", "k"))
+    mask, bias = passage.argument(1, "attention_mask"), passage.argument(2, "position_bias")
+    bias = None if bias is None else bias.detach()
+    call = Call(q, k, Terms(module.attention_head_size**-0.5, bias=bias), passage.heads("o", heads))
+    return call if mask is None else call.masked(mask.detach())
+
+
+FAMILY = Family(("mpnet",), layers, BLOCK, tap)

@@ -17,7 +17,7 @@ NormKind = Literal["layer", "rms", "none"]
 class Norm:
     """y = gain * z + bias with z the standardised input: mean removed for "layer", scale removed for "layer" and "rms".
 
-    `gain` is what multiplies, so a family that stores w for a gain of 1 + w adds the 1 when it reads.
+    `gain` is the factor itself, so a family that stores w for a gain of 1 + w adds the 1 when it reads.
     """
 
     kind: NormKind = "none"
@@ -26,7 +26,7 @@ class Norm:
     eps: float = 0.0
 
     def standardize(self, x: Tensor) -> Tensor:
-        """z: what the theory calls a unit token, |z|^2 = d."""
+        """z: the theory's unit token, |z|^2 = d."""
         if self.kind == "none":
             return x
         if self.kind == "layer":

@@ -1,8 +1,8 @@
-"""`NormedProjection`: a map with a norm inside. The latent of DeepSeek's attention, and norms over queries that know
-their head.
+"""`NormedProjection`: a map with a norm inside: the latent of DeepSeek's attention, and norms of queries and keys with
+gains per head.
 
 Calling it is exact. `weight()` and `bias` are its mean field, as for query and key norms in `effective`: in place of
-each token's own root mean square stands that over unit tokens, so whoever wants a matrix gets one.
+each token's own root mean square stands that over unit tokens, so that it can be used as a matrix.
 """
 
 from __future__ import annotations
@@ -73,15 +73,22 @@ def normed(
     """`before` is the norm in front of attention: unit tokens pass through its gain before they reach `down`."""
 
     parts = (down, up, shared)
-    # a bias is small but takes the matrices to compute, now and not when asked for; few checkpoints have one
+    # its bias is computed now, from the matrices, and not when it is used; few checkpoints have one
     biased = inner.bias is not None or any(part is not None and part.bias is not None for part in parts)
     out = (up or down).shape[0] + (0 if shared is None else heads * shared.shape[0])
     fold = partial(folded, norm=before)
-    made = NormedProjection(
-        lambda: made._mean_field(fold)[0], (out, down.shape[1]), None,
-        down=down, inner=inner, blocks=blocks, up=up, shared=shared, heads=heads,
-    )  # fmt: skip
-    return replace(made, bias=made._mean_field(fold)[1]) if biased else made
+    projection = NormedProjection(
+        lambda: projection._mean_field(fold)[0],
+        (out, down.shape[1]),
+        None,
+        down=down,
+        inner=inner,
+        blocks=blocks,
+        up=up,
+        shared=shared,
+        heads=heads,
+    )
+    return replace(projection, bias=projection._mean_field(fold)[1]) if biased else projection
 
 
 def _fronted(shared: Tensor, own: Tensor, heads: int) -> Tensor:

@@ -10,13 +10,12 @@ from dataclasses import replace
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import norm
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
 from locater.families.normed import normed
+from locater.families.record import Family
 from locater.families.rotary import rotary_from_config
-
-MODEL_TYPES = ("olmo2", "olmo3")
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -40,3 +39,13 @@ def _windowed(layer: AttentionLayer, config: Config) -> AttentionLayer:
         rotary=rotary_from_config(config, layer.head_dim, kind),
         window=config.get("sliding_window", 4096) if kind == "sliding_attention" else None,
     )
+
+
+BLOCK = replace(
+    LLAMA_BLOCK,
+    before_attention=None,
+    attention_out="post_attention_layernorm",
+    before_mlp=None,
+    mlp_out="post_feedforward_layernorm",
+)
+FAMILY = Family(("olmo2", "olmo3"), layers, BLOCK)

@@ -13,8 +13,8 @@ from locater.families.build import norm
 from locater.families.decoder import decoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("opt",)
 EPS = 1e-5  # the default of nn.LayerNorm
 
 
@@ -29,3 +29,27 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         else:  # embeddings enter the first layer as they are
             here = Norm()
         yield replace(layer, norm=here, rotary=None)
+
+
+PRE_NORM = Block(
+    attention="self_attn",
+    before_attention="self_attn_layer_norm",
+    before_mlp="final_layer_norm",
+    up="fc1",
+    down="fc2",
+    final=("final_layer_norm",),
+)
+POST_NORM = Block(
+    attention="self_attn",
+    after_attention="self_attn_layer_norm",
+    after_mlp="final_layer_norm",
+    up="fc1",
+    down="fc2",
+)
+
+
+def block(config: Config) -> Block:
+    return PRE_NORM if config.get("do_layer_norm_before", True) else POST_NORM
+
+
+FAMILY = Family(("opt",), layers, block)

@@ -1,5 +1,5 @@
-"""Models that `locater train` saves and no other library knows: Llama's blocks that attend by any mechanism, and their
-variants.
+"""Models of `locater train` that no other library knows: Llama's blocks with any attention mechanism, and variants of
+them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.errors import LocaterError
 from locater.families.build import norm
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family, Part
 
-MODEL_TYPES = MODEL_TYPE, VARIANT = "locater", "locater_variant"
+MODEL_TYPE, VARIANT = "locater", "locater_variant"
 UNREAD = {
     "differential": "a head has two maps of queries and keys",
     "qk_norm": "its gains are those of whole heads; a model trained with --qk-norm is read",
@@ -37,21 +38,19 @@ def is_scanned(attention: str, layers: int) -> bool:
     >>> is_scanned("sigmoid", 4), is_scanned("differential", 4)
     (True, False)
     """
-    return not any(held.name in UNREAD for held in parse_attention(attention, layers))
+    return not any(mechanism.name in UNREAD for mechanism in parse_attention(attention, layers))
 
 
 @dataclass(frozen=True)
 class OtherAttention(AttentionLayer):
-    """A layer whose weights are those of another mechanism than softmax; `learned` makes the module of one with
-    parameters.
-    """
+    """A layer with another mechanism than softmax; `learned` builds the module of a mechanism that has parameters."""
 
     learned: Callable[[], AttentionModule] | None = None
 
     def attention(
         self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False
     ) -> Tensor:
-        """Weights as they act, whatever they sum to."""
+        """The weights, whatever they sum to."""
         q, k, stream = self._operands(x, x_k, normalized)
         if self.learned is None:
             return mechanism(self.mechanism).map(q, k, causal=self.causal, padding=padding)
@@ -60,7 +59,7 @@ class OtherAttention(AttentionLayer):
     def output(
         self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False
     ) -> Tensor:
-        """What the layer gives; of some mechanisms there is more to it than a map of values."""
+        """The output of the layer; some mechanisms are more than a map of values."""
         if self.learned is None or self.value is None or self.out is None:
             return super().output(x, x_k, padding=padding, normalized=normalized)
         q, k, stream = self._operands(x, x_k, normalized)
@@ -69,10 +68,10 @@ class OtherAttention(AttentionLayer):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _operands(self, x: Tensor, x_k: Tensor | None, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, and what gates are made of."""
-        held = self.norm.affine if normalized else self.norm
+        """q, k, and the stream that gates are computed from."""
+        norm = self.norm.affine if normalized else self.norm
         source = x if x_k is None else x_k
-        return self.queries(x, normalized=normalized), self.keys(source, normalized=normalized), held(source)
+        return self.queries(x, normalized=normalized), self.keys(source, normalized=normalized), norm(source)
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -80,10 +79,10 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     by_layer = parse_attention(config.get("attention", "softmax"), config["num_hidden_layers"])
     around, place = config.get("norm", "pre") == "post", re.compile(r"layers\.\d+\.self_attn$")
     for layer in decoder_layers(weights, config, normed=not around):
-        held = by_layer[layer.index]
-        if held.name in UNREAD:
-            raise LocaterError(f"{weights.where}: {held.name} attention is not read: {UNREAD[held.name]}")
-        if around and layer.index:  # what made the layer's input
+        named = by_layer[layer.index]
+        if named.name in UNREAD:
+            raise LocaterError(f"{weights.where}: {named.name} attention is not read: {UNREAD[named.name]}")
+        if around and layer.index:  # the norm that made the layer's input
             behind = "attention_out_norm" if config["mlp"] == "none" else "mlp_out_norm"
             before = place.sub(f"layers.{layer.index - 1}.{behind}", layer.name)
             layer = replace(layer, norm=norm(weights, before, "rms", EPS))
@@ -93,33 +92,50 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         if config.get("qk_norm"):
             query, key = (norm(weights, f"{layer.name}.{kind}_norm", "rms", EPS) for kind in "qk")
             placed = replace(placed, query_norm=query, key_norm=key)
-        yield _attending(placed, held, config, weights)
+        yield _attending(placed, named, config, weights)
 
 
-def _attending(layer: AttentionLayer, held: Named, config: Config, weights: Weights) -> AttentionLayer:
-    """The layer as its mechanism has it."""
-    if held.name == "softcap":
-        return replace(layer, softcap=held.settings.get("cap", DEFAULT_CAP))
-    if held.name == "softmax_plus_one":
+def _attending(layer: AttentionLayer, named: Named, config: Config, weights: Weights) -> AttentionLayer:
+    """The layer with its mechanism."""
+    if named.name == "softcap":
+        return replace(layer, softcap=named.settings.get("cap", DEFAULT_CAP))
+    if named.name == "softmax_plus_one":
         return replace(layer, sinks=torch.zeros(layer.heads))
-    if held.name == "learned_sink":
+    if named.name == "learned_sink":
         return replace(layer, sinks=weights.read(f"{layer.name}.mechanism.sinks"))
-    if held.name == "softmax":
+    if named.name == "softmax":
         return layer
-    learned = None if held.is_bare else partial(_module, held, config, weights, layer.name, layer.index)
+    learned = None if named.is_bare else partial(_module, named, config, weights, layer.name, layer.index)
     return OtherAttention(
         **{item.name: getattr(layer, item.name) for item in fields(layer)}
-        | {"mechanism": held.name, "learned": learned}
+        | {"mechanism": named.name, "learned": learned}
     )
 
 
-def _module(held: Named, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
-    """What a layer has learned, as a module; made when the layer is run, since one that is only read may be traced."""
+def _module(named: Named, config: Config, weights: Weights, name: str, depth: int) -> AttentionModule:
+    """The learned parameters of a layer, as a module; built when the layer is run, because reading may be traced."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     with torch.device("meta"):
-        made = held.module(
+        module = named.module(
             width=width, heads=heads, size=width // heads, kv_heads=config["num_key_value_heads"], depth=depth
         )
-    read = {part: weights.read(f"{name}.mechanism.{part}").detach() for part in made.state_dict()}
-    made.load_state_dict(read, assign=True)
-    return made.requires_grad_(False)
+    read = {part: weights.read(f"{name}.mechanism.{part}").detach() for part in module.state_dict()}
+    module.load_state_dict(read, assign=True)
+    return module.requires_grad_(False)
+
+
+def block(config: Config) -> Block:
+    """Norms in front ("pre"), behind attention and MLP too ("sandwich"), or behind the sums alone ("post")."""
+    place, has_mlp = config.get("norm", "pre"), config.get("mlp") != "none"
+    behind: Part = "mlp_out_norm" if has_mlp else None
+    plain = LLAMA_BLOCK if has_mlp else replace(LLAMA_BLOCK, before_mlp=None, mlp=None, up=None, down=None)
+    if place == "sandwich":
+        return replace(plain, attention_out="attention_out_norm", mlp_out=behind)
+    if place == "post":
+        return replace(
+            plain, before_attention=None, before_mlp=None, after_attention="attention_out_norm", after_mlp=behind
+        )
+    return plain
+
+
+FAMILY = Family((MODEL_TYPE, VARIANT), layers, block)

@@ -12,9 +12,8 @@ from locater.checkpoints.weights import Weights
 from locater.families.build import norm
 from locater.families.decoder import decoder_layers
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 from locater.families.rotary import rotary_from_config
-
-MODEL_TYPES = ("phi",)
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -29,3 +28,15 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             key_norm=norm(weights, f"{layer.name}.k_layernorm", "layer", eps) if normed else None,
             rotary=rotary_from_config(config, layer.head_dim, share=0.5),
         )
+
+
+BLOCK = Block(
+    attention="self_attn",
+    before_attention="input_layernorm",
+    mlp="mlp",
+    up="mlp.fc1",
+    down="mlp.fc2",
+    parallel=True,
+    final="final_layernorm",
+)
+FAMILY = Family(("phi",), layers, BLOCK)

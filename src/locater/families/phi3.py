@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Rows, Weights, numbered
 from locater.families.build import expect, expect_layers, integer, norm, projection, shape_of
+from locater.families.decoder import LLAMA_BLOCK
 from locater.families.layer import AttentionLayer
+from locater.families.record import Family
 from locater.families.rotary import rotary_from_config
 
-MODEL_TYPES = ("phi3",)
 PATTERN = r"(?P<prefix>(.*\.)?)layers\.(?P<layer>\d+)\.self_attn\.qkv_proj\.weight"
 
 
@@ -19,9 +21,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or width // heads
     ends = [0, heads * head_dim, (heads + kv_heads) * head_dim, (heads + 2 * kv_heads) * head_dim]
-    found = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "num_hidden_layers")
-    for prefix, index, name in found:
+    matches = [(m["prefix"], int(m["layer"]), name) for m, name in numbered(weights, PATTERN)]
+    expect_layers(weights, len(matches), config, "num_hidden_layers")
+    for prefix, index, name in matches:
         block = f"{prefix}layers.{index}"
         stem = f"{block}.self_attn"
         expect(
@@ -57,3 +59,7 @@ def _renamed(config: Config) -> Config:
     if scaling and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
         return {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}
     return config
+
+
+BLOCK = replace(LLAMA_BLOCK, up=None, down=None)  # gate and up are one map
+FAMILY = Family(("phi3",), layers, BLOCK)

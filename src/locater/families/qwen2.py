@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
-from locater.families.decoder import decoder_layers, window_of
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers, window_of
 from locater.families.layer import AttentionLayer
-
-MODEL_TYPES = ("qwen2",)
+from locater.families.record import Family
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -25,3 +24,6 @@ def window(config: Config, index: int) -> int | None:
     if config.get("layer_types"):
         return window_of(config, index)
     return config.get("sliding_window") if index >= config.get("max_window_layers", 28) else None
+
+
+FAMILY = Family(("qwen2",), layers, LLAMA_BLOCK)

@@ -8,11 +8,10 @@ from dataclasses import replace
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import norm
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.qwen2 import window
-
-MODEL_TYPES = ("qwen3", "qwen3_moe")
+from locater.families.record import Family
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -30,3 +29,6 @@ def _window(config: Config, index: int) -> int | None:
     if config["model_type"] == "qwen3_moe":  # every layer, or none
         return config.get("sliding_window") if config.get("use_sliding_window") else None
     return window(config, index)
+
+
+FAMILY = Family(("qwen3", "qwen3_moe"), layers, LLAMA_BLOCK)

@@ -15,7 +15,7 @@ from torch import Tensor
 class RelativeTerms:
     """(q + shift) . key(p) + k . query(p), where p stands for the distance from query to key. Added before the scale.
 
-    XLNet (Dai et al. 2019) has the first term, DeBERTa (He et al. 2021) both. `shift` is asked for at each call, as
+    XLNet (Dai et al. 2019) has the first term, DeBERTa (He et al. 2021) both. `shift` is read at each call, as
     weights are, so that it follows a model in training.
     """
 

@@ -1,6 +1,6 @@
-"""Rotary positions: frequencies from a model's configuration, the rotation, and what it does to a head's drive.
+"""Rotary positions: frequencies from a model's configuration, the rotation, and its effect on a head's drive.
 
-Only frequencies are kept; a pair of channels (i, i + n/2) turns by `frequency_i` per position. Frequencies and angles
+Only frequencies are stored; a pair of channels (i, i + n/2) turns by `frequency_i` per position. Frequencies and angles
 are float32, as in the models themselves: at position 8,000 the rounding of an angle is no longer small, and it is the
 model's own rounding that has to be met.
 """
@@ -99,7 +99,7 @@ def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | Non
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Slow channels (wavelength beyond the trained length) are slowed by `factor`, fast ones kept, a ramp between."""
+    """Slow channels (wavelength beyond the trained length) are slowed by `factor`, fast ones not; a ramp between."""
     length = _needed("original_max_position_embeddings", rope)
     low, high = _needed("low_freq_factor", rope), _needed("high_freq_factor", rope)
     if high <= low:
@@ -156,13 +156,13 @@ def _longrope(base: float, channels: int, rope: Mapping[str, Any], config: Mappi
 
 
 def _first(*values: Any) -> Any:
-    """The first that is told: null tells nothing."""
+    """The first value that is not None (null in a configuration)."""
     return next(value for value in values if value is not None)
 
 
 def _needed(key: str, *settings: Mapping[str, Any]) -> float:
-    """A number without which nothing can be computed, from the first that has it."""
-    value = next((held[key] for held in settings if held.get(key) is not None), None)
+    """A required number, from the first of `settings` that has it."""
+    value = next((config[key] for config in settings if config.get(key) is not None), None)
     if value is None:
         raise KeyError(key)
     return float(value)

@@ -9,10 +9,10 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families import torch_mha
 from locater.families.build import norm
-from locater.families.clip import tower_layers, towers
+from locater.families.clip import TOWER_BLOCK, tower_layers, towers
 from locater.families.layer import AttentionLayer
+from locater.families.record import Family
 
-MODEL_TYPES = ("siglip", "siglip_text_model", "siglip_vision_model")
 TOWER = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "layer_norm_eps": 1e-6}
 
 
@@ -24,10 +24,14 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 
 
 def _pooling(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    """The last step is PyTorch's own attention: `head.probe` asks, without a norm; keys read the norm that closed the
-    tower.
+    """The last step is PyTorch's own attention. Its query is `head.probe`, without a norm; its keys read the norm that
+    closed the tower.
     """
     for layer in torch_mha.layers(weights, config):
         tower = layer.name.removesuffix("head.attention")
         closing = norm(weights, f"{tower}post_layernorm", "layer", config["layer_norm_eps"])
         yield replace(layer, index=0, kind="cross", memory_norm=closing)
+
+
+BLOCK = replace(TOWER_BLOCK, final=("final_layer_norm", "post_layernorm"))
+FAMILY = Family(("siglip", "siglip_text_model", "siglip_vision_model"), layers, BLOCK)

@@ -12,13 +12,12 @@ import torch
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import norm
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
 from locater.families.normed import normed
+from locater.families.record import Block, Family
 from locater.families.rotary import rotary_from_config
-
-MODEL_TYPES = ("stablelm",)
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -36,3 +35,12 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 def _normed(weights: Weights, whole: Projection, stem: str, before: Norm, heads: int) -> Projection:
     gain = torch.stack([weights.read(f"{stem}.norms.{head}.weight") for head in range(heads)])
     return normed(whole, Norm("layer", gain, None, before.eps), before, blocks=heads)
+
+
+def block(config: Config) -> Block:
+    if config.get("use_parallel_residual"):
+        return replace(LLAMA_BLOCK, norm="layer", before_mlp=None, parallel=True)
+    return replace(LLAMA_BLOCK, norm="layer")
+
+
+FAMILY = Family(("stablelm",), layers, block)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.build import norm
-from locater.families.decoder import decoder_layers
+from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer
-
-MODEL_TYPES = ("starcoder2",)
+from locater.families.record import Family
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -22,3 +21,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             norm=norm(weights, f"{block}.input_layernorm", "layer", config.get("norm_epsilon", 1e-5)),
             window=config.get("sliding_window"),
         )
+
+
+BLOCK = replace(LLAMA_BLOCK, norm="layer", up="mlp.c_fc", down="mlp.c_proj")
+FAMILY = Family(("starcoder2",), layers, BLOCK)

@@ -14,8 +14,8 @@ from locater.checkpoints.weights import Weights, numbered
 from locater.families.bias import RelativeBias
 from locater.families.build import expect, expect_layers, first, integer, norm, projection
 from locater.families.layer import AttentionLayer, Kind
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("mt5", "t5", "umt5")
 PATTERN = r"(?P<prefix>(.*\.)?)block\.(?P<layer>\d+)\.layer\.0\.SelfAttention\.q\.weight"
 
 
@@ -46,8 +46,8 @@ def _layer(weights: Weights, config: Config, stack: str, index: int, decoder: bo
     stem = f"{block}.{'EncDecAttention' if kind == 'cross' else 'SelfAttention'}"
     eps = config.get("layer_norm_epsilon", 1e-6)
     query, key = projection(weights, f"{stem}.q"), projection(weights, f"{stem}.k")
-    for name, found in (("q", query), ("k", key)):
-        expect(weights, f"{stem}.{name}.weight", found.shape, (heads * head_dim, width), "num_heads x d_kv, d_model")
+    for name, part in (("q", query), ("k", key)):
+        expect(weights, f"{stem}.{name}.weight", part.shape, (heads * head_dim, width), "num_heads x d_kv, d_model")
     closing = f"{stack.removesuffix('decoder.')}encoder.final_layer_norm"  # of the encoder that a cross layer reads
     return AttentionLayer(
         name=stem,
@@ -76,3 +76,18 @@ def _bias(weights: Weights, config: Config, stack: str, stem: str, decoder: bool
     return (
         None if table is None else RelativeBias(table, not decoder, config.get("relative_attention_max_distance", 128))
     )
+
+
+BLOCK = Block(  # an encoder block has two steps, and a decoder block three: the MLP is the last
+    attention="layer.0.SelfAttention",
+    norm="rms",
+    before_attention="layer.0.layer_norm",
+    before_mlp=("layer.2.layer_norm", "layer.1.layer_norm"),
+    other_norms=("layer.1.layer_norm",),
+    mlp=("layer.2.DenseReluDense", "layer.1.DenseReluDense"),
+    up=("layer.1.DenseReluDense.wi_1", "layer.1.DenseReluDense.wi"),
+    down="layer.1.DenseReluDense.wo",
+    stack="block",
+    final="final_layer_norm",
+)
+FAMILY = Family(("mt5", "t5", "umt5"), layers, BLOCK)

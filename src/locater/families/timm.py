@@ -1,10 +1,10 @@
 """timm's blocks: one fused map `qkv` (queries, keys, values, each head by head), `norm1` in front, norms per head where
-asked for.
+the model has them.
 
-A live module is recognised by what it offers: Linear `qkv` and `proj`, `num_heads` and `scale`. A checkpoint does not
+A live module is recognised by its attributes: Linear `qkv` and `proj`, `num_heads` and `scale`. A checkpoint does not
 say how many heads there are: put `{"model_type": "timm", "num_heads": n}` into config.json beside it, or add --heads.
-timm's own config.json names an architecture instead; those whose attention is not this plain one are refused, not
-misread.
+timm's own config.json names an architecture instead; architectures with other attention are
+refused.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 
 from torch import nn
 
+from locater.attention.interface import reaches
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import ModuleWeights, Weights, numbered
 from locater.errors import LocaterError
 from locater.families.build import expect, integer, norm, projection, rescaled, shape_of
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
+from locater.families.record import Family
+from locater.families.timm_tap import tap
 
-MODEL_TYPES = ("timm",)
 PATTERN = r"(?P<prefix>(.*\.)?blocks\.(\d+\.)?)(?P<layer>\d+)\.attn\.qkv\.weight"
 # of plain attention; more (tables over distance, masks) is another kind
 PARTS = r"(qkv|proj|q_norm|k_norm|norm)\.(weight|bias)"
@@ -41,12 +43,12 @@ class _Facts:
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
-    found = stems(weights)
-    if not found:
+    paths = stems(weights)
+    if not paths:
         raise LocaterError(
             f"{weights.where}: no attention in timm's manner here: a Linear qkv, a Linear proj, num_heads and scale"
         )
-    for stem in found:
+    for stem in paths:
         yield _layer(weights, config, stem, _facts(weights, config, stem))
 
 
@@ -58,6 +60,7 @@ def stems(weights: Weights) -> list[str]:
 
 
 def _offers(module: Any) -> bool:
+    """Whether a module has the attributes of timm's attention."""
     linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
     return (
         linear
@@ -70,13 +73,15 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
     foreign = [n for n in weights.names() if n.startswith(stem) and not re.fullmatch(PARTS, n.removeprefix(stem))]
     if foreign:
         raise LocaterError(
-            f"{weights.where}: {foreign[0]} is no part of timm's plain attention: describe the model with locater.register()"
+            f"{weights.where}: {foreign[0]} is no part of timm's plain attention: "
+            "describe the model with locater.register()"
         )
     if isinstance(weights, ModuleWeights):
         module: Any = weights.submodule(stem.removesuffix("."))
         if "rope" in inspect.signature(module.forward).parameters or "Channel" in type(module).__name__:
             raise LocaterError(
-                f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: rotary and channel attention are not supported"
+                f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: "
+                "rotary and channel attention are not supported"
             )
         return _Facts(module.num_heads, module.scale)
     architecture = config.get("architecture")
@@ -86,13 +91,13 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
             'set "model_type": "timm" and "num_heads" in config.json'
         )
     args = config.get("model_args")
-    told = {
+    settings = {
         **(args if isinstance(args, Mapping) else {}),
         **{key: value for key, value in config.items() if value is not None},
     }
-    if told.get("num_heads") is None:
+    if settings.get("num_heads") is None:
         raise LocaterError(f"{weights.where}: the number of heads is not in the tensors: add --heads N")
-    return _Facts(integer(told, weights, "num_heads"))
+    return _Facts(integer(settings, weights, "num_heads"))
 
 
 def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> AttentionLayer:
@@ -100,7 +105,8 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
     size, rest = divmod(rows, 3 * facts.heads)
     if rest:
         raise LocaterError(
-            f"{weights.where}: {stem}qkv.weight has {rows} rows, which {facts.heads} heads do not divide: change --heads"
+            f"{weights.where}: {stem}qkv.weight has {rows} rows, "
+            f"which {facts.heads} heads do not divide: change --heads"
         )
     query, key, value = (
         projection(weights, f"{stem}qkv", [(part * rows // 3, (part + 1) * rows // 3)]) for part in range(3)
@@ -130,7 +136,8 @@ def _layer(weights: Weights, config: Config, stem: str, facts: _Facts) -> Attent
 def _norm_before(weights: Weights, config: Config, block: str, width: int) -> Norm:
     if any(name.startswith(f"{block}adaLN") for name in weights.names()):
         raise LocaterError(
-            f"{weights.where}: {block[:-1]} is modulated by a condition (adaLN), so its weights alone do not tell its logits"
+            f"{weights.where}: {block[:-1]} is modulated by a condition (adaLN), "
+            "so its weights alone do not tell its logits"
         )
     if isinstance(weights, ModuleWeights) and "ResPost" in type(weights.submodule(block[:-1])).__name__:
         return Norm()  # norm1 follows attention there
@@ -138,7 +145,7 @@ def _norm_before(weights: Weights, config: Config, block: str, width: int) -> No
 
 
 def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None:
-    """LayerNorm or RMSNorm: a live module says which and with what eps; on disk only LayerNorm has a bias."""
+    """LayerNorm or RMSNorm: a live module has its class and eps; on disk only LayerNorm has a bias."""
     if f"{path}.weight" in weights.names():
         expect(
             weights,
@@ -163,3 +170,11 @@ def _norm(weights: Weights, config: Config, path: str, size: int) -> Norm | None
     raise LocaterError(
         f"{weights.where}: {path} is a {type(module).__name__}, neither LayerNorm nor RMSNorm with an eps"
     )
+
+
+def recognises(module: nn.Module) -> bool:
+    """Attention of timm's that does not pass the interface of transformers."""
+    return _offers(module) and not reaches(module)
+
+
+FAMILY = Family(("timm",), layers, tap=tap, recognises=recognises)

@@ -2,8 +2,8 @@
 
 A state dict does not say how many heads there are nor whether norms come first, so a checkpoint needs a config.json
 with `{"model_type": "torch", "num_heads": n, "norm_first": false, "layer_norm_eps": 1e-5}` beside it (or `--heads`); a
-live module is asked. Causal masks are arguments of the call here, so `causal` is False: `dataclasses.replace` it if you
-mask.
+live module has them as attributes. Causal masks are arguments of the call here, so `causal` is False:
+`dataclasses.replace` it if you mask.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from locater.errors import LocaterError
 from locater.families.build import integer, matrix, norm, optional, projection, shape_of
 from locater.families.layer import AttentionLayer, Kind, Projection
 from locater.families.norm import Norm
+from locater.families.record import Family
+from locater.families.torch_mha_tap import tap
 
-MODEL_TYPES = ("torch",)
 PATTERN = r"(?P<stem>(?:.*\.)?)(?:in_proj_weight|q_proj_weight)"
 
 
@@ -38,8 +39,8 @@ class _Facts:
 
 def stems(weights: Weights) -> list[str]:
     """Paths of attention modules, each with its last dot, so that an attention module alone has the path ""."""
-    found = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
-    return sorted(found, key=lambda stem: natural(stem.split(".")))
+    paths = [m["stem"] for name in weights.names() if (m := re.fullmatch(PATTERN, name))]
+    return sorted(paths, key=lambda stem: natural(stem.split(".")))
 
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
@@ -76,7 +77,8 @@ def _layer(weights: Weights, stem: str, index: int, facts: _Facts) -> AttentionL
     head_dim, rest = divmod(q.shape[0], facts.heads)
     if rest:
         raise LocaterError(
-            f"{weights.where}: {stem}in_proj has {q.shape[0]} query rows, which {facts.heads} heads do not divide: change --heads"
+            f"{weights.where}: {stem}in_proj has {q.shape[0]} query rows, "
+            f"which {facts.heads} heads do not divide: change --heads"
         )
     return AttentionLayer(
         name=stem.removesuffix("."),
@@ -133,3 +135,19 @@ def _memory_norm(weights: Weights, block: str, facts: _Facts) -> Norm:
 
 def _norm(weights: Weights, name: str, eps: float) -> Norm:
     return norm(weights, name, "layer", eps) if f"{name}.weight" in weights.names() else Norm()
+
+
+def unobservable(module: nn.Module) -> str | None:
+    if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
+        return (
+            "add_bias_kv and add_zero_attn give every query a key that is no token, which is not observed; "
+            "observe the other layers with layers=[...]"
+        )
+    return None
+
+
+def recognises(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention)
+
+
+FAMILY = Family(("torch",), layers, tap=tap, unobservable=unobservable, recognises=recognises)

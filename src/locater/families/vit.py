@@ -8,8 +8,8 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights, numbered
 from locater.families.build import expect, expect_layers, integer, norm, projection
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("vit",)
 STEMS = {  # names of q, k, v and o under a block
     "attention.attention.query": ("attention.attention.key", "attention.attention.value", "attention.output.dense"),
     "attention.q_proj": ("attention.k_proj", "attention.v_proj", "attention.o_proj"),
@@ -28,9 +28,9 @@ def vit_layers(weights: Weights, config: Config, before: str) -> Iterator[Attent
     """ViT's layers; `before` names the norm in front of attention."""
     heads, width = integer(config, weights, "num_attention_heads"), integer(config, weights, "hidden_size")
     head_dim = width // heads
-    found = [m for m, _ in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "num_hidden_layers")
-    for match in found:
+    matches = [m for m, _ in numbered(weights, PATTERN)]
+    expect_layers(weights, len(matches), config, "num_hidden_layers")
+    for match in matches:
         block, stem = match["block"], match["query"]
         key, value, out = STEMS[stem]
         query = projection(weights, f"{block}.{stem}")
@@ -48,3 +48,15 @@ def vit_layers(weights: Weights, config: Config, before: str) -> Iterator[Attent
             scale=head_dim**-0.5,
             norm=norm(weights, f"{block}.{before}", "layer", config.get("layer_norm_eps", 1e-12)),
         )
+
+
+BLOCK = Block(
+    attention="attention",
+    before_attention="layernorm_before",
+    before_mlp="layernorm_after",
+    mlp="mlp",
+    up="mlp.fc1",
+    down="mlp.fc2",
+    final="layernorm",
+)
+FAMILY = Family(("vit",), layers, BLOCK)

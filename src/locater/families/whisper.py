@@ -8,8 +8,8 @@ from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.encoder_decoder import encoder_decoder_layers
 from locater.families.layer import AttentionLayer
+from locater.families.record import Block, Family
 
-MODEL_TYPES = ("whisper",)
 SMALLEST = {
     "d_model": 384,
     "encoder_layers": 4,
@@ -21,3 +21,15 @@ SMALLEST = {
 
 def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
     yield from encoder_decoder_layers(weights, {**SMALLEST, **config}, norm_first=True)
+
+
+BLOCK = Block(
+    attention="self_attn",
+    before_attention="self_attn_layer_norm",
+    before_mlp="final_layer_norm",
+    other_norms=("encoder_attn_layer_norm",),
+    up="fc1",
+    down="fc2",
+    final="layer_norm",
+)
+FAMILY = Family(("whisper",), layers, BLOCK)

@@ -10,20 +10,26 @@ row, which softmax does not see. The query stream of permutation training is lef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from locater.attention.call import Call
+from locater.attention.listeners import listening
+from locater.attention.stand_ins import Undo, argument, instead, tell
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights, numbered
 from locater.errors import LocaterError
 from locater.families.build import expect, expect_layers, integer, norm, shape_of
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
+from locater.families.record import Block, Family
 from locater.families.relative import RelativeTerms
+from locater.kernels import Terms
 from locater.numerics import upcast
 
-MODEL_TYPES = ("xlnet",)
 PATTERN = r"(?P<prefix>(.*\.)?)layer\.(?P<layer>\d+)\.rel_attn\.q"
 
 
@@ -40,9 +46,9 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
         integer(config, weights, "d_model", "hidden_size"),
     )
     head_dim, eps = config.get("d_head") or width // heads, config.get("layer_norm_eps", 1e-12)
-    found = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, PATTERN)]
-    expect_layers(weights, len(found), config, "n_layer", "num_hidden_layers")
-    for prefix, index in found:
+    matches = [(m["prefix"], int(m["layer"])) for m, _ in numbered(weights, PATTERN)]
+    expect_layers(weights, len(matches), config, "n_layer", "num_hidden_layers")
+    for prefix, index in matches:
         stem = f"{prefix}layer.{index}.rel_attn"
         of_maps, of_biases = (width, heads, head_dim), (heads, head_dim)
         for part, shape in {**dict.fromkeys("qkvor", of_maps), "r_w_bias": of_biases, "r_r_bias": of_biases}.items():
@@ -95,3 +101,71 @@ def sinusoid(width: int, farthest: int) -> Callable[[Tensor], Tensor]:
         return torch.cat([angle.sin(), angle.cos()], -1)
 
     return code
+
+
+BLOCK = Block(
+    attention="rel_attn",
+    after_attention="rel_attn.layer_norm",
+    after_mlp="ff.layer_norm",
+    up="ff.layer_1",
+    down="ff.layer_2",
+    added="rel_attn.dropout",  # the attention module adds its skip itself
+    time_first=True,
+)
+
+
+def tap(module: nn.Module) -> Iterator[Undo]:
+    """The method `rel_attn_core` is called with everything, time first; position and segment terms become a bias.
+
+    In two-stream attention the content stream is counted. The query stream has other queries for the same keys, often
+    for a few positions only, and is left out. In the content stream every token sees itself, padding too, so padding
+    is read from the mask of the query stream, which is passed with or without that stream.
+    """
+    # the query stream's mask, from the start of a call until its first stream is seen
+    under_way: dict[str, Tensor | None] = {}
+    yield instead(module, "forward", partial(_keep_mask, under_way))
+    yield instead(module, "rel_attn_core", partial(_attend, under_way))
+
+
+def _keep_mask(
+    under_way: dict[str, Tensor | None], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if listening(module):
+        under_way["mask"] = argument(args, kwargs, 3, "attn_mask_g")
+    return forward(*args, **kwargs)
+
+
+def _attend(
+    under_way: dict[str, Tensor | None], module: Any, attend: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    out = attend(*args, **kwargs)
+    sites = listening(module)
+    if sites and "mask" in under_way:
+        mask = under_way.pop("mask")
+        with torch.no_grad():
+            call = _described(module, args, kwargs, out[0] if isinstance(out, tuple) else out)
+            if mask is not None:  # (T, S, B, 1)
+                real = (mask == 0).any(0).any(-1).T
+                call = call.with_terms(padding=real.expand(call.query.shape[0], -1))
+            tell(sites, call)
+    return out
+
+
+def _described(module: Any, args: Any, kwargs: Any, out: Tensor) -> Call:
+    names = ("q_head", "k_head_h", "v_head_h", "k_head_r", "seg_mat", "attn_mask")
+    q, k, _, k_r, segments, mask = (argument(args, kwargs, at, name) for at, name in enumerate(names))
+    place = torch.einsum("ibnd,jbnd->bnij", q + module.r_r_bias, k_r)
+    bias = module.rel_shift_bnij(place, klen=k.shape[0])
+    if segments is not None:
+        of_query = torch.einsum("ibnd,snd->ibns", q + module.r_s_bias, module.seg_embed)
+        bias = bias + torch.einsum("ijbs,ibns->bnij", segments, of_query)
+    terms = Terms(
+        float(module.scale),
+        bias=bias * module.scale,
+        mask=None if mask is None else mask.permute(2, 3, 0, 1) == 0,
+    )
+    query = (q + module.r_w_bias).permute(1, 2, 0, 3)
+    return Call(query, k.detach().permute(1, 2, 0, 3), terms, out.detach().transpose(0, 1))
+
+
+FAMILY = Family(("xlnet",), layers, BLOCK, tap)

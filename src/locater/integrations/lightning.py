@@ -24,7 +24,7 @@ logger = logging.getLogger("locater")
 
 
 class ControlCallback(Callback):  # type: ignore[misc]
-    """Attaches controls when training starts and adds the gradient of their penalty once per optimizer step, before
+    """Attaches controls when training starts, and once per optimizer step adds the gradient of their penalty, before
     clipping.
     """
 
@@ -34,18 +34,18 @@ class ControlCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if not pl_module.automatic_optimization:
             raise LocaterError(
-                "a module that optimises by hand adds controls by hand: loss + control.loss(), then control.after_step()"
+                "manual optimization: use controls in training_step: loss + control.loss(), then control.after_step()"
             )
         for control in self.controls.controls:
-            if control.penalty_of_forward:
+            if control.loss_needs_forward_graph:
                 raise LocaterError(
-                    f"{control!r}: its penalty belongs to the forward pass, which is over when Lightning calls back: "
-                    "control.attach(module), and return loss + control.loss() from training_step"
+                    f"{control!r}: its penalty needs the graph of the forward pass, which is gone when Lightning "
+                    "calls back: control.attach(module), and return loss + control.loss() from training_step"
                 )
         self.controls.attach(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._step, self._told = int(trainer.global_step), False
+        self._step, self._warned = int(trainer.global_step), False
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         penalty: Tensor = self.controls.loss()
@@ -55,8 +55,8 @@ class ControlCallback(Callback):  # type: ignore[misc]
                 scaler.scale(penalty).backward()
             elif scaler is None or bool(penalty.isfinite()):
                 penalty.backward()
-            elif not self._told:  # the scaler has looked at the gradients already, and would not skip this step
-                self._told = True
+            elif not self._warned:  # the scaler has checked the gradients already, and would not skip this step
+                self._warned = True
                 logger.warning(
                     "step %d: the penalty is %s: left out of the step", trainer.global_step, float(penalty.detach())
                 )
@@ -68,7 +68,7 @@ class ControlCallback(Callback):  # type: ignore[misc]
             self.controls.after_step()
 
     _step = 0
-    _told = False  # that a penalty is left out
+    _warned = False  # whether a penalty was left out, and the user warned
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self.controls.detach()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.kernels import reference
-from locater.kernels.terms import LARGEST_CAP, AttentionStatistics, Terms, full_terms
+from locater.kernels.terms import LARGEST_CAP, AttentionStatistics, Terms
 
 Backend = Literal["torch", "triton"]
 
@@ -42,17 +42,29 @@ def attention_statistics(
     `positions` places them (some rows only, or a cache with room left). `padding` is True for real tokens, `documents`
     numbers packed sequences, `mask` is any other boolean mask and `bias` any addition (axes of size 1 are shared).
     `extended` adds participation, distance, and the weight on the first keys and on itself; `per_key` the weight each
-    key receives. `backend` is chosen by device unless given.
+    key receives. `backend` is chosen by device where it is None.
 
     >>> q = k = torch.zeros(1, 1, 4, 8)
-    >>> attention_statistics(q, k, causal=True).entropy.exp().squeeze().round().tolist()     # uniform over 1, 2, 3, 4 keys
+    >>> stats = attention_statistics(q, k, causal=True)        # uniform over 1, 2, 3, 4 keys
+    >>> stats.entropy.exp().squeeze().round().tolist()
     [1.0, 2.0, 3.0, 4.0]
     """
-    terms = _terms(
-        q, k, scale, causal=causal, window=window, softcap=softcap, padding=padding, documents=documents, mask=mask, bias=bias,
-        alibi=alibi, sinks=sinks, first=first, positions=positions,
-    )  # fmt: skip
-    q, k = q.detach(), k.detach()
+    terms = Terms(scale, causal, window, softcap, first, padding, documents, mask, bias, alibi, sinks, positions)
+    return row_statistics(q, k, terms, extended=extended, per_key=per_key, backend=backend)
+
+
+def row_statistics(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B K S D"],
+    terms: Terms,
+    *,
+    extended: bool = True,
+    per_key: bool = False,
+    backend: Backend | None = None,
+) -> AttentionStatistics:
+    """`attention_statistics` of a call whose masks and additions are one record."""
+    terms = _checked(q, k, terms)
+    q, k = (x.detach() if x.requires_grad else x for x in (q, k))
     if (backend or default_backend(q, terms)) == "torch":
         return reference.statistics(q, k, terms, extended, per_key)
     from locater.kernels import triton_kernels
@@ -72,23 +84,22 @@ def attention_entropy(
     >>> q.grad.shape
     torch.Size([1, 2, 5, 8])
     """
-    scale = terms.pop("scale", None)
-    ready = _terms(q, k, scale, **terms)
-    return _Entropy.apply(q, k, ready, backend or default_backend(q, ready))
+    checked = _checked(q, k, Terms(**terms))
+    return _Entropy.apply(q, k, checked, backend or default_backend(q, checked))
 
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, terms: Terms, backend: Backend) -> Tensor:
         if backend == "torch":
-            found = reference.statistics(q, k, terms, extended=False, per_key=False)
+            stats = reference.statistics(q, k, terms, extended=False, per_key=False)
         else:
             from locater.kernels import triton_kernels
 
-            found = triton_kernels.statistics(q, k, terms, extended=False, per_key=False)
-        ctx.save_for_backward(q, k, found.log_sum_exp, found.entropy, found.row_mass)
+            stats = triton_kernels.statistics(q, k, terms, extended=False, per_key=False)
+        ctx.save_for_backward(q, k, stats.log_sum_exp, stats.entropy, stats.row_mass)
         ctx.terms, ctx.backend = terms, backend
-        return found.entropy
+        return stats.entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -127,7 +138,8 @@ def default_backend(q: Tensor, terms: Terms) -> Backend:
     return "triton" if has_triton() else "torch"
 
 
-def _terms(q: Tensor, k: Tensor, scale: float | None, **given: Any) -> Terms:
+def _checked(q: Tensor, k: Tensor, terms: Terms) -> Terms:
+    """The terms with masks of four axes; raises where shapes do not fit."""
     if q.ndim != 4 or k.ndim != 4:
         raise LocaterError(
             f"q has shape {list(q.shape)} and k {list(k.shape)}; both have four axes: batch, heads, tokens, size"
@@ -137,9 +149,8 @@ def _terms(q: Tensor, k: Tensor, scale: float | None, **given: Any) -> Terms:
         raise LocaterError(
             f"k has shape {list(k.shape)}, which does not fit q {list(q.shape)}: same batch and size, heads that divide"
         )
-    if T > k.shape[2] and given.get("causal") and given.get("positions") is None:
+    if T > k.shape[2] and terms.causal and terms.positions is None:
         raise LocaterError(
             f"{T} queries and {k.shape[2]} keys cannot be causal: queries are the last of the keys' positions"
         )
-    terms = Terms(scale=D**-0.5 if scale is None else scale, **given)
-    return full_terms(terms, B, H, T, k.shape[2])
+    return terms.checked(B, H, T, k.shape[2])

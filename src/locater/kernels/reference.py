@@ -10,7 +10,7 @@ from torch import Tensor
 from locater.kernels.terms import AttentionStatistics, Terms
 from locater.numerics import upcast
 
-ELEMENTS = 1 << 24  # logits held at a time
+ELEMENTS = 1 << 24  # logits in memory at a time
 CACHED = 1 << 20  # the same on a CPU, whose caches are much faster than its memory
 LOWEST = -1e30  # a masked logit: exp is 0, and so is exp times it, which -inf would make NaN
 
@@ -35,19 +35,19 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
         here = placed.up_to(end)
         logits = here.logits(upcast(q[:, :, rows]), keys[:, :, :end], rows, T)
         seen = here.visible(rows, T, end, q.device)
-        kept, p = _of_rows(logits, seen, here, rows, T, extended)
-        parts.append(kept)
+        part, p = _of_rows(logits, seen, here, rows, T, extended)
+        parts.append(part)
         if received is not None and lookers is not None:
             received[:, :, :end] += p.sum(2)
             lookers = lookers + torch.nn.functional.pad(seen.sum(2), (0, S - end))
-    found = {
+    columns = {
         f.name: _joined([getattr(part, f.name) for part in parts])
         for f in fields(AttentionStatistics)
         if f.name != "received"
     }
     if received is not None and lookers is not None:
         received = received / lookers.clamp_min(1)
-    return AttentionStatistics(**found, received=received)  # type: ignore[arg-type]
+    return AttentionStatistics(**columns, received=received)  # type: ignore[arg-type]
 
 
 def _of_rows(
@@ -65,10 +65,10 @@ def _of_rows(
         base = torch.maximum(base, terms.sinks.to(base).view(1, -1, 1))
     y = logits.sub_(base[..., None]).masked_fill_(hidden, LOWEST)
     e = y.exp()
-    held = e.sum(-1)
-    total = held if terms.sinks is None else held + torch.exp(terms.sinks.to(base).view(1, -1, 1) - base)
+    on_keys = e.sum(-1)
+    total = on_keys if terms.sinks is None else on_keys + torch.exp(terms.sinks.to(base).view(1, -1, 1) - base)
     total = torch.where(visible > 0, total, torch.ones_like(total))
-    mass, log_total = held / total, total.log()
+    mass, log_total = on_keys / total, total.log()
     entropy = mass * log_total - y.mul_(e).sum(-1) / total
     lse = torch.where(visible > 0, base + log_total, torch.full_like(base, -torch.inf))
     p = e.div_(total[..., None])
@@ -94,7 +94,7 @@ def weight_at(q: Tensor, k: Tensor, terms: Terms, index: Tensor, log_sum_exp: Te
     index = index.expand(B, T)
     at = index.clamp(0, S - 1)
     keys = upcast(k).gather(2, at[:, None, :, None].expand(B, k.shape[1], T, k.shape[-1])).repeat_interleave(group, 1)
-    logits = (upcast(q) * keys).sum(-1) * terms.scale
+    logits = (upcast(q) * keys).sum(-1) * terms.scale_for(q.shape[-1])
     distance = terms.at(T, S, q.device) - at
     if terms.alibi is not None:
         logits = logits - terms.alibi.to(logits)[:, None] * distance.abs()[:, None]
@@ -119,11 +119,11 @@ def weight_at(q: Tensor, k: Tensor, terms: Terms, index: Tensor, log_sum_exp: Te
     return torch.where(shown & (log_sum_exp != -torch.inf), weight, torch.zeros_like(weight)), shown
 
 
-def _picked(held: Tensor, at: Tensor) -> Tensor:
+def _picked(x: Tensor, at: Tensor) -> Tensor:
     """Entry `at` (B, T) of every row of a mask or a bias (b, h, t, S), as (B, h, T)."""
     B, T = at.shape
-    wide = held.expand(B, held.shape[1], T, held.shape[-1])
-    return wide.gather(-1, at[:, None, :, None].expand(B, held.shape[1], T, 1)).squeeze(-1)
+    wide = x.expand(B, x.shape[1], T, x.shape[-1])
+    return wide.gather(-1, at[:, None, :, None].expand(B, x.shape[1], T, 1)).squeeze(-1)
 
 
 def entropy_gradient(
@@ -133,7 +133,7 @@ def entropy_gradient(
     memory.
     """
     B, H, T, _ = q.shape
-    K, S = k.shape[1], k.shape[-2]
+    K, S, scale = k.shape[1], k.shape[-2], terms.scale_for(q.shape[-1])
     keys = upcast(k).repeat_interleave(H // K, 1)
     dq, dk = torch.zeros_like(q, dtype=keys.dtype), torch.zeros_like(keys)
     for rows in row_chunks(B, H, T, S, q.device):
@@ -146,11 +146,11 @@ def entropy_gradient(
         slope = torch.where(p > 0, slope, torch.zeros_like(slope))
         if terms.softcap is not None:
             slope = slope * (1 - (logits / terms.softcap).square())
-        dq[:, :, rows] = terms.scale * (slope @ keys)
-        dk += terms.scale * (slope.mT @ query)
+        dq[:, :, rows] = scale * (slope @ keys)
+        dk += scale * (slope.mT @ query)
     return dq.to(q.dtype), dk.unflatten(1, (K, -1)).sum(2).to(k.dtype)
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
-    held = [part for part in parts if part is not None]
-    return torch.cat(held, 2) if held else None
+    present = [part for part in parts if part is not None]
+    return torch.cat(present, 2) if present else None

@@ -1,10 +1,13 @@
-"""What decides a row of attention besides q and k, and what is kept of it. Axes: B batch, H heads, T queries, S keys, D
-size.
+"""`Terms`: what an attention call is asked to do besides q, k and v. `AttentionStatistics`: the numbers of its rows.
+
+Axes: B batch, H heads, T queries, S keys, D size of a query.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,23 +17,81 @@ from locater.errors import LocaterError
 
 LARGEST_CAP = 1000.0  # of the Triton kernels: cap tanh(x / cap) by one exponential is off by 6e-8 of the cap
 
+SHAPES = {
+    "padding": ("batch", "keys"),
+    "documents": ("batch", "keys"),
+    "positions": ("queries",),
+    "alibi": ("heads",),
+    "sinks": ("heads",),
+}
+
 
 @dataclass(frozen=True)
 class Terms:
-    """Masks and additions. Queries are the last T of S positions, so cached keys need nothing special."""
+    """Scale, masks and additions of one attention call.
 
-    scale: float
+    Queries are the last T of S positions unless `positions` places them, so cached keys need nothing special.
+
+    >>> Terms(causal=True).visible(slice(0, 2), 2, 3, torch.device("cpu"))[0, 0].tolist()
+    [[True, True, False], [True, True, True]]
+    """
+
+    scale: float | None = None  # multiplies q.k; None: 1 / sqrt(D), or the scale of the mechanism
     causal: bool = False
     window: int | None = None  # distance < window
     softcap: float | None = None
+    first: int = 1  # keys counted as the first ones
     padding: Bool[Tensor, "B S"] | None = None  # True = a real token
     documents: Int[Tensor, "B S"] | None = None  # a query sees keys with its own number
-    mask: Bool[Tensor, "b h t S"] | None = None  # any other; axes of size 1 are shared
+    mask: Bool[Tensor, "b h t S"] | None = None  # True = may look; axes of size 1 are shared
     bias: Float[Tensor, "b h t S"] | None = None  # added to scaled logits
     alibi: Float[Tensor, " H"] | None = None  # slopes: -slope * distance is added
     sinks: Float[Tensor, " H"] | None = None  # a logit per head that takes weight and gives no value
-    first: int = 1  # keys counted as the first ones
     positions: Int[Tensor, " T"] | None = None  # of the queries among the keys, where they are not the last T
+
+    # Operators of torch.library take no records: their schema has these arguments instead, packed by `flat` and
+    # unpacked by `from_flat`. The first NUMBERS of them are numbers, the others tensors.
+    SCHEMA: ClassVar[str] = (
+        "float? scale, bool causal, SymInt? window, float? softcap, SymInt first, Tensor? padding, Tensor? documents, "
+        "Tensor? mask, Tensor? bias, Tensor? alibi, Tensor? sinks, Tensor? positions"
+    )
+    ARGUMENTS: ClassVar[int] = 12
+    NUMBERS: ClassVar[int] = 5
+
+    def flat(self) -> tuple[Any, ...]:
+        """The fields as arguments of an operator, in the order of SCHEMA."""
+        return (
+            self.scale,
+            self.causal,
+            self.window,
+            self.softcap,
+            self.first,
+            self.padding,
+            self.documents,
+            self.mask,
+            self.bias,
+            self.alibi,
+            self.sinks,
+            self.positions,
+        )
+
+    @classmethod
+    def from_flat(cls, arguments: Iterable[Any]) -> Terms:
+        """The inverse of `flat`. It runs at every observed call and sets all fields at once, which takes a third of the
+        time of a frozen dataclass's constructor.
+        """
+        terms = cls.__new__(cls)
+        vars(terms).update(zip(_FIELDS, arguments, strict=True))
+        return terms
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether a tensor decides which keys are seen."""
+        return not (self.padding is None and self.documents is None and self.mask is None and self.bias is None)
+
+    def scale_for(self, size: int) -> float:
+        """What multiplies q.k for queries of this size: the scale, or 1 / sqrt(size)."""
+        return size**-0.5 if self.scale is None else self.scale
 
     def at(self, queries: int, keys: int, device: torch.device) -> Int[Tensor, " T"]:
         """Position of every query among the keys."""
@@ -54,6 +115,24 @@ class Terms:
             self, padding=cut(self.padding), documents=cut(self.documents), mask=cut(self.mask), bias=cut(self.bias)
         )
 
+    def for_queries(self, rows: slice | Tensor) -> Terms:
+        """The same for some of the queries; masks have four axes."""
+
+        def some(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[-2] == 1 else x[..., rows, :]
+
+        positions = None if self.positions is None else self.positions[rows]
+        return replace(self, mask=some(self.mask), bias=some(self.bias), positions=positions)
+
+    def for_heads(self, heads: Int[Tensor, " h"]) -> Terms:
+        """The same for some of the query heads."""
+
+        def some(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.ndim < 4 or x.shape[1] == 1 else x[:, heads]
+
+        alibi, sinks = (None if x is None else x[heads] for x in (self.alibi, self.sinks))
+        return replace(self, mask=some(self.mask), bias=some(self.bias), alibi=alibi, sinks=sinks)
+
     def visible(self, rows: slice, queries: int, keys: int, device: torch.device) -> Bool[Tensor, "b h t S"]:
         """True where a query of `rows` may look."""
         distance = self.distance(rows, queries, keys, device)
@@ -76,7 +155,7 @@ class Terms:
         self, q: Float[Tensor, "B H t D"], k: Float[Tensor, "B H S D"], rows: slice, queries: int
     ) -> Float[Tensor, "B H t S"]:
         """Logits of some rows, float32 at least, after scale, bias and soft-cap and before the mask."""
-        out = (q @ k.mT) * self.scale
+        out = (q @ k.mT) * self.scale_for(q.shape[-1])
         if self.alibi is not None:
             distance = self.distance(rows, queries, k.shape[-2], q.device).abs()
             out = out - self.alibi.to(out)[:, None, None] * distance
@@ -84,13 +163,41 @@ class Terms:
             out = out + (self.bias if self.bias.shape[-2] == 1 else self.bias[..., rows, :]).to(out)
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
+    def checked(self, B: int, H: int, T: int, S: int) -> Terms:
+        """The same with masks and biases of four axes; raises where a shape does not fit."""
+        shape = (B, H, T, S)
+        mask = None if self.mask is None else _four_axes("mask", self.mask, shape)
+        bias = None if self.bias is None else _four_axes("bias", self.bias, shape)
+        for name, axes in SHAPES.items():
+            x = getattr(self, name)
+            if x is not None:
+                expected = [{"batch": B, "heads": H, "queries": T, "keys": S}[axis] for axis in axes]
+                if list(x.shape) != expected:
+                    raise LocaterError(f"{name} has shape {list(x.shape)}, not {expected} ({', '.join(axes)})")
+        return self if mask is self.mask and bias is self.bias else replace(self, mask=mask, bias=bias)
+
+
+_FIELDS = tuple(f.name for f in fields(Terms))
+
+
+def _four_axes(name: str, x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    while x.ndim < 4:
+        x = x.unsqueeze(0)
+    for size, expected, axis in zip(x.shape, shape, "BHTS", strict=True):
+        if size not in (1, expected) or (axis == "S" and size != expected):
+            raise LocaterError(
+                f"{name} has shape {list(x.shape)}; its axis {axis} must be {expected}"
+                + ("" if axis == "S" else " or 1")
+            )
+    return x
+
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """What is kept of attention: numbers per row (B, H, T), or per head (H,) after `reduced()`; never a T x S matrix.
+    """Statistics of attention: numbers per row (B, H, T), or per head (H,) after `reduced()`; never a T x S matrix.
 
-    With sinks a row's weights sum to `row_mass` < 1, and entropy is -sum p log p of those weights as they act. A row
-    that sees no key has entropy, probability and mass 0, and minus infinity for its logits.
+    With sinks the weights of a row sum to `row_mass` < 1, and entropy is -sum p log p of these weights, without scaling
+    them up to 1. A row that sees no key has entropy, probability and mass 0, and minus infinity for its logits.
     """
 
     log_sum_exp: Tensor
@@ -115,7 +222,7 @@ class AttentionStatistics:
     def participation(self) -> Tensor:
         """1 / sum of squares: how many keys share the weight."""
         if self.sum_of_squares is None:
-            raise LocaterError("participation was not asked for: attention_statistics(..., extended=True)")
+            raise LocaterError("participation was not computed: call attention_statistics(..., extended=True)")
         return 1 / self.sum_of_squares.clamp_min(torch.finfo(self.sum_of_squares.dtype).tiny)
 
     @property
@@ -131,38 +238,10 @@ class AttentionStatistics:
         count = seen.sum((0, 2)).clamp_min(1)
         out = {"max_logit": torch.where(seen, self.max_logit, torch.full_like(self.max_logit, -torch.inf)).amax((0, 2))}
         for f in fields(self):
-            held = getattr(self, f.name)
-            if held is None or f.name in ("max_logit", "log_sum_exp", "received", "visible"):
+            values = getattr(self, f.name)
+            if values is None or f.name in ("max_logit", "log_sum_exp", "received", "visible"):
                 continue
-            out[f.name] = torch.where(seen, held, torch.zeros_like(held)).sum((0, 2)) / count
+            out[f.name] = torch.where(seen, values, torch.zeros_like(values)).sum((0, 2)) / count
         out["max_probability"] = (self.max_probability * seen).sum((0, 2)) / count
         out["entropy_ratio"] = self.entropy_ratio.nanmean((0, 2))
         return out
-
-
-def full_terms(terms: Terms, B: int, H: int, T: int, S: int) -> Terms:
-    """Checked shapes; masks and biases brought to four axes."""
-    for name in ("mask", "bias"):
-        held = getattr(terms, name)
-        if held is None:
-            continue
-        while held.ndim < 4:
-            held = held.unsqueeze(0)
-        for got, want, axis in zip(held.shape, (B, H, T, S), "BHTS", strict=True):
-            if got not in (1, want) or (axis == "S" and got != want):
-                raise LocaterError(
-                    f"{name} has shape {list(held.shape)}; its axis {axis} must be {want}"
-                    + ("" if axis == "S" else " or 1")
-                )
-        terms = replace(terms, **{name: held})
-    for name in ("padding", "documents"):
-        held = getattr(terms, name)
-        if held is not None and tuple(held.shape) != (B, S):
-            raise LocaterError(f"{name} has shape {list(held.shape)}, not [{B}, {S}] (batch, keys)")
-    if terms.positions is not None and tuple(terms.positions.shape) != (T,):
-        raise LocaterError(f"positions has shape {list(terms.positions.shape)}, not [{T}] (queries)")
-    for name in ("alibi", "sinks"):
-        held = getattr(terms, name)
-        if held is not None and tuple(held.shape) != (H,):
-            raise LocaterError(f"{name} has shape {list(held.shape)}, not [{H}] (heads)")
-    return terms

@@ -1,6 +1,4 @@
-"""What the Triton kernels of this package share: rows of a tensor, the keys that a block of queries sees, the
-soft-cap.
-"""
+"""Parts of several Triton kernels: rows of a tensor, the keys that a block of queries sees, the soft-cap."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ EMPTY = tl.constexpr(-1.0e30)  # a masked logit; finite, so that 0 x EMPTY is 0 
 
 @triton.jit
 def load_rows(base, d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
-    """Rows of q, k or v at `base`, those that are not inside as zeros."""
+    """Rows of q, k or v at `base`; rows that are not inside are zero."""
     if BLOCK_D != D:
         rows = tl.load(base, mask=inside[:, None] & (d < D)[None, :], other=0.0)
     elif EDGE:

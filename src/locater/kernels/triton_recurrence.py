@@ -1,10 +1,10 @@
 """The recurrence of the delta rule over chunks, in Triton: what cannot be done for all chunks at once.
 
-    new_n = own_n - carried_n M_n,   M_{n+1} = kept_n M_n + keys_n^T new_n,   M_0 = 0
-with M (D, E), own and new (C, E), carried and keys (C, D), kept a number. Columns of M do not meet, so a program has some columns of one
-head and all its chunks. The gradient runs backwards, with G_n = dloss/dM_{n+1} in all:
-    dnew_n = dnew_n (given) + keys_n G_n,   G_{n-1} = dM_n (given) + kept_n G_n - carried_n^T dnew_n
-and what is left are products for all chunks at once (`locater.kernels.recurrence`).
+    new_n = own_n - carried_n M_n,   M_{n+1} = decay_n M_n + keys_n^T new_n,   M_0 = 0
+with M (D, E), own and new (C, E), carried and keys (C, D), decay a number. Columns of M do not meet, so a program has
+some columns of one head and all its chunks. The gradient runs backwards, with G_n the whole gradient of M_{n+1}:
+    dnew_n = dnew_n (from outside) + keys_n G_n,   G_{n-1} = dM_n (from outside) + decay_n G_n - carried_n^T dnew_n
+The other gradients are products for all chunks at once (`locater.kernels.recurrence`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _forward(Own, Carried, Keys, Kept, States, New, chunks, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+def _forward(Own, Carried, Keys, Decay, States, New, chunks, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
              BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     columns = tl.cdiv(E, BLOCK_E)
     head = (tl.program_id(0) // columns).to(tl.int64) * chunks
@@ -34,12 +34,12 @@ def _forward(Own, Carried, Keys, Kept, States, New, chunks, C: tl.constexpr, D: 
         own = tl.load(Own + (at * C + c) * E + e, mask=column, other=0.0)
         new = own - tl.dot(carried, state, input_precision="tf32x3")
         tl.store(New + (at * C + c) * E + e, new, mask=column)
-        state = tl.load(Kept + at) * state + tl.dot(tl.trans(keys), new, input_precision="tf32x3")
+        state = tl.load(Decay + at) * state + tl.dot(tl.trans(keys), new, input_precision="tf32x3")
 
 
 @triton.jit
-def _backward(Carried, Keys, Kept, Given, Dnew, Grads, Dout, chunks, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-              BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+def _backward(Carried, Keys, Decay, Dstates, Dnew, Grads, Dout, chunks, C: tl.constexpr, D: tl.constexpr,
+              E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     columns = tl.cdiv(E, BLOCK_E)
     head = (tl.program_id(0) // columns).to(tl.int64) * chunks
     c = tl.arange(0, BLOCK_C)[:, None]
@@ -58,30 +58,30 @@ def _backward(Carried, Keys, Kept, Given, Dnew, Grads, Dout, chunks, C: tl.const
             keys, grad, input_precision="tf32x3"
         )
         tl.store(Dout + (at * C + c) * E + e, new, mask=column)
-        given = tl.load(Given + (at * D + d[:, None]) * E + e, mask=square, other=0.0)
-        grad = given + tl.load(Kept + at) * grad - tl.dot(tl.trans(carried), new, input_precision="tf32x3")
+        dstates = tl.load(Dstates + (at * D + d[:, None]) * E + e, mask=square, other=0.0)
+        grad = dstates + tl.load(Decay + at) * grad - tl.dot(tl.trans(carried), new, input_precision="tf32x3")
 
 
-def forward(own: Tensor, carried: Tensor, keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def forward(own: Tensor, carried: Tensor, keys: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """States (heads, N, D, E) that chunks begin with, and new (heads, N, C, E); all float32 and contiguous."""
     heads, N, C, E = own.shape
     D = keys.shape[3]
     states, new = own.new_empty(heads, N, D, E), torch.empty_like(own)
     size = _blocks(C, D, E)
     _forward[(triton.cdiv(E, size["BLOCK_E"]) * heads,)](
-        own, carried, keys, kept, states, new, N, C=C, D=D, E=E, **size
+        own, carried, keys, decay, states, new, N, C=C, D=D, E=E, **size
     )
     return states, new
 
 
-def backward(carried: Tensor, keys: Tensor, kept: Tensor, given: Tensor, dnew: Tensor) -> tuple[Tensor, Tensor]:
+def backward(carried: Tensor, keys: Tensor, decay: Tensor, dstates: Tensor, dnew: Tensor) -> tuple[Tensor, Tensor]:
     """G (heads, N, D, E), and dnew in all (heads, N, C, E)."""
     heads, N, C, E = dnew.shape
     D = keys.shape[3]
-    grads, out = torch.empty_like(given), torch.empty_like(dnew)
+    grads, out = torch.empty_like(dstates), torch.empty_like(dnew)
     size = _blocks(C, D, E)
     _backward[(triton.cdiv(E, size["BLOCK_E"]) * heads,)](
-        carried, keys, kept, given, dnew, grads, out, N, C=C, D=D, E=E, **size
+        carried, keys, decay, dstates, dnew, grads, out, N, C=C, D=D, E=E, **size
     )
     return grads, out
 

@@ -1,9 +1,10 @@
 """Attention in Triton with weights that PyTorch's fused kernels do not know, forward and backward, no T x S matrix.
 
-With z = scale q.k, of every query i and key j in view:
-    capped softmax:  x = cap tanh(z / cap), p = exp(x - lse_i), out = sum p v;      dz = p (dp - do.out) (1 - (x / cap)^2)
-    sigmoid:         p = sigmoid(z + shift_i), out = sum p v;                       dz = p (1 - p) dp, and dshift_i = sum dz
-with dp_ij = do_i.v_j. Weights are made again for the gradient, once with rows of queries (dq) and once with rows of keys (dk, dv).
+With z = scale q.k, for every query i and key j in view:
+    capped softmax:  x = cap tanh(z / cap), p = exp(x - lse_i), out = sum p v;  dz = p (dp - do.out) (1 - (x / cap)^2)
+    sigmoid:         p = sigmoid(z + shift_i), out = sum p v;                   dz = p (1 - p) dp, dshift_i = sum dz
+with dp_ij = do_i.v_j. Weights are computed again for the gradient, once with rows of queries (dq) and once with rows of
+keys (dk, dv).
 Tiles along the edge of a causal mask, and all of them where there is padding, have masks; the others have none.
 """
 
@@ -44,8 +45,9 @@ def _logistic(z):
 
 @triton.jit
 def _forward(Q, K, V, Out, Lse, Shift, Pad, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale, cap,
-             D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+             D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr,
+             PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+             BLOCK_E: tl.constexpr):  # fmt: skip
     b, h, head, block = _program(H, tl.cdiv(T, BLOCK_M))
     block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -112,9 +114,10 @@ def _slopes(z, dp, shift, delta, cap, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _queries(Q, K, V, Do, Row, Delta, Pad, Dq, Dshift, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale, cap,
-             D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+def _queries(Q, K, V, Do, Row, Delta, Pad, Dq, Dshift, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S,
+             scale, cap, D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr,
+             SIGMOID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     b, h, head, block = _program(H, tl.cdiv(T, BLOCK_M))
     block = tl.cdiv(T, BLOCK_M) - 1 - block
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -150,9 +153,10 @@ def _queries(Q, K, V, Do, Row, Delta, Pad, Dq, Dshift, qb, qh, qt, kb, kh, kt, v
 
 
 @triton.jit
-def _keys(Q, K, V, Do, Row, Delta, Pad, Dk, Dv, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale, cap,
-          D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+def _keys(Q, K, V, Do, Row, Delta, Pad, Dk, Dv, qb, qh, qt, kb, kh, kt, vb, vh, vt, pb, ph, H, GROUP, T, S, scale,
+          cap, D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, PAD: tl.constexpr, SIGMOID: tl.constexpr,
+          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+          BLOCK_E: tl.constexpr):  # fmt: skip
     """Tiles lie with keys in rows, so that both products take them as they are. One query head's part of dk and dv."""
     b, h, head, block = _program(H, tl.cdiv(S, BLOCK_N))
     j = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -202,9 +206,17 @@ def _keys(Q, K, V, Do, Row, Delta, Pad, Dk, Dv, qb, qh, qt, kb, kh, kt, vb, vh, 
     tl.store(where, dv.to(Dv.dtype.element_ty), mask=(j < S)[:, None] & (e < E)[None, :])
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, padding: Tensor | None, scale: float, cap: float,
-            causal: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output, and what the gradient needs of every row: lse in units of log 2, or the shift of a sigmoid."""
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shift: Tensor | None,
+    padding: Tensor | None,
+    scale: float,
+    cap: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output, and a number of every row for the gradient: lse in units of log 2, or the shift of a sigmoid."""
     B, H, T, _ = q.shape
     out = torch.empty(B, H, T, v.shape[3], dtype=v.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device) if shift is None else shift
@@ -217,8 +229,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, padding: Tens
     return out, lse
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, row: Tensor, grad: Tensor, padding: Tensor | None, scale: float, cap: float,
-             causal: bool, sigmoid: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    row: Tensor,
+    grad: Tensor,
+    padding: Tensor | None,
+    scale: float,
+    cap: float,
+    causal: bool,
+    sigmoid: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and of a sigmoid dshift (B, H, T)."""
     B, H, T, D = q.shape
     K, S, E = v.shape[1:]
@@ -234,7 +257,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, row: Tensor, grad: Te
         size = _blocks(q, v, "queries")
         _queries[(triton.cdiv(T, size["BLOCK_M"]) * B * H,)](
             *keep[:3], grad, row, delta, keep[3], dq, dshift, *arguments, **flags, **size
-        )  # fmt: skip
+        )
     size = _blocks(q, v, "keys")
     _keys[(triton.cdiv(S, size["BLOCK_N"]) * B * H,)](
         *keep[:3], grad, row, delta, keep[3], dk, dv, *arguments, **flags, **size
@@ -244,8 +267,9 @@ def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, row: Tensor, grad: Te
     return dq, dk, dv, dshift
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, scale: float, cap: float, causal: bool, sigmoid: bool
-            ) -> tuple[list[Any], dict[str, Any], list[Tensor | None]]:  # fmt: skip
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, scale: float, cap: float, causal: bool, sigmoid: bool
+) -> tuple[list[Any], dict[str, Any], list[Tensor | None]]:
     """Strides and numbers, compile-time switches, and tensors as the kernels read them."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     H, T = q.shape[1:3]
@@ -253,9 +277,13 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, scale: floa
     apart = [0, 0] if keys is None else [0 if keys.shape[axis] == 1 else keys.stride(axis) for axis in (0, 1)]
     numbers = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *apart, H, H // k.shape[1], T, k.shape[2], scale, cap]
     flags = {
-        "D": q.shape[3], "E": v.shape[3], "CAUSAL": causal, "PAD": keys is not None, "SIGMOID": sigmoid,
+        "D": q.shape[3],
+        "E": v.shape[3],
+        "CAUSAL": causal,
+        "PAD": keys is not None,
+        "SIGMOID": sigmoid,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
+    }
     return numbers, flags, [q, k, v, keys]
 
 
@@ -263,9 +291,11 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, scale: floa
 STAGES = {"forward": (3, 3), "queries": (3, 2), "keys": (2, 2)}
 
 
-def _blocks(q: Tensor, v: Tensor, what: str) -> dict[str, int]:
+def _blocks(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
     widths = [max(16, triton.next_power_of_2(x.shape[3])) for x in (q, v)]
-    tile = (64, 64, STAGES[what][max(widths) > 64]) if q.dtype != torch.float32 and max(widths) <= 128 else (32, 32, 2)
+    tile = (
+        (64, 64, STAGES[kernel][max(widths) > 64]) if q.dtype != torch.float32 and max(widths) <= 128 else (32, 32, 2)
+    )
     return {
         "BLOCK_M": tile[0],
         "BLOCK_N": tile[1],

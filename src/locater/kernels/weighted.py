@@ -58,25 +58,34 @@ def _weighed(
 
 
 @_weighed.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, *given: object) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, *others: object) -> tuple[Tensor, Tensor]:
     row = q.new_empty(q.shape[:3] if shift is None else (0,), dtype=torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[3])), row
 
 
 @torch.library.custom_op("locater::weighed_attention_gradient", mutates_args=())
 def _gradient(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, row: Tensor, grad: Tensor, keys: Tensor | None, scale: float, cap: float, causal: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    row: Tensor,
+    grad: Tensor,
+    keys: Tensor | None,
+    scale: float,
+    cap: float,
+    causal: bool,
     sigmoid: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from locater.kernels import triton_weighted
 
     return triton_weighted.backward(q, k, v, out, row, grad, keys, scale, cap, causal, sigmoid)
 
 
 @_gradient.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty((*q.shape[:2], q.shape[2] if given[-1] else 0), dtype=torch.float32)
+    return dq, dk, dv, q.new_empty((*q.shape[:2], q.shape[2] if others[-1] else 0), dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

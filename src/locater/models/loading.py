@@ -1,4 +1,4 @@
-"""Our own models read back from the folder that `locater train` left."""
+"""Load models that `locater train` saved."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from locater.checkpoints.sources import open_source
 from locater.errors import LocaterError, first_line
-from locater.models.transformer import Shape, Transformer
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 
 
 def load(folder: str | os.PathLike[str]) -> Transformer:
-    """A model that was trained here, from the folder of its weights, ready to run."""
+    """The model in a folder that `locater train` wrote, in evaluation mode."""
     weights, config = open_source(Path(folder))
     try:
         model = Transformer(Shape.of(config))
@@ -24,7 +25,9 @@ def load(folder: str | os.PathLike[str]) -> Transformer:
 
 
 def names_of(model: Transformer) -> list[str]:
-    """Tensors of the model as it is without controls; the output map of text models is the table of tokens."""
+    """Names of the model's tensors without those of controls. The output map of text models is left out: it is the
+    embedding.
+    """
     with torch.device("meta"):
         plain = Transformer(model.shape)
     return [name for name in plain.state_dict() if name != "lm_head.weight" or model.shape.image is not None]

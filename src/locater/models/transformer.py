@@ -1,9 +1,8 @@
 """One set of blocks for a causal language model, a masked one and an image classifier.
 
-Names and numbers are those of Llama: a causal model with rotary positions and SwiGLU is saved as one, with QK-norm as
-Qwen3, and transformers loads it. The others, and those with another attention mechanism than softmax, are of the type
-`locater`, which is registered here; with other norms, no MLP or fused layers of `locater_variant`, whose blocks surgery
-and path sums do not know.
+Names and numbers are those of Llama. A causal model with rotary positions and SwiGLU is saved as a Llama, with QK-norm
+as a Qwen3, and transformers loads it. All others have the model type `locater`; with other norms, without MLPs or with
+fused layers `locater_variant`, whose blocks surgery and path sums do not know.
 
 Axes in comments: B sequences, T tokens, d channels, H heads.
 """
@@ -11,7 +10,6 @@ Axes in comments: B sequences, T tokens, d channels, H heads.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,111 +19,27 @@ from torch.nn import functional
 from locater.attention import mechanism
 from locater.attention.fusion import Fusion, layer_fusion
 from locater.attention.interface import _listener
-from locater.attention.text import Named, parse_attention
 from locater.errors import LocaterError
-from locater.families.own import EPS, MODEL_TYPE, VARIANT
-
-THETA = 10_000.0
-
-
-class Config(dict[str, Any]):
-    """config.json, as a model carries it; entries are attributes too, as others expect of a configuration."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes and kinds of a model. `image` is (height, width, channels), and `vocabulary` then counts classes."""
-
-    vocabulary: int = 256
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    kv_heads: int = 4
-    hidden: int = 352
-    length: int = 128
-    positions: str = "rotary"
-    mlp: str = "swiglu"
-    qk_norm: bool = False
-    causal: bool = True
-    image: tuple[int, int, int] | None = None
-    patch: int = 4
-    attention: str = "softmax"  # as `parse_attention` reads it
-    norm: str = "pre"
-    fusion: str | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether blocks are those of Llama, whatever they attend by."""
-        return self.norm == "pre" and self.fusion is None and self.mlp in ("swiglu", "gelu")
-
-    @property
-    def is_llama(self) -> bool:
-        plain = self.attention == "softmax" and self.image is None and self.is_plain
-        return plain and self.causal and self.positions == "rotary" and self.mlp == "swiglu"
-
-    @property
-    def by_layer(self) -> tuple[Named, ...]:
-        """What each layer attends by."""
-        return parse_attention(self.attention, self.layers)
-
-    def sizes(self) -> dict[str, int]:
-        """As `attention_module` wants them."""
-        return dict(width=self.width, heads=self.heads, size=self.width // self.heads, kv_heads=self.kv_heads)
-
-    def config(self) -> Config:
-        """What transformers and `locater scan` read."""
-        ours = MODEL_TYPE if self.is_plain else VARIANT
-        kind = ("qwen3" if self.qk_norm else "llama") if self.is_llama else ours
-        held = Config(
-            model_type=kind, vocab_size=self.vocabulary, num_hidden_layers=self.layers,
-            hidden_size=self.width, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.width // self.heads,
-            intermediate_size=self.hidden, max_position_embeddings=self.length, hidden_act="silu" if self.mlp == "swiglu" else self.mlp,
-            rms_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": THETA}, attention_bias=False, mlp_bias=False,
-            tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype="float32",
-        )  # fmt: skip
-        if self.is_llama:
-            return Config(held, architectures=["Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLM"])
-        made = Config(
-            held, qk_norm=self.qk_norm, positions=self.positions, mlp=self.mlp, is_causal=self.causal,
-            image=None if self.image is None else list(self.image), patch=self.patch, attention=self.attention,
-        )  # fmt: skip
-        return made if self.is_plain else Config(made, norm=self.norm, fusion=self.fusion)
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> Shape:
-        """The shape that `config()` wrote down."""
-        names = dict(
-            vocabulary="vocab_size", layers="num_hidden_layers", width="hidden_size", heads="num_attention_heads",
-            kv_heads="num_key_value_heads", hidden="intermediate_size", length="max_position_embeddings",
-        )  # fmt: skip
-        found: dict[str, Any] = {ours: config[theirs] for ours, theirs in names.items()}
-        found["qk_norm"] = config["model_type"] == "qwen3" or config.get("qk_norm", False)
-        if config["model_type"] in (MODEL_TYPE, VARIANT):
-            image = config["image"]
-            found |= dict(
-                positions=config["positions"], mlp=config["mlp"], causal=config["is_causal"], patch=config["patch"]
-            )
-            found["image"] = None if image is None else tuple(image)
-            found |= dict(
-                attention=config.get("attention", "softmax"),
-                norm=config.get("norm", "pre"),
-                fusion=config.get("fusion"),
-            )
-        return cls(**found)
+from locater.families.own import EPS
+from locater.models.shape import THETA, Shape
 
 
 def fused(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scaling: float, is_causal: bool, mechanism: str | None = None,
-    stream: Tensor | None = None, s_aux: Tensor | None = None, cap: float | None = None,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """PyTorch's attention, or the module's own mechanism at its own scale, called as transformers calls attention
-    functions.
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    *,
+    scaling: float,
+    is_causal: bool,
+    mechanism: str | None = None,
+    stream: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, None]:
+    """PyTorch's attention, or the module's own mechanism at its own scale; called like an attention function of
+    transformers.
     """
     if mechanism is not None:
         return attended(module, q, k, v, stream, is_causal).transpose(1, 2), None
@@ -135,17 +49,17 @@ def fused(
 
 
 def attended(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, causal: bool) -> Tensor:
-    """By the module's mechanism, which chooses its own precision; x is what gates are made of."""
+    """Attention by the module's mechanism, which chooses its own precision. Gates are computed from x."""
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
         if module.mechanism is None:
             return mechanism(module.attention)(q, k, v, causal=causal).to(v.dtype)
-        given = None if x is None else x.to(module.q_proj.weight.dtype)
-        out: Tensor = module.mechanism(q, k, v, given, causal=causal)
+        stream = None if x is None else x.to(module.q_proj.weight.dtype)
+        out: Tensor = module.mechanism(q, k, v, stream, causal=causal)
         return out.to(v.dtype)
 
 
-# Named as the table of transformers is: `observe` and `Monitor` listen to what is called from it, and some controls act
-# there.
+# The name of the table of attention functions in transformers: `observe`, `Monitor` and some controls act on calls that
+# go through a table of this name.
 ALL_ATTENTION_FUNCTIONS = {"sdpa": _listener("sdpa", fused)}
 
 
@@ -154,25 +68,25 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape, depth: int = 0) -> None:
         super().__init__()
-        held = shape.by_layer[depth]
-        self.size, self.causal, self.attention = shape.width // shape.heads, shape.causal, held.name
-        self.num_key_value_groups = shape.heads // shape.kv_heads  # asked for by attention functions
+        named = shape.by_layer[depth]
+        self.size, self.causal, self.attention = shape.width // shape.heads, shape.causal, named.name
+        self.num_key_value_groups = shape.heads // shape.kv_heads  # attention functions of transformers read it
         self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
         self.k_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=False)
         self.v_proj = nn.Linear(shape.width, shape.kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
         self.q_norm = nn.RMSNorm(self.size, EPS) if shape.qk_norm else None
         self.k_norm = nn.RMSNorm(self.size, EPS) if shape.qk_norm else None
-        self.mechanism = None if held.is_bare else held.module(**shape.sizes(), depth=depth)
+        self.mechanism = None if named.is_bare else named.module(**shape.sizes(), depth=depth)
 
     def operands(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as they meet (B, H, T, h)."""
+        """q, k, v (B, H, T, h), after norms and rotation."""
         q, k, v = (m(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if turn is not None:
-            placed = rotate_halves if self.attention == "differential" else rotate
-            q, k = placed(q, *turn), placed(k, *turn)
+            turned = rotate_halves if self.attention == "differential" else rotate
+            q, k = turned(q, *turn), turned(k, *turn)
         return q, k, v
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -190,7 +104,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, GELU without the gate, or two linear maps with nothing between."""
+    """SwiGLU, GELU without a gate, or two linear maps with nothing between."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -209,20 +123,20 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + f(norm(x)) for attention and MLP ("pre"); norm behind f too ("sandwich"), or behind the sum alone
-    ("post").
+    """Attention and MLP: x + f(norm(x)) with norm="pre", x + norm(f(norm(x))) with "sandwich", norm(x + f(x)) with
+    "post".
     """
 
     def __init__(self, shape: Shape, depth: int = 0) -> None:
         super().__init__()
 
-        def made(wanted: bool) -> nn.RMSNorm | None:
-            return nn.RMSNorm(shape.width, EPS) if wanted else None
+        def norm_if(present: bool) -> nn.RMSNorm | None:
+            return nn.RMSNorm(shape.width, EPS) if present else None
 
-        before, behind, mlp = shape.norm != "post", shape.norm != "pre", shape.mlp != "none"
-        self.input_layernorm, self.post_attention_layernorm = made(before), made(before and mlp)
-        self.attention_out_norm, self.mlp_out_norm = made(behind), made(behind and mlp)
-        self.around = shape.norm == "post"  # whether norms behind are of the sum
+        before, after, mlp = shape.norm != "post", shape.norm != "pre", shape.mlp != "none"
+        self.input_layernorm, self.post_attention_layernorm = norm_if(before), norm_if(before and mlp)
+        self.attention_out_norm, self.mlp_out_norm = norm_if(after), norm_if(after and mlp)
+        self.around = shape.norm == "post"  # whether a norm after a branch is of the sum with the skip
         self.self_attn = Attention(shape, depth)
         self.mlp = MLP(shape) if mlp else None
 
@@ -230,24 +144,22 @@ class Block(nn.Module):
         return self.after_mlp(self.after_attention(x, turn))
 
     def read(self, x: Tensor) -> Tensor:
-        """What attention reads of the stream."""
-        return _by(self.input_layernorm, x)
+        """The normalized stream, which attention reads."""
+        return _normed(self.input_layernorm, x)
 
     def after_attention(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         return self._added(x, self.self_attn(self.read(x), turn), self.attention_out_norm)
 
     def after_mlp(self, x: Tensor) -> Tensor:
-        return (
-            x
-            if self.mlp is None
-            else self._added(x, self.mlp(_by(self.post_attention_layernorm, x)), self.mlp_out_norm)
-        )
+        if self.mlp is None:
+            return x
+        return self._added(x, self.mlp(_normed(self.post_attention_layernorm, x)), self.mlp_out_norm)
 
     def _added(self, x: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
-        return _by(norm, x + y) if self.around else x + _by(norm, y)
+        return _normed(norm, x + y) if self.around else x + _normed(norm, y)
 
 
-def _by(norm: nn.Module | None, x: Tensor) -> Tensor:
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
@@ -278,10 +190,10 @@ class Stack(nn.Module):
         self.norm = nn.RMSNorm(shape.width, EPS)
 
     def embedded(self, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """The stream at first, and how queries and keys are turned."""
-        x = self.embed_tokens(
-            inputs if self.shape.image is None else patches(inputs, self.shape.patch, self.norm.weight.dtype)
-        )
+        """The stream before the first block, and the cosines and sines by which queries and keys are rotated."""
+        if self.shape.image is not None:
+            inputs = patches(inputs, self.shape.patch, self.norm.weight.dtype)
+        x = self.embed_tokens(inputs)
         length = x.shape[1]
         if self.shape.positions == "learned":
             return x + self.embed_positions.weight[:length], None
@@ -310,28 +222,27 @@ class Transformer(nn.Module):
         self.model = Stack(shape)
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, p in self.named_parameters():
-            if (
-                p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name
-            ):  # what is added to the stream starts smaller, so that its size does not grow with depth
-                nn.init.normal_(
-                    p,
-                    std=scale / (2 * shape.layers) ** 0.5
-                    if name.endswith(("o_proj.weight", "down_proj.weight"))
-                    else scale,
-                )
+            if p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name:
+                # maps whose output is added to the stream start smaller, so that its size does not grow with depth
+                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(p, std=scale / (2 * shape.layers) ** 0.5 if adds else scale)
         if isinstance(self.model.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, inputs: Tensor | None = None, targets: Tensor | None = None, *, input_ids: Tensor | None = None,
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`input_ids` is another name for the inputs, and a mask of ones is taken: batches made for other models
-        run.
+    ) -> Tensor:
+        """`input_ids` is another name for `inputs`, and a mask of ones is accepted, so batches made for models of
+        transformers work.
         """
         inputs = input_ids if inputs is None else inputs
         if inputs is None or (attention_mask is not None and not bool(attention_mask.all())):
-            raise LocaterError("these blocks take inputs of one length: token ids or images, and no padding")
+            raise LocaterError("this model takes inputs of one length, token ids or images, and no padding")
         x = self.model(inputs)
         logits = self.lm_head(x if self.shape.image is None else x.mean(1))
         if targets is None:
@@ -347,8 +258,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same within each half of a head, where each has a map of its own: every other angle is that of a head half
-    the size.
+    """`rotate` within each half of the channels, for heads whose halves have attention maps of their own.
+
+    Every other angle is that of a head half the size.
     """
     return torch.cat([rotate(half, cos[..., ::2], sin[..., ::2]) for half in x.chunk(2, -1)], -1)
 

@@ -1,4 +1,4 @@
-"""A model under observation: what is heard of its attention, and what is kept of it."""
+"""A model under observation: statistics of its attention heads and of its residual stream, collected while it runs."""
 
 from locater.observing.collecting import statistics
 from locater.observing.observation import Observation, observe

@@ -1,8 +1,8 @@
-"""Three scores that tell what a head is for: previous token, same token before, token after the same one before
-(induction).
+"""Three scores of a head's role: weight on the previous token, on the same token before, and on the token after that
+one (induction).
 
 Measured on random tokens repeated once, r r, where nothing but the repetition can be attended to. Only three diagonals
-of the maps are asked for, so the maps are not needed.
+of the maps are computed, so the maps are never built.
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ def circuit_scores(
 
 def _special(config: Any) -> set[int]:
     """Ids that a model knows by role; some have a list of them."""
-    found = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask"))
-    return {i for ids in found if ids is not None for i in (ids if isinstance(ids, list | tuple) else [ids])}
+    roles = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "mask"))
+    return {i for ids in roles if ids is not None for i in (ids if isinstance(ids, list | tuple) else [ids])}

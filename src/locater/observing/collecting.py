@@ -1,6 +1,4 @@
-"""`statistics()`: mean and covariance of what every attention layer reads, from a model and a few thousand tokens of
-text.
-"""
+"""`statistics()`: mean and covariance of the input of every attention layer, over a few thousand tokens of text."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from locater.observing.stream import Padding
 from locater.predict.input_statistics import Input, Statistics
 
 PRECISE = 1024  # up to this width covariances are summed in float64
-KEPT = 4096  # tokens kept for the test of normality
+SAMPLE = 4096  # tokens for the test of normality
 TOP = 4  # principal directions reported
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
@@ -41,16 +39,17 @@ def statistics(
     `text` is a string, a path, token ids, or batches as the model takes them. Used by `locater.scan(source,
     statistics=...)`.
 
-    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2, enable_nested_tensor=False)
-    >>> found = statistics(encoder, [{"src": torch.randn(4, 32, 16)}])
-    >>> found.inputs[0].covariance.shape, found.inputs[0].tokens      # the first token of each sequence is kept apart
+    >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    >>> encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    >>> first = statistics(encoder, [{"src": torch.randn(4, 32, 16)}]).inputs[0]
+    >>> first.covariance.shape, first.tokens                   # without the first token of each sequence
     (torch.Size([16, 16]), 124)
     """
-    held = batches(model, text, tokenizer=tokenizer, length=length, tokens=tokens, batch=batch)
-    return collected(model, held, progress)
+    parts = batches(model, text, tokenizer=tokenizer, length=length, tokens=tokens, batch=batch)
+    return collected(model, parts, progress)
 
 
-def collected(model: nn.Module, held: list[Batch], progress: Progress | None = None) -> Statistics:
+def collected(model: nn.Module, parts: list[Batch], progress: Progress | None = None) -> Statistics:
     """The same, from batches."""
     weights = ModuleWeights(model)
     padding = Padding()
@@ -60,20 +59,20 @@ def collected(model: nn.Module, held: list[Batch], progress: Progress | None = N
             here = _Sums(number, layer.name, layer.kind, padding)
             stack.callback(on_input(weights.submodule(layer.name), here.see))
             sums.append(here)
-        for part in progress(held, len(held)) if progress else held:
+        for part in progress(parts, len(parts)) if progress else parts:
             padding.before(model, (), part)
             run(model, part)
-    found = [x for x in (here.input() for here in sums) if x is not None]
-    if not found:
+    inputs = [x for x in (here.input() for here in sums) if x is not None]
+    if not inputs:
         raise LocaterError(f"{type(model).__name__}: no attention layer was called with tokens of a known shape")
     # as the layer sees it: an image is a sequence of patches
     length = next(here.length for here in sums if here.length)
-    silent = {here.number for here in sums} - {x.layer for x in found}
-    return Statistics(type(model).__name__, found[0].tokens, length, found, tuple(sorted(silent)))
+    silent = {here.number for here in sums} - {x.layer for x in inputs}
+    return Statistics(type(model).__name__, inputs[0].tokens, length, inputs, tuple(sorted(silent)))
 
 
 class _Sums:
-    """What one layer reads, added up."""
+    """Sums over the inputs of one layer."""
 
     def __init__(self, number: int, name: str, kind: str, padding: Padding) -> None:
         self.number, self.name, self.kind, self.padding = number, name, kind, padding
@@ -81,7 +80,7 @@ class _Sums:
         self.memory: _Spread | None = None
         self.first: Tensor | None = None
         self.sequences = self.real = self.length = 0
-        self.kept: list[Tensor] = []
+        self.sample: list[Tensor] = []
         self.moments: ChannelMoments | None = None
 
     def see(self, read: Read) -> None:
@@ -95,8 +94,8 @@ class _Sums:
             self.own = self.own or _Spread(x)
             self.own.add(later)
             self.moments = (self.moments or ChannelMoments.empty(x.shape[-1], x.device)).add(later.float())
-        if sum(len(part) for part in self.kept) < KEPT:
-            self.kept.append(later.float().cpu())
+        if sum(len(part) for part in self.sample) < SAMPLE:
+            self.sample.append(later.float().cpu())
         if read.memory is not None and self.kind == "cross":
             shown = self.padding.of_memory(read.memory)
             self.memory = self.memory or _Spread(read.memory)
@@ -118,20 +117,32 @@ class _Sums:
             return None  # a layer that pools may have one query
         mean, covariance = self.own.moments()
         memory = (None, None) if self.memory is None else self.memory.moments()
-        normal = normality_distance(torch.cat(self.kept)[:KEPT])
-        found = top_directions(mean.double(), covariance.double(), min(TOP, len(mean)))
+        normal = normality_distance(torch.cat(self.sample)[:SAMPLE])
+        top = top_directions(mean.double(), covariance.double(), min(TOP, len(mean)))
         first = None if self.first is None or not self.sequences else (self.first / self.sequences).float()
         return Input(
-            self.number, self.name, self.kind, self.own.count, mean, covariance, first, memory[0], memory[1],
-            mean_share=float(self.moments.mean_share), kurtosis=float(self.moments.median_kurtosis),
-            normality=float(normal.mean), normality_expected=float(normal.expected), directions=tuple(found.principal.tolist()),
-            length=round(self.real / self.sequences), memory_length=0 if self.memory is None else round(self.memory.count / self.sequences),
-        )  # fmt: skip
+            self.number,
+            self.name,
+            self.kind,
+            self.own.count,
+            mean,
+            covariance,
+            first,
+            memory[0],
+            memory[1],
+            mean_share=float(self.moments.mean_share),
+            kurtosis=float(self.moments.median_kurtosis),
+            normality=float(normal.mean),
+            normality_expected=float(normal.expected),
+            directions=tuple(top.principal.tolist()),
+            length=round(self.real / self.sequences),
+            memory_length=0 if self.memory is None else round(self.memory.count / self.sequences),
+        )
 
 
 class _Spread:
-    """Sums for a mean and a covariance, of tokens less the mean of the first that came: a large mean takes no digits
-    then.
+    """Sums for a mean and a covariance. The mean of the first batch is taken off all tokens, so that a large mean costs
+    no digits.
     """
 
     def __init__(self, like: Tensor) -> None:

@@ -1,6 +1,4 @@
-"""What attention layers are given: their inputs, as batches pass through a model; and one pass of a model over a
-batch.
-"""
+"""Inputs of attention layers, read while batches pass through a model; and one pass of a model over a batch."""
 
 from __future__ import annotations
 
@@ -30,16 +28,16 @@ class Read:
 
 
 def attention_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read | None:
-    """What a call of an attention module reads, None where it cannot be told."""
+    """The input of a call of an attention module, None where it is not known."""
     names = list(inspect.signature(module.forward).parameters)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     if isinstance(module, nn.MultiheadAttention):
-        x, memory = given.get("query"), given.get("key")
+        x, memory = arguments.get("query"), arguments.get("key")
         memory = None if memory is x else memory
     else:
-        x = given.get(names[0]) if names else None
+        x = arguments.get(names[0]) if names else None
         x = kwargs.get("hidden_states") if x is None else x
-        memory = next((given[name] for name in MEMORY if isinstance(given.get(name), Tensor)), None)
+        memory = next((arguments[name] for name in MEMORY if isinstance(arguments.get(name), Tensor)), None)
     if isinstance(x, Tensor) and x.is_nested:
         lengths = torch.tensor([len(part) for part in x.unbind()], device=x.device)
         x = torch.nested.to_padded_tensor(x, 0.0).detach()
@@ -57,12 +55,12 @@ def _sequence(module: nn.Module, x: Any) -> Tensor | None:
 
 
 def on_input(module: nn.Module, see: Callable[[Read], None]) -> Callable[[], None]:
-    """Call `see` at every call of an attention module; returns what takes it off."""
+    """Call `see` with the input of every call of an attention module; returns a function that ends it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = attention_input(module, args, kwargs)
-        if found is not None:
-            see(found)
+        read = attention_input(module, args, kwargs)
+        if read is not None:
+            see(read)
 
     return module.register_forward_pre_hook(hook, with_kwargs=True).remove
 
@@ -81,14 +79,13 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, batch: Batch) -> Any:
-    """One forward pass without gradients, on the model's device. Of two towers that meet at the end, the one that the
-    batch is for.
+    """One forward pass without gradients, on the model's device. Of a model with a text and an image tower, the tower
+    that the batch is for.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    wanted = [method for name, method in TOWERS.items() if name in given]
-    forward = (
-        getattr(model, wanted[0]) if len(wanted) == 1 and all(hasattr(model, x) for x in TOWERS.values()) else model
-    )
+    arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    towers = [method for name, method in TOWERS.items() if name in arguments]
+    two = all(hasattr(model, method) for method in TOWERS.values())
+    forward = getattr(model, towers[0]) if two and len(towers) == 1 else model
     with quiet(model):
-        return forward(**given)
+        return forward(**arguments)

@@ -1,6 +1,4 @@
-"""`observe()`: listen to every attention layer of a model while it runs, under any backend, and keep a few numbers per
-head.
-"""
+"""`observe()`: statistics of every attention head of a model while it runs, under any attention backend."""
 
 from __future__ import annotations
 
@@ -20,10 +18,12 @@ from locater.attention.stand_ins import instead, through
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
-from locater.observing import taps
-from locater.observing.rows import SeenHead, fetched, held_by, rows_of, totals
-from locater.observing.site import Site, Wanted, clear
+from locater.families.listening import put_tap, refuse_unobservable
+from locater.families.registry import family_of
+from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
+from locater.observing.site import Site, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
+from locater.observing.tally import StatisticsOptions
 
 if TYPE_CHECKING:
     import pandas
@@ -45,10 +45,10 @@ def observe(
 ) -> Observation:
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built.
 
-    `every` observes one forward pass in that many. `layers` and `heads` are numbers, or how many to take evenly; `rows`
-    is how many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks and
-    singular values of head outputs, `hidden` measures of the stream between blocks, and `offsets` the weight on the key
-    that many tokens before (a pair adds the first row to count).
+    `every` observes one forward pass in that many. `layers` and `heads` are indices, or a count of evenly spaced ones;
+    `rows` is how many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks
+    and singular values of head outputs, `hidden` measures of the stream between blocks, and `offsets` the weight on the
+    key that many tokens before (a pair adds the first row to count).
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -63,16 +63,16 @@ def observe(
     if every < 1:
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
-    return Observation(model, Wanted(rows or 0, rest, tuple(pairs), outputs), layers, heads, every, hidden)
+    return Observation(model, StatisticsOptions(rows or 0, rest, tuple(pairs), outputs), layers, heads, every, hidden)
 
 
 class Observation:
-    """A model under observation. Read `rows` inside the block or after it."""
+    """A model under observation. `rows` can be read inside the block or after it."""
 
     def __init__(
         self,
         model: nn.Module,
-        wanted: Wanted,
+        options: StatisticsOptions,
         layers: Choice = None,
         heads: Choice = None,
         every: int = 1,
@@ -87,7 +87,7 @@ class Observation:
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
-        self.sites = _sites(model, wanted, layers, heads, self.switch)
+        self.sites = _sites(model, options, layers, heads, self.switch)
         self._modules = {id(site.module) for site in self.sites}
         self.streams = (
             streams(model, [name for name, module in model.named_modules() if id(module) in self._modules])
@@ -104,10 +104,11 @@ class Observation:
         with ExitStack() as stack:
             interface.install()
             stack.callback(interface.remove)
+            family = family_of(self.model)
             for site in self.sites:
                 enter(site)
                 stack.callback(leave, site)
-                for undo in taps.tap(site.module):
+                for undo in put_tap(site.module, family):
                     stack.callback(undo)
             for part in _compiled(self.model):
                 stack.callback(instead(part, "forward", through))
@@ -129,7 +130,7 @@ class Observation:
             raise LocaterError(self.nothing())
 
     def close(self) -> None:
-        """Take the listeners off; what was seen stays."""
+        """Remove the listeners; the numbers stay."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -142,19 +143,19 @@ class Observation:
     @property
     def rows(self) -> list[SeenHead]:
         """One row per head, layer by layer in the order of a scan. Layers that were not called have none."""
-        found = rows_of(self.sites)
-        if not found:
+        rows = rows_of(self.sites)
+        if not rows:
             raise LocaterError(self.nothing())
-        return found
+        return rows
 
     @property
     def called(self) -> list[bool]:
         """Whether each site was called since the last `clear`."""
-        return [total.called for total in totals(self.sites, fetched(held_by(self.sites)))]
+        return [total.called for total in totals(self.sites, fetched(accumulators(self.sites)))]
 
     @property
     def layers(self) -> list[SeenLayer]:
-        """The stream before the first block and after each, where `hidden` was asked for."""
+        """The stream before the first block and after each, where `hidden=True`."""
         return [row for row in (point.row() for point in self.streams) if row is not None]
 
     @property
@@ -163,27 +164,26 @@ class Observation:
         return [site.name for site, called in zip(self.sites, self.called, strict=True) if not called]
 
     def clear(self) -> None:
-        """Forget what was seen so far."""
+        """Discard the numbers so far."""
         clear(self.sites)
         for point in self.streams:
             point.sums.zero_()
 
     def reduce(self, group: Any = None) -> None:
-        """Over the ranks of a distributed run: sums for sums, maxima for logits. Every rank calls it; then all hold the
-        same.
-
-        Two collectives for all heads together.
+        """Combine the ranks of a distributed run: sums are added, largest logits compared. Every rank calls it, and all
+        have the same numbers afterwards. Two collectives for all heads together.
         """
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()) or not self.sites:
             return
-        added = [held for site in self.sites for held in (site.sums, site.pairs, site.gram) if held is not None]
+        added = [x for site in self.sites for x in site.totals.added()]
         added += [point.sums for point in self.streams]
-        for held, how in ((added, dist.ReduceOp.SUM), ([site.maxima for site in self.sites], dist.ReduceOp.MAX)):
-            flat = torch.cat([x.flatten() for x in held])
+        maxima = [site.totals.maxima for site in self.sites]
+        for tensors, how in ((added, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+            flat = torch.cat([x.flatten() for x in tensors])
             dist.all_reduce(flat, how, group)
-            for x, part in zip(held, flat.split([x.numel() for x in held]), strict=True):
+            for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
                 x.copy_(part.view_as(x))
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -198,20 +198,21 @@ class Observation:
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
         how = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
-        said = f" (attn_implementation {how!r})" if how else ""
+        implementation = f" (attn_implementation {how!r})" if how else ""
         return (
-            f"{name}: nothing was observed: its attention{said} does not pass where Locater listens. Run the module that was handed to "
-            "observe(), load it with attn_implementation='sdpa' or 'eager', or describe its queries and keys with locater.register()"
+            f"{name}: nothing was observed: its attention{implementation} does not pass where Locater listens. "
+            "Run the module that was handed to observe(), load it with attn_implementation='sdpa' or 'eager', "
+            "or describe its queries and keys with locater.register()"
         )
 
 
 def _passing(
     watch: Observation, padding: Padding | None, model: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any
 ) -> Any:
-    """Stands for the model's forward. No hook: hooks turn off PyTorch's fast path, and a compiled model does not notice
-    late ones.
+    """Replaces the model's forward. Not a hook: hooks turn off PyTorch's fast path, and a compiled model ignores hooks
+    that come after its first call.
     """
-    if watch.over:  # still below what somebody else has put on top
+    if watch.over:  # it could not be removed, because another method replaced it in turn
         return forward(*args, **kw)
     if padding is not None:
         padding.before(model, args, kw)
@@ -223,8 +224,8 @@ def _passing(
 
 
 def _compiled(model: nn.Module) -> list[nn.Module]:
-    """Parts that may have graphs already. A graph notices a replaced forward, but not a new name in a table that it
-    asked in vain.
+    """Parts that may be compiled already. Their graphs are guarded on `forward`, but not on a new entry in the table of
+    attention functions.
     """
     parts = [
         getattr(part, "_orig_mod", part if part._compiled_call_impl is not None else None) for part in model.modules()
@@ -232,30 +233,29 @@ def _compiled(model: nn.Module) -> list[nn.Module]:
     return [part for part in parts if isinstance(part, nn.Module)]
 
 
-def _sites(model: nn.Module, wanted: Wanted, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
-    weights = ModuleWeights(model)
-    held = list(enumerate(attention_layers(model)))
-    found = []
-    for number, layer in _chosen(held, layers, "layers"):
+def _sites(model: nn.Module, options: StatisticsOptions, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
+    weights, family = ModuleWeights(model), family_of(model)
+    sites = []
+    for number, layer in _chosen(list(enumerate(attention_layers(model))), layers, "layers"):
         module = weights.submodule(layer.name)
-        taps.refuse(module, layer.name)
+        refuse_unobservable(module, family, layer.name)
         picked = [head for head, _ in _chosen(list(enumerate(range(layer.heads))), heads, "heads")]
-        found.append(
-            Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, wanted, layer)
+        sites.append(
+            Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, options, layer)
         )
-    return found
+    return sites
 
 
-def _chosen(held: list[tuple[int, Any]], choice: Choice, what: str) -> list[tuple[int, Any]]:
-    """All, evenly so many, or those named."""
+def _chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tuple[int, Any]]:
+    """All of them, a count of evenly spaced ones, or those with the given indices."""
     if choice is None:
-        return held
+        return items
     if isinstance(choice, int):
         if choice < 1:
-            raise LocaterError(f"{what}={choice}: name at least one")
-        count = min(choice, len(held))
-        return [held[(2 * i + 1) * len(held) // (2 * count)] for i in range(count)]
-    wrong = [i for i in choice if not 0 <= i < len(held)]
+            raise LocaterError(f"{name}={choice}: at least 1, or None for all")
+        count = min(choice, len(items))
+        return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
+    wrong = [i for i in choice if not 0 <= i < len(items)]
     if wrong or not choice:
-        raise LocaterError(f"{what}={list(choice)}: there are {len(held)}, numbered from 0")
-    return [held[i] for i in sorted(set(choice))]
+        raise LocaterError(f"{name}={list(choice)}: there are {len(items)}, numbered from 0")
+    return [items[i] for i in sorted(set(choice))]

@@ -1,4 +1,4 @@
-"""What was seen of each head and each layer, as rows."""
+"""Statistics of each observed head, as rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from locater.observing.tally import AT, wide
 
 @dataclass(frozen=True)
 class SeenHead:
-    """One head over everything that was run. Means are over rows that see a key; None stands for what was not asked for
-    or not seen.
+    """One head over all calls. Means are over rows that see a key; None stands for what was not requested or did not
+    occur.
 
     `entropy` is in nats; with sinks a row's weights sum to `row_mass` < 1 and entropy is that of the weights as they
     act. `sink` is the weight on the first key in sight, `rest_entropy` the entropy without it, weights made to sum to 1
@@ -64,9 +64,17 @@ class SeenHead:
 
 
 MEANS = {  # column: the column that counts its rows
-    "entropy": "rows", "row_mass": "rows", "max_probability": "rows", "participation": "rows", "distance": "rows", "self_mass": "rows",
-    "entropy_ratio": "wide_rows", "sink": "first_rows", "rest_entropy": "rest_rows", "rest_entropy_ratio": "wide_rest_rows",
-}  # fmt: skip
+    "entropy": "rows",
+    "row_mass": "rows",
+    "max_probability": "rows",
+    "participation": "rows",
+    "distance": "rows",
+    "self_mass": "rows",
+    "entropy_ratio": "wide_rows",
+    "sink": "first_rows",
+    "rest_entropy": "rest_rows",
+    "rest_entropy_ratio": "wide_rest_rows",
+}
 
 
 PLACES = {name: (AT[name], AT[count]) for name, count in MEANS.items()}
@@ -79,7 +87,7 @@ SHOWN = [  # the other flags need weights
 
 @dataclass(frozen=True)
 class Totals:
-    """What a site has added up, per head that was listened to, as plain numbers."""
+    """The sums of a site, per observed head, as plain numbers."""
 
     sums: list[list[float]]
     tops: list[float]
@@ -90,19 +98,19 @@ class Totals:
         return any(row[AT["calls"]] > 0 for row in self.sums)
 
 
-def held_by(sites: Iterable[Site]) -> list[Tensor]:
-    """The tensors that `totals` wants as numbers."""
-    return [held for site in sites for held in (site.sums, site.maxima, site.pairs)]
+def accumulators(sites: Iterable[Site]) -> list[Tensor]:
+    """Sums, maxima and pairs of every site: the tensors that `totals` takes as numbers."""
+    return [x for site in sites for x in site.totals[:3]]
 
 
 def totals(sites: Sequence[Site], numbers: Iterable[list[float]]) -> list[Totals]:
-    """One per site, from the numbers of `held_by`."""
-    found, left = [], iter(numbers)
+    """One per site, from the numbers of `accumulators`."""
+    by_site, left = [], iter(numbers)
     for site in sites:
         (sums, tops, pairs), count = (next(left) for _ in range(3)), len(site.heads)
-        rows, offsets = list(_parts(sums, count)), len(site.wanted.offsets)
-        found.append(Totals(rows, tops, [list(_parts(part, offsets)) for part in _parts(pairs, count)]))
-    return found
+        rows, offsets = list(_parts(sums, count)), len(site.options.offsets)
+        by_site.append(Totals(rows, tops, [list(_parts(part, offsets)) for part in _parts(pairs, count)]))
+    return by_site
 
 
 def _parts(numbers: list[float], count: int) -> Iterator[list[float]]:
@@ -116,57 +124,66 @@ def fetched(tensors: Sequence[Tensor]) -> list[list[float]]:
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for i, x in enumerate(tensors):
         kinds.setdefault(x.device, {}).setdefault(x.dtype, []).append(i)
-    found: dict[int, list[float]] = {}
+    values: dict[int, list[float]] = {}
     for device, of_dtype in kinds.items():
         parts = [_flatten_dense_tensors([tensors[i] for i in which]).to(wide(device)) for which in of_dtype.values()]
         flat, start = torch.cat(parts).tolist(), 0
         for i in (i for which in of_dtype.values() for i in which):
             end = start + tensors[i].numel()
-            found[i], start = flat[start:end], end
-    return [found[i] for i in range(len(tensors))]
+            values[i], start = flat[start:end], end
+    return [values[i] for i in range(len(tensors))]
 
 
 def rows_of(sites: Sequence[Site]) -> list[SeenHead]:
-    """One row per head that was listened to, of the sites that were called."""
-    found: list[SeenHead] = []
-    for site, total in zip(sites, totals(sites, fetched(held_by(sites))), strict=True):
+    """One row per observed head, of the sites that were called."""
+    rows: list[SeenHead] = []
+    for site, total in zip(sites, totals(sites, fetched(accumulators(sites))), strict=True):
         if total.called:
             ranks = None if site.gram is None else ranks_of_gram(site.gram.cpu())
-            found += [_row(site, at, total, ranks) for at in range(len(site.heads))]
-    return found
+            rows += [_row(site, at, total, ranks) for at in range(len(site.heads))]
+    return rows
 
 
 def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
     sums = total.sums[at]
-    found = numbers_of(site.kind, sums, total.tops[at])
+    columns = numbers_of(site.kind, sums, total.tops[at])
     if ranks is not None and sums[AT["outputs"]]:
-        found["output_stable_rank"], found["output_effective_rank"] = (
+        columns["output_stable_rank"], columns["output_effective_rank"] = (
             finite_or_none(float(x[at])) for x in (ranks.stable, ranks.effective)
         )
         values = tuple(ranks.singular_values[at].tolist())
-        found["output_singular_values"] = values if any(values) and all(map(math.isfinite, values)) else None
+        columns["output_singular_values"] = values if any(values) and all(map(math.isfinite, values)) else None
     head = site.heads[at]
     return SeenHead(
-        site.number, head, head // site.group, site.kind, site.name, int(sums[AT["rows"]]), "sampled" if site.wanted.rows else "exact",
-        **found, offsets={offset: _over(*total.pairs[at][i]) for i, (offset, _) in enumerate(site.wanted.offsets)},
-    )  # fmt: skip
+        layer=site.number,
+        head=head,
+        kv_head=head // site.group,
+        kind=site.kind,
+        name=site.name,
+        rows=int(sums[AT["rows"]]),
+        how="sampled" if site.options.rows else "exact",
+        offsets={offset: _over(*total.pairs[at][i]) for i, (offset, _) in enumerate(site.options.offsets)},
+        **columns,
+    )
 
 
 def numbers_of(kind: str, sums: list[float], top: float, names: Iterable[str] = tuple(MEANS)) -> dict[str, Any]:
     """Means of these names, the largest logit and the flags of one head of a layer of this kind."""
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "finite": all(map(math.isfinite, sums)) and top < math.inf,
         "max_logit": finite_or_none(top),
     }
     for name in names:
         total, count = PLACES[name]
-        found[name] = _over(sums[total], sums[count])
+        columns[name] = _over(sums[total], sums[count])
     if kind != "self":  # queries and keys are different tokens
-        found.update({name: None for name in ("distance", "self_mass") if name in found})
-    flags = [name for name, column, rule in SHOWN if (value := found.get(column)) is not None and rule(value, length=2)]
-    found["flags"] = tuple(flags)
-    del found["finite"]
-    return found
+        columns.update({name: None for name in ("distance", "self_mass") if name in columns})
+    flags = [
+        name for name, column, rule in SHOWN if (value := columns.get(column)) is not None and rule(value, length=2)
+    ]
+    columns["flags"] = tuple(flags)
+    del columns["finite"]
+    return columns
 
 
 def _over(total: float, count: float) -> float | None:

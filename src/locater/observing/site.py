@@ -1,4 +1,4 @@
-"""A place where attention is listened to: one attention module, and the sums of what it did."""
+"""A place where attention is listened to: one attention module, and the sums of its calls."""
 
 from __future__ import annotations
 
@@ -11,25 +11,15 @@ from torch import Tensor, nn
 
 from locater.attention.call import Call
 from locater.attention.listeners import Switch
-from locater.observing.tally import COLUMNS, MAXIMA, tally, wide
+from locater.observing.tally import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tally, wide
 
 if TYPE_CHECKING:
     from locater.families import AttentionLayer
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What to keep of every call."""
-
-    rows: int = 0  # rows to sample of each call; 0: all
-    rest: bool = False  # entropy without the first key too
-    offsets: Sequence[tuple[int, int]] = ()  # (offset, first row): weight on the key `offset` before
-    outputs: bool = False  # Gram matrices of head outputs
-
-
 @dataclass
 class Site:
-    """One attention module under observation. `heads` are the numbers of those listened to."""
+    """One attention module under observation. `heads` are the numbers of the query heads that are observed."""
 
     name: str
     number: int
@@ -39,50 +29,56 @@ class Site:
     count: int  # query heads
     heads: list[int]
     switch: Switch
-    wanted: Wanted
+    options: StatisticsOptions
     layer: AttentionLayer | None
-    sums: Tensor = field(init=False)
-    maxima: Tensor = field(init=False)
-    pairs: Tensor = field(init=False)
-    gram: Tensor | None = field(init=False, default=None)
-    picked: Tensor | None = field(init=False, default=None)
+    totals: Accumulators = field(init=False)
+    picked: Tensor | None = field(init=False, default=None)  # `heads` as a tensor, None for all
 
     def __post_init__(self) -> None:
-        with torch.inference_mode(False):  # made there, they could be written to nowhere else
+        with torch.inference_mode(False):  # tensors made in inference mode could be written to nowhere else
             self._make()
 
     def _make(self) -> None:
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        count, dtype = len(self.heads), wide(device)
-        self.sums = torch.zeros(count, len(COLUMNS), dtype=dtype, device=device)
-        self.maxima = torch.full((count, len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
-        self.pairs = torch.zeros(count, len(self.wanted.offsets), 2, dtype=dtype, device=device)
+        count, dtype, gram = len(self.heads), wide(device), None
         if count < self.count:
             self.picked = torch.tensor(self.heads, device=device)
-        if self.wanted.outputs and self.layer is not None and self.layer.value is not None:
+        if self.options.outputs and self.layer is not None and self.layer.value is not None:
             size = self.layer.value.shape[0] // self.layer.kv_heads
-            self.gram = torch.zeros(count, size, size, dtype=dtype, device=device)
+            gram = torch.zeros(count, size, size, dtype=dtype, device=device)
+        self.totals = Accumulators(
+            sums=torch.zeros(count, len(COLUMNS), dtype=dtype, device=device),
+            maxima=torch.full((count, len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device),
+            pairs=torch.zeros(count, len(self.options.offsets), 2, dtype=dtype, device=device),
+            gram=gram,
+        )
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()
 
+    @property
+    def sums(self) -> Tensor:
+        return self.totals.sums
+
+    @property
+    def maxima(self) -> Tensor:
+        return self.totals.maxima
+
+    @property
+    def gram(self) -> Tensor | None:
+        return self.totals.gram
+
     def see(self, call: Call) -> None:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
-        wanted = self.wanted
-        tally(
-            call.query, call.key, self.sums, self.maxima, self.pairs, self.gram, call.scale, call.causal, self.kind == "self",
-            call.window or 0, call.softcap or 0.0, call.padding, call.documents, call.mask, call.bias, call.alibi, call.sinks,
-            call.output, self.picked, call.cut, wanted.rows, wanted.rest,
-            [offset for offset, _ in wanted.offsets], [start for _, start in wanted.offsets], self.switch.lenient,
-        )  # fmt: skip
+        tally(call, self.totals, self.options, self.kind == "self", self.picked, self.switch.lenient)
 
 
 def clear(sites: Sequence[Site]) -> None:
-    """Forget what was seen, of all sites together."""
+    """Set the accumulators of all sites back, in two operations."""
     if not sites:
         return
-    maxima = [site.maxima for site in sites]
-    added = [held for site in sites for held in (site.sums, site.pairs, site.gram) if held is not None and held.numel()]
+    maxima = [site.totals.maxima for site in sites]
+    added = [x for site in sites for x in site.totals.added() if x.numel()]
     torch._foreach_zero_([*added, *maxima])
     torch._foreach_sub_(maxima, torch.inf)

@@ -50,12 +50,11 @@ def survey(x: Tensor, real: Tensor | None, sums: Tensor) -> None:
         return
     with torch.autocast(x.device.type, enabled=False):
         directions, massive = ranks(x, real), massive_activations(x, real)
-        found = torch.stack([
-            rank_residual(x, real), token_cosine(x, real), token_cosine(x, real, centred=True), directions.stable, directions.effective,
-            massive.top, massive.median, massive.ratio,
-        ])  # fmt: skip
-    sums[:, 0] += found.nansum(1).to(sums)
-    sums[:, 1] += found.isfinite().sum(1).to(sums)
+        cosines = (token_cosine(x, real), token_cosine(x, real, centred=True))
+        ranks_of_x, largest = (directions.stable, directions.effective), (massive.top, massive.median, massive.ratio)
+        values = torch.stack([rank_residual(x, real), *cosines, *ranks_of_x, *largest])  # in the order of MEASURES
+    sums[:, 0] += values.nansum(1).to(sums)
+    sums[:, 1] += values.isfinite().sum(1).to(sums)
 
 
 @survey.register_fake
@@ -64,12 +63,12 @@ def _(*args: object, **kwargs: object) -> None:
 
 
 class Padding:
-    """Masks of the batch that is running, as the model was given them; which tokens of a stream are real."""
+    """The padding masks of the batch that is running, by argument name; tells which tokens of a stream are real."""
 
     def __init__(self) -> None:
-        self.given: dict[str, Tensor] = {}  # True where a token is real
-        self.length = 0  # tokens that the model was given
-        self.pair = False  # of stacks: the masks of one say nothing of the other
+        self.masks: dict[str, Tensor] = {}  # True where a token is real
+        self.length = 0  # tokens of the batch
+        self.pair = False  # encoder and decoder: the masks of one say nothing of the other
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = dict(kwargs)
@@ -77,9 +76,9 @@ class Padding:
             names = list(inspect.signature(module.forward).parameters)
             named.update(zip(names, args, strict=False))
         masks = {name: x for name, x in named.items() if name.endswith("mask") and isinstance(x, Tensor)}
-        self.given = {name: x.bool() for name, x in masks.items() if name.endswith("attention_mask") and x.ndim == 2}
+        self.masks = {name: x.bool() for name, x in masks.items() if name.endswith("attention_mask") and x.ndim == 2}
         # in PyTorch's own modules True hides, and a sequence may come without a batch
-        self.given |= {
+        self.masks |= {
             name: ~x.bool().view(-1, x.shape[-1]) for name, x in masks.items() if name.endswith("key_padding_mask")
         }
         tokens = next(
@@ -92,22 +91,20 @@ class Padding:
     def of(self, x: Tensor, path: str) -> Tensor | None:
         """Real tokens (B, T) of a stream at `path`, None where every token is."""
         parts = path.split(".")
-        if any(part.startswith("vis") for part in parts):  # a tower that sees: masks are of tokens
+        if any(part.startswith("vis") for part in parts):  # an image tower: masks are those of text tokens
             return None
         if self.pair and "decoder" in parts:
             return self._fitting(x, "decoder_attention_mask", "tgt_key_padding_mask")
         return self._fitting(x, "attention_mask", "src_key_padding_mask", "key_padding_mask", "tgt_key_padding_mask")
 
     def of_memory(self, memory: Tensor) -> Tensor | None:
-        """Real tokens (B, S) of what cross-attention looks at, None where every token is."""
+        """Real tokens (B, S) of the memory of cross-attention, None where every token is."""
         own = ("attention_mask", "src_key_padding_mask") if self.pair else ()
         return self._fitting(memory, "encoder_attention_mask", "memory_key_padding_mask", *own)
 
     def _fitting(self, x: Tensor, *names: str) -> Tensor | None:
-        """The first of these masks that was given, if it speaks of x; a mask over cached tokens too ends with those of
-        x.
-        """
-        mask = next((self.given[name] for name in names if name in self.given), None)
+        """The first of these masks that there is, if it fits x; a mask over cached tokens ends with those of x."""
+        mask = next((self.masks[name] for name in names if name in self.masks), None)
         if mask is None or mask.shape[0] != x.shape[0] or mask.shape[1] < x.shape[1]:
             return None
         return mask[:, -x.shape[1] :] if x.shape[1] in (mask.shape[1], self.length) else None
@@ -115,7 +112,7 @@ class Padding:
 
 @dataclass
 class Stream:
-    """One point of the stream and the sums of what was seen there."""
+    """One point of the residual stream and the sums of its measures."""
 
     stack: str
     block: int
@@ -135,15 +132,15 @@ class Stream:
 def streams(model: nn.Module, attention: list[str]) -> list[Stream]:
     """Where to listen: after each block that holds attention, and before the first of each stack."""
     paths = dict(model.named_modules())
-    found: list[Stream] = []
+    points: list[Stream] = []
     for stack, members in _stacks(model, attention).items():
         for number, path in enumerate(members):
             module = paths[path]
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             for block in (-1, number) if number == 0 else (number,):
                 sums = torch.zeros(len(MEASURES), 2, dtype=wide(device), device=device)
-                found.append(Stream(stack, block, path, module, sums))
-    return found
+                points.append(Stream(stack, block, path, module, sums))
+    return points
 
 
 def _stacks(model: nn.Module, attention: list[str]) -> dict[str, list[str]]:
@@ -162,7 +159,7 @@ def _stacks(model: nn.Module, attention: list[str]) -> dict[str, list[str]]:
 
 
 def listen(points: list[Stream], padding: Padding, switch: Switch) -> list[Callable[[], None]]:
-    """Listen at every block; returns what ends it, to be called in reverse."""
+    """Listen at every block; returns functions that end it, to be called in reverse."""
     return [instead(point.module, "forward", partial(_block, point, padding, switch)) for point in points]
 
 

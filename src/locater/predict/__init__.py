@@ -1,4 +1,4 @@
-"""What layers read (mean and covariance), and what follows for their heads."""
+"""The inputs of attention layers (mean and covariance), and the attention that they predict for each head."""
 
 from locater.predict.input_statistics import Input, Statistics
 from locater.predict.prediction import predict

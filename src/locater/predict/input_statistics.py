@@ -1,4 +1,4 @@
-"""What every attention layer reads: mean and covariance of its input, and the file that keeps them."""
+"""Mean and covariance of the input of every attention layer, and the file that they are saved in."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Input:
-    """What one attention layer reads, after the norm in front of it. The first token of a sequence is kept apart (not
-    in cross-attention, where it is no key).
+    """The input of one attention layer, after the norm in front of it. The first token of a sequence is counted apart
+    (not in cross-attention, where it is no key).
 
-    `mean_share` is |mean|^2 / E|x|^2, `kurtosis` the median excess over channels, `normality` the mean Kolmogorov
-    distance of random projections to a normal and `normality_expected` what normal tokens of this number would show,
-    `directions` the shares of the energy in the first principal directions.
+    `mean_share` is |mean|^2 / E|x|^2. `kurtosis` is the median excess over channels. `normality` is the mean Kolmogorov
+    distance of random projections to a normal, and `normality_expected` that of as many normal tokens. `directions` are
+    the shares of the energy in the first principal directions.
     """
 
     layer: int
@@ -39,7 +39,7 @@ class Input:
     mean: Tensor
     covariance: Tensor
     first: Tensor | None = None
-    memory_mean: Tensor | None = None  # cross-attention: of what the keys read
+    memory_mean: Tensor | None = None  # cross-attention: of the input of the keys
     memory_covariance: Tensor | None = None
     mean_share: float | None = None
     kurtosis: float | None = None
@@ -50,7 +50,7 @@ class Input:
     memory_length: int = 0
 
     def as_tokens(self) -> Tokens:
-        """What `effective` folds in."""
+        """The same, as `effective` takes it."""
         if self.memory_mean is None or self.memory_covariance is None:
             return Tokens(self.mean, self.covariance)
         return Tokens(self.mean, self.covariance, Tokens(self.memory_mean, self.memory_covariance))
@@ -71,7 +71,7 @@ class Statistics:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file that `load` and `locater scan --statistics` read; it appears whole or not at all."""
-        held = {
+        about = {
             "schema": SCHEMA,
             "source": self.source,
             "tokens": self.tokens,
@@ -79,59 +79,60 @@ class Statistics:
             "silent": self.silent,
         }
         file = io.BytesIO()
-        torch.save({**held, "inputs": [asdict(x) for x in self.inputs]}, file)
+        torch.save({**about, "inputs": [asdict(x) for x in self.inputs]}, file)
         write_whole(Path(path), file.getvalue())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         try:
             archive_records(Path(path))
-            held = torch.load(path, map_location="cpu", weights_only=True)
-            if held["schema"] != SCHEMA:
-                raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
-            inputs = [Input(**x) for x in held["inputs"]]
-            made = cls(held["source"], held["tokens"], held["length"], inputs, tuple(held["silent"]))
-            _check(made)
-            return made
+            data = torch.load(path, map_location="cpu", weights_only=True)
+            if data["schema"] != SCHEMA:
+                raise ValueError(f"schema {data['schema']}, not {SCHEMA}")
+            inputs = [Input(**x) for x in data["inputs"]]
+            statistics = cls(data["source"], data["tokens"], data["length"], inputs, tuple(data["silent"]))
+            _check(statistics)
+            return statistics
         except LocaterError:
             raise
         except OSError as error:
             raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
-        except Exception as error:  # of other files PyTorch says much, and advises to trust them
+        except Exception as error:  # not PyTorch's own message, which is long and advises to trust the file
             alien = isinstance(error, pickle.UnpicklingError) or not zipfile.is_zipfile(path)
             why = "no file of torch.save" if alien else first_line(error)
             raise LocaterError(f"{path}: not statistics that this version reads ({why}): collect them again") from None
 
 
-def _check(made: Statistics) -> None:
-    """Raise ValueError with the first value of a file that is not what `save` writes."""
+def _check(statistics: Statistics) -> None:
+    """Raise ValueError for the first value that `save` cannot have written."""
+    inputs = statistics.inputs
     numbers = [
-        made.tokens,
-        made.length,
-        *made.silent,
-        *(n for x in made.inputs for n in (x.layer, x.tokens, x.length, x.memory_length)),
+        statistics.tokens,
+        statistics.length,
+        *statistics.silent,
+        *(n for x in inputs for n in (x.layer, x.tokens, x.length, x.memory_length)),
     ]
     wrong = next((n for n in numbers if type(n) is not int or not 0 <= n < 2**53), None)
     if wrong is not None:
         raise ValueError(f"{wrong!r:.40} where a count should be")
-    if not all(isinstance(text, str) for text in (made.source, *(x.name for x in made.inputs))):
+    if not all(isinstance(text, str) for text in (statistics.source, *(x.name for x in inputs))):
         raise ValueError("a name is no text")
-    layers = [x.layer for x in made.inputs]
-    if len({*layers, *made.silent}) < len(layers) + len(made.silent):
+    layers = [x.layer for x in inputs]
+    if len({*layers, *statistics.silent}) < len(layers) + len(statistics.silent):
         raise ValueError("a layer stands twice")
-    for given in made.inputs:
-        _check_input(given)
+    for x in inputs:
+        _check_input(x)
 
 
-def _check_input(given: Input) -> None:
-    cross, memory = given.kind == "cross", (given.memory_mean, given.memory_covariance)
-    if given.kind not in ("self", "cross") or any((part is not None) != cross for part in memory):
-        raise ValueError(f"layer {given.layer} is {given.kind!r:.40}-attention without what its keys read, or with it")
-    for mean, covariance in ((given.mean, given.covariance), memory)[: 1 + cross]:
+def _check_input(x: Input) -> None:
+    cross, memory = x.kind == "cross", (x.memory_mean, x.memory_covariance)
+    if x.kind not in ("self", "cross") or any((part is not None) != cross for part in memory):
+        raise ValueError(f"layer {x.layer} is {x.kind!r:.40}-attention without the input of its keys, or with one")
+    for mean, covariance in ((x.mean, x.covariance), memory)[: 1 + cross]:
         if not (_dense(mean, 1) and _dense(covariance, 2)) or covariance.shape != (*mean.shape, *mean.shape):  # type: ignore[union-attr]
-            raise ValueError(f"the mean or covariance of layer {given.layer} is no vector or no square of its size")
-    if given.first is not None and not (_dense(given.first, 1) and given.first.shape == given.mean.shape):
-        raise ValueError(f"the first token of layer {given.layer} is no vector of its width")
+            raise ValueError(f"the mean or covariance of layer {x.layer} is no vector or no square of its size")
+    if x.first is not None and not (_dense(x.first, 1) and x.first.shape == x.mean.shape):
+        raise ValueError(f"the first token of layer {x.layer} is no vector of its width")
 
 
 def _dense(x: Any, axes: int) -> bool:

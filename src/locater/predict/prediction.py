@@ -1,5 +1,5 @@
-"""What the Gaussian surrogate says of every head: the head itself on normal tokens with the measured mean and
-covariance.
+"""Predict the attention of each head: run the head on normal tokens with the measured mean and covariance (the
+Gaussian surrogate).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SEQUENCES = 8
 @torch.no_grad()
 def predict(
     layer: AttentionLayer,
-    given: Input | None,
+    statistics: Input | None,
     length: int,
     keys: int | None = None,
     sequences: int = SEQUENCES,
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """Per head (H,): entropy and entropy_ratio with the measured first token in its place, rest_entropy and
-    rest_entropy_ratio without it, and sink, its weight where it is in view. Without statistics (`given` None) tokens
-    are standard normal: weights alone.
+    rest_entropy_ratio without it, and sink, the weight on it where it is in view. Without `statistics` tokens are
+    standard normal, so that the prediction rests on weights alone.
 
     Cross-attention, where a row looks at `keys` tokens, has no first token that was measured apart, and so no sink.
     """
-    x, memory = _tokens(layer, given, length, keys or length, sequences, seed)
-    if given is None:
+    x, memory = _tokens(layer, statistics, length, keys or length, sequences, seed)
+    if statistics is None:
         return on_tokens(layer, x, memory, normalized=True)
     return on_tokens(replace(layer, norm=Norm(), memory_norm=None), x, memory)
 
@@ -44,34 +44,41 @@ def predict(
 def on_tokens(
     layer: AttentionLayer, x: Tensor, memory: Tensor | None = None, normalized: bool = False
 ) -> dict[str, Tensor]:
-    """The same columns, of the head run on tokens (B, T, d)."""
+    """The columns of `predict`, for the heads run on tokens (B, T, d)."""
     q, k = layer.queries(x, None, normalized), layer.keys(x if memory is None else memory, None, normalized)
+    is_self = layer.kind == "self"
     terms = dict(
-        scale=layer.scale, causal=layer.causal and layer.kind == "self", window=layer.window if layer.kind == "self" else None,
-        softcap=layer.softcap, sinks=None if layer.sinks is None else layer.sinks.to(q), bias=_bias(layer, q, k),
-    )  # fmt: skip
+        scale=layer.scale,
+        causal=layer.causal and is_self,
+        window=layer.window if is_self else None,
+        softcap=layer.softcap,
+        sinks=None if layer.sinks is None else layer.sinks.to(q),
+        bias=_bias(layer, q, k),
+    )
     whole = attention_statistics(q, k, **terms)  # type: ignore[arg-type]
-    full = whole.reduced()
-    found = {name: full[name] for name in ("entropy", "entropy_ratio")}
-    if layer.kind == "self":
+    means = whole.reduced()
+    columns = {name: means[name] for name in ("entropy", "entropy_ratio")}
+    if is_self:
         in_view = layer.visible(x.shape[1], x.shape[1])[0, 0, :, 0]
-        found["sink"] = whole.first_mass[..., in_view].mean((0, 2))  # type: ignore[index]
+        columns["sink"] = whole.first_mass[..., in_view].mean((0, 2))  # type: ignore[index]
     later = torch.ones(len(x), k.shape[2], dtype=torch.bool)
     later[:, 0] = False
     rest = attention_statistics(q, k, padding=later, extended=False, **{**terms, "sinks": None}).reduced()  # type: ignore[arg-type]
-    return {**found, "rest_entropy": rest["entropy"], "rest_entropy_ratio": rest["entropy_ratio"]}
+    return {**columns, "rest_entropy": rest["entropy"], "rest_entropy_ratio": rest["entropy_ratio"]}
 
 
 def _tokens(
-    layer: AttentionLayer, given: Input | None, length: int, keys: int, sequences: int, seed: int
+    layer: AttentionLayer, statistics: Input | None, length: int, keys: int, sequences: int, seed: int
 ) -> tuple[Tensor, Tensor | None]:
-    if given is not None:
-        x = gaussian_tokens(
-            given.mean, given.covariance, sequences, length, None if layer.kind == "cross" else given.first, seed
-        )
-        if given.memory_mean is None or given.memory_covariance is None:
+    """Tokens (B, T, d) for the queries and, in cross-attention, others for the keys."""
+    if statistics is not None:
+        mean, covariance = statistics.mean, statistics.covariance
+        first = None if layer.kind == "cross" else statistics.first
+        x = gaussian_tokens(mean, covariance, sequences, length, first, seed)
+        if statistics.memory_mean is None or statistics.memory_covariance is None:
             return x, None
-        return x, gaussian_tokens(given.memory_mean, given.memory_covariance, sequences, keys, None, seed + 1)
+        memory = statistics.memory_mean, statistics.memory_covariance
+        return x, gaussian_tokens(*memory, sequences, keys, None, seed + 1)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sequences, length, layer.width, generator=generator)
     if layer.kind == "self":
@@ -82,34 +89,34 @@ def _tokens(
 
 
 def _unit(x: Tensor, norm: Norm) -> Tensor:
-    """Off the mean direction, which LayerNorm removes: covariance I - 11^T/d."""
+    """Without the mean over channels, which LayerNorm removes: covariance I - 11^T/d."""
     return x - x.mean(-1, keepdim=True) if norm.kind == "layer" else x
 
 
 def _bias(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor | None:
-    """Position terms (1 or B, H, T, S): a table's, or those that meet content."""
+    """Position terms (1 or B, H, T, S) that are added to logits, from a table or from queries and keys."""
     at, to = torch.arange(q.shape[2]), torch.arange(k.shape[2])
     bias = None if layer.bias is None else layer.bias(at, to).to(q)
     if layer.relative is not None:
-        met = layer.scale * layer.relative(q, k.repeat_interleave(layer.group, 1), at, to)
-        bias = met if bias is None else bias + met
+        relative = layer.scale * layer.relative(q, k.repeat_interleave(layer.group, 1), at, to)
+        bias = relative if bias is None else bias + relative
     return None if bias is None else bias if bias.ndim == 4 else bias[None]
 
 
 @torch.no_grad()
 def logit_bound(layer: AttentionLayer) -> Tensor | None:
-    """No logit of a head (H,) can exceed this in size, whatever the text: scale * max |q| * max |k|; None where nothing
-    bounds it.
+    """The largest size (H,) that a logit of each head can have on any text: scale * max |q| * max |k|; None where
+    nothing bounds it.
 
     A norm in front makes |z| = sqrt(width), so |q| <= ||W_Q'||_2 sqrt(width) + |c_q|; a norm on the queries makes |q|
     <= sqrt(head_dim) max|gain| + |bias|. Rotation changes no length. Position terms are added to logits and not bounded
     here; a soft-cap bounds everything.
     """
-    found = _product_bound(layer)
+    bound = _product_bound(layer)
     if layer.softcap is None:
-        return found
+        return bound
     cap = torch.full((layer.heads,), layer.softcap)
-    return cap if found is None else found.clamp_max(layer.softcap)
+    return cap if bound is None else bound.clamp_max(layer.softcap)
 
 
 def _product_bound(layer: AttentionLayer) -> Tensor | None:
@@ -135,8 +142,8 @@ def _longest(
     if before.kind == "none" or isinstance(projection, NormedProjection):
         return None
     weight, shift = folded(projection.weight().unflatten(0, (heads, -1)), projection, before)
-    sound = weight.isfinite().all(-1).all(-1)
+    finite = weight.isfinite().all(-1).all(-1)
     with one_thread():
-        top = torch.linalg.matrix_norm(weight.where(sound[:, None, None], 0.0).cpu(), 2)
-    top = top.where(sound.cpu(), torch.nan)
+        top = torch.linalg.matrix_norm(weight.where(finite[:, None, None], 0.0).cpu(), 2)
+    top = top.where(finite.cpu(), torch.nan)
     return top * weight.shape[-1] ** 0.5 + shift.norm(dim=-1).cpu()

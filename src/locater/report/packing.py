@@ -1,6 +1,4 @@
-"""What the page of a run reads: steps and curves thinned to what a screen can show, numbers packed into few bytes,
-warnings by head.
-"""
+"""The data of the page of a run: thinned steps and curves, packed numbers, warnings by head."""
 
 from __future__ import annotations
 
@@ -14,21 +12,21 @@ from typing import Any
 import numpy as np
 
 from locater.findings import FLAG_NAMES, comparison
-from locater.report.html import short_name
-from locater.tracking.run_log import Points, Record, Run
+from locater.report.pages import short_name
+from locater.tracking.logged_run import Points, Run
+from locater.tracking.records import Record
 
-VALUES = 2_050_000  # numbers on one page: nearly always two bytes each, a third more as text
+VALUES = 2_050_000  # most numbers on one page: nearly always two bytes each, a third more as base64
 MOST_STEPS = 2_000
 MOST_POINTS = 1_500
-MOST_MARKS = 50  # beginnings kept of one head's warnings of one kind
-WIDE = 2.0**24  # how far a column's largest number may lie above its median before half precision would lose the median
+MOST_MARKS = 50  # marks on the page for one head's warnings of one kind
+WIDE = 2.0**24  # ratio of a column's largest number to its median, from which half precision would lose the median
 
 
 class Curve:
-    """A long curve in at most MOST_POINTS points: of every stretch its lowest, its highest and one that is not a
-    number.
+    """A long curve in at most MOST_POINTS points: the lowest, the highest and one NaN of every stretch.
 
-    Points are added as they come; when there are too many stretches, neighbours are joined.
+    Points are added one by one; when there are too many stretches, neighbours are joined.
 
     >>> curve = Curve([(step, 1.0) for step in range(5000)] + [(5000, 9.0), (5001, math.nan)])
     >>> len(curve.points()) <= MOST_POINTS + 2, curve.points()[-2:]
@@ -39,14 +37,12 @@ class Curve:
         self.width = 1  # points in a stretch
         self.count = 0
         self.ends: Points = []  # the first point and the last
-        self.stretches: list[list[Any]] = []  # lowest, highest, not a number; each (step, number) or None
+        self.stretches: list[list[Any]] = []  # lowest, highest, not finite; each (step, number) or None
         for point in points:
             self.add(point)
 
     def add(self, point: tuple[int, float]) -> None:
-        while self.count % self.width == 0 and len(self.stretches) >= (
-            MOST_POINTS if self.width == 1 else MOST_POINTS // 3
-        ):
+        while self.count % self.width == 0 and len(self.stretches) >= self._most_stretches():
             self._join()
         if self.count % self.width == 0:
             self.stretches.append([None, None, None])
@@ -54,8 +50,11 @@ class Curve:
         self.count += 1
         self.ends[1 if self.count > 1 else 0 :] = [point]
 
+    def _most_stretches(self) -> int:
+        return MOST_POINTS if self.width == 1 else MOST_POINTS // 3
+
     def _join(self) -> None:
-        """Make one stretch of every two; the last one may have no neighbour, and is filled by what comes next."""
+        """Join stretches in pairs; the last may have no neighbour, and takes the next points."""
         pairs = [self.stretches[i : i + 2] for i in range(0, len(self.stretches), 2)]
         for first, *second in pairs:
             for point in (point for stretch in second for point in stretch if point is not None):
@@ -64,8 +63,8 @@ class Curve:
         self.width *= 2
 
     def points(self) -> Points:
-        kept = {point[0]: point for stretch in self.stretches for point in stretch if point is not None}
-        return sorted({**kept, **{point[0]: point for point in self.ends}}.values(), key=itemgetter(0))
+        by_step = {point[0]: point for stretch in self.stretches for point in stretch if point is not None}
+        return sorted({**by_step, **{point[0]: point for point in self.ends}}.values(), key=itemgetter(0))
 
 
 def _widen(stretch: list[Any], point: tuple[int, float]) -> None:
@@ -80,7 +79,7 @@ def _widen(stretch: list[Any], point: tuple[int, float]) -> None:
 
 
 def thin(run: Run) -> tuple[list[Record], int]:
-    """The observed steps that are drawn: every n-th, the last, and those where a warning began; and n."""
+    """The observed steps to draw (every n-th, the last, and those where a warning began), and n."""
     heads = sum(entry["heads"] for entry in run.header["layers"])
     most = max(2, min(MOST_STEPS, VALUES // max(1, heads * len(columns(run)))))
     last = len(run.steps) - 1
@@ -94,19 +93,19 @@ def thin(run: Run) -> tuple[list[Record], int]:
 
 
 def columns(run: Run) -> list[str]:
-    """Columns in the order of the header, then those that only steps name."""
-    found = dict.fromkeys(run.header["columns"])
+    """Columns in the order of the header, then those that only steps have."""
+    names = dict.fromkeys(run.header["columns"])
     for record in run.steps[:1] + run.steps[-1:]:
-        found |= dict.fromkeys(record["heads"])
-    return list(found)
+        names |= dict.fromkeys(record["heads"])
+    return list(names)
 
 
 def pack(
     run: Run, drawn: Sequence[Record], stride: int, keep: int = 0, curves: dict[str, Curve] | None = None
 ) -> dict[str, Any]:
-    """What the page's script reads; of the steps only those from number `keep` on, because it has the others.
+    """What the page's script reads: all but the first `keep` steps of `drawn`, which the page has already.
 
-    `curves` are those of the loss and the scalars where somebody has followed them.
+    `curves` are the loss and the scalars, where a `Follower` has them already.
     """
     new, names = drawn[keep:], columns(run)
     if curves is None:
@@ -115,24 +114,38 @@ def pack(
     scalars = sorted({name for record in new for name in record["scalars"]})
     layers, warnings = run.header["layers"], group_warnings(run)
     return {
-        "name": short_name(str(run.header.get("source", "run"))), "every": run.header.get("every"),
-        "layers": [{"short": str(e["layer"]), "name": e["name"], "heads": e["heads"], "kind": e.get("kind", "self")} for e in layers],
-        "columns": names, "keep": keep, "steps": [record["step"] for record in new], "values": values,
+        "name": short_name(str(run.header.get("source", "run"))),
+        "every": run.header.get("every"),
+        "layers": [_layer_data(entry) for entry in layers],
+        "columns": names,
+        "keep": keep,
+        "steps": [record["step"] for record in new],
+        "values": values,
         "scalars": {
             "loss": [_digits(record.get("loss")) for record in new],
             **{name: [_digits(record["scalars"].get(name)) for record in new] for name in scalars},
         },
         "curves": {name: [[step, _digits(x)] for step, x in curve.points()] for name, curve in curves.items()},
-        "warnings": warnings, "comparisons": _comparisons(warnings), "resumed": run.resumed, "ended": run.ended, "last": run.last,
-        "observed": len(run.steps), "stride": stride,
-    }  # fmt: skip
+        "warnings": warnings,
+        "comparisons": _comparisons(warnings),
+        "resumed": run.resumed,
+        "ended": run.ended,
+        "last": run.last,
+        "observed": len(run.steps),
+        "stride": stride,
+    }
+
+
+def _layer_data(entry: Record) -> dict[str, Any]:
+    kind = entry.get("kind", "self")
+    return {"short": str(entry["layer"]), "name": entry["name"], "heads": entry["heads"], "kind": kind}
 
 
 def _encoded(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
-    """[base, scale, text, bytes]: one column of some steps, heads after layers after steps, NaN for null.
+    """[base, scale, base64, bytes per number]: one column, by step, layer and head, with NaN for null.
 
-    Half precision, counted from the lowest where all are nearly the same; double where they lie so far apart that the
-    small ones would become 0.
+    Numbers are in half precision, relative to the lowest where all are nearly the same. They are in double precision
+    where they lie so far apart that the small ones would become 0.
     """
     empty: list[list[None]] = [[None] * entry["heads"] for entry in run.header["layers"]]
     table = np.array(
@@ -162,55 +175,57 @@ def _encoded(run: Run, steps: Sequence[Record], name: str) -> list[Any]:
 
 
 def group_warnings(run: Run) -> list[dict[str, Any]]:
-    """One entry per head and flag: the steps where it began, the last, how often, the worst value, the threshold, the
-    first message.
-    """
+    """One entry per head and flag: the steps where it began, the last one, how often, the worst value, the message."""
     places = {entry["layer"]: place for place, entry in enumerate(run.header["layers"])}
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in run.warnings:
-        key = (record["layer"], record["head"], record["flag"])
-        group = found.setdefault(key, {
-            "layer": places.get(record["layer"]), "head": record["head"], "flag": str(record["flag"]), "steps": [], "count": 0,
-            "threshold": _digits(record.get("threshold")), "worst": None, "message": str(record.get("message", "")),
-        })  # fmt: skip
+        new: dict[str, Any] = {
+            "layer": places.get(record["layer"]),
+            "head": record["head"],
+            "flag": str(record["flag"]),
+            "steps": [],
+            "count": 0,
+            "threshold": _digits(record.get("threshold")),
+            "worst": None,
+            "message": str(record.get("message", "")),
+        }
+        group = groups.setdefault((record["layer"], record["head"], record["flag"]), new)
         if not group["count"] or (_before(run, record["step"]) != group["last"] and len(group["steps"]) < MOST_MARKS):
             group["steps"].append(record["step"])  # not raised at the observed step before: it begins here
         group["count"] += 1
         group["last"] = record["step"]
         group["worst"] = _digits(_worse(group["worst"], record.get("value"), record.get("threshold")))
-    return list(found.values())
+    return list(groups.values())
 
 
 def _before(run: Run, step: int) -> int | None:
-    """The observed step before an observed one."""
+    """The observed step before this one; None for the first, and for a step that was not observed."""
     at = bisect_left(run.steps, step, key=itemgetter("step"))
     return run.steps[at - 1]["step"] if 0 < at < len(run.steps) and run.steps[at]["step"] == step else None
 
 
 def _comparisons(warnings: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the comparisons among the warnings mean, in the form of the table of flags."""
-    found = {}
+    """What comparisons such as "spread>5" among the warnings mean, in the form of the table of flags."""
+    meanings = {}
     for flag in {group["flag"] for group in warnings} - set(FLAG_NAMES):
         about = comparison(flag)
         if about is not None:
             column, _, meaning, way_out = about
-            found[flag] = {"meaning": meaning, "way_out": way_out[:1].upper() + way_out[1:], "needs": [column]}
-    return found
+            meanings[flag] = {"meaning": meaning, "way_out": way_out[:1].upper() + way_out[1:], "needs": [column]}
+    return meanings
 
 
 def _worse(a: Any, b: float | None, threshold: float | None) -> float | None:
-    """The one that lies farther beyond the threshold."""
+    """Whichever lies farther beyond the threshold."""
     known = [x for x in (a, b) if isinstance(x, int | float) and math.isfinite(x)]
     return max(known, key=lambda x: abs(x - (threshold or 0.0)), default=None)
 
 
 def _digits(x: float | None) -> float | str | None:
-    """Seven significant digits, as many as a float32 loss has; a word for what JSON cannot hold, null for what is not
-    known.
-    """
+    """Seven significant digits, as a float32 loss has; a word for NaN and infinity, which JSON lacks; null for None."""
     if x is None:
         return None
     if math.isfinite(x):
         short = float(f"{x:.7g}")
-        return short if math.isfinite(short) else x  # the largest floats would be rounded beyond the largest
+        return short if math.isfinite(short) else x  # rounding may take the largest floats to infinity
     return "NaN" if math.isnan(x) else "infinite"

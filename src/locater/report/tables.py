@@ -1,6 +1,4 @@
-"""What every table shows of a head, under which name, and the sentence above it: the terminal, pages and notebooks
-share them.
-"""
+"""Columns, headings and sentences about heads that the terminal, pages and notebooks share."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from typing import Any
 
 from locater.findings import FLAGS, ROLES, Verdict, near_uniform, untrained
 
-NAMED = 6  # heads of one flag that are named in a sentence
-MOST_SHOWN = 20  # heads of a large model that a table shows one by one
+NAMED = 6  # heads that a sentence names for each flag
+MOST_SHOWN = 20  # heads of a large model that a table lists
 Read = Callable[[Any], float | None]
 
 
@@ -28,43 +26,53 @@ def _symmetry(row: Any) -> float | None:
     return row.S / row.F if row.S is not None and row.F else None
 
 
-# heading: how it is read from a row. What has to go first where there is no room comes last.
+# Heading: how it is read from a row. Where there is no room, the last columns are left out first.
 SCAN: dict[str, Read] = {
-    "M": _column("M"), "√F": _root, "H": _column("expected_entropy"), "Λ": _column("localization"), "κ": _column("concentration"),
-    "S/F": _symmetry, "key bias": _column("key_bias"), "kept": _column("residual_kept"),
-}  # fmt: skip
+    "M": _column("M"),
+    "√F": _root,
+    "H": _column("expected_entropy"),
+    "Λ": _column("localization"),
+    "κ": _column("concentration"),
+    "S/F": _symmetry,
+    "key bias": _column("key_bias"),
+    "kept": _column("residual_kept"),
+}
 PROBE: dict[str, Read] = {
-    "H": _column("entropy"), "first": _column("sink"), "max logit": _column("max_logit"), "pred. H": _column("predicted_entropy"),
-    "prior H": _column("prior_entropy"), "distance": _column("distance"), "top": _column("max_probability"), "Λ": _column("localization"),
+    "H": _column("entropy"),
+    "first": _column("sink"),
+    "max logit": _column("max_logit"),
+    "pred. H": _column("predicted_entropy"),
+    "prior H": _column("prior_entropy"),
+    "distance": _column("distance"),
+    "top": _column("max_probability"),
+    "Λ": _column("predicted_localization"),
     "pred. first": _column("predicted_sink"),
-}  # fmt: skip
+}
 
 
 def summary(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
-    """How many heads deserve a look, which, and why. One sentence in place of many where all heads are alike."""
+    """How many heads deserve a look, which, and why. An untrained model gets one sentence, not one per head."""
     if not rows:
         return "There is no head."
-    said = []
+    sentences = []
     if untrained([vars(row) for row in rows]):
         count = sum(near_uniform(vars(row)) for row in rows)
         which = f"All {counted(count, 'head')}" if count == len(rows) else f"{count:,} of {counted(len(rows), 'head')}"
-        said.append(
+        sentences.append(
             f"{which} are near uniform: this looks like an untrained model (in a trained one, attention has collapsed)."
         )
-    bad = sum(bool(held.faults) for held in verdicts)
-    if bad:
-        verb = "deserves" if bad == 1 else "deserve"
-        said.append(
-            f"{bad:,} of {counted(len(rows), 'head')} {verb} a look (layer.head): {'; '.join(_named(rows, verdicts))}."
-        )
-    elif not said:
-        said.append("No head deserves a look.")
-    return " ".join(said)
+    faulty = sum(bool(verdict.faults) for verdict in verdicts)
+    if faulty:
+        verb, names = "deserves" if faulty == 1 else "deserve", "; ".join(_named(rows, verdicts))
+        sentences.append(f"{faulty:,} of {counted(len(rows), 'head')} {verb} a look (layer.head): {names}.")
+    elif not sentences:
+        sentences.append("No head deserves a look.")
+    return " ".join(sentences)
 
 
 def noted(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
-    """How many notes of each kind there are, calmly; not those that are said of the model."""
-    flags = Counter(name for held in verdicts for name in held.notes)
+    """How many notes of each kind there are, without those that `summary` states for the whole model."""
+    flags = Counter(name for verdict in verdicts for name in verdict.notes)
     if untrained([vars(row) for row in rows]):
         flags.pop("uniform", None)
     kinds = ", ".join(f"{name} {count:,}" for name, count in flags.most_common())
@@ -72,12 +80,11 @@ def noted(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
 
 
 def _named(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> list[str]:
-    """`sharp 0.2, 1.4 and 3 more` for every fault there is, worst first."""
+    """`sharp 0.2, 1.4 and 3 more` for each fault, the worst first."""
     parts = []
     for flag in FLAGS:
-        where = [
-            f"{row.layer}.{row.head}" for row, held in zip(rows, verdicts, strict=True) if flag.name in held.faults
-        ]
+        pairs = zip(rows, verdicts, strict=True)
+        where = [f"{row.layer}.{row.head}" for row, verdict in pairs if flag.name in verdict.faults]
         if where:
             more = f" and {len(where) - NAMED:,} more" if len(where) > NAMED else ""
             parts.append(f"{flag.name} {', '.join(where[:NAMED])}{more}")
@@ -85,26 +92,28 @@ def _named(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def roles(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
-    """How many heads have which role, and the first of them; nothing where none has one."""
+    """How many heads have which role, and the first few of them; empty if none has one."""
     parts = []
     for role in ROLES:
-        where = [f"{row.layer}.{row.head}" for row, held in zip(rows, verdicts, strict=True) if held.role == role.name]
+        pairs = zip(rows, verdicts, strict=True)
+        where = [f"{row.layer}.{row.head}" for row, verdict in pairs if verdict.role == role.name]
         if where:
             more = ", …" if len(where) > NAMED else ""
             parts.append(f"{counted(len(where), f'{role.name} head')} ({', '.join(where[:NAMED])}{more})")
-    rest = sum(held.role is None for held in verdicts)
+    rest = sum(verdict.role is None for verdict in verdicts)
     return f"What heads do: {', '.join(parts)}; {rest:,} without one of these roles." if parts else ""
 
 
 def moved(before: Sequence[Verdict], after: Sequence[Verdict]) -> str:
-    """How many heads gained or lost a fault, of two models with the same heads."""
+    """How many heads gained or lost a fault, between two models with the same heads."""
     gained, lost = (
         sum(bool({*x.faults} - {*y.faults}) for x, y in zip(*pair, strict=True))
         for pair in ((after, before), (before, after))
     )
     if not gained and not lost:
         return "No head gained a fault, none lost one."
-    return f"{counted(gained, 'head') if gained else 'No head'} gained a fault, {f'{lost:,}' if lost else 'none'} lost one."
+    heads = counted(gained, "head") if gained else "No head"
+    return f"{heads} gained a fault, {f'{lost:,}' if lost else 'none'} lost one."
 
 
 def origin(assumptions: Mapping[str, Any]) -> str:
@@ -115,9 +124,7 @@ def origin(assumptions: Mapping[str, Any]) -> str:
 
 
 def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
-    """What attention alone keeps of the differences between tokens, over layers, in a sentence; nothing where it is not
-    known.
-    """
+    """How much of the differences between tokens attention alone keeps, over layers; empty where it is not known."""
     known = [(entry["residual_kept"], entry["layer"]) for entry in layers if entry.get("residual_kept") is not None]
     if not known:
         return ""
@@ -130,18 +137,20 @@ def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
 
 
 def chosen(rows: Sequence[Any], verdicts: Sequence[Verdict], most: int) -> list[tuple[Any, Verdict]]:
-    """At most so many heads: those with faults, the rarest flag first so that none hides another, then the others in
-    model order.
+    """At most `most` heads: first those with faults, then the others, both in model order.
+
+    Of too many faulty heads those with the rarest flags are chosen, so that no flag hides another.
     """
-    counts = Counter(name for held in verdicts for name in held.faults)
-    both = list(zip(rows, verdicts, strict=True))
-    bad = sorted((x for x in both if x[1].faults), key=lambda x: min(counts[name] for name in x[1].faults))[:most]
-    bad.sort(key=lambda x: (x[0].layer, x[0].head))
-    return bad + [x for x in both if not x[1].faults][: most - len(bad)]
+    counts = Counter(name for verdict in verdicts for name in verdict.faults)
+    pairs = list(zip(rows, verdicts, strict=True))
+    faulty = [pair for pair in pairs if pair[1].faults]
+    faulty.sort(key=lambda pair: min(counts[name] for name in pair[1].faults))
+    first = sorted(faulty[:most], key=lambda pair: (pair[0].layer, pair[0].head))
+    return first + [pair for pair in pairs if not pair[1].faults][: most - len(first)]
 
 
 def number(x: float | None) -> str:
-    """Two decimals, or three digits of what is large."""
+    """Two decimals; three significant digits from 100 on."""
     if x is None:
         return "-"
     return f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.3g}"  # + 0.0: no minus sign on zero
@@ -154,26 +163,21 @@ def counted(count: int, word: str) -> str:
 def notebook(
     title: str, sentences: Sequence[str], columns: Mapping[str, Read], rows: Sequence[Any], verdicts: Sequence[Verdict]
 ) -> str:
-    """A result in a notebook: its name, what is to be said of it, and a small table. No style that a dark theme would
-    break.
-    """
+    """A result in a notebook: its name, sentences about it, and a small table. The style suits dark themes too."""
     shown = chosen(rows, verdicts, MOST_SHOWN)
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", "head", *columns, "flags"))
-    lines = [
-        "<tr>" + "".join(f"<td>{text}</td>" for text in (row.layer, row.head, *(number(read(row)) for read in columns.values())))
-        + f"<td style='text-align:left'>{_flags(held)}</td></tr>"
-        for row, held in shown
-    ]  # fmt: skip
+    headings = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", "head", *columns, "flags"))
+    lines = []
+    for row, verdict in shown:
+        numbers = (row.layer, row.head, *(number(read(row)) for read in columns.values()))
+        cells = "".join(f"<td>{text}</td>" for text in numbers)
+        lines.append(f"<tr>{cells}<td style='text-align:left'>{_flags(verdict)}</td></tr>")
     whole = f"{len(shown):,} of {counted(len(rows), 'head')}; <code>.report(path)</code> writes all."
     more = f"<p>{whole}</p>" if len(shown) < len(rows) else ""
-    said = html.escape(" ".join(filter(None, sentences)))
-    return f"<p><b>{html.escape(title)}</b><br>{said}</p><table><tr>{cells}</tr>{''.join(lines)}</table>{more}"
+    text = html.escape(" ".join(filter(None, sentences)))
+    return f"<p><b>{html.escape(title)}</b><br>{text}</p><table><tr>{headings}</tr>{''.join(lines)}</table>{more}"
 
 
-def _flags(held: Verdict) -> str:
-    faults, notes = (html.escape(" ".join(names)) for names in (held.faults, held.notes))
-    return " ".join(
-        filter(
-            None, (f"<b>{faults}</b>" if faults else "", f"<span style='opacity:0.6'>{notes}</span>" if notes else "")
-        )
-    )
+def _flags(verdict: Verdict) -> str:
+    faults, notes = (html.escape(" ".join(names)) for names in (verdict.faults, verdict.notes))
+    parts = (f"<b>{faults}</b>" if faults else "", f"<span style='opacity:0.6'>{notes}</span>" if notes else "")
+    return " ".join(filter(None, parts))

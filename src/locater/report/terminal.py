@@ -1,7 +1,7 @@
-"""A scan, a comparison or a probe as tables in the terminal: what deserves a look first, a line per layer when there
-are many heads.
+"""A scan, a comparison or a probe as tables in the terminal.
 
-Tables show as many columns as fit; flags and what counts them are never among those that go.
+Heads that deserve a look come first; a large model gets a line per layer. Tables show as many columns as fit, and
+always the flags.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rich.text import Text
 
 from locater.findings import FLAGS, Verdict
 from locater.missing import known_median
-from locater.report.probe import KINDS, agreed, collapse, ran
+from locater.report.probe_columns import KINDS
+from locater.report.probe_words import agreement_sentence, collapse, data_sentence
 from locater.report.tables import (
     MOST_SHOWN,
     PROBE,
@@ -35,35 +36,51 @@ from locater.report.tables import (
 
 if TYPE_CHECKING:
     from locater.verbs.comparing import Comparison
-    from locater.verbs.probing import Probe
-    from locater.verbs.result import Scan
+    from locater.verbs.probe_result import Probe
+    from locater.verbs.scan_result import Scan
 
-GAP = 2  # between columns
-ALL_HEADS = 48  # up to this many heads are shown one by one
-NOTES_SHOWN = 3  # of one flag, where each head has a reason of its own
-FOR_NAMES = 60  # columns of a terminal from which the names of layers have room
+GAP = 2  # spaces between columns
+ALL_HEADS = 48  # up to this many heads are listed one by one
+NOTES_SHOWN = 3  # reasons that are printed for one flag
+NAMES_FROM = 60  # width of a terminal from which layer names are shown
 LEGEND = {
-    "M": "mean self-logit", "√F": "spread of logits", "H": "expected entropy in nats", "Λ": "localization by position",
-    "κ": "concentration of the spectrum", "S/F": "1 symmetric, -1 antisymmetric", "key bias": "spread of the key-only term",
-    "kept": "share of the tokens' differences that attention alone keeps", "stable rank": "how many directions carry the map",
-}  # fmt: skip
+    "M": "mean self-logit",
+    "√F": "spread of logits",
+    "H": "expected entropy in nats",
+    "Λ": "localization by position",
+    "κ": "concentration of the spectrum",
+    "S/F": "1 symmetric, -1 antisymmetric",
+    "key bias": "spread of the key-only term",
+    "kept": "share of the tokens' differences that attention alone keeps",
+    "stable rank": "how many directions carry the map",
+}
 PROBE_LEGEND = {
-    "H": "entropy in nats", "first": "weight on the first token", "max logit": "largest score before the softmax",
-    "pred. H": "predicted from statistics of the input", "prior H": "from weights alone", "distance": "in tokens",
-    "top": "weight of the strongest token", "Λ": "localization by position", "pred. first": "predicted weight on the first token",
-}  # fmt: skip
+    "H": "entropy in nats",
+    "first": "weight on the first token",
+    "max logit": "largest score before the softmax",
+    "pred. H": "predicted from statistics of the input",
+    "prior H": "from weights alone",
+    "distance": "in tokens",
+    "top": "weight of the strongest token",
+    "Λ": "localization by position",
+    "pred. first": "predicted weight on the first token",
+}
 RESIDUAL_LEGEND = (
-    "before, after: share of the stream that differs between tokens, around the block (0 is rank collapse) · keep: share of it that a "
-    "typical row of attention hands on; the skip passes the stream on as it is"
+    "before, after: share of the stream that differs between tokens, around the block (0 is rank collapse) · "
+    "keep: share of it that a typical row of attention passes on; the skip connection passes on all of it"
 )
 RESIDUAL_COLUMNS = {  # heading: key of a layer
-    "before": "residual_before", "after": "residual_after", "heads keep": "typical_kept", "pred. keep": "predicted_typical_kept",
+    "before": "residual_before",
+    "after": "residual_after",
+    "heads keep": "typical_kept",
+    "pred. keep": "predicted_typical_kept",
     "prior keep": "prior_typical_kept",
-}  # fmt: skip
+}
+Line = tuple[tuple[int, int], list[str], Collection[str], Collection[str]]  # layer and head, numbers, faults, notes
 
 
 def print_scan(scan: Scan, console: Console) -> None:
-    """What deserves a look, the table, what the flags mean, and what was assumed."""
+    """Heads that deserve a look, the table, what the flags mean, and what was assumed."""
     console.print(
         f"[bold]{summary(scan.rows, scan.verdicts)}[/bold] {noted(scan.rows, scan.verdicts)}", highlight=False
     )
@@ -76,89 +93,85 @@ def print_scan(scan: Scan, console: Console) -> None:
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
 
-def print_probe(found: Probe, console: Console) -> None:
-    """What heads do and which deserve a look, the tables, then how well predictions agree and what kind of number each
-    column is.
-    """
-    console.print(f"{escape(ran(found))}\n[bold]{summary(found.rows, found.verdicts)}[/bold]", highlight=False)
-    for said in filter(None, (roles(found.rows, found.verdicts), noted(found.rows, found.verdicts), collapse(found))):
-        console.print(escape(said), highlight=False)
-    _print_heads(found, PROBE, PROBE_LEGEND, {}, console)
-    _print_residuals(found, console)
-    console.print(agreed(found), highlight=False)
+def print_probe(probe: Probe, console: Console) -> None:
+    """What heads do and which deserve a look, the tables, how well predictions agree, and the kinds of numbers."""
+    rows, verdicts = probe.rows, probe.verdicts
+    console.print(f"{escape(data_sentence(probe))}\n[bold]{summary(rows, verdicts)}[/bold]", highlight=False)
+    for sentence in filter(None, (roles(rows, verdicts), noted(rows, verdicts), collapse(probe))):
+        console.print(escape(sentence), highlight=False)
+    _print_heads(probe, PROBE, PROBE_LEGEND, {}, console)
+    _print_residuals(probe, console)
+    console.print(agreement_sentence(probe), highlight=False)
     for kind, meaning in KINDS.items():
-        columns = [name for name, how in found.assumptions["how"].items() if how == kind]
+        columns = [name for name, how in probe.assumptions["how"].items() if how == kind]
         if columns:
             console.print(f"[bold]{kind}[/bold] ({meaning}): [dim]{', '.join(columns)}[/dim]", highlight=False)
-    for note in found.assumptions["notes"]:
+    for note in probe.assumptions["notes"]:
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
 
-def print_comparison(found: Comparison, console: Console) -> None:
+def print_comparison(comparison: Comparison, console: Console) -> None:
     """Medians of both, then the heads that changed most."""
+    a, b = comparison.a, comparison.b
     columns: dict[str, Read] = {**SCAN, "stable rank": lambda row: row.stable_rank}
     table = _empty("medians over heads", ("", "A", "B"))
     for name, read in columns.items():
-        table.add_row(name, *(number(known_median(read(row) for row in scan.rows)) for scan in (found.a, found.b)))
+        table.add_row(name, *(number(known_median(read(row) for row in scan.rows)) for scan in (a, b)))
     console.print(table)
-    if not found.aligned:
+    if not comparison.aligned:
         console.print("Their shapes differ, so heads are not subtracted.", highlight=False)
         return
-    heads = []
-    for change, a, b, before, after in zip(
-        found.rows, found.a.rows, found.b.rows, found.a.verdicts, found.b.verdicts, strict=True
-    ):
-        faults = [f"+{x}" for x in change.gained if x in after.faults] + [
-            f"-{x}" for x in change.lost if x in before.faults
-        ]
-        notes = [f"+{x}" for x in change.gained if x in after.notes] + [
-            f"-{x}" for x in change.lost if x in before.notes
-        ]
-        heads.append((change, {name: _minus(read(b), read(a)) for name, read in SCAN.items()}, faults, notes))
-    heads.sort(key=lambda x: -abs(x[1]["Λ"] or 0) - abs(x[1]["√F"] or 0))
-    lines = [
-        ((x.layer, x.head), [_signed(y) for y in numbers.values()], faults, notes)
-        for x, numbers, faults, notes in heads[:MOST_SHOWN]
-    ]
+    lines = _change_lines(comparison)[:MOST_SHOWN]
     _print_tables([_line_table("heads that changed most (B - A)", list(SCAN), lines, console.width)], LEGEND, console)
-    console.print(moved(found.a.verdicts, found.b.verdicts), highlight=False)
+    console.print(moved(a.verdicts, b.verdicts), highlight=False)
+
+
+def _change_lines(comparison: Comparison) -> list[Line]:
+    """A line per head with its differences and the flags it gained (+) or lost (-), the largest change first."""
+    a, b = comparison.a, comparison.b
+    lines: list[tuple[float, Line]] = []
+    for change, row_a, row_b, before, after in zip(
+        comparison.rows, a.rows, b.rows, a.verdicts, b.verdicts, strict=True
+    ):
+        faults, notes = (
+            [f"+{x}" for x in change.gained if x in gained] + [f"-{x}" for x in change.lost if x in lost]
+            for gained, lost in ((after.faults, before.faults), (after.notes, before.notes))
+        )
+        differences = {name: _minus(read(row_b), read(row_a)) for name, read in SCAN.items()}
+        size = abs(differences["Λ"] or 0) + abs(differences["√F"] or 0)
+        lines.append((size, ((change.layer, change.head), [_signed(x) for x in differences.values()], faults, notes)))
+    return [line for _, line in sorted(lines, key=lambda pair: -pair[0])]
 
 
 def _print_heads(
-    found: Scan | Probe,
+    result: Scan | Probe,
     columns: Mapping[str, Read],
     legend: Mapping[str, str],
     of_layer: Mapping[str, str],
     console: Console,
 ) -> None:
     """Every head, or, of many, those that deserve a look and a line per layer; then what the flags mean."""
-    rows: Sequence[Any] = found.rows
-    bad = sum(bool(held.faults) for held in found.verdicts)
+    rows: Sequence[Any] = result.rows
+    faulty = sum(bool(verdict.faults) for verdict in result.verdicts)
     every = len(rows) <= ALL_HEADS
     tables = []
-    pairs = chosen(rows, found.verdicts, ALL_HEADS if every else min(bad, MOST_SHOWN))
-    lines = [
-        ((x.layer, x.head), [number(read(x)) for read in columns.values()], held.faults, held.notes)
-        for x, held in pairs
+    lines: list[Line] = [
+        ((row.layer, row.head), [number(read(row)) for read in columns.values()], verdict.faults, verdict.notes)
+        for row, verdict in chosen(rows, result.verdicts, ALL_HEADS if every else min(faulty, MOST_SHOWN))
     ]
     if lines:
-        title = (
-            "every head" + ", what deserves a look first" * bool(bad)
-            if every
-            else f"{len(lines)} of {bad} heads to look at"
-        )
+        title = "every head" + ", what deserves a look first" * bool(faulty)
+        if not every:
+            title = f"{len(lines)} of {faulty} heads to look at"
         tables.append(_line_table(title, list(columns), lines, console.width))
     if not every:
-        tables.append(_layer_table(found, columns, of_layer, console.width))
+        tables.append(_layer_table(result, columns, of_layer, console.width))
     _print_tables(tables, legend, console)
-    _print_meanings(rows, found.verdicts, console)
-
-
-Line = tuple[tuple[int, int], list[str], Collection[str], Collection[str]]  # layer and head, numbers, faults, notes
+    _print_meanings(rows, result.verdicts, console)
 
 
 def _line_table(title: str, names: list[str], lines: Sequence[Line], width: int) -> Table:
-    """A line per head, coloured where it has a fault."""
+    """A line per head; those with a fault are coloured."""
     cells = {"layer": [str(at[0]) for at, *_ in lines], "head": [str(at[1]) for at, *_ in lines]}
     cells |= {name: [numbers[i] for _, numbers, _, _ in lines] for i, name in enumerate(names)}
     longest = max(len(word) for _, _, faults, notes in lines for word in ("flags", *faults, *notes))
@@ -171,37 +184,37 @@ def _line_table(title: str, names: list[str], lines: Sequence[Line], width: int)
     return table
 
 
-def _layer_table(found: Scan | Probe, columns: Mapping[str, Read], of_layer: Mapping[str, str], width: int) -> Table:
-    """Medians over the heads of each layer; `of_layer` are headings whose number the layer itself has."""
+def _layer_table(result: Scan | Probe, columns: Mapping[str, Read], of_layer: Mapping[str, str], width: int) -> Table:
+    """Medians over the heads of each layer. `of_layer` are headings whose number is a key of the layer itself."""
     cells: dict[str, list[str]] = {name: [] for name in ("layer", "heads", *columns, "look")}
-    rows: Sequence[Any] = found.rows
+    pairs: list[tuple[Any, Verdict]] = list(zip(result.rows, result.verdicts, strict=True))
     names: list[str] = []
-    for entry in found.layers:
-        both = [(row, held) for row, held in zip(rows, found.verdicts, strict=True) if row.layer == entry["layer"]]
-        if not both:
+    for entry in result.layers:
+        heads = [(row, verdict) for row, verdict in pairs if row.layer == entry["layer"]]
+        if not heads:
             continue
-        medians = {name: known_median(read(row) for row, _ in both) for name, read in columns.items()}
+        medians = {name: known_median(read(row) for row, _ in heads) for name, read in columns.items()}
         medians |= {name: entry.get(key) for name, key in of_layer.items()}
-        bad = sum(bool(held.faults) for _, held in both)
-        line = (str(entry["layer"]), str(len(both)), *(number(medians[name]) for name in columns), str(bad or ""))
+        faulty = sum(bool(verdict.faults) for _, verdict in heads)
+        line = (str(entry["layer"]), str(len(heads)), *(number(medians[name]) for name in columns), str(faulty or ""))
         for column, cell in zip(cells.values(), line, strict=True):
             column.append(cell)
         names.append(escape(entry["name"]))
     return _with_names("medians by layer (look: heads to look at)", cells, ("layer", "heads", "look"), names, width)
 
 
-def _print_residuals(found: Probe, console: Console) -> None:
-    """The residual of the stream around each layer, and what the layer's heads keep."""
-    cells = {"layer": [str(entry["layer"]) for entry in found.layers]}
-    cells |= {name: [number(entry.get(key)) for entry in found.layers] for name, key in RESIDUAL_COLUMNS.items()}
-    names = [escape(entry["name"]) for entry in found.layers]
+def _print_residuals(probe: Probe, console: Console) -> None:
+    """How much tokens differ before and after each layer's block, and how much of it the layer's heads keep."""
+    cells = {"layer": [str(entry["layer"]) for entry in probe.layers]}
+    cells |= {name: [number(entry.get(key)) for entry in probe.layers] for name, key in RESIDUAL_COLUMNS.items()}
+    names = [escape(entry["name"]) for entry in probe.layers]
     console.print(_with_names("differences between tokens, by layer", cells, ("layer",), names, console.width))
     console.print(f"[dim]{RESIDUAL_LEGEND}[/dim]", highlight=False)
 
 
 def _with_names(title: str, cells: dict[str, list[str]], always: Sequence[str], names: list[str], width: int) -> Table:
-    """A line per layer; its name, folded, where there is room."""
-    room = min(24, max((len(name) for name in names), default=0)) + GAP if width >= FOR_NAMES else 0
+    """A line per layer, with its name where there is room."""
+    room = min(24, max((len(name) for name in names), default=0)) + GAP if width >= NAMES_FROM else 0
     shown = _fitting(cells, always, width - room)
     table = _empty(title, shown)
     if room:
@@ -212,9 +225,7 @@ def _with_names(title: str, cells: dict[str, list[str]], always: Sequence[str], 
 
 
 def _fitting(cells: Mapping[str, Sequence[str]], always: Collection[str], width: int) -> list[str]:
-    """The columns that fit, in their order: those that must be there, then the others from the left while there is
-    room.
-    """
+    """The columns that fit, in their order: those in `always`, then others from the left while there is room."""
     wide = {name: max(len(text) for text in (name, *column)) + GAP for name, column in cells.items()}
     left = width + GAP - sum(wide[name] for name in always)
     shown = {*always}
@@ -235,33 +246,33 @@ def _empty(title: str, names: Sequence[str]) -> Table:
 
 
 def _print_tables(tables: Sequence[Table], legend: Mapping[str, str], console: Console) -> None:
-    """Tables, and what the headings mean that are in them."""
+    """Tables, and the meaning of their headings."""
     for table in tables:
         console.print(table)
-    there = {column.header for table in tables for column in table.columns}
-    if words := [f"{name} {meaning}" for name, meaning in legend.items() if name in there]:
+    headings = {column.header for table in tables for column in table.columns}
+    if words := [f"{name} {meaning}" for name, meaning in legend.items() if name in headings]:
         console.print(f"[dim]{' · '.join(words)}[/dim]", highlight=False)
 
 
 def _print_meanings(rows: Sequence[Any], verdicts: Sequence[Verdict], console: Console) -> None:
-    """What each fault means and what to do, once each; then notes, dim, with why they are no faults."""
+    """What each fault means and what to do, once each; then notes, dim, with the reason why they are no faults."""
     for flag in FLAGS:
-        count = sum(flag.name in held.faults for held in verdicts)
+        count = sum(flag.name in verdict.faults for verdict in verdicts)
         if count:
             heads = counted(count, "head")
             console.print(
                 f"[bold yellow]{flag.name}[/bold yellow] ({heads}): {flag.meaning}. {flag.way_out}.", highlight=False
             )
     for flag in FLAGS:
-        heads_of: dict[str, list[str]] = {}
-        for row, held in zip(rows, verdicts, strict=True):
-            if flag.name in held.notes:
-                heads_of.setdefault(held.notes[flag.name], []).append(f"{row.layer}.{row.head}")
-        for reason, where in list(heads_of.items())[:NOTES_SHOWN]:
-            which = f"{flag.meaning}. {reason}" if reason == flag.way_out else reason
+        by_reason: dict[str, list[str]] = {}
+        for row, verdict in zip(rows, verdicts, strict=True):
+            if flag.name in verdict.notes:
+                by_reason.setdefault(verdict.notes[flag.name], []).append(f"{row.layer}.{row.head}")
+        for reason, where in list(by_reason.items())[:NOTES_SHOWN]:
+            text = f"{flag.meaning}. {reason}" if reason == flag.way_out else reason
             heads = where[0] if len(where) == 1 else counted(len(where), "head")
-            console.print(f"[dim]note: {flag.name} ({heads}): {which}.[/dim]", highlight=False)
-        if more := sum(len(where) for where in list(heads_of.values())[NOTES_SHOWN:]):
+            console.print(f"[dim]note: {flag.name} ({heads}): {text}.[/dim]", highlight=False)
+        if more := sum(len(where) for where in list(by_reason.values())[NOTES_SHOWN:]):
             console.print(f"[dim]note: {flag.name}: {counted(more, 'more such head')}.[/dim]", highlight=False)
 
 

@@ -1,6 +1,4 @@
-"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio. `read_run` reads a log back
-(run_log.py).
-"""
+"""Where the records of a training run go: a JSON-lines log, TensorBoard, W&B, trackio. `read_run` reads a log back."""
 
 from __future__ import annotations
 
@@ -12,7 +10,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from locater.errors import LocaterError
 from locater.missing import finite_or_none
-from locater.tracking.run_log import Record, Run, first_run, is_run, line_of, read_run, shape_of
+from locater.tracking.logged_run import Run
+from locater.tracking.records import Record, is_run, line_of, shape_of
+from locater.tracking.run_log import first_run, read_run
 
 __all__ = ["JsonlSink", "Run", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "flat", "open_sink", "read_run"]
 
@@ -21,7 +21,7 @@ CHOICES = "a path that ends in .jsonl, tensorboard:FOLDER, wandb, trackio"
 
 @runtime_checkable
 class Sink(Protocol):
-    """Anything that takes records. `close` may be called twice."""
+    """Anything that records can be written to. `close` may be called twice."""
 
     def write(self, record: Record) -> None: ...
 
@@ -29,8 +29,8 @@ class Sink(Protocol):
 
 
 def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
-    """The sink that a text names: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`; a sink is
-    itself.
+    """The sink of a name: a path that ends in .jsonl, `tensorboard:FOLDER`, `wandb`, `trackio`. A sink is returned as
+    it is.
     """
     if not isinstance(spec, str | os.PathLike):
         if isinstance(spec, Sink):
@@ -52,36 +52,35 @@ def open_sink(spec: str | os.PathLike[str] | Sink) -> Sink:
 
 
 class JsonlSink:
-    """One JSON object per line, appended and written record by record: a crash costs at most the line being written.
+    """One JSON object per line. Each record is written at once: a crash costs at most the line being written.
 
-    What the file holds stays. A run of the same layers and heads adds its own `run` record and goes on below; any other
-    is refused.
+    An existing log is continued by a run of the same layers and heads, which adds a `run` record of its own. Any other
+    run is refused.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._header = b""  # until it is in the file it comes before any other record
+        self._header = b""  # a `run` record that could not be written yet, to go before the next record
         try:
             self._first = first_run(self.path)
             self._file = self.path.open("ab", buffering=0)
-            if self._torn():
-                self._put(b"\n")  # the half line keeps a line of its own; read_run() passes over it
+            if self._ends_inside_line():
+                self._put(b"\n")  # the incomplete line stays on its own; read_run() skips it
         except OSError as error:
             raise LocaterError(f"{self.path}: cannot be written ({error.strerror})") from None
 
-    def _torn(self) -> bool:
-        """Whether the file ends inside a line."""
+    def _ends_inside_line(self) -> bool:
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             file.seek(max(0, size - 1))
             return size > 0 and file.read(1) != b"\n"
 
     def check(self, header: Record) -> None:
-        """Refuse a run of other layers or heads than the file's: both would be unreadable."""
+        """Refuse a run whose layers or heads are not those of the file: with both in it, it could not be read."""
         if self._first is not None and not same_shape(self._first, header):
             raise LocaterError(
-                f"{self.path}: holds a run of {_shape(self._first)}, and this one has {_shape(header)}: give it a log of its own, "
-                'such as Monitor("other.jsonl"), or move the old one away'
+                f"{self.path}: holds a run of {_shape(self._first)}, and this one has {_shape(header)}: "
+                'give it a log of its own, such as Monitor("other.jsonl"), or move the old one away'
             )
 
     def write(self, record: Record) -> None:
@@ -95,16 +94,16 @@ class JsonlSink:
         self._header = b""
 
     def _put(self, line: bytes) -> None:
-        left = memoryview(line)
+        remaining = memoryview(line)
         try:
             start = self._file.seek(0, os.SEEK_END)
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # what is written now nobody will find
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was deleted: records would be lost unnoticed
                 raise LocaterError(f"{self.path}: was removed while the run wrote to it")
-            while left:
-                left = left[self._file.write(left) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.truncate(start)  # half a line would make what may follow unreadable
+                self._file.truncate(start)  # half a line would make the next record unreadable
             raise LocaterError(f"{self.path}: cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
@@ -115,7 +114,7 @@ class TensorBoardSink:
     """Scalars such as `layer/03/entropy_ratio/mean`, `loss` and `grad_norm`; warnings as text."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        module = _need("torch.utils.tensorboard", "tensorboard")
+        module = _import("torch.utils.tensorboard", "tensorboard")
         self._writer = module.SummaryWriter(os.fspath(folder))
         self._layers: list[int] = []
 
@@ -139,7 +138,7 @@ class _Tracker:
     name = ""
 
     def __init__(self) -> None:
-        self._module = _need(self.name, self.name)
+        self._module = _import(self.name, self.name)
         self._layers: list[int] = []
 
     def write(self, record: Record) -> None:
@@ -180,21 +179,22 @@ class TrackioSink(_Tracker):
 
 
 def flat(record: Record, layers: list[int]) -> dict[str, float]:
-    """Scalars of a record by name; `layers` are the numbers of the layers. Nulls are left out.
+    """Scalars of a record by name, without nulls; `layers` are the numbers of the layers.
 
     >>> flat({"kind": "step", "step": 5, "loss": 2.0, "scalars": {}, "heads": {"sink": [[0.25, None, 0.75]]}}, [3])
     {'loss': 2.0, 'layer/03/sink/mean': 0.5, 'layer/03/sink/min': 0.25, 'layer/03/sink/max': 0.75}
     """
-    found = {"loss": record.get("loss"), **(record.get("scalars") or {})}
+    scalars = {"loss": record.get("loss"), **(record.get("scalars") or {})}
     if record["kind"] == "warning":
-        found[f"warning/{record['flag']}"] = record.get("value")
+        scalars[f"warning/{record['flag']}"] = record.get("value")
     for column, rows in (record.get("heads") or {}).items():
         for layer, row in zip(layers, rows, strict=False):
             known = [x for x in row or () if finite_or_none(x) is not None]
             if known:
                 name = f"layer/{layer:02d}/{column}"
-                found |= {f"{name}/mean": sum(known) / len(known), f"{name}/min": min(known), f"{name}/max": max(known)}
-    return {name: cast(float, number) for name, number in found.items() if finite_or_none(number) is not None}
+                scalars[f"{name}/mean"] = sum(known) / len(known)
+                scalars |= {f"{name}/min": min(known), f"{name}/max": max(known)}
+    return {name: cast(float, number) for name, number in scalars.items() if finite_or_none(number) is not None}
 
 
 def same_shape(a: Record, b: Record) -> bool:
@@ -209,11 +209,11 @@ def _shape(header: Record) -> str:
         heads = sorted({entry[1] for entry in shape_of(header)})
     except (KeyError, TypeError, ValueError):
         return "layers that cannot be read"
-    count = len(header["layers"])
-    return f"{header.get('source', 'a model')} with {count} layer{'s' * (count != 1)} of {' or '.join(map(str, heads)) or 'no'} heads"
+    count, source = len(header["layers"]), header.get("source", "a model")
+    return f"{source} with {count} layer{'s' * (count != 1)} of {' or '.join(map(str, heads)) or 'no'} heads"
 
 
-def _need(module: str, package: str) -> Any:
+def _import(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:

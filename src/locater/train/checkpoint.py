@@ -1,8 +1,7 @@
-"""Checkpoints that are whole or not there: written beside, flushed to the disk, then renamed. A crash or a full disk
-costs none.
+"""Checkpoints that survive a crash or a full disk: each is written to a temporary folder, flushed, then renamed.
 
-A checkpoint is a folder that `locater scan` and, for causal models, transformers read, with state.pt for going on and
-SHA256SUMS to check it by: torch.load does not notice most bits that flip on a disk.
+A checkpoint is a folder that `locater scan` and, for causal models, transformers read. To resume from it there are
+state.pt and SHA256SUMS, by which its files are checked: torch.load does not notice most bits that flip on a disk.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import shutil
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,121 +23,53 @@ from torch import Tensor, nn
 from locater.checkpoints.safetensors_file import DTYPES
 from locater.data.tokenizer import CONFIG, FILE
 from locater.errors import LocaterError, first_line
-from locater.files import write_whole
 from locater.models.loading import names_of
 from locater.models.transformer import Transformer
-from locater.tracking.loggers import read_run
-from locater.train.plan import Plan
+from locater.train.flushed_files import flush_folder, write, writing
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-KEPT = 2  # the last one, and one before it
+CHECKPOINTS = 2  # how many a run keeps
 STATE, SUMS = "state.pt", "SHA256SUMS"
-LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)\n")  # as sha256sum writes it
-PLAN, RESULT, LOG, LOCK = "plan.json", "result.json", "locater.jsonl", ".lock"
+SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)\n")  # as sha256sum writes it
 logger = logging.getLogger("locater")
-KINDS = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def run_folder(plan: Plan) -> Path:
-    """The run's folder, which need not be there yet; refused where it holds another run, or cannot be made. Nothing is
-    written.
-    """
-    folder = Path(plan.out)
-    if (folder / PLAN).is_file():
-        other = plan.difference(Plan.load(folder / PLAN))
-        if other is not None and not _took_no_step(folder):
-            raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
-    elif any(folder.glob("step-*")) or (folder / RESULT).is_file():
-        raise LocaterError(f"{folder}: holds checkpoints but no {PLAN}: give another --out")
-    if not (folder / RESULT).is_file():
-        _check_free(folder)
-    return folder
-
-
-def _check_free(folder: Path) -> None:
-    """Tell now, rather than after the text is read, that a folder cannot be written to or that another process trains
-    in it.
-    """
-    there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is no folder"
-        raise LocaterError(f"{folder}: cannot be made ({there} {why}): give another --out")
-    if (folder / LOCK).is_file():
-        with alone(folder):
-            pass
-
-
-@contextmanager
-def claimed(plan: Plan) -> Iterator[None]:
-    """The run's folder made and this plan's alone; what a start of another plan left in it, that came to no step, is
-    removed.
-    """
-    folder = Path(plan.out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LocaterError(f"{folder}: cannot be made ({error.strerror}): give another --out") from None
-    with alone(folder):
-        path = folder / PLAN
-        other = plan.difference(Plan.load(path)) if path.is_file() else None
-        if other is not None and not _took_no_step(folder):  # begun by another process since the first look
-            raise LocaterError(f"{folder}: holds another run ({other}): give another --out, or remove it")
-        if other is not None:
-            for name in (LOG, FILE):
-                (folder / name).unlink(missing_ok=True)
-        if other is not None or not path.is_file():
-            write_whole(path, plan.to_json() + "\n")
-        yield
-
-
-def _took_no_step(folder: Path) -> bool:
-    """Whether a run was started here and left nothing: no checkpoint, no weights, no result, no step in the log."""
-    if (
-        not (folder / LOCK).is_file()
-        or any(folder.glob("step-*"))
-        or any((folder / name).exists() for name in (RESULT, "model"))
-    ):
-        return False
-    try:
-        return not (folder / LOG).is_file() or not read_run(folder / LOG).losses
-    except LocaterError:  # no log of ours, so nothing to take over
-        return False
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def save(folder: Path, name: str, model: Transformer, state: dict[str, Any] | None = None) -> Path:
-    """Write `folder/name`; with `state` the checkpoint is one to go on from."""
-    target, beside = folder / name, folder / f".{name}.tmp"
+    """Write the checkpoint `folder/name`; with `state` training can resume from it."""
+    target, temporary = folder / name, folder / f".{name}.tmp"
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        sums = {"config.json": _write(beside / "config.json", json.dumps(model.config, indent=2).encode() + b"\n")}
-        sums["model.safetensors"] = _write(beside / "model.safetensors", *safetensors(model))
-        if (folder / FILE).is_file():
-            sums[FILE] = _write(beside / FILE, (folder / FILE).read_bytes())
-            sums["tokenizer_config.json"] = _write(
-                beside / "tokenizer_config.json", json.dumps(CONFIG, indent=2).encode() + b"\n"
-            )
-        if state is not None:
-            with _writing(beside / STATE) as file:
-                torch.save(state, cast("IO[bytes]", file))
-            sums[STATE] = file.sum.hexdigest()
-            _write(beside / SUMS, *(f"{sum_}  {name}\n".encode() for name, sum_ in sums.items()))
-        _flush_folder(beside)
-        if target.exists():  # left by a run that went further before it was cut off; the same is written again
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write_files(temporary, model, folder / FILE, state)
+        flush_folder(temporary)
+        if target.exists():  # of a run that got further before it was interrupted; it is written again
             shutil.rmtree(target)
-        os.rename(beside, target)
-        _flush_folder(folder)
+        os.rename(temporary, target)
+        flush_folder(folder)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         last = latest(folder)
-        kept = f"{last} is kept, and the same command goes on from there" if last else "there is none before it"
+        previous = f"{last} is kept, and the same command goes on from there" if last else "there is none before it"
         why = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise LocaterError(f"{target}: the checkpoint cannot be written ({why}); {kept}") from None
+        raise LocaterError(f"{target}: the checkpoint cannot be written ({why}); {previous}") from None
     return target
+
+
+def _write_files(folder: Path, model: Transformer, tokenizer: Path, state: dict[str, Any] | None) -> None:
+    """Model, tokenizer where there is one, and with `state` the files to resume from."""
+    files: dict[str, Iterable[bytes]] = {"config.json": [_json(model.config)], "model.safetensors": safetensors(model)}
+    if tokenizer.is_file():
+        files |= {FILE: [tokenizer.read_bytes()], "tokenizer_config.json": [_json(CONFIG)]}
+    sums = {name: write(folder / name, *parts) for name, parts in files.items()}
+    if state is not None:
+        with writing(folder / STATE) as file:
+            torch.save(state, cast("IO[bytes]", file))
+        sums[STATE] = file.sum.hexdigest()
+        write(folder / SUMS, *(f"{digest}  {name}\n".encode() for name, digest in sums.items()))
+
+
+def _json(data: Any) -> bytes:
+    return json.dumps(data, indent=2).encode() + b"\n"
 
 
 def name_of(step: int) -> str:
@@ -148,73 +77,53 @@ def name_of(step: int) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints of a run, oldest first."""
+    """Checkpoints of a run to resume from, oldest first."""
     return sorted(p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / STATE).is_file())
 
 
 def latest(folder: Path) -> Path | None:
-    found = checkpoints(folder)
-    return found[-1] if found else None
+    paths = checkpoints(folder)
+    return paths[-1] if paths else None
 
 
 def thin_out(folder: Path) -> None:
-    """Remove all but the last ones."""
-    for path in checkpoints(folder)[:-KEPT]:
-        gone = path.with_name(f".{path.name}.old")
-        shutil.rmtree(gone, ignore_errors=True)
-        os.rename(path, gone)  # first out of sight: half a folder must not look like a checkpoint
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """A run's folder for this process alone; what a crash left half-done in it is cleared away."""
-    try:
-        opened = (folder / LOCK).open("w")
-    except OSError as error:
-        raise LocaterError(f"{folder}: cannot be written to ({error.strerror}): give another --out") from None
-    with opened as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
-            except BlockingIOError:
-                raise LocaterError(
-                    f"{folder}: another process is training in it: wait for it, or give another --out"
-                ) from None
-        for half in (*folder.glob(".*.tmp"), *folder.glob(".*.old")):
-            shutil.rmtree(half, ignore_errors=True)
-        yield
+    """Remove all but the last checkpoints."""
+    for path in checkpoints(folder)[:-CHECKPOINTS]:
+        hidden = path.with_name(f".{path.name}.old")
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(path, hidden)  # renamed first: half a folder must not look like a checkpoint
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def read_state(path: Path, device: torch.device) -> dict[str, Any]:
-    """What a checkpoint holds for going on, once its files are those that were written; refused where they are not."""
+    """The state to resume from. Refused where a file of the checkpoint is not as it was written."""
     _check_sums(path)
     try:
-        held: dict[str, Any] = torch.load(path / STATE, map_location=device, weights_only=True)
-        return held
+        state: dict[str, Any] = torch.load(path / STATE, map_location=device, weights_only=True)
+        return state
     except Exception as error:  # a damaged file makes the unpickler raise anything at all
         raise LocaterError(f"{path}: cannot be read ({first_line(error)}): {_way_out(path)}") from None
 
 
 def _check_sums(path: Path) -> None:
-    """Every file of a checkpoint, and the run's tokenizer, against the sums that were written with it."""
+    """Compare every file of a checkpoint, and the run's tokenizer, with the sums that were written with it."""
     if not (path / SUMS).is_file():
         logger.warning(
             "%s: was written without %s, so it cannot be checked for damage; the run goes on from it", path, SUMS
         )
         return
-    written = (path / SUMS).read_text(encoding="utf-8", errors="replace")
-    sums = {name: sum_ for sum_, name in LINE.findall(written)}
-    if not re.fullmatch(f"({LINE.pattern})+", written) or STATE not in sums:
+    lines = (path / SUMS).read_text(encoding="utf-8", errors="replace")
+    sums = {name: digest for digest, name in SUM_LINE.findall(lines)}
+    if not re.fullmatch(f"({SUM_LINE.pattern})+", lines) or STATE not in sums:
         raise LocaterError(
             f"{path / SUMS}: damaged (it should hold a line for each file, {STATE} among them): {_way_out(path)}"
         )
-    for name, sum_ in sums.items():
-        if _sum_of(path / name) != sum_:
+    for name, digest in sums.items():
+        if _sum_of(path / name) != digest:
             raise LocaterError(
                 f"{path / name}: damaged, or changed since (its SHA-256 is not that in {SUMS}): {_way_out(path)}"
             )
-    tokenizer = path.parent / FILE  # which a run that goes on reads
+    tokenizer = path.parent / FILE  # a resumed run reads this one
     if FILE in sums and tokenizer.is_file() and _sum_of(tokenizer) != sums[FILE]:
         raise LocaterError(f"{tokenizer}: damaged, or changed since {path.name}: copy {path / FILE} over it")
 
@@ -223,26 +132,27 @@ def _sum_of(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except (OSError, ValueError):  # not there, or no name of a file
+    except (OSError, ValueError):  # missing, or not a valid file name
         return None
 
 
 def _way_out(path: Path) -> str:
-    before = [other for other in checkpoints(path.parent) if other < path]
-    return f"remove {path}, and the run goes on from {before[-1].name if before else 'its first step, since no other is kept'}"
+    earlier = [other for other in checkpoints(path.parent) if other < path]
+    start = earlier[-1].name if earlier else "its first step, since no other is kept"
+    return f"remove {path}, and the run goes on from {start}"
 
 
 def safetensors(model: Transformer) -> Iterator[bytes]:
     """The weights as a safetensors file, part by part: the length of the header, the header, the data.
 
-    Tensors are taken by their path, so what a control computes a weight from is saved as the weight it makes.
+    Tensors are read as attributes of their modules, so a weight that a control computes is saved as it acts.
     """
     tensors = {name: _at(model, name).detach().cpu().contiguous() for name in names_of(model)}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
@@ -250,75 +160,7 @@ def safetensors(model: Transformer) -> Iterator[bytes]:
         yield tensor.view(torch.uint8).numpy().tobytes()
 
 
-@contextmanager
-def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of a run; those of the caller go on afterwards as if there had been none."""
-    before = random.getstate()
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if device.type == "cuda" else ()):
-        try:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            yield
-        finally:
-            random.setstate(before)
-
-
-def random_state() -> dict[str, Any]:
-    """All random numbers that training or a control may draw on."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
-
-
-def restore_random(held: dict[str, Any]) -> None:
-    torch.set_rng_state(held["torch"].cpu())
-    if held["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([x.cpu() for x in held["cuda"]])
-    version, words, gauss = held["python"]
-    random.setstate((version, tuple(words), gauss))
-
-
 def _at(model: nn.Module, name: str) -> Tensor:
-    path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), leaf)
-    return found
-
-
-class _Summed:
-    """A file that is written to, and the sum of what was."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.sum = file, hashlib.sha256()
-
-    def write(self, part: bytes) -> int:
-        self.sum.update(part)
-        return self.file.write(part)
-
-    def flush(self) -> None:  # torch.save asks for it
-        self.file.flush()
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[_Summed]:
-    """A new file, on the disk when this ends."""
-    with path.open("wb") as file:
-        summed = _Summed(file)
-        yield summed
-        summed.flush()
-        os.fsync(file.fileno())
-
-
-def _write(path: Path, *parts: bytes) -> str:
-    """Returns the SHA-256 of what was written."""
-    with _writing(path) as file:
-        for part in parts:
-            file.write(part)
-    return file.sum.hexdigest()
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere folders cannot be opened
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    path, _, attribute = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), attribute)
+    return tensor

@@ -1,59 +1,41 @@
-"""Controls by name: `locater(target=2, part=full)`, attached to a model, and their state."""
+"""Controls by name, `locater(target=2, part=full)`: read, checked against the attention, attached; and their state."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from locater import control as package
-from locater.attention.call import unread
+from locater.attention.call import why_unmeasurable
 from locater.calls import parse_call
-from locater.control import EntropyPenalty, LogitSoftcap, Mechanism, QKClip, QKNorm
+from locater.control import CONTROLS
 from locater.control.base import Control, Controls, known_options
 from locater.errors import LocaterError
 
-OFFERED: list[type[Control]] = []
-
-
-def offer(kind: type[Control]) -> type[Control]:
-    """A control from elsewhere, to be known by its name in this process; serves as a decorator."""
-    OFFERED.append(kind)
-    return kind
-
 
 def controls() -> dict[str, type[Control]]:
-    """Every control in `locater.control`, and those that were offered, by name in lower case."""
-    own = [
-        x
-        for x in vars(package).values()
-        if isinstance(x, type) and issubclass(x, Control) and x not in (Control, Controls)
-    ]
-    return {_folded(kind.__name__): kind for kind in sorted([*own, *OFFERED], key=lambda kind: kind.__name__.lower())}
+    """Every control that is registered, by name in lower case."""
+    return {name: CONTROLS[name] for name in sorted(CONTROLS)}
 
 
 def parse_control(text: str) -> Control:
-    """A control from its description; what is wrong with it is said of `--control`.
+    """A control from its description. Errors begin with `--control`.
 
     >>> parse_control("locater(target=free, shrink=0.02)")
     LocAteR(shrink=0.02, hold=0.01, target='free', part='symmetric', layers=None, schedule=None)
     """
     name, options = parse_call(text, "--control")
-    known = controls()
-    if _folded(name) not in known:
-        raise LocaterError(f"--control {text}: no control {name!r}: there are {', '.join(known)}")
-    kind = known[_folded(name)]
-    valid = known_options(kind)
-    wrong = [option for option in options if option not in valid]
-    if wrong:
-        raise LocaterError(f"--control {name} has no option {wrong[0]!r}: it has {', '.join(valid) or 'none'}")
-    missing = [
-        option for option, default in valid.items() if default is inspect.Parameter.empty and option not in options
-    ]
+    with _naming(text):
+        kind = CONTROLS.lookup(name)
+    known = known_options(kind)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise LocaterError(f"--control {name} has no option {unknown[0]!r}: it has {', '.join(known) or 'none'}")
+    needed = [option for option, default in known.items() if default is inspect.Parameter.empty]
+    missing = [option for option in needed if option not in options]
     if missing:
         raise LocaterError(f"--control {text}: {name} needs {missing[0]}: write it as {name}({missing[0]}=...)")
     layers = options.get("layers")
@@ -65,7 +47,7 @@ def parse_control(text: str) -> Control:
 
 @contextmanager
 def _naming(text: str) -> Iterator[None]:
-    """What a control does not take is said of the `--control` that asks for it."""
+    """Errors inside begin with the `--control` that is at fault."""
     try:
         yield
     except (LocaterError, TypeError, ValueError) as error:
@@ -73,97 +55,59 @@ def _naming(text: str) -> Iterator[None]:
 
 
 def check_controls(texts: Sequence[str], attention: Sequence[str]) -> None:
-    """Refuse, before there is a model, what is no control, and one that needs logits of a softmax where a layer has
-    none.
+    """Refuse, before there is a model, a text that names no control, and a control that needs the logits of a softmax
+    on a layer that has none.
 
-    `attention` names the mechanism of each layer; a control called mechanism changes it.
+    `attention` is the name of each layer's mechanism. A control may put another in its place.
 
     >>> check_controls(["qk_clip"], ["softmax", "learned_sink"])
     """
-    made, acting = [(text, parse_control(text)) for text in texts], list(attention)
-    for _, control in made:
-        if isinstance(control, Mechanism):
-            acting = [control.name if _chosen(control, at) else name for at, name in enumerate(acting)]
-    for text, control in made:
-        held = attention if isinstance(control, QKNorm) else acting  # it comes before another mechanism does
-        wrong = [name for at, name in enumerate(held) if _chosen(control, at) and unread(name) is not None]
-        if wrong and _needs_softmax(control):
-            start = "give it init=1.0, " if isinstance(control, QKNorm) else ""
-            some = "choose its layers=[...], " if hasattr(control, "layers") and len(set(acting)) > 1 else ""
+    parsed = [(text, parse_control(text)) for text in texts]
+    swapped = list(attention)
+    for _, control in parsed:
+        swapped = [control.mechanism_of(layer, name) for layer, name in enumerate(swapped)]
+    for text, control in parsed:
+        if not control.needs_softmax:
+            continue
+        mechanisms = attention if control.precedes_mechanism else swapped
+        acted_on = [name for layer, name in enumerate(mechanisms) if control.acts_on(layer)]
+        without_softmax = [name for name in acted_on if why_unmeasurable(name) is not None]
+        if without_softmax:
+            has_choice = "layers" in known_options(type(control)) and len(set(swapped)) > 1
+            remedies = [control.softmax_remedy, "choose its layers=[...]" if has_choice else "", "leave it out"]
             raise LocaterError(
-                f"--control {text}: it needs the logits of a softmax, and {wrong[0]} attention has none: {start}{some}leave it out, "
-                "or attend by softmax, softmax_plus_one or learned_sink"
+                f"--control {text}: it needs the logits of a softmax, and {without_softmax[0]} attention has none: "
+                f"{', '.join(filter(None, remedies))}, or attend by softmax, softmax_plus_one or learned_sink"
             )
 
 
-def _needs_softmax(control: Control) -> bool:
-    """Whether a control reads or changes logits as those of a softmax; lengths that are kept come of the same call."""
-    return isinstance(control, EntropyPenalty | LogitSoftcap | QKClip) or (
-        isinstance(control, QKNorm) and control.init == "keep"
-    )
-
-
-def _chosen(control: Control, layer: int) -> bool:
-    layers = getattr(control, "layers", None)
-    return not isinstance(layers, list | tuple) or layer in layers
-
-
-def _folded(name: str) -> str:
-    return name.replace("_", "").lower()
-
-
 def attach(texts: Sequence[str], model: nn.Module) -> Controls:
-    """All of them as one, attached; one that does not fit the model is named."""
-    held = Controls([]).attach(model)
+    """All of them as one, attached; an error names the control that does not fit the model."""
+    attached = Controls([]).attach(model)
     try:
         for text in texts:
             control = parse_control(text)
             with _naming(text):
-                held.controls.append(control.attach(model))
+                attached.controls.append(control.attach(model))
     except BaseException:
-        held.detach()
+        attached.detach()
         raise
-    return held
+    return attached
 
 
-def parameters(held: Controls) -> list[nn.Parameter]:
-    """What controls have to learn beside the model."""
-    return [p for control in held.controls for p in getattr(control, "parameters", list)()]
+def restore(attached: Controls, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Load the state of a checkpoint into attached controls of the same kinds: `Controls.state_dict()`, or its older
+    form.
+    """
+    attached.load_state_dict(state if isinstance(state, Mapping) else _from_older_form(attached, state))
 
 
-# What a control counts or averages belongs to the state of a run, as do parameters of its own.
-
-
-def state_of(held: Controls) -> list[dict[str, Any]]:
-    """Numbers and tensors that each control keeps, and its own state where it has one."""
-    return [
-        {
-            "kept": {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(control).items() if _plain(x)},
-            "state": getattr(control, "state_dict", dict)(),
-        }
-        for control in held.controls
-    ]
-
-
-@torch.no_grad()
-def restore(held: Controls, states: Sequence[dict[str, Any]]) -> None:
-    """Into attached controls of the same kinds."""
-    for control, state in zip(held.controls, states, strict=True):
-        for name, value in state["kept"].items():
-            there = getattr(control, name, None)
-            if isinstance(there, Tensor) and isinstance(value, Tensor) and there.shape == value.shape:
-                there.copy_(value)  # in place: others may hold the same tensor
-            else:
-                setattr(control, name, value)
-        if state["state"]:
-            control.load_state_dict(state["state"])  # type: ignore[attr-defined]
-
-
-def _plain(x: Any) -> bool:
-    if isinstance(x, nn.Parameter):
-        return False
-    if isinstance(x, list | tuple):
-        return all(map(_plain, x))
-    if isinstance(x, dict):
-        return all(isinstance(k, str | int) and _plain(v) for k, v in x.items())
-    return x is None or isinstance(x, bool | int | float | str | Tensor)
+def _from_older_form(attached: Controls, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Checkpoints until November 2026 have a list with, for each control, all its plain attributes under "kept", its
+    options among them, and its parameters under "state".
+    """
+    by_place: dict[str, Any] = {str(place): dict(entry["state"]) for place, entry in enumerate(entries)}
+    for place, (control, entry) in enumerate(zip(attached.controls, entries, strict=False)):
+        attributes = {name: entry["kept"][name] for name in control.state_attributes if name in entry["kept"]}
+        by_place[str(place)] |= attributes
+    return by_place

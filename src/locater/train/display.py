@@ -1,4 +1,4 @@
-"""The live line of a run: rewritten in place on a terminal, plain lines on a pipe."""
+"""The progress line of a run: rewritten in place on a terminal, plain lines on a pipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Live:
-    """Shows what `run` tells. On a pipe at most one line in `pause` seconds, and the last."""
+    """Shows the progress that `run` reports. On a pipe at most one line in `pause` seconds, and the last."""
 
     def __init__(self, stream: TextIO | None = None, label: str = "", pause: float = 5.0) -> None:
         self.stream = sys.stderr if stream is None else stream
@@ -26,7 +26,7 @@ class Live:
         self.stream.flush()
 
     def clear(self) -> None:
-        """Leave the line, so that what follows begins on one of its own."""
+        """Erase the line, so that the next output starts on an empty one."""
         if self.terminal:
             self.stream.write("\r\x1b[K")
             self.stream.flush()

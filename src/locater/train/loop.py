@@ -1,12 +1,11 @@
-"""The loop: forward, backward, clip, check, step. Everything else is read here and done elsewhere."""
+"""The training loop: forward, backward, clip, check, step. Orchestration only."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,40 +18,46 @@ from locater.control.base import Controls
 from locater.errors import LocaterError
 from locater.models.transformer import Transformer
 from locater.monitor import Monitor
-from locater.observing import observe
+from locater.tracking.run_log import LOG
 from locater.train import checkpoint
-from locater.train.controls import attach, check_controls, parameters, restore, state_of
-from locater.train.data import Batch, Data, TextData, open_data
-from locater.train.health import LastSeen, Losses, culprit, why_unread
-from locater.train.measured import SEQUENCES, measure
-from locater.train.plan import Plan, Result
-from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of
+from locater.train.batches import Batch, Data
+from locater.train.controls import attach, check_controls, restore
+from locater.train.data import open_data
+from locater.train.evaluation import Evaluation
+from locater.train.health import culprit, why_unread
+from locater.train.loss_log import LastEntropy, LossLog
+from locater.train.plan import Plan
+from locater.train.randomness import own_randomness, random_state, restore_random
+from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
+from locater.train.result import Result
+from locater.train.run_folder import RESULT, claimed, run_folder
+from locater.train.text_data import TextData
 
 logger = logging.getLogger("locater")
-WINDOWS = 256  # of the select split, during training; the end is measured on all
-Tell = Callable[[dict[str, Any]], None]
+WINDOWS = 256  # sequences of the select split that are evaluated during training; the end is measured on all
+OnProgress = Callable[[dict[str, Any]], None]
 
 
 class DivergedError(LocaterError):
     """The loss or its gradient is no longer a number."""
 
 
-def run(plan: Plan, tell: Tell = lambda event: None) -> Result:
-    """Train as `plan` says, from the last checkpoint in its folder where there is one; a run that is finished is read
+def run(plan: Plan, on_progress: OnProgress = lambda event: None) -> Result:
+    """Train as `plan` says. A run that was interrupted goes on from its last checkpoint; one that is finished is read
     back.
 
-    `tell` is handed a dictionary each `plan.log` steps: step, loss, perplexity, select_loss, entropy,
+    `on_progress` is called every `plan.log` steps with a dictionary: step, loss, perplexity, select_loss, entropy,
     tokens_per_second, seconds_left.
     """
     check_plan(plan)
     device = device_of(plan.device)
-    folder = checkpoint.run_folder(plan)
-    if (folder / checkpoint.RESULT).is_file():
-        return Result.load(folder / checkpoint.RESULT)
-    with checkpoint.own_randomness(plan.seed, device):
-        training = Training.begin(plan, folder, device, tell)
+    folder = run_folder(plan)
+    if (folder / RESULT).is_file():
+        return Result.load(folder / RESULT)
+    with own_randomness(plan.seed, device):
+        training = Training.begin(plan, folder, device, on_progress)
         try:
-            with checkpoint.claimed(plan):  # nothing is written before data, model and controls stand
+            with claimed(plan):  # nothing is written before data, model and controls are ready
                 training.go_on()
                 training.train()
                 return training.finish()
@@ -61,9 +66,7 @@ def run(plan: Plan, tell: Tell = lambda event: None) -> Result:
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse controls that are none, or that do not go with the attention; the rest of a plan was checked when it was
-    made.
-    """
+    """Refuse controls that do not exist or do not fit the attention. `Plan` itself checks everything else."""
     check_controls(plan.control, [layer.name for layer in parse_attention(plan.attention, plan.layers)])
 
 
@@ -74,44 +77,46 @@ class Training:
     plan: Plan
     folder: Path
     device: torch.device
-    tell: Tell
+    on_progress: OnProgress
     data: Data
     model: Transformer
-    forward: Callable[..., Tensor]  # the model, compiled if asked for
+    forward: Callable[..., Tensor]  # the model, compiled if the plan says so
     controls: Controls
-    learned: list[nn.Parameter]  # of the model, and of its controls
+    trainable: list[nn.Parameter]  # of the model, and of its controls
     optimizer: torch.optim.Optimizer
-    monitor: Monitor | Losses | None
-    seen: LastSeen
+    monitor: Monitor | LossLog | None
+    last_entropy: LastEntropy
     step: int = 0
     loss: float = math.nan
     history: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0  # of earlier parts of the run
     began: float = field(default_factory=time.monotonic)
-    told: tuple[int, float] = (0, 0.0)  # step and time when something was last told
+    last_progress: tuple[int, float] = (0, 0.0)  # step and time of the last call of `on_progress`
+
+    def __post_init__(self) -> None:
+        self.evaluation = Evaluation(self.model, self.data, self.device, uses_bfloat16(self.plan, self.device))
 
     @classmethod
-    def begin(cls, plan: Plan, folder: Path, device: torch.device, tell: Tell) -> Training:
+    def begin(cls, plan: Plan, folder: Path, device: torch.device, on_progress: OnProgress) -> Training:
+        """Data, model, controls, optimizer and monitor of a plan. Nothing is written."""
         data = open_data(plan, folder, device)
         model = Transformer(shape_of(plan, data), plan.scale).to(device)
         controls = attach(plan.control, model)
-        learned = [p for p in (*model.parameters(), *parameters(controls)) if p.requires_grad]
-        seen, monitor = LastSeen(), None
+        trainable = [p for p in (*model.parameters(), *controls.parameters()) if p.requires_grad]
+        entropy = LastEntropy()
         try:
-            if plan.observe:
-                log, why = folder / checkpoint.LOG, why_unread(model)
-                if why is not None:
-                    logger.warning("%s: the run goes on, its heads not observed: %s", folder, why)
-                monitor = Monitor(log, seen, every=plan.observe) if why is None else Losses(log, plan.observe)
+            monitor = _monitor(plan, folder, model, entropy) if plan.observe else None
             forward = torch.compile(model) if plan.compile else model
-            optimizer = optimizer_for(plan, learned, device)
+            optimizer = optimizer_for(plan, trainable, device)
         except BaseException:
             controls.detach()
             raise
-        return cls(plan, folder, device, tell, data, model, forward, controls, learned, optimizer, monitor, seen)
+        return cls(
+            plan, folder, device, on_progress, data, model, forward, controls, trainable, optimizer, monitor, entropy
+        )
 
     def go_on(self) -> None:
-        """From the last checkpoint in the folder, which is now this run's, or from nothing."""
+        """Start from the last checkpoint in the folder, or from the first step, and open the log."""
         self._resume()
         if isinstance(self.data, TextData) and self.step == 0:
             self.data.keep_tokenizer(self.folder)
@@ -122,14 +127,14 @@ class Training:
     def train(self) -> None:
         plan, start = self.plan, self.step
         self.began = time.monotonic()
-        self.told = start, self.began
+        self.last_progress = start, self.began
         self.model.train()
         batches = self._batches(self.step)
         while self.step < plan.steps:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate_at(plan, self.step)
             loss = self._backward(batches)
-            norm = nn.utils.clip_grad_norm_(self.learned, plan.clip or math.inf)
+            norm = nn.utils.clip_grad_norm_(self.trainable, plan.clip or math.inf)
             following = self._batches(self.step + 1)  # before the device is waited for
             self.loss = float(loss)
             if not math.isfinite(self.loss):
@@ -148,43 +153,38 @@ class Training:
             self._after_step(start)
 
     def finish(self) -> Result:
-        """The final weights, measured on both splits, on disk."""
+        """Measure the final weights on both splits, and write them and the result."""
         self.seconds += time.monotonic() - self.began
         if self.monitor is not None:
             self.monitor.detach()
-        report, correct, entropies = self._reported()
-        if not math.isfinite(report):  # the last step can still be one too far
+        report, accuracy, entropies = self.evaluation.report()
+        if not math.isfinite(report):  # the last step may have spoiled the weights
             raise DivergedError(self._failure(self.step, f"the report loss is {report}", self._batches(self.step - 1)))
         facts, target = self.data.facts, checkpoint.save(self.folder, "model", self.model)
-        per_byte = (
-            facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2) if self.plan.task == "causal" else None
-        )
+        bits_per_byte = None
+        if self.plan.task == "causal":
+            bits_per_byte = report * (facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2))
         result = Result(
-            self.plan, self.loss, self._evaluate("select")[0], report, sum(entropies) / len(entropies) if entropies else None,
-            bits_per_byte=None if per_byte is None else report * per_byte,
-            accuracy=correct if self.plan.task in ("image", "sort") else None,
-            history=tuple(self.history), parameters=sum(p.numel() for p in self.model.parameters()),
-            tokens=self.step * self._tokens, seconds=self.seconds, data=facts, model=str(target), measures=self._measured(),
-        )  # fmt: skip
-        result.save(self.folder / checkpoint.RESULT)
+            plan=self.plan,
+            train_loss=self.loss,
+            select_loss=self.evaluation.loss_and_accuracy("select")[0],
+            report_loss=report,
+            report_entropy=sum(entropies) / len(entropies) if entropies else None,
+            bits_per_byte=bits_per_byte,
+            accuracy=accuracy if self.plan.task in ("image", "sort") else None,
+            history=tuple(self.history),
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            tokens=self.step * self._tokens_per_step,
+            seconds=self.seconds,
+            measures=self.evaluation.measures(),
+            data=facts,
+            model=str(target),
+        )
+        result.save(self.folder / RESULT)
         return result
 
-    def _reported(self) -> tuple[float, float, list[float]]:
-        """Loss and accuracy on the report split, and the entropies of heads; none where attention has none."""
-        if why_unread(self.model) is not None:
-            return *self._evaluate("report"), []
-        with observe(self.model) as seen:
-            report, correct = self._evaluate("report")
-        return report, correct, [row.entropy for row in seen.rows if row.entropy is not None]
-
-    def _measured(self) -> dict[str, Any]:
-        """Maps and stream on the first sequences of the report split."""
-        inputs, _ = next(iter(self.data.windows("report", SEQUENCES)))
-        with _evaluating(self.model):
-            return measure(self.model, inputs)
-
     def end(self) -> None:
-        """Take everything off, whatever happened."""
+        """Detach controls and monitor, whatever happened."""
         self.controls.detach()
         if self.monitor is not None:
             self.monitor.detach()
@@ -194,97 +194,92 @@ class Training:
         return [self.data.batch(step * count + part) for part in range(count)] if step < self.plan.steps else []
 
     def _backward(self, batches: list[Batch]) -> Tensor:
-        """The mean loss of the step, without what controls add; gradients are those of both."""
+        """The mean loss of the step, without the penalty of controls; gradients include it."""
         total = torch.zeros((), device=self.device)
         for inputs, targets in batches:
-            with self._precision():
+            with self.evaluation.autocast():
                 loss = self.forward(inputs, targets)
             ((loss + self.controls.loss()) / len(batches)).backward()
             total += loss.detach() / len(batches)
         return total
 
     def _after_step(self, start: int) -> None:
+        """Evaluate, write a checkpoint and report progress, where this step is due for it."""
         plan, last = self.plan, self.step == self.plan.steps
         if plan.evaluate and self.step % plan.evaluate == 0:
-            self.history.append((self.step, self._evaluate("select", WINDOWS)[0]))
+            self.history.append((self.step, self.evaluation.loss_and_accuracy("select", WINDOWS)[0]))
         due = plan.checkpoint and self.step % plan.checkpoint == 0
-        if (due or last) and not all(bool(p.isfinite().all()) for p in self.learned):
+        if (due or last) and not all(bool(p.isfinite().all()) for p in self.trainable):
             raise DivergedError(self._failure(self.step, "the weights are not finite", self._batches(self.step - 1)))
         if due or (last and plan.checkpoint):
             checkpoint.save(self.folder, checkpoint.name_of(self.step), self.model, self._state())
             checkpoint.thin_out(self.folder)
         if self.step % plan.log == 0 or last or self.step == start + 1:
-            self._say()
+            self._report_progress()
 
-    def _say(self) -> None:
-        step, since = self.told
-        self.told = self.step, time.monotonic()
-        # of the steps since the last time, so that compiling is soon forgotten
-        pace = (self.told[1] - since) / (self.step - step)
-        left = (self.plan.steps - self.step) * pace
-        self.tell({
-            "step": self.step, "steps": self.plan.steps, "loss": self.loss,
-            "perplexity": None if self.plan.task == "image" else math.exp(min(self.loss, 700.0)),
-            "select_loss": self.history[-1][1] if self.history else None, "entropy": self.seen.entropy,
-            "tokens_per_second": self._tokens / pace, "seconds_left": left,
-        })  # fmt: skip
+    def _report_progress(self) -> None:
+        step, since = self.last_progress
+        self.last_progress = self.step, time.monotonic()
+        # of the steps since the last report, so that the time of compiling does not count for long
+        pace = (self.last_progress[1] - since) / (self.step - step)
+        self.on_progress(
+            {
+                "step": self.step,
+                "steps": self.plan.steps,
+                "loss": self.loss,
+                "perplexity": None if self.plan.task == "image" else math.exp(min(self.loss, 700.0)),
+                "select_loss": self.history[-1][1] if self.history else None,
+                "entropy": self.last_entropy.value,
+                "tokens_per_second": self._tokens_per_step / pace,
+                "seconds_left": (self.plan.steps - self.step) * pace,
+            }
+        )
 
     @property
-    def _tokens(self) -> int:
-        """In a step."""
+    def _tokens_per_step(self) -> int:
         return self.plan.batch * self.plan.accumulate * self.model.shape.length
-
-    def _precision(self) -> Any:
-        half = self.plan.precision == "bfloat16" or (self.plan.precision == "auto" and self.device.type == "cuda")
-        return torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext()
-
-    @torch.no_grad()
-    def _evaluate(self, split: str, most: int | None = None) -> tuple[float, float]:
-        """Mean loss over the targets of a split, and the share of them that the model puts first."""
-        with _evaluating(self.model):
-            total, right, count = 0.0, 0, 0
-            for inputs, targets in self.data.windows(split, most):
-                with self._precision():
-                    logits = self.model(inputs).float().flatten(0, -2)
-                flat, known = targets.flatten(), int((targets >= 0).sum())
-                total += float(nn.functional.cross_entropy(logits, flat, reduction="sum"))
-                right, count = right + int((logits.argmax(-1) == flat).sum()), count + known
-        return total / count, right / count
 
     def _state(self) -> dict[str, Any]:
         return {
-            "step": self.step, "loss": self.loss, "history": self.history, "seconds": self.seconds + time.monotonic() - self.began,
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "controls": state_of(self.controls),
-            "random": checkpoint.random_state(), "sha256": self.data.facts["sha256"],
-        }  # fmt: skip
+            "step": self.step,
+            "loss": self.loss,
+            "history": self.history,
+            "seconds": self.seconds + time.monotonic() - self.began,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "controls": self.controls.state_dict(),
+            "random": random_state(),
+            "sha256": self.data.facts["sha256"],
+        }
 
     def _resume(self) -> None:
         path = checkpoint.latest(self.folder)
         if path is None:
             return
-        held = checkpoint.read_state(path, self.device)
-        if held["sha256"] != self.data.facts["sha256"]:
+        state = checkpoint.read_state(path, self.device)
+        if state["sha256"] != self.data.facts["sha256"]:
             raise LocaterError(
-                f"{self.folder}: began on other data than there is now (sha256 {held['sha256'][:12]}...): give another --out"
+                f"{self.folder}: began on other data than there is now (sha256 {state['sha256'][:12]}...): "
+                "give another --out"
             )
-        self.model.load_state_dict(held["model"])
-        self.optimizer.load_state_dict(held["optimizer"])
-        restore(self.controls, held["controls"])
-        checkpoint.restore_random(held["random"])
-        self.step, self.loss, self.seconds = held["step"], held["loss"], held["seconds"]
-        self.history = [(step, loss) for step, loss in held["history"]]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        restore(self.controls, state["controls"])
+        restore_random(state["random"])
+        self.step, self.loss, self.seconds = state["step"], state["loss"], state["seconds"]
+        self.history = [(step, loss) for step, loss in state["history"]]
 
-    def _failure(self, step: int, what: str, batches: list[Batch]) -> str:
+    def _failure(self, step: int, reason: str, batches: list[Batch]) -> str:
         last = checkpoint.latest(self.folder)
-        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written before"
-        return f"{self.folder}: step {step}: {what}; {culprit(self.model, batches)}; {kept}. Lower --rate, or add a --control"
+        good = f"the last good checkpoint is {last}" if last else "no checkpoint was written before"
+        layer = culprit(self.model, batches)
+        return f"{self.folder}: step {step}: {reason}; {layer}; {good}. Lower --rate, or add a --control"
 
 
-@contextmanager
-def _evaluating(model: Transformer) -> Iterator[None]:
-    before = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(before)
+def _monitor(plan: Plan, folder: Path, model: Transformer, entropy: LastEntropy) -> Monitor | LossLog:
+    """A monitor of every head; where heads cannot be measured, a log of losses alone, and a warning that says why."""
+    why = why_unread(model)
+    if why is None:
+        return Monitor(folder / LOG, entropy, every=plan.observe)
+    logger.warning("%s: the run goes on, its heads not observed: %s", folder, why)
+    return LossLog(folder / LOG, plan.observe)

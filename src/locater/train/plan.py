@@ -1,6 +1,4 @@
-"""A training run as data: `Plan` says everything that decides it, `Result` what came of it. Both go to JSON and
-back.
-"""
+"""A training run as data: `Plan` has every setting that decides it, and goes to JSON and back."""
 
 from __future__ import annotations
 
@@ -13,53 +11,52 @@ from typing import Any, Self, get_type_hints
 
 from locater.attention import mechanisms
 from locater.attention.text import Named, parse_attention
-from locater.control.mechanism import fits
+from locater.control.mechanism import check_causality
 from locater.data.tokenizer import BYTES
 from locater.errors import LocaterError
-from locater.files import write_whole
-from locater.version import SCHEMA, __version__
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
-MADE = {"sort": "numbers", "copy": "tokens"}  # tasks that read nothing
-LARGEST_COPY = 4096  # tokens of a source that holds a chance for every pair of them
-PACE = ("out", "log")  # of no consequence for the weights: a run may be moved, and tell more or less
+GENERATED = {"sort": "numbers", "copy": "tokens"}  # tasks that generate their data, and read none
+LARGEST_COPY = 4096  # vocabulary of --task copy, whose source has a probability for every pair of tokens
+PACE = ("out", "log")  # fields that do not affect the weights: the folder, and how often progress is shown
 
 
 def option(default: Any, help: str, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A field of the plan with what the command line says of it, and what values it takes."""
+    """A field of the plan, with its help text on the command line and the values that it takes."""
     return field(default=default, metadata={"help": help, "least": least, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides a run. The command line offers the same fields: `--rate 1e-3` is `Plan(rate=1e-3)`.
+    """Every setting of a run. The command line offers the same fields: `--rate 1e-3` is `Plan(rate=1e-3)`.
 
     >>> Plan(steps=10) == Plan.from_json(Plan(steps=10).to_json())
     True
     """
 
     out: str = option("run", "Folder of the run.")
-    task: str = option("causal", "What is learned.", choices=("causal", "masked", "image", "sort", "copy"))
+    task: str = option("causal", "What the model learns.", choices=("causal", "masked", "image", "sort", "copy"))
     corpus: tuple[str, ...] = option(
-        (), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated; none: Python's own."
+        (), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation."
     )
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
     vocabulary: int = option(
         256,
-        "Tokens: 256 are bytes; more are learned from the text (needs tokenizers); fewer for --task copy or sort.",
+        "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
+        "fewer for --task copy or sort.",
         least=8,
     )
     layers: int = option(4, "Blocks.", least=1)
     width: int = option(128, "Channels of the residual stream.", least=2)
     heads: int = option(4, "Query heads in a block.", least=1)
-    kv_heads: int | None = option(None, "Key heads in a block; as many as query heads unless given.", least=1)
+    kv_heads: int | None = option(None, "Key heads in a block. Default: as many as query heads.", least=1)
     hidden: int | None = option(
-        None, "Channels of the MLP; unless given 8/3 of the width (swiglu) or 4 times (gelu).", least=1
+        None, "Channels of the MLP. Default: 8/3 of the width (swiglu) or 4 times the width (gelu).", least=1
     )
     length: int = option(128, "Tokens in a sequence.", least=2)
-    patch: int = option(4, "Pixels on a side of an image's patch.", least=1)
+    patch: int = option(4, "Side of an image patch in pixels.", least=1)
     positions: str | None = option(
-        None, "rotary (for text unless given) or learned (for images).", choices=("rotary", "learned")
+        None, "rotary (the default for text) or learned (for images).", choices=("rotary", "learned")
     )
     qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
     attention: str = option(
@@ -68,30 +65,34 @@ class Plan:
     )
     mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
     norm: str = option(
-        "pre", "Norms: before each part, behind it too, or behind the sum.", choices=("pre", "sandwich", "post")
+        "pre",
+        "Norms of a block: before attention and MLP (pre), before and after each (sandwich), or after the sums (post).",
+        choices=("pre", "sandwich", "post"),
     )
     fusion: str | None = option(
-        None, "The output of all layers fused into the last.", choices=("concat", "max", "gate")
+        None, "Fuse the outputs of all layers into the last.", choices=("concat", "max", "gate")
     )
-    scale: float = option(0.02, "Standard deviation of weights at the start.", least=0)
-    masked: float = option(0.15, "Share of tokens hidden, for --task masked.", least=0)
+    scale: float = option(0.02, "Standard deviation of the initial weights.", least=0)
+    masked: float = option(0.15, "Share of tokens to mask, for --task masked.", least=0)
     steps: int = option(1000, "Optimizer steps.", least=1)
     batch: int = option(16, "Sequences in a forward pass.", least=1)
     accumulate: int = option(1, "Forward passes in a step.", least=1)
-    rate: float = option(3e-3, "Learning rate at its highest.", least=0)
-    warmup: float = option(0.05, "Share of the steps over which the rate rises; then it falls as a cosine.", least=0)
-    floor: float = option(0.1, "Share of the rate that is left at the end.", least=0)
-    decay: float = option(0.1, "Weight decay of matrices.", least=0)
-    clip: float = option(1.0, "Largest norm of the gradient; 0 for no limit.", least=0)
-    control: tuple[str, ...] = option((), "A control, such as 'locater(target=2)'; may be repeated.")
-    seed: int = option(0, "Of the first weights and of the order of the data.", least=0)
-    observe: int = option(50, "Measure every head each so many steps; 0 for never.", least=0)
-    evaluate: int = option(200, "Loss on the select split each so many steps; 0 for only at the end.", least=0)
-    checkpoint: int = option(200, "Checkpoint each so many steps; 0 for none.", least=0)
-    log: int = option(10, "Tell of the run each so many steps.", least=1)
-    device: str = option("auto", "cpu, cuda, cuda:1, mps; auto takes what there is.")
-    precision: str = option("auto", "auto is bfloat16 on CUDA.", choices=("auto", "float32", "bfloat16"))
-    compile: bool = option(False, "torch.compile the model.")
+    rate: float = option(3e-3, "Peak learning rate.", least=0)
+    warmup: float = option(0.05, "Share of the steps for linear warm-up; then the rate falls as a cosine.", least=0)
+    floor: float = option(0.1, "Final learning rate, as a share of the peak.", least=0)
+    decay: float = option(0.1, "Weight decay, on matrices only.", least=0)
+    clip: float = option(1.0, "Clip gradients to this norm; 0 for no limit.", least=0)
+    control: tuple[str, ...] = option((), "Attach a control, such as 'locater(target=2)'; may be repeated.")
+    seed: int = option(0, "Seed of the initial weights and of the order of the data.", least=0)
+    observe: int = option(50, "Measure every head once in this many steps; 0 for never.", least=0)
+    evaluate: int = option(200, "Evaluate the select split once in this many steps; 0 for only at the end.", least=0)
+    checkpoint: int = option(200, "Write a checkpoint once in this many steps; 0 for none.", least=0)
+    log: int = option(10, "Report progress once in this many steps.", least=1)
+    device: str = option("auto", "cpu, cuda, cuda:1, mps; auto is cuda where there is a GPU.")
+    precision: str = option(
+        "auto", "auto is bfloat16 on CUDA, float32 elsewhere.", choices=("auto", "float32", "bfloat16")
+    )
+    compile: bool = option(False, "Compile the model with torch.compile.")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -101,71 +102,77 @@ class Plan:
             raise LocaterError(f"width={self.width}, heads={self.heads}{shared}: each must be a multiple of the next")
         if (self.width // self.heads) % 2 and self.where == "rotary":
             raise LocaterError(
-                f"width={self.width}, heads={self.heads}: rotary positions turn pairs of channels; give heads an even size"
+                f"width={self.width}, heads={self.heads}: rotary positions rotate pairs of channels; "
+                "give heads an even size"
             )
         self._check_data()
         self._check_attention()
         if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
             raise LocaterError(
-                f"masked={self.masked}, warmup={self.warmup}, floor={self.floor}: these are shares, 1 at most (masked below 1)"
+                f"masked={self.masked}, warmup={self.warmup}, floor={self.floor}: "
+                "these are shares, 1 at most (masked below 1)"
             )
 
     def _check_data(self) -> None:
-        """Refuse what the task does not read, and sizes of its vocabulary that it cannot have."""
-        given = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
+        """Refuse data that the task does not read, and a vocabulary that it cannot have."""
+        source = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
         if self.task == "image" and self.corpus:
-            raise LocaterError(f"task=image learns from images alone: leave out corpus={self.corpus[0]}")
-        if self.task in MADE and given:
-            raise LocaterError(f"task={self.task} makes its own {MADE[self.task]}: leave out {given}")
+            raise LocaterError(f"task=image learns from images alone: leave out {source}")
+        if self.task in GENERATED and source:
+            raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
         if (self.task == "image") != (self.images is not None):
             raise LocaterError("task=image and images=PATH go together: give both or neither")
-        if self.task not in MADE and self.vocabulary < BYTES:
-            raise LocaterError(f"vocabulary={self.vocabulary}: {BYTES} is the least, but for task=copy and task=sort")
+        if self.task not in GENERATED and self.vocabulary < BYTES:
+            raise LocaterError(
+                f"vocabulary={self.vocabulary}: must be at least {BYTES}, except with task=copy and task=sort"
+            )
         if self.task == "copy" and self.vocabulary > LARGEST_COPY:
             raise LocaterError(
-                f"vocabulary={self.vocabulary}: {LARGEST_COPY} is the most for task=copy, which holds a number for every pair"
+                f"vocabulary={self.vocabulary}: must be at most {LARGEST_COPY} with task=copy, "
+                "which stores a number for every pair of tokens"
             )
 
     def _check_attention(self) -> None:
-        """Refuse a mechanism that the task or the sizes do not fit, and settings it does not have."""
+        """Refuse a mechanism that does not fit the task or the sizes, and options that it does not have."""
         if self.attention == "softmax":
             return
         try:
-            # each kind once
-            for held in {layer.name: layer for layer in parse_attention(self.attention, self.layers)}.values():
-                self._check_mechanism(held)
+            layers = parse_attention(self.attention, self.layers)
+            for layer in {layer.name: layer for layer in layers}.values():  # each mechanism once
+                self._check_mechanism(layer)
         except LocaterError as error:
             raise LocaterError(f"--attention {self.attention}: {error}") from None
 
-    def _check_mechanism(self, held: Named) -> None:
+    def _check_mechanism(self, layer: Named) -> None:
         size = self.width // self.heads
-        fits(held.mechanism, self.is_causal, f"task={self.task}")
-        if held.name == "differential" and self.where == "rotary" and size % 4:
+        check_causality(layer.mechanism, self.is_causal, f"task={self.task}")
+        if layer.name == "differential" and self.where == "rotary" and size % 4:
             raise LocaterError(
-                f"width={self.width}, heads={self.heads}: differential attention turns pairs in each half of a head"
+                f"width={self.width}, heads={self.heads}: differential attention rotates pairs of channels in each "
+                "half of a head: give heads a size that is a multiple of 4"
             )
         tokens = None if self.task == "image" else self.length
-        held.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
+        layer.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see those before them alone."""
+        """Whether a token attends only to itself and earlier ones."""
         return self.task in ("causal", "copy")
 
     @property
     def where(self) -> str:
-        """Kind of positions."""
+        """Kind of positions: those of the plan, or the default of the task."""
         return self.positions or ("learned" if self.task == "image" else "rotary")
 
     @property
     def unread(self) -> dict[str, str]:
-        """Options that decide nothing in this run, each with the choice that makes it so; who gives one of them means
-        another run.
+        """Options that have no effect in this run, each with the choice that makes it so. Setting one of them is a
+        mistake.
         """
-        found = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
+        ignored = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
         if self.task != "masked":
-            found["masked"] = f"--task {self.task}"
-        return found | ({"hidden": "--mlp none"} if self.mlp == "none" else {})
+            ignored["masked"] = f"--task {self.task}"
+        return ignored | ({"hidden": "--mlp none"} if self.mlp == "none" else {})
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
@@ -174,23 +181,23 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
-    def from_dict(cls, held: Mapping[str, Any]) -> Self:
-        """Refuses what is no field of a plan, and values of the wrong type."""
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """Refuses names that are no field of a plan, and values of the wrong type."""
         hints = {name: hint for name, hint in get_type_hints(cls).items() if name in {f.name for f in fields(cls)}}
-        unknown = [name for name in held if name not in hints]
+        unknown = [name for name in options if name not in hints]
         if unknown:
             raise LocaterError(f"a plan has no {unknown[0]!r}; it has {', '.join(hints)}")
-        return cls(**{name: _typed(name, value, hints[name]) for name, value in held.items()})
+        return cls(**{name: _typed(name, value, hints[name]) for name, value in options.items()})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         try:
-            held = json.loads(text)
+            options = json.loads(text)
         except ValueError as error:
             raise LocaterError(f"not a plan in JSON ({error})") from None
-        if not isinstance(held, dict):
-            raise LocaterError(f"a plan is a JSON object of options, not a {type(held).__name__}")
-        return cls.from_dict(held)
+        if not isinstance(options, dict):
+            raise LocaterError(f"a plan is a JSON object of options, not a {type(options).__name__}")
+        return cls.from_dict(options)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -200,82 +207,28 @@ class Plan:
             raise LocaterError(f"{path}: {error}") from None
 
     def difference(self, other: Plan) -> str | None:
-        """The first option that makes another run of it, in words."""
+        """The first option that makes the two plans different runs, in words; None where they are the same run."""
         ours, theirs = self.to_dict(), other.to_dict()
         return next(
             (f"{n}={theirs[n]!r}, here {ours[n]!r}" for n in ours if n not in PACE and ours[n] != theirs[n]), None
         )
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came of a run. Losses are those of the last step, in nats per token; choose by `select_loss`, report
-    `report_loss`.
-    """
-
-    plan: Plan
-    train_loss: float
-    select_loss: float
-    report_loss: float
-    report_entropy: float | None  # of attention, mean over heads, nats
-    bits_per_byte: float | None = None  # of text that was learned causally
-    accuracy: float | None = None  # of images, and of numbers put in order
-    history: tuple[tuple[int, float], ...] = ()  # step and loss on the select split
-    parameters: int = 0
-    tokens: int = 0  # seen in training
-    seconds: float = 0.0  # of training, over all parts of a run that was interrupted
-    measures: dict[str, Any] = field(default_factory=dict)  # of maps as they act, and of the stream (`train.measured`)
-    data: dict[str, Any] = field(default_factory=dict)  # hash of the text, sizes of the splits
-    model: str = ""  # folder of the final weights
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the report loss."""
-        return math.exp(min(self.report_loss, 700.0))
-
-    def to_dict(self) -> dict[str, Any]:
-        held = {item.name: getattr(self, item.name) for item in fields(self)}
-        rate = self.tokens / self.seconds if self.seconds else None
-        history = [list(pair) for pair in self.history]
-        return {
-            "schema": SCHEMA, "locater": __version__, "source": self.model, **held, "plan": self.plan.to_dict(), "history": history,
-            "perplexity": self.perplexity, "tokens_per_second": rate,
-        }  # fmt: skip
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
-
-    def save(self, path: Path) -> None:
-        write_whole(path, self.to_json() + "\n")
-
-    @classmethod
-    def from_dict(cls, held: Mapping[str, Any]) -> Self:
-        kept = {item.name: held[item.name] for item in fields(cls) if item.name in held or item.name != "measures"}
-        return cls(
-            **{**kept, "plan": Plan.from_dict(held["plan"]), "history": tuple((s, x) for s, x in held["history"])}
-        )
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise LocaterError(f"{path}: not the result of a run ({error!r}): remove it to train again") from None
-
-
-def _check(name: str, value: Any, held: Mapping[str, Any]) -> None:
+def _check(name: str, value: Any, allowed: Mapping[str, Any]) -> None:
+    """Refuse a value that the metadata of its field does not allow."""
+    choices, least = allowed["choices"], allowed["least"]
     if name == "out" and not value:
         raise LocaterError("out='': give the run a folder")
-    if held["choices"] and value is not None and value not in held["choices"]:
-        raise LocaterError(f"{name}={value!r}: choose {' or '.join(held['choices'])}")
+    if choices and value is not None and value not in choices:
+        raise LocaterError(f"{name}={value!r}: choose {' or '.join(choices)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise LocaterError(f"{name}={value}: give a finite number")
-    if held["least"] is not None and value is not None and value < held["least"]:
-        raise LocaterError(f"{name}={value}: {held['least']} is the least")
+    if least is not None and value is not None and value < least:
+        raise LocaterError(f"{name}={value}: must be at least {least}")
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """The value as the field wants it; JSON has lists for tuples and may write 1 for 1.0."""
+    """The value in the type of its field: JSON has lists for tuples, and may write 1 for 1.0."""
     if hint == tuple[str, ...]:
         if isinstance(value, list | tuple) and all(isinstance(x, str) for x in value):
             return tuple(value)
@@ -283,4 +236,4 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return float(value)
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
-    raise LocaterError(f"{name}={value!r}: not a value of the right kind ({getattr(hint, '__name__', hint)})")
+    raise LocaterError(f"{name}={value!r}: must be of type {getattr(hint, '__name__', hint)}")

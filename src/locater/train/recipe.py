@@ -1,4 +1,4 @@
-"""What a plan means: the shape of its model, its optimizer, its learning rate at a step, its device."""
+"""From a plan to its parts: shape of the model, optimizer, learning rate of a step, device, precision."""
 
 from __future__ import annotations
 
@@ -9,27 +9,37 @@ import torch
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.models.transformer import Shape
-from locater.train.data import Data
+from locater.models.shape import Shape
+from locater.train.batches import Data
 from locater.train.plan import Plan
 
 
 def shape_of(plan: Plan, data: Data) -> Shape:
-    """The model that a plan asks for, on this data."""
+    """The shape of a plan's model, on this data."""
     facts = data.facts
     image = tuple(facts["shape"]) if plan.task == "image" else None
     return Shape(
         vocabulary=facts["classes"] if image else facts["vocabulary"] + (plan.task == "masked"),
-        layers=plan.layers, width=plan.width, heads=plan.heads, kv_heads=plan.kv_heads or plan.heads,
+        layers=plan.layers,
+        width=plan.width,
+        heads=plan.heads,
+        kv_heads=plan.kv_heads or plan.heads,
         hidden=plan.hidden or hidden_of(plan.width, plan.mlp),
-        length=image[0] * image[1] // plan.patch**2 if image else plan.length, positions=plan.where, mlp=plan.mlp,
-        qk_norm=plan.qk_norm, causal=plan.is_causal, image=image, patch=plan.patch, attention=plan.attention,
-        norm=plan.norm, fusion=plan.fusion,
-    )  # fmt: skip
+        length=image[0] * image[1] // plan.patch**2 if image else plan.length,
+        positions=plan.where,
+        mlp=plan.mlp,
+        qk_norm=plan.qk_norm,
+        causal=plan.is_causal,
+        image=image,
+        patch=plan.patch,
+        attention=plan.attention,
+        norm=plan.norm,
+        fusion=plan.fusion,
+    )
 
 
 def hidden_of(width: int, mlp: str) -> int:
-    """Channels of an MLP unless given: as many weights with a gate as without.
+    """Channels of an MLP by default: as many weights with a gate as without.
 
     >>> hidden_of(128, "swiglu"), hidden_of(128, "gelu")
     (344, 512)
@@ -37,17 +47,17 @@ def hidden_of(width: int, mlp: str) -> int:
     return 4 * width if mlp in ("gelu", "linear") else -(-8 * width // 3 // 8) * 8
 
 
-def optimizer_for(plan: Plan, held: Sequence[nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay."""
+def optimizer_for(plan: Plan, trainable: Sequence[nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only."""
     groups = [
-        {"params": [p for p in held if p.ndim > 1], "weight_decay": plan.decay},
-        {"params": [p for p in held if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": plan.decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=device.type == "cuda")
 
 
 def rate_at(plan: Plan, step: int) -> float:
-    """Up in a line, down as a cosine.
+    """The learning rate of a step: a linear warm-up, then a cosine down to the floor.
 
     >>> plan = Plan(steps=100, warmup=0.1, rate=1.0, floor=0.1)
     >>> [round(rate_at(plan, step), 3) for step in (0, 9, 10, 55, 99)]
@@ -60,6 +70,11 @@ def rate_at(plan: Plan, step: int) -> float:
     return plan.rate * (plan.floor + (1 - plan.floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
+def uses_bfloat16(plan: Plan, device: torch.device) -> bool:
+    """Whether the model computes in bfloat16 autocast."""
+    return plan.precision == "bfloat16" or (plan.precision == "auto" and device.type == "cuda")
+
+
 def device_of(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,5 +82,5 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except Exception as error:  # each backend raises its own kind
-        raise LocaterError(f"device={name!r}: not to be used here ({str(error).splitlines()[0]})") from None
+        raise LocaterError(f"device={name!r}: cannot be used here ({str(error).splitlines()[0]})") from None
     return device

@@ -1,5 +1,5 @@
-"""Several runs of one plan. Each finished run is a line in results.jsonl, so that a sweep cut short loses one run at
-most.
+"""Several runs of one plan. Each finished run is a line in results.jsonl, so that an interrupted sweep loses no
+finished run.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from typing import Any, get_type_hints
 
 from locater.errors import LocaterError
 from locater.tracking.run_log import SWEEP
-from locater.train.loop import DivergedError, Tell, check_plan, run
+from locater.train.loop import DivergedError, OnProgress, check_plan, run
 from locater.train.plan import PACE, Plan
 
 RESULTS = SWEEP
-LONGEST = 200  # bytes of a folder's name; file systems take 255, and what is written beside has a longer one
+LONGEST = 200  # bytes of a folder's name; file systems take 255, and temporary files need a few more
 
 
 def sweep(
-    plan: Plan, over: Mapping[str, Sequence[Any]], tell: Callable[[str], Tell] = lambda name: lambda event: None
+    plan: Plan,
+    over: Mapping[str, Sequence[Any]],
+    on_progress: Callable[[str], OnProgress] = lambda name: lambda event: None,
 ) -> list[dict[str, Any]]:
-    """Run every combination of the options in `over`, each in a folder of its own below `plan.out`; those with a line
-    already are skipped.
+    """Run every combination of the options in `over`, each in a folder of its own below `plan.out`. Runs that already
+    have a line are skipped. `on_progress(name)` makes the callback of each run.
 
-    Returns the lines of all: `name`, `status` ("done" or "diverged", then with `message`), and for those that are done
-    a result.
+    Returns one line per run: `name`, `status` ("done" or "diverged", then with `message`), and the result of those that
+    are done.
     """
     plans = list(combinations(plan, over))
     for _, each in plans:  # before the first is run
@@ -36,19 +38,19 @@ def sweep(
     path = Path(plan.out) / RESULTS
     for name, each in plans:
         if _line_of(each, read_results(path)) is None:
-            append_line(path, _run(name, each, tell(name)))
-    found = read_results(path)
-    return [line for _, each in plans if (line := _line_of(each, found)) is not None]
+            append_line(path, _run(name, each, on_progress(name)))
+    lines = read_results(path)
+    return [line for _, each in plans if (line := _line_of(each, lines)) is not None]
 
 
 def combinations(plan: Plan, over: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Plan]]:
-    """Names and plans, the last option changing fastest; a value that cannot be is named, and so are two of one
-    name.
+    """Names and plans, the last option changing fastest. Refuses values that the plan does not take, and two runs of
+    one name.
     """
     names: set[str] = set()
     for values in product(*over.values()):
-        chosen = dict(zip(over, values, strict=True))
-        name = ",".join(f"{option}={_shown(value)}" for option, value in chosen.items())
+        options = dict(zip(over, values, strict=True))
+        name = ",".join(f"{option}={_shown(value)}" for option, value in options.items())
         if name in names or len(name.encode()) > LONGEST:
             why = "is the folder of two runs" if name in names else "is too long a name for a folder"
             raise LocaterError(
@@ -56,35 +58,35 @@ def combinations(plan: Plan, over: Mapping[str, Sequence[Any]]) -> Iterator[tupl
             )
         names.add(name)
         try:
-            yield name, replace(plan, **chosen, out=str(Path(plan.out) / name))
+            yield name, replace(plan, **options, out=str(Path(plan.out) / name))
         except LocaterError as error:
             raise LocaterError(f"--sweep {name}: {error}") from None
 
 
 def parse_sweep(texts: Sequence[str], seeds: int | None, first: int = 0) -> dict[str, list[Any]]:
-    """From the command line: `rate=1e-3,3e-3`, and how many seeds from the first one on.
+    """Values by option, from the command line: `rate=1e-3,3e-3`, and a number of seeds from the first one on.
 
     >>> parse_sweep(["rate=1e-3,3e-3", "control=none,locater(target=1, hold=0.1)"], 2)
     {'rate': [0.001, 0.003], 'control': [(), ('locater(target=1, hold=0.1)',)], 'seed': [0, 1]}
     """
     hints = get_type_hints(Plan)
     known = [item.name for item in fields(Plan) if item.name not in PACE]
-    found: dict[str, list[Any]] = {}
+    over: dict[str, list[Any]] = {}
     for text in texts:
         name, sign, values = text.partition("=")
         name = name.strip().replace("-", "_")
         if not sign or name not in known:
             raise LocaterError(f"--sweep {text!r}: write it as option=value,value with an option of {', '.join(known)}")
-        if name in found:
+        if name in over:
             raise LocaterError(f"--sweep {name} is given twice: write all its values in one, {name}=A,B")
-        found[name] = [_value(name, part, hints[name]) for part in _parts(values)]
-        if len(set(found[name])) < len(found[name]) or not found[name]:
+        over[name] = [_value(name, part, hints[name]) for part in _parts(values)]
+        if len(set(over[name])) < len(over[name]) or not over[name]:
             raise LocaterError(f"--sweep {text!r}: give each value once")
     if seeds is not None:
-        if "seed" in found:
+        if "seed" in over:
             raise LocaterError("--seeds and --sweep seed=... exclude each other: give one")
-        found["seed"] = list(range(first, first + seeds))
-    return found
+        over["seed"] = list(range(first, first + seeds))
+    return over
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -93,22 +95,22 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What `append_line` wrote, none where there is no file; a line that was cut off is passed over."""
+    """Lines that `append_line` wrote; none where there is no file. An incomplete line is skipped."""
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
-            held = json.loads(text)
+            line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(held, dict):
-            yield held
+        if isinstance(line, dict):
+            yield line
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """One write of one line, on the disk before the next run begins; after half a line, on a line of its own."""
+    """Append a line and flush it to the disk. After an incomplete line it starts on a new one."""
     try:
-        torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        incomplete = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         with path.open("ab") as file:
-            file.write((b"\n" if torn else b"") + json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            file.write((b"\n" if incomplete else b"") + json.dumps(line, separators=(",", ":")).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -117,10 +119,10 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
         ) from None
 
 
-def _run(name: str, plan: Plan, tell: Tell) -> dict[str, Any]:
+def _run(name: str, plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
     try:
-        return {"name": name, "status": "done", **run(plan, tell).to_dict()}
-    except DivergedError as error:  # a finding about these settings, not a reason to stop
+        return {"name": name, "status": "done", **run(plan, on_progress).to_dict()}
+    except DivergedError as error:  # a result about these settings, no reason to stop
         return {"name": name, "status": "diverged", "message": str(error), "plan": plan.to_dict()}
 
 
@@ -129,20 +131,20 @@ def _line_of(plan: Plan, lines: Sequence[dict[str, Any]]) -> dict[str, Any] | No
     return next((line for line in lines if _identity(line["plan"]) == wanted), None)
 
 
-def _identity(held: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in held.items() if name not in PACE}
+def _identity(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in PACE}
 
 
 def _parts(text: str) -> list[str]:
     """Split at commas outside brackets."""
-    found, depth = [""], 0
+    parts, depth = [""], 0
     for sign in text:
         depth += (sign in "([") - (sign in ")]")
         if sign == "," and not depth:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += sign
-    return [part.strip() for part in found]
+            parts[-1] += sign
+    return [part.strip() for part in parts]
 
 
 def _value(name: str, text: str, hint: Any) -> Any:
@@ -162,7 +164,7 @@ def _value(name: str, text: str, hint: Any) -> Any:
                 return read(text)
             except (ValueError, KeyError):
                 break
-    raise LocaterError(f"--sweep {name}: {text!r} is not a value of it")
+    raise LocaterError(f"--sweep {name}: {text!r} is not a valid value")
 
 
 def _shown(value: Any) -> str:

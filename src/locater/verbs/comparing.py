@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,16 @@ from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.missing import known_median
-from locater.verbs.result import LENGTH, NUMERIC_COLUMNS, HeadRow, Scan
+from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, HeadRow, Scan
 from locater.verbs.scanning import Progress, scan
 from locater.version import SCHEMA, __version__
 
-SHOWN = ("M", "F", "concentration", "localization", "expected_entropy", "residual_kept", "stable_rank", "key_bias")
+MEDIANS = ("M", "F", "concentration", "localization", "expected_entropy", "residual_kept", "stable_rank", "key_bias")
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
 
 
 @dataclass(frozen=True)
-class Change:
+class HeadChange:
     """One head in both scans: `difference[column]` is b minus a, None where either has no number."""
 
     layer: int
@@ -33,37 +33,38 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two scans. `rows` is empty unless they are `aligned`: the same layers with the same heads."""
+    """Two scans side by side. `rows` is empty unless they are `aligned`: the same layers with the same heads."""
 
     a: Scan
     b: Scan
     aligned: bool
-    rows: list[Change]
+    rows: list[HeadChange]
 
     def medians(self) -> dict[str, tuple[float | None, float | None]]:
         """Median over heads of the main columns, in a and in b."""
         return {
             name: (known_median(row[name] for row in self.a.rows), known_median(row[name] for row in self.b.rows))
-            for name in SHOWN
+            for name in MEDIANS
         }
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA, "locater": __version__, "source": [self.a.source, self.b.source], "assumptions": self.a.assumptions,
-            "aligned": self.aligned, "medians": {name: list(pair) for name, pair in self.medians().items()},
+            "schema": SCHEMA,
+            "locater": __version__,
+            "source": [self.a.source, self.b.source],
+            "assumptions": self.a.assumptions,
+            "aligned": self.aligned,
+            "medians": {name: list(pair) for name, pair in self.medians().items()},
             "layers": [self.a.layers, self.b.layers],
-            "heads": [
-                {"layer": r.layer, "head": r.head, "difference": r.difference, "gained": list(r.gained), "lost": list(r.lost)}
-                for r in self.rows
-            ],
-        }  # fmt: skip
+            "heads": [asdict(row) for row in self.rows],
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the page of both, with differences where shapes agree."""
-        from locater.report.html import compare_page
+        """Write the HTML page of both scans, with differences where their shapes agree."""
+        from locater.report.scan import compare_page
 
         write_whole(Path(path), compare_page(self.a.with_details(), self.b.with_details(), self.aligned))
 
@@ -74,8 +75,8 @@ def compare(
     """Compare two models, two checkpoints of one run, or two scans (also as the JSON files that `scan` wrote).
 
     >>> from torch import nn
-    >>> found = compare(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2))
-    >>> found.aligned, len(found.rows)
+    >>> comparison = compare(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2))
+    >>> comparison.aligned, len(comparison.rows)
     (True, 2)
     """
     first, second = (_scan(x, length, raw, progress) for x in (a, b))
@@ -83,7 +84,8 @@ def compare(
         one, other = (x.assumptions.get(setting) for x in (first, second))
         if one != other:
             raise LocaterError(
-                f"these two cannot be compared: {setting} is {one!r} in the first and {other!r} in the second; scan them alike"
+                f"these two cannot be compared: {setting} is {one!r} in the first and {other!r} in the second; "
+                "scan them alike"
             )
     aligned = _shape(first) == _shape(second)
     rows = [_change(x, y) for x, y in zip(first.rows, second.rows, strict=True)] if aligned else []
@@ -98,12 +100,12 @@ def _scan(source: Source | Scan, length: int, raw: bool, progress: Progress | No
     return scan(source, length=length, raw=raw, progress=progress)
 
 
-def _shape(found: Scan) -> list[tuple[int, int, str]]:
-    return [(row.layer, row.head, row.kind) for row in found.rows]
+def _shape(result: Scan) -> list[tuple[int, int, str]]:
+    return [(row.layer, row.head, row.kind) for row in result.rows]
 
 
-def _change(a: HeadRow, b: HeadRow) -> Change:
+def _change(a: HeadRow, b: HeadRow) -> HeadChange:
     pairs = {name: (a[name], b[name]) for name in DIFFERENCES}
     difference = {name: None if x is None or y is None else y - x for name, (x, y) in pairs.items()}
     gained, lost = (tuple(f for f in x.flags if f not in y.flags) for x, y in ((b, a), (a, b)))
-    return Change(a.layer, a.head, difference, gained, lost)
+    return HeadChange(a.layer, a.head, difference, gained, lost)

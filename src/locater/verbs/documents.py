@@ -1,6 +1,4 @@
-"""The JSON document of a scan, checked before it is believed: what reads it may then take every value for what it
-should be.
-"""
+"""Checks the JSON document of a scan, so that the code which reads it can rely on the type of every value."""
 
 from __future__ import annotations
 
@@ -9,17 +7,17 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 Check = Callable[[Any], bool]
-LARGEST = 1e300  # of a number: differences of two still are numbers
-ROOTED = {"frobenius_sq", "F"}  # columns of which roots are taken
+LARGEST = 1e300  # largest number: the difference of two of them is still finite
+NONNEGATIVE = {"frobenius_sq", "F"}  # columns whose square root is taken
 
 
 def parsed(text: str) -> Any:
-    """JSON without NaN and infinities, which no document has: a number without meaning is null."""
+    """Parse JSON. NaN and infinities are refused: in documents a number without meaning is null."""
     return json.loads(text, parse_constant=_finite, parse_float=_finite)
 
 
 def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: Collection[str]) -> None:
-    """Raise ValueError with the place of the first value that is not what a scan writes.
+    """Raise ValueError or KeyError with the path of the first value that a scan would not write.
 
     `numeric` are the columns with numbers, `optional` those that a row may lack.
     """
@@ -35,9 +33,9 @@ def check_scan(document: Mapping[str, Any], numeric: Collection[str], optional: 
             _check(entry, checks, f"{part}[{number}]", may_lack)
     places = [(entry["layer"], None) for entry in document["layers"]]
     rows = [(entry["layer"], entry["head"]) for entry in document["heads"]]
-    for keys, what in ((places, "layer"), (rows, "head")):
+    for keys, name in ((places, "layer"), (rows, "head")):
         if len(set(keys)) < len(keys):
-            raise ValueError(f"a {what} stands twice")
+            raise ValueError(f"a {name} is listed twice")
     known = {layer for layer, _ in places}
     unknown = next((layer for layer, _ in rows if layer not in known), None)
     if unknown is not None:
@@ -71,7 +69,7 @@ def _number(x: Any) -> bool:
     return type(x) in (int, float) and abs(x) <= LARGEST
 
 
-def _root(x: Any) -> bool:
+def _nonnegative(x: Any) -> bool:
     return x is None or (_number(x) and x >= 0)
 
 
@@ -109,21 +107,32 @@ def _drive(x: Any) -> bool:
 
 
 ASSUMPTIONS: dict[str, Check] = {
-    "prediction": _text, "tokens": _text, "weights": _text, "length": _length, "layers": _count, "notes": _list(_text),
-}  # fmt: skip
+    **dict.fromkeys(("prediction", "tokens", "weights"), _text),
+    "length": _length,
+    "layers": _count,
+    "notes": _list(_text),
+}
 LAYER: dict[str, Check] = {
-    "layer": _count, "name": _text, "kind": _text, "heads": _count, "kv_heads": _count, "head_dim": _count, "width": _count,
-    "norm": _text, "causal": _switch, "window": _maybe(_count), "positions": _maybe(_text), "softcap": _maybe(_number),
-    "sinks": _switch, "query_key_norm": _switch, "residual_kept": _maybe(_number), "frequencies": _list(_number),
-}  # fmt: skip
+    **dict.fromkeys(("layer", "heads", "kv_heads", "head_dim", "width"), _count),
+    **dict.fromkeys(("name", "kind", "norm"), _text),
+    **dict.fromkeys(("causal", "sinks", "query_key_norm"), _switch),
+    **dict.fromkeys(("softcap", "residual_kept"), _maybe(_number)),
+    "window": _maybe(_count),
+    "positions": _maybe(_text),
+    "frequencies": _list(_number),
+}
 LAYER_OPTIONAL = {"norm", "causal", "softcap", "sinks", "query_key_norm", "residual_kept", "frequencies"}
 HEAD: dict[str, Check] = {
-    "layer": _count, "head": _count, "kv_head": _count, "kind": _text, "width": _count, "head_dim": _count,
-    "approximation": _maybe(_text), "flags": _list(_text), "eigenvalues": _maybe(_list(_pair)), "drive": _maybe(_drive),
+    **dict.fromkeys(("layer", "head", "kv_head", "width", "head_dim"), _count),
+    "kind": _text,
+    "approximation": _maybe(_text),
+    "flags": _list(_text),
+    "eigenvalues": _maybe(_list(_pair)),
+    "drive": _maybe(_drive),
     "profile": _maybe(_list(_number)),
-}  # fmt: skip
+}
 
 
 def _head(numeric: Collection[str]) -> dict[str, Check]:
-    columns: dict[str, Check] = {name: _root if name in ROOTED else _maybe(_number) for name in numeric}
+    columns: dict[str, Check] = {name: _nonnegative if name in NONNEGATIVE else _maybe(_number) for name in numeric}
     return {**HEAD, **columns, "scale": _number}

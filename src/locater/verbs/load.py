@@ -25,21 +25,22 @@ def load_model(source: str) -> Any:
     path = Path(source)
     if path.is_file():
         raise LocaterError(
-            f"{source}: a file alone does not run; give the folder that holds a model's weights and config.json"
+            f"{source}: a weights file alone cannot be run; give the folder with the weights and config.json"
         )
     if path.is_dir() and not (path / "config.json").is_file():
         raise LocaterError(f"{source}: no config.json in it, so its architecture is not known and it cannot be run")
     if not path.exists():
-        hub_folder(source)  # transformers would try for minutes where there is no network
-    if path.is_dir() and _kind(path) in OWN:
+        hub_folder(source)  # fails at once without a network, where transformers would try for minutes
+    if path.is_dir() and _model_type(path) in OWN:
         from locater.models.loading import load
 
         model: Any = load(path)
         if model.shape.image is not None:
             raise LocaterError(
-                f"{source}: images of our own models are not read here; in Python: observe(locater.train.load({source!r}))"
+                f"{source}: a model of images trained by `locater train` cannot be probed from the command line; "
+                f"in Python: observe(locater.train.load({source!r}))"
             )
-        model.name_or_path = source  # where its tokenizer is
+        model.name_or_path = source  # its tokenizer is in the same folder
         return model
     try:
         config = AutoConfig.from_pretrained(source)
@@ -51,6 +52,6 @@ def load_model(source: str) -> Any:
         raise LocaterError(f"{source}: cannot be run ({first_line(error)})") from None
 
 
-def _kind(folder: Path) -> str | None:
+def _model_type(folder: Path) -> str | None:
     config = read_json(folder / "config.json")
     return config.get("model_type") if isinstance(config, dict) else None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locater.control import register_control
 from locater.control.base import Control
 from locater.control.eigenspectrum import LocAteR
 from locater.errors import LocaterError
@@ -18,7 +19,6 @@ from locater.families import attention_layers, effective
 from locater.numerics import one_thread
 from locater.observing.inputs import quiet
 from locater.observing.observation import observe
-from locater.train.controls import offer
 from locater.verbs.scanning import scan
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
@@ -31,7 +31,7 @@ SHAPE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_att
 CHECKED = 32  # sequences of validation
 
 
-@offer
+@register_control
 class RawSquare(Control):
     """The trap: strength * s^2 tr W^2, which a rotation takes below zero without bound."""
 

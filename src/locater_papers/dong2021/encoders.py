@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.control.surgery import ANATOMIES, Surgery
+from locater.control.surgery import Surgery
 from locater.errors import LocaterError
 from locater.families import attention_layers
+from locater.families.registry import block_of
 from locater.measures import rank_residual
 from locater.verbs.load import load_model
 
@@ -133,7 +134,7 @@ def trained_model(folder: Path) -> Any:
     """A trained model that Surgery knows its way around in."""
     model = load_model(str(folder)).requires_grad_(False)
     kind = model.config.model_type
-    if kind not in ANATOMIES:
+    if block_of(model) is None:
         raise LocaterError(f"model type {kind}: Surgery does not know its blocks")
     return model
 

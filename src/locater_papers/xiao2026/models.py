@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention import mechanism
-from locater.control import Controls, Mechanism, Temperature
+from locater.control import Controls, SwapMechanism, Temperature
 from locater.control.base import Layers
 from locater.data.text import batches
 from locater.families import AttentionLayer, Norm
@@ -52,7 +52,7 @@ CLAIMS = (
 )  # fmt: skip
 
 
-class BinaryAttention(Mechanism):
+class BinaryAttention(SwapMechanism):
     """Attention of an attached model becomes binary, without a bias: the one thing that binary attention would learn is
     left out.
 

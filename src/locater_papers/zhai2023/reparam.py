@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from locater.control.sigma_reparam import SigmaReparam, SpectralScale
-from locater.models.transformer import Shape, Transformer
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 from locater.theory import entropy_floor
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
@@ -78,7 +79,7 @@ def followed(seed: int, rate: float, steps: int) -> list[list[float]]:
     control = SigmaReparam().attach(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
     generator, found = torch.Generator().manual_seed(seed), []
-    maps = [parametrize_original(place.module, place.attribute) for place, _ in control.places]
+    maps = [parametrize_original(place.module, place.attribute) for place, _ in control.tensors]
     for _ in range(steps):
         ids = torch.randint(32, (8, 16), generator=generator)
         optimizer.zero_grad()

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from locater.models.transformer import Shape, Transformer
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 from locater.train.recipe import hidden_of
 from locater_papers.engine.captured import captured
 from locater_papers.engine.claims import Claim, Measured, half_range

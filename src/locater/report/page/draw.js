@@ -1,5 +1,5 @@
 "use strict";
-// What every page draws with: numbers as text, SVG elements, axes, colours. No library.
+// What all pages use to draw: numbers as text, SVG elements, axes, colours, the choice in the address. No library.
 
 const SVG = "http://www.w3.org/2000/svg";
 const show = x => x === null || x === undefined ? "–" : Math.abs(x) >= 100 ? x.toPrecision(3) : (Math.round(x * 100) / 100 + 0).toFixed(2);
@@ -27,7 +27,7 @@ function make(name, attributes, parent, text) {
   if (parent) parent.appendChild(node);
   return node;
 }
-const room = id => Math.max(260, Math.round(element(id).getBoundingClientRect().width)); // drawn at its real width: text keeps its size
+const room = id => Math.max(260, Math.round(element(id).getBoundingClientRect().width)); // charts are drawn at their real width, so that text keeps its size
 function clear(id, width, height) {
   const svg = element(id);
   svg.replaceChildren();
@@ -37,35 +37,35 @@ function clear(id, width, height) {
 function ticks(low, high, count) {
   const rough = high / count - low / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map(m => m * power).find(s => s >= rough);
-  const found = [];
+  const values = [];
   const end = Math.min(Number.MAX_VALUE, high + step * 1e-6);
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= end && found.length < 64; i++) if (Number.isFinite(i * step)) found.push(i * step + 0);
-  return found;
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= end && values.length < 64; i++) if (Number.isFinite(i * step)) values.push(i * step + 0);
+  return values;
 }
-function tickWords(found) { // labels of ticks: as many digits as tell neighbours apart, and no more
-  const most = Math.max(0, ...found.map(Math.abs)), gap = found.length > 1 ? Math.abs(found[1] - found[0]) : most || 1;
+function tickWords(values) { // labels of ticks, with as many digits as tell neighbours apart
+  const most = Math.max(0, ...values.map(Math.abs)), gap = values.length > 1 ? Math.abs(values[1] - values[0]) : most || 1;
   const text = most >= 1e6 || most < 1e-3 ? (t, d) => t ? t.toExponential(d).replace(/\.?0+e/, "e").replace("e+", "e") : "0" : (t, d) => String(Number(t.toFixed(d)));
   for (let digits = 0; digits < 17; digits++) {
-    const said = found.map(t => text(t, digits));
-    if (found.every((t, i) => Math.abs(Number(said[i]) - t) <= gap / 100)) return said;
+    const labels = values.map(t => text(t, digits));
+    if (values.every((t, i) => Math.abs(Number(labels[i]) - t) <= gap / 100)) return labels;
   }
-  return found.map(String);
+  return values.map(String);
 }
-function tickSteps(found) { // the same where there is little room: what all have in common first, then what is added to it
-  const said = tickWords(found);
-  const more = tickWords(found.map(t => t - found[0])).map(s => `+${s}`), longest = texts => Math.max(...texts.map(s => s.length));
-  return found.length < 2 || longest(said) <= 7 || longest(more) >= longest(said) ? ["", said] : [said[0], more];
+function tickSteps(values) { // for narrow axes: the value of the first tick, and labels relative to it
+  const labels = tickWords(values);
+  const more = tickWords(values.map(t => t - values[0])).map(s => `+${s}`), longest = texts => Math.max(...texts.map(s => s.length));
+  return values.length < 2 || longest(labels) <= 7 || longest(more) >= longest(labels) ? ["", labels] : [labels[0], more];
 }
 const label = t => Math.abs(t) >= 1e6 ? t.toPrecision(2) : String(Math.round(t * 1000) / 1000);
-function frame(id, width, height, x, y, names, { ends, below = 0, at, word, left = 46 } = {}) { // ends: words in place of numbers under the x axis; at: where its grid is
+function frame(id, width, height, x, y, names, { ends, below = 0, at, word, left = 46 } = {}) { // ends: words in place of numbers under the x axis; at: places of its grid
   const svg = clear(id, width, height);
   const box = { left, right: width - 12, top: 10, bottom: height - 36 - below };
   const sx = v => box.left + (v - x[0]) / (x[1] - x[0]) * (box.right - box.left);
-  const sy = v => box.bottom - (v / 2 - y[0] / 2) / (y[1] / 2 - y[0] / 2) * (box.bottom - box.top); // halves: the largest numbers have no sum
-  const across = at || ticks(x[0], x[1], Math.min(6, Math.max(4, Math.floor(width / 80)))), said = word ? across.map(word) : tickWords(across);
+  const sy = v => box.bottom - (v / 2 - y[0] / 2) / (y[1] / 2 - y[0] / 2) * (box.bottom - box.top); // halves, because the sum of the largest numbers would overflow
+  const across = at || ticks(x[0], x[1], Math.min(6, Math.max(4, Math.floor(width / 80)))), labels = word ? across.map(word) : tickWords(across);
   across.forEach((t, i) => {
     make("line", { class: "grid", x1: sx(t), x2: sx(t), y1: box.top, y2: box.bottom }, svg);
-    if (!ends) make("text", { x: sx(t), y: box.bottom + 14, "text-anchor": "middle" }, svg, said[i]);
+    if (!ends) make("text", { x: sx(t), y: box.bottom + 14, "text-anchor": "middle" }, svg, labels[i]);
   });
   if (ends) ends.forEach((word, i) => make("text", { x: i ? box.right : box.left, y: box.bottom + 14, "text-anchor": i ? "end" : "start" }, svg, word));
   const up = ticks(y[0], y[1], 5), [base, beside] = tickSteps(up);
@@ -87,4 +87,10 @@ function hatch(svg) { // two patterns: no number here, and weights that are not 
     make("rect", { class: "hatch-ground", width: 6, height: 6 }, pattern);
     make("path", { class: `hatch ${id}`, d: "M0 0V6" }, pattern);
   }
+}
+
+// ---- the reader's choice: in the address, so that a reload and a copied link show the same ----
+const choiceInAddress = () => new URLSearchParams(location.hash.slice(1));
+function storeChoice(choice) {
+  try { history.replaceState(null, "", `#${choice}`); } catch { /* a frame without an address has no place for it */ }
 }

@@ -1,5 +1,5 @@
 // The page of a probe: predicted against measured, heads by layers, one head in numbers, the stream between blocks.
-// Data in <script id="data">: columns of numbers in the order of the heads. What is chosen is one head; every chart shows it.
+// Its data is in <script id="data">: columns of numbers in the order of the heads. One head is chosen; every chart shows it.
 
 const DATA = JSON.parse(element("data").textContent);
 const HEADS = DATA.heads.map(([layer, head, kv, rows, flags, excused, role], at) => ({ at, layer, head, kv, rows, excused, role, flags: flags.map(i => DATA.flags[i]) }));
@@ -12,15 +12,15 @@ const LINES = [
   ["entropy (nats)", "entropy", "predicted_entropy", "prior_entropy"], ["entropy without the first token", "rest_entropy", "predicted_rest_entropy", null],
   ["differences kept", "typical_kept", "predicted_typical_kept", "prior_typical_kept"],
   ["weight on the first token", "sink", "predicted_sink", null], ["largest logit", "max_logit", null, "logit_bound"],
-  ["localization Λ", null, "localization", "prior_localization"], ["mean self-logit M", null, "M", null], ["variance of logits F", null, "F", null],
+  ["localization Λ", null, "predicted_localization", "prior_localization"], ["mean self-logit M", null, "predicted_M", null], ["variance of logits F", null, "predicted_F", null],
   ...["entropy_ratio", "max_probability", "participation", "distance", "self_mass", "row_mass", "output_stable_rank", "output_effective_rank", "previous",
     "duplicate", "induction"].map(name => [COLUMNS.get(name).label, name, null, null]),
 ];
 // a chart of the stream: title, what it means, [number of the measure, its name] for each line, the range it has at least
 const STREAM = [
-  ["Difference between tokens", "What is left of the tokens when their mean is taken away, as a share. 0: all are the same, rank collapse.", [[1, ""]], [0, 1]],
-  ["Kept by attention", "What the heads of the block hand on of the differences, root mean square over heads. The skip passes on all.", [[7, "measured"], [8, "predicted"]], [0, 1]],
-  ["Likeness of tokens", "Mean cosine between two tokens. 1: all point the same way.", [[2, "as they are"], [3, "mean taken away"]], [0, 1]],
+  ["Difference between tokens", "Share of the tokens that is left without their mean. 0: all tokens are the same, rank collapse.", [[1, ""]], [0, 1]],
+  ["Kept by attention", "Share of the differences that the heads of the block pass on, root mean square over heads. The skip connection passes on all.", [[7, "measured"], [8, "predicted"]], [0, 1]],
+  ["Likeness of tokens", "Mean cosine between two tokens. 1: all point the same way.", [[2, "as they are"], [3, "without their mean"]], [0, 1]],
   ["Stable rank", "How many directions carry most of the stream. 1 is a single one.", [[4, ""]], [1, 2]],
   ["Effective rank", "How many directions it uses, weak ones counted too.", [[5, ""]], [1, 2]],
   ["Largest entry", "Largest entry over the median one. From about 1,000 on: massive activations.", [[6, ""]], [0, 10]],
@@ -48,7 +48,7 @@ function ink(layer) { // early layers to late ones, apart for colour-blind reade
   const ramp = LAYERS[dark() ? "dark" : "light"], t = DATA.layers.length > 1 ? layer / (DATA.layers.length - 1) * 2 : 2, i = Math.min(1, Math.floor(t));
   return `rgb(${ramp[i].map((x, c) => Math.round(x + (ramp[i + 1][c] - x) * (t - i))).join(",")})`;
 }
-function scale(metric) { // columns that mean the same share it; the 98th percentile, so that one head does not hide the others
+function scale(metric) { // columns of one meaning share it; the 98th percentile: one extreme head does not hide the others
   const like = DATA.columns.filter(c => c.scale === metric.scale && (c.scale !== "share" || c === metric));
   const known = like.flatMap(c => DATA.values[c.name]).filter(v => v !== null).sort((a, b) => a - b);
   const at = share => known.length ? known[Math.min(known.length - 1, Math.floor(known.length * share))] : 0;
@@ -164,7 +164,7 @@ function input(layer) {
     <table><thead><tr><th>how normal they are</th><th>here</th><th>normal tokens</th></tr></thead><tbody>
     <tr><td>excess kurtosis, median over channels</td><td>${numeral(g.kurtosis)}</td><td>0</td></tr>
     <tr><td>distance to a normal distribution</td><td>${numeral(g.normality)}</td><td>${numeral(g.normality_expected)}</td></tr></tbody></table>
-    <p class="note after">From ${g.tokens.toLocaleString("en")} tokens. Predictions take the tokens as normal: the closer, the better they can be.</p>`;
+    <p class="note after">From ${g.tokens.toLocaleString("en")} tokens. Predictions assume normal tokens: the closer to normal, the better they can be.</p>`;
 }
 
 // ---- the stream between blocks ----
@@ -190,7 +190,7 @@ function streams() {
   }));
 }
 
-// ---- what the reader points at and chooses ----
+// ---- pointer and choice ----
 function read(h) {
   const pair = DATA.pairs[state.pair], part = (name, v) => v === null ? "" : ` · ${name} ${numeral(v)}`, metric = COLUMNS.get(state.metric);
   const against = (m, p, w) => `<b>${escape(title(h))}</b>${part("measured", value(m, h))}${part("predicted", value(p, h))}${part("weights alone", value(w, h))}`;
@@ -220,26 +220,26 @@ function draw() {
   if (!HEADS.length) return;
   scatter(); heatmap(); byLayer(); panel(); streams(); read(chosen());
 }
-function change(what) { Object.assign(state, what); draw(); remember(); }
+function change(choice) { Object.assign(state, choice); draw(); remember(); }
 
-// kept in the address, so that a reload and a copied link show the same
+// ---- the choice in the address ----
 function remember() {
-  const h = chosen(), held = new URLSearchParams(h ? { layer: DATA.layers[h.layer].short, head: h.head } : {});
-  held.set("metric", state.metric);
-  held.set("pair", DATA.pairs[state.pair].measured);
-  if (!state.prior) held.set("prior", "off");
-  if (!state.guide) held.set("guide", "closed");
-  try { history.replaceState(null, "", `#${held}`); } catch { /* a frame without an address: nothing to keep it in */ }
+  const h = chosen(), choice = new URLSearchParams(h ? { layer: DATA.layers[h.layer].short, head: h.head } : {});
+  choice.set("metric", state.metric);
+  choice.set("pair", DATA.pairs[state.pair].measured);
+  if (!state.prior) choice.set("prior", "off");
+  if (!state.guide) choice.set("guide", "closed");
+  storeChoice(choice);
 }
 function recall() { // true when the address names a head
-  const held = new URLSearchParams(location.hash.slice(1)), pair = DATA.pairs.findIndex(p => p.measured === held.get("pair"));
-  if (COLUMNS.has(held.get("metric"))) state.metric = held.get("metric");
+  const choice = choiceInAddress(), pair = DATA.pairs.findIndex(p => p.measured === choice.get("pair"));
+  if (COLUMNS.has(choice.get("metric"))) state.metric = choice.get("metric");
   if (pair >= 0) state.pair = pair;
-  state.prior = held.get("prior") !== "off";
-  state.guide = held.get("guide") !== "closed";
-  const layer = DATA.layers.findIndex(l => l.short === held.get("layer")), found = held.has("head") && INDEX.get(layer * 65536 + Number(held.get("head")));
-  if (found) state.at = found.at;
-  return Boolean(found);
+  state.prior = choice.get("prior") !== "off";
+  state.guide = choice.get("guide") !== "closed";
+  const layer = DATA.layers.findIndex(l => l.short === choice.get("layer")), head = choice.has("head") && INDEX.get(layer * 65536 + Number(choice.get("head")));
+  if (head) state.at = head.at;
+  return Boolean(head);
 }
 function standout() { // a head that is broken, else one with a flag that matters, else the one the prediction misses most
   const miss = h => { const a = value("entropy", h), b = value("predicted_entropy", h); return a === null || b === null ? -1 : Math.abs(a - b); };
@@ -270,7 +270,7 @@ function listen() {
   let waiting = 0;
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(() => { if (innerWidth !== drawnAt) draw(); }, 120); });
 }
-function fill() { // what does not change: options, flags, notes
+function fill() { // the parts that never change: options, flags, notes
   const names = { exact: "Measured", sampled: "Measured", predicted: "Predicted from statistics of the input", prior: "From weights alone", bound: "From weights alone" };
   const option = c => `<option value="${c.name}">${escape(c.label)}${DATA.values[c.name].some(v => v !== null) ? "" : " (no number here)"}</option>`;
   element("metric").innerHTML = [...new Set(Object.values(names))].map(group => `<optgroup label="${group}">${DATA.columns.filter(c => names[c.kind] === group).map(option).join("")}</optgroup>`).join("");

@@ -1,11 +1,11 @@
 // The page of a training run: layers over steps, the loss above on the same axis, one layer's heads beside it, warnings.
-// Data in <script id="data">; when live, what has come since is fetched from the server that gave the page, every two seconds.
+// Its data is in <script id="data">; a live page asks its server for news every two seconds.
 
 const DATA = JSON.parse(element("data").textContent);
 const run = { steps: [], columns: [], layers: [], offsets: [], heads: 0, values: {}, scalars: {}, curves: {}, warnings: [], comparisons: {}, revision: 0 };
 const state = { metric: "", over: "mean", curve: "loss", layer: 0, head: 0, step: null, flag: null, guide: true, all: false }; // step null: the last
-const LEFT = 64; // room for the labels beside a chart; the same for all, so that steps lie below each other
-const charts = {}; // what is drawn where, for the pointer: {sx, box, rows, cell}
+const LEFT = 64; // room for labels, the same for all charts, so that their steps are aligned
+const charts = {}; // the geometry of each chart, for the pointer: {sx, box, rows, cell}
 
 // name, least end of the scale (so that noise stays pale), end of the scale where it is fixed, what it means
 const METRICS = {
@@ -19,10 +19,12 @@ const METRICS = {
   row_mass: ["row mass", 1, 1, "Sum of a row's weights. Below 1 a sink takes the rest."],
   participation: ["keys that share the weight", 4, 0, "1 over the sum of squared weights: how many keys share a row."],
   sum_of_squares: ["sum of squared weights", 0.2, 0, "1 is one-hot; its inverse is how many keys share a row."],
-  rest_entropy: ["entropy without the first key", 1, 0, "Entropy of a row without the first key, weights made to sum to 1 again: what a sink hides."],
-  rest_entropy_ratio: ["entropy ratio without the first key", 1, 1, "The entropy ratio without the first key, weights made to sum to 1 again: what a sink hides."],
+  rest_entropy: ["entropy without the first key", 1, 0, "Entropy of a row without the first key, the other weights rescaled to sum to 1: what a sink hides."],
+  rest_entropy_ratio: ["entropy ratio without the first key", 1, 1, "The entropy ratio without the first key, the other weights rescaled to sum to 1: what a sink hides."],
   output_stable_rank: ["stable rank of the output", 2, 0, "How many directions the head's output takes: 1 is rank collapse."],
   output_effective_rank: ["effective rank of the output", 2, 0, "How many directions the head's output takes, weak ones included: 1 is rank collapse."],
+  M: ["mean self-logit M", 1, 0, "Mean logit of a token with itself, from weights alone. Around 2 and above, the theory lets attention localize."],
+  spread: ["logit spread", 0.5, 0, "Standard deviation of logits over keys, from weights alone. Beyond 5 attention is close to one-hot."],
   distance: ["distance (tokens)", 4, 0, "Mean distance between a token and what it attends to."],
 };
 const about = name => Object.hasOwn(METRICS, name) ? METRICS[name] : [name.replaceAll("_", " "), 1e-6, 0, "A column of this run's log."];
@@ -39,23 +41,23 @@ function decode([base, scale, text, size], width) { // base64 of numbers in half
     const e = h >> 10 & 31, m = h & 1023;
     return (h >> 15 ? -1 : 1) * (e === 31 ? NaN : e ? (1 + m / 1024) * 2 ** (e - 15) : m * 2 ** -24);
   });
-  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0)), view = new DataView(bytes.buffer), found = [];
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0)), view = new DataView(bytes.buffer), rows = [];
   const read = size === 2 ? at => half[view.getUint16(at, true)] : at => view.getFloat64(at, true);
-  for (let at = 0; at < bytes.length; at += size * width) found.push(Float64Array.from({ length: width }, (_, i) => base + scale * read(at + size * i)));
-  return found;
+  for (let at = 0; at < bytes.length; at += size * width) rows.push(Float64Array.from({ length: width }, (_, i) => base + scale * read(at + size * i)));
+  return rows;
 }
-function take(data) { // the whole run, or what has come since
+function take(data) { // the whole run, or what is new
   const { steps, values, scalars, keep, ...rest } = data;
   Object.assign(run, rest);
   run.offsets = run.layers.map((_, i) => run.layers.slice(0, i).reduce((sum, l) => sum + l.heads, 0));
   run.heads = run.layers.reduce((sum, l) => sum + l.heads, 0);
   run.steps = run.steps.slice(0, keep).concat(steps);
   const none = new Float64Array(run.heads).fill(NaN);
-  for (const [held, fresh, gap, read] of [[run.values, values, none, v => run.heads ? decode(v, run.heads) : steps.map(() => none)], [run.scalars, scalars, null, v => v]]) {
-    for (const name of new Set([...Object.keys(held), ...Object.keys(fresh)])) {
-      const before = (Object.hasOwn(held, name) ? held[name] : []).slice(0, keep);
+  for (const [stored, fresh, gap, read] of [[run.values, values, none, v => run.heads ? decode(v, run.heads) : steps.map(() => none)], [run.scalars, scalars, null, v => v]]) {
+    for (const name of new Set([...Object.keys(stored), ...Object.keys(fresh)])) {
+      const before = (Object.hasOwn(stored, name) ? stored[name] : []).slice(0, keep);
       while (before.length < keep) before.push(gap);
-      held[name] = before.concat(Object.hasOwn(fresh, name) ? read(fresh[name]) : steps.map(() => gap));
+      stored[name] = before.concat(Object.hasOwn(fresh, name) ? read(fresh[name]) : steps.map(() => gap));
     }
   }
   state.step = state.step !== null && state.step < run.steps.length - 1 ? state.step : null;
@@ -67,12 +69,12 @@ function over(metric, step, layer, how) { // mean, min or max over the heads tha
   const row = Object.hasOwn(run.values, metric) ? run.values[metric][step] : [], from = run.offsets[layer];
   for (let i = from; i < from + run.layers[layer].heads; i++) {
     const v = row[i];
-    if (v === v) { sum += v / run.layers[layer].heads; count++; // divided first: the largest numbers have no sum
+    if (v === v) { sum += v / run.layers[layer].heads; count++; // divided first: the sum of the largest numbers would overflow
       low = Math.min(low, v); high = Math.max(high, v); }
   }
   return !count ? NaN : how === "mean" ? sum * (run.layers[layer].heads / count) : how === "min" ? low : high;
 }
-function scale(metric) { // ends of the colours, one for both maps; the 98th percentile of heads, so that one does not hide the others
+function scale(metric) { // ends of the colours, for both maps; the 98th percentile: one extreme head does not hide the others
   const steps = Object.hasOwn(run.values, metric) ? run.values[metric] : [], known = [], skip = Math.ceil(steps.length * run.heads / 20000) || 1;
   for (let i = 0; i < steps.length * run.heads; i += skip) {
     const v = steps[Math.floor(i / run.heads)][i % run.heads];
@@ -142,8 +144,8 @@ function grid(id, names, title, values, range, chosen, marks) { // values[row][s
     const dot = make("circle", { class: "mark" + (m.calm ? " calm" : "") + (m.dim ? " dim" : ""), cx: sx(m.step), cy: box.top + (m.row + 0.5) * cell, r: cell > 14 ? 3.2 : 2.4 }, svg);
     make("title", {}, dot, m.text);
   });
-  const times = ticks(domain[0], domain[1], Math.min(8, Math.max(3, Math.floor(width / 90)))).filter(Number.isInteger), said = tickWords(times);
-  times.forEach((t, i) => make("text", { x: Math.min(box.right - 8, sx(t)), y: box.bottom + 15, "text-anchor": "middle" }, svg, said[i]));
+  const times = ticks(domain[0], domain[1], Math.min(8, Math.max(3, Math.floor(width / 90)))).filter(Number.isInteger), labels = tickWords(times);
+  times.forEach((t, i) => make("text", { x: Math.min(box.right - 8, sx(t)), y: box.bottom + 15, "text-anchor": "middle" }, svg, labels[i]));
   make("text", { x: box.right, y: box.bottom + 31, "text-anchor": "end" }, svg, "training step");
   key(svg, box.left, box.bottom + 40, Math.min(220, width - 190), range);
   make("rect", { fill: "url(#hatch-none)", class: "swatch", x: box.right - 76, y: box.bottom + 41, width: 14, height: 11 }, svg);
@@ -184,12 +186,12 @@ function curve() {
 function* steps(group) { for (const step of group.steps) yield { group, step, dim: state.flag && state.flag !== group.flag ? " dim" : "" }; }
 const alarms = () => run.warnings.flatMap(group => [...steps(group)]);
 function marks(row) { // of the warnings for which `row` gives a row; one per place
-  const found = new Map();
+  const byPlace = new Map();
   alarms().forEach(({ group, step, dim }) => {
     const at = row(group);
-    if (at !== null && found.size < 600) found.set(`${at},${step}`, { row: at, step, calm: harmless(group), dim: Boolean(dim), text: `step ${step}: ${group.flag}, ${place(group)}` });
+    if (at !== null && byPlace.size < 600) byPlace.set(`${at},${step}`, { row: at, step, calm: harmless(group), dim: Boolean(dim), text: `step ${step}: ${group.flag}, ${place(group)}` });
   });
-  return [...found.values()];
+  return [...byPlace.values()];
 }
 const place = group => [group.layer === null ? "" : `layer ${run.layers[group.layer].short}`, group.head === null ? "" : `head ${group.head}`].filter(Boolean).join(", ") || "the run";
 
@@ -237,14 +239,14 @@ function list() { // by flag, the order of the table of flags; one row per head
   const order = [...Object.keys(DATA.flags), ...run.warnings.map(g => g.flag)], FEW = 6;
   const kinds = [...new Set(run.warnings.map(g => g.flag))].filter(f => !state.flag || f === state.flag).sort((a, b) => order.indexOf(a) - order.indexOf(b));
   const parts = kinds.map(flag => {
-    const groups = run.warnings.filter(g => g.flag === flag), shown = state.all ? groups : groups.slice(0, FEW), { meaning: what, way_out: out } = meaning(groups[0]);
+    const groups = run.warnings.filter(g => g.flag === flag), shown = state.all ? groups : groups.slice(0, FEW), { meaning: text, way_out: out } = meaning(groups[0]);
     const rows = shown.map(g => {
       const when = g.count > 1 ? `${g.steps[0]} to ${g.last} <span>(${g.count} times)</span>` : g.steps[0];
       const bound = g.threshold === null ? "" : ` <span>(${numeral(g.threshold)})</span>`;
       return `<tr tabindex="0" data-group="${run.warnings.indexOf(g)}" title="${escape(g.message)}"><td>${when}</td><td>${g.layer === null ? "–" : escape(run.layers[g.layer].short)}</td><td>${g.head ?? "–"}</td><td>${numeral(g.worst)}${bound}</td></tr>`;
     });
     const more = groups.length > shown.length ? `<button type="button" class="more">and ${plural(groups.length - shown.length, "more head")}</button>` : "";
-    return `<div class="finding${harmless(groups[0]) ? " calm" : ""}"><b>${escape(flag)}</b>: ${escape(what)}. <span>${out ? escape(out) + "." : ""}</span></div>
+    return `<div class="finding${harmless(groups[0]) ? " calm" : ""}"><b>${escape(flag)}</b>: ${escape(text)}. <span>${out ? escape(out) + "." : ""}</span></div>
       <div class="scroll"><table class="cases"><thead><tr><th>step</th><th>layer</th><th>head</th><th>value (threshold)</th></tr></thead><tbody>${rows.join("")}</tbody></table></div>${more}`;
   });
   element("warnings").innerHTML = parts.join("") || `<p class="none">No warning so far.</p>`;
@@ -285,8 +287,8 @@ function draw() {
   if (!ready) return;
   words(); chips(); controls(); curve(); overview(); layerPanel(); list(); read(null);
 }
-function change(what) {
-  Object.assign(state, what);
+function change(choice) {
+  Object.assign(state, choice);
   state.head = Math.max(0, Math.min(state.head, run.layers[state.layer].heads - 1));
   if (state.step !== null && state.step >= run.steps.length - 1) state.step = null; // on the last step: stay with the last
   draw();
@@ -294,7 +296,7 @@ function change(what) {
 }
 
 // ---- pointer and keys ----
-function spot(id, event) { // what lies under the pointer: step and row
+function spot(id, event) { // the step and row under the pointer
   const { svg, box, domain, rows, cell } = charts[id], at = svg.getBoundingClientRect(), x = event.clientX - at.left, y = event.clientY - at.top;
   if (!run.steps.length || rows === 0 || x < box.left || x > box.right) return null;
   const step = nearest(domain[0] + (x - box.left) / (box.right - box.left) * (domain[1] - domain[0])), row = rows ? Math.floor((y - box.top) / cell) : null;
@@ -356,42 +358,42 @@ function visit(group) { // to the head and the step of a warning, in the metric 
   change({ metric, layer: group.layer ?? state.layer, head: group.head ?? state.head, step: run.steps.length ? nearest(group.steps[0]) : null });
 }
 
-// ---- what is chosen: kept in the address, so that a reload and a copied link show the same ----
+// ---- the choice in the address ----
 function remember() {
-  const held = new URLSearchParams({ layer: run.layers[state.layer]?.short ?? 0, head: state.head, metric: state.metric, over: state.over });
-  if (state.step !== null) held.set("step", run.steps[state.step]);
-  if (state.curve !== "loss") held.set("curve", state.curve);
-  if (!state.guide) held.set("guide", "closed");
-  try { history.replaceState(null, "", `#${held}`); } catch { /* a frame without an address: nothing to keep it in */ }
+  const choice = new URLSearchParams({ layer: run.layers[state.layer]?.short ?? 0, head: state.head, metric: state.metric, over: state.over });
+  if (state.step !== null) choice.set("step", run.steps[state.step]);
+  if (state.curve !== "loss") choice.set("curve", state.curve);
+  if (!state.guide) choice.set("guide", "closed");
+  storeChoice(choice);
 }
 function recall() {
-  const held = new URLSearchParams(location.hash.slice(1)), layer = run.layers.findIndex(l => l.short === held.get("layer")), head = Number(held.get("head"));
+  const choice = choiceInAddress(), layer = run.layers.findIndex(l => l.short === choice.get("layer")), head = Number(choice.get("head"));
   const first = run.warnings.find(g => g.layer !== null);
-  state.metric = run.columns.includes(held.get("metric")) ? held.get("metric") : ["entropy_ratio", ...run.columns].find(name => run.columns.includes(name)) ?? "";
-  if (["mean", "min", "max"].includes(held.get("over"))) state.over = held.get("over");
-  if (Object.hasOwn(run.curves, held.get("curve"))) state.curve = held.get("curve");
+  state.metric = run.columns.includes(choice.get("metric")) ? choice.get("metric") : ["entropy_ratio", ...run.columns].find(name => run.columns.includes(name)) ?? "";
+  if (["mean", "min", "max"].includes(choice.get("over"))) state.over = choice.get("over");
+  if (Object.hasOwn(run.curves, choice.get("curve"))) state.curve = choice.get("curve");
   state.layer = layer >= 0 ? layer : first ? first.layer : 0;
   state.head = layer >= 0 && Number.isInteger(head) && head >= 0 && head < run.layers[layer].heads ? head : layer < 0 && first ? first.head ?? 0 : 0;
-  const step = run.steps.indexOf(Number(held.get("step")));
-  state.step = held.has("step") && step >= 0 && step < run.steps.length - 1 ? step : null;
+  const step = run.steps.indexOf(Number(choice.get("step")));
+  state.step = choice.has("step") && step >= 0 && step < run.steps.length - 1 ? step : null;
 }
 
 // ---- live ----
-let heard = 0, lost = false;
+let receivedAt = 0, lost = false;
 function status() {
-  const ago = Math.max(0, Math.round((run.age || 0) + (Date.now() - heard) / 1000));
+  const ago = Math.max(0, Math.round((run.age || 0) + (Date.now() - receivedAt) / 1000));
   const time = ago < 120 ? `${ago} s` : ago < 7200 ? `${Math.round(ago / 60)} min` : `${Math.round(ago / 3600)} h`;
   const where = `last step ${run.last}`;
-  const text = lost ? "the server has stopped; this is what it last said" : !run.layers.length ? "waiting for the run to begin"
-    : run.ended ? `ended, ${where}` : DATA.live ? `live, ${where}, ${time} ago` : `${where}; when this page was made the run had not ended`;
+  const text = lost ? "the server has stopped; this is its last state" : !run.layers.length ? "waiting for the run to begin"
+    : run.ended ? `ended, ${where}` : DATA.live ? `live, ${where}, ${time} ago` : `${where}; the run had not ended when this page was written`;
   element("status").textContent = text;
   element("status").className = lost ? "lost" : DATA.live && run.layers.length && !run.ended ? "live" : "";
 }
-function hear(data) {
+function receive(data) {
   const fresh = !run.layers.length;
   const empty = data.error || (data.waiting ? `Nothing in ${data.waiting} yet. This page fills as soon as the run writes its first line.`
     : data.steps && !data.layers.length ? "This run observes no attention layer." : "");
-  heard = Date.now();
+  receivedAt = Date.now();
   element("empty").hidden = !empty;
   element("empty").textContent = empty;
   if (data.steps) {
@@ -407,17 +409,17 @@ async function poll() {
   try {
     const answer = await fetch(`run.json?after=${run.revision || 0}`, { cache: "no-store" });
     lost = !answer.ok;
-    if (answer.ok) hear(await answer.json());
+    if (answer.ok) receive(await answer.json());
   } catch { lost = true; }
   status();
   setTimeout(poll, 2000);
 }
 
 function start() {
-  state.guide = new URLSearchParams(location.hash.slice(1)).get("guide") !== "closed";
+  state.guide = choiceInAddress().get("guide") !== "closed";
   element("guide").open = state.guide && innerWidth >= 980;
   listen();
-  hear(DATA);
+  receive(DATA);
   if (DATA.live) { poll(); setInterval(status, 1000); }
 }
 start();

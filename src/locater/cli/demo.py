@@ -1,0 +1,63 @@
+"""`locater demo`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from locater.cli.options import JsonPath, ReportPath
+from locater.cli.output import deliver
+from locater.cli.shell import check_writable, stdout_console
+
+if TYPE_CHECKING:
+    from locater.verbs.comparing import Comparison
+
+HELP = "Scan the small trained model inside the package, and compare it with a twin that was trained with LocAteR."
+EXAMPLES = ("locater demo", "locater demo --report demo.html --twin twin.html")
+
+
+def command(
+    json: JsonPath = None,
+    report: ReportPath = None,
+    twin: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Write an HTML page that compares the model with its twin.")
+    ] = None,
+) -> None:
+    from locater.report.terminal import print_scan
+    from locater.verbs.comparing import compare
+    from locater.verbs.scanning import scan
+
+    check_writable(json, report, twin, "--twin {}: give the page of both a file of its own")
+    folders = [Path(str(files("locater") / "demo")), Path(str(files("locater") / "demo" / "twin"))]
+    result = scan(str(folders[0]), details=report is not None)
+    if report is not None:
+        result.report(report)
+    deliver(result.plain(False), result.title(), lambda console: print_scan(result, console), json, report)
+    if twin is None and json == "-":
+        return
+    comparison = compare(result, folders[1])
+    if twin is not None:
+        comparison.report(twin)
+    if json != "-":
+        _print_twin(comparison, folders, twin)
+
+
+def _print_twin(comparison: Comparison, folders: list[Path], page: str | None) -> None:
+    from locater.report.terminal import print_comparison
+
+    plain, controlled = (jsonlib.loads((folder / "training.json").read_text()) for folder in folders)
+    console = stdout_console()
+    console.print(
+        f"\nA: this model, {plain['command']}: validation loss {plain['validation_loss']:.4f}\n"
+        f"B: its twin, {controlled['command']}: validation loss {controlled['validation_loss']:.4f}",
+        markup=False,
+        highlight=False,
+    )
+    print_comparison(comparison, console)
+    if page is not None:
+        console.print(f"Both side by side: {page}", markup=False, highlight=False)
+    console.print("These were the models inside the package. Now one of yours: [bold]locater scan PATH[/bold]")

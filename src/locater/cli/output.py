@@ -1,0 +1,53 @@
+"""Where the result of a command goes: tables on the terminal, JSON, pages, and the exit status of --fail-on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import typer
+from rich.console import Console
+
+from locater.cli.shell import stdout_console
+from locater.files import write_whole
+from locater.findings import Condition
+
+
+class Document(Protocol):
+    def to_json(self) -> str: ...
+
+
+def deliver(
+    document: Document,
+    title: str,
+    show: Callable[[Console], None],
+    json: str | None,
+    report: str | None,
+    statistics: str | None = None,
+) -> None:
+    """Print the JSON alone for `--json -`; else a title and the tables, write the JSON, and name the written files."""
+    if json == "-":
+        print(document.to_json())
+        return
+    console = stdout_console()
+    console.print(title, markup=False, highlight=False)
+    show(console)
+    if json is not None:
+        write_whole(Path(json), document.to_json() + "\n")
+    for label, path in (("Data", json), ("Page", report), ("Statistics", statistics)):
+        if path is not None:
+            console.print(f"{label} written to {path}", markup=False, highlight=False)
+
+
+def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Any]) -> None:
+    """End with status 1 if a head meets a condition of --fail-on, and name the first that does."""
+    crossed = [(condition.text, row) for condition in conditions for row in rows if condition.test(vars(row))]
+    if not crossed:
+        return
+    text, row = crossed[0]
+    count = len({(r.layer, r.head) for _, r in crossed})
+    heads = "1 head crosses" if count == 1 else f"{count} heads cross"
+    print(f"locater: {heads} --fail-on, first {text} at layer {row.layer} head {row.head}", file=sys.stderr)
+    raise typer.Exit(1)

@@ -1,0 +1,113 @@
+"""`locater probe`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from locater.cli.options import FailOn, JsonPath, ReportPath
+from locater.cli.output import deliver, exit_if_crossed
+from locater.cli.shell import check_writable, show_progress
+from locater.errors import LocaterError
+from locater.findings import parse_conditions
+from locater.verbs.scan_result import LENGTH, TOKENS
+
+HELP = "Run a model on text or images, measure every head, and compare with what theory predicts."
+EXAMPLES = (
+    "locater probe path/to/model --text my.txt --report probe.html",
+    "locater probe path/to/vit --images pictures/",
+    "locater probe checkpoint-500 --tokenizer path/to/base --fail-on locked,exploding",
+)
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder as save_pretrained writes it, or a hub id.")],
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Text to run the model on (.xz and .gz too); - for standard input."),
+    ] = None,
+    corpus: Annotated[
+        bool, typer.Option("--corpus", help="Run the model on the documentation inside Python. This is the default.")
+    ] = False,
+    images: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A folder of pictures or an .npy array, for vision models.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer, if the model's folder has none.")
+    ] = None,
+    length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per sequence.")] = LENGTH,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=2, help="About how many tokens to measure; half as many more are for the statistics."
+        ),
+    ] = TOKENS,
+    rows: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Measure only this many rows of attention in each batch: faster."),
+    ] = None,
+    json: JsonPath = None,
+    report: ReportPath = None,
+    save_statistics: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Write the statistics, for scan --statistics.")
+    ] = None,
+    fail_on: FailOn = None,
+) -> None:
+    from locater.processor import avoid_broken_amx
+    from locater.report.terminal import print_probe
+    from locater.verbs.probe_result import OLD_COLUMNS, PROBE_COLUMNS, PROBE_FLAGS
+    from locater.verbs.probing import probe
+
+    conditions = []
+    if fail_on is not None:
+        conditions = parse_conditions(fail_on, PROBE_COLUMNS, PROBE_FLAGS, old_names=OLD_COLUMNS)
+    check_writable(json, report, save_statistics, "--save-statistics {}: give the statistics a file of their own")
+    data, label = _text(text, corpus, images)
+    avoid_broken_amx()
+    result = probe(
+        model,
+        data,
+        images=images,
+        tokenizer=tokenizer,
+        length=length,
+        tokens=tokens,
+        rows=rows,
+        label=label,
+        progress=partial(show_progress, label="running the model"),
+    )
+    if save_statistics is not None and result.statistics is not None:
+        result.statistics.save(save_statistics)
+    if report is not None:
+        result.report(report)
+    deliver(result, result.source, lambda console: print_probe(result, console), json, report, save_statistics)
+    exit_if_crossed(conditions, result.rows)
+
+
+def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Path | None, str | None]:
+    """The text to run a model on (None: the default one, or images), and what the result calls it."""
+    if (text is not None) + corpus + (images is not None) > 1:
+        raise LocaterError("--text, --corpus and --images exclude each other: give one")
+    if images is not None:
+        return None, images
+    if text == "-":
+        return _standard_input(), "standard input"
+    if text == "":
+        raise LocaterError("--text: the name of the file is empty; - reads standard input")
+    if text is not None:
+        return Path(text), text
+    from locater.verbs.probe_data import DEFAULT_TEXT
+
+    return None, DEFAULT_TEXT + ("" if corpus else " (the default; --text FILE for yours)")
+
+
+def _standard_input() -> str:
+    try:
+        text = sys.stdin.read()
+        text.encode()  # bytes that are not UTF-8 may have been read as lone surrogates
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise LocaterError(f"standard input: not UTF-8 text (at {error.start:,})") from None
+    return text

@@ -1,0 +1,84 @@
+"""`locater scan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from locater.cli.options import FailOn, JsonPath, Length, Raw, ReportPath
+from locater.cli.output import deliver, exit_if_crossed
+from locater.cli.shell import check_writable, show_progress
+from locater.errors import LocaterError
+from locater.findings import parse_conditions
+from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
+
+HELP = "Read the query-key spectrum of every head from weights alone, and predict how the head attends."
+EXAMPLES = (
+    "locater scan path/to/model --report scan.html",
+    "locater scan openai-community/gpt2 --json gpt2.json",
+    "locater scan checkpoint-500 --fail-on 'sharp,nonfinite,M<-1'",
+)
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a weights file or a hub id.")],
+    json: JsonPath = None,
+    eigenvalues: Annotated[
+        bool, typer.Option("--eigenvalues", help="Include the eigenvalues of every head in the JSON.")
+    ] = False,
+    raw: Raw = False,
+    length: Length = LENGTH,
+    fail_on: FailOn = None,
+    query: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Names of the query tensors of an unknown architecture; * is the layer."),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Names of the key tensors of an unknown architecture; * is the layer."),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Query heads per layer, for a model without a configuration.")
+    ] = None,
+    report: ReportPath = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Read only part I of N of the layers, for job arrays.")
+    ] = None,
+    statistics: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Predict with the statistics that probe --save-statistics wrote."),
+    ] = None,
+) -> None:
+    from locater.predict import Statistics
+    from locater.report.terminal import print_scan
+    from locater.verbs.scanning import scan
+
+    conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
+    check_writable(json, report)
+    result = scan(
+        model,
+        length=length,
+        raw=raw,
+        eigenvalues=eigenvalues,
+        details=report is not None,
+        shard=_shard(shard),
+        query=query,
+        key=key,
+        heads=heads,
+        progress=show_progress,
+        statistics=None if statistics is None else Statistics.load(statistics),
+    )
+    if report is not None:
+        result.report(report)
+    deliver(result.plain(eigenvalues), result.title(), lambda console: print_scan(result, console), json, report)
+    exit_if_crossed(conditions, result.rows)
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdigit() and count.isdigit()):
+        raise LocaterError(f"--shard {text!r}: write it as I/N, such as 2/8")
+    return int(number), int(count)

@@ -1,0 +1,41 @@
+"""`locater watch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from locater.cli.options import JsonPath, ReportPath
+from locater.cli.output import deliver
+from locater.cli.shell import check_writable
+from locater.files import write_whole
+
+HELP = "Watch a training run live in a browser, or write it as a page (--report) or as data (--json)."
+EXAMPLES = ("locater watch runs/first --open", "locater watch runs/first --report run.html")
+
+
+def command(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The log of a run (.jsonl), or the folder that contains it.")
+    ],
+    json: JsonPath = None,
+    report: ReportPath = None,
+    port: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, max=65535, help="Port of the live page on this machine; 0 for any free one."),
+    ] = 0,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
+) -> None:
+    from locater.report.watch import serve, watch_page
+    from locater.tracking.run_log import read_run
+
+    check_writable(json, report)
+    if json is None and report is None:
+        serve(run, port, open_browser)
+        return
+    log = read_run(run)
+    if report is not None:
+        write_whole(Path(report), watch_page(log))
+    deliver(log, f"{run}: {log.summary()}", lambda console: None, json, report)

@@ -1,0 +1,113 @@
+"""`decompose()`: a model run once on an input, and frozen."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from locater.checkpoints.sources import config_of
+from locater.checkpoints.weights import ModuleWeights
+from locater.errors import LocaterError, first_line
+from locater.explain.freezing import Freezer, Mlp
+from locater.explain.paths import Paths
+from locater.explain.recording import Recording
+from locater.families import AttentionLayer, Block, attention_layers
+from locater.families.registry import block_of, family_of
+from locater.observing.inputs import run
+
+
+def decompose(
+    model: nn.Module, batch: Mapping[str, Tensor] | Tensor, *, mlp: Mlp = "source", final_norm: bool = True
+) -> Paths:
+    """Run `model` once on `batch` (keywords, or its first argument) and freeze it into paths.
+
+    `mlp` is "source" or "linear" (`locater.explain.paths`). The output is the stream after the final norm, whose
+    denominators are frozen too, or before it with `final_norm=False`. It works for every family whose record says where
+    the parts of a block are (docs/explain.md lists them). Everything is computed in the model's precision, float32 at
+    least. transformers computes the RMSNorms of most models, and the eager softmax of some, in float32 whatever the
+    model's precision, which shows in `gap`.
+
+    >>> from locater.train import Shape, Transformer
+    >>> _ = torch.manual_seed(0)
+    >>> model = Transformer(Shape(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, hidden=48), scale=0.2)
+    >>> paths = decompose(model, torch.arange(10)[None])
+    >>> by_length = paths.by_length()                          # 5^3 = 125 paths, by length 0 to 3
+    >>> torch.allclose(by_length.total.sum(0), paths.output, atol=1e-5)
+    True
+    >>> [paths.count(k) for k in range(4)], tuple(paths.contribution((2, None, 0)).shape)
+    ([1, 12, 48, 64], (1, 10, 32))
+    >>> torch.allclose(paths.sum_of([(None, None, None)]), by_length.input[0], atol=1e-5)
+    True
+    >>> paths.through_heads().norm.shape
+    torch.Size([3, 4])
+    """
+    if mlp not in ("source", "linear"):
+        raise LocaterError(f"mlp={mlp!r} is not known: use 'source' or 'linear'")
+    if not isinstance(batch, Mapping | Tensor):
+        raise LocaterError(
+            f"batch is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes"
+        )
+    block = _block_of(model)
+    layers = attention_layers(model)
+    _check_one_stack(model, block, layers)
+    recording = Recording(ModuleWeights(model), family_of(model), block, layers)
+    with recording.listening():
+        keywords = _keywords(model, batch)
+        try:
+            run(model, keywords)
+        except LocaterError:
+            raise
+        except Exception as error:
+            raise LocaterError(f"{type(model).__name__}: does not run on this batch ({first_line(error)})") from error
+    with torch.no_grad():
+        paths = Freezer(recording, mlp).paths(final_norm, keywords.get("attention_mask"))
+        _check_sum(paths, next(model.parameters()).dtype)
+    return paths
+
+
+def _block_of(model: nn.Module) -> Block:
+    kind = config_of(model).get("model_type")
+    name = f"{type(model).__name__}: " + (f"model_type {kind!r}" if kind else "a model without a model_type")
+    try:
+        block = block_of(model)
+    except LocaterError as error:
+        raise LocaterError(f"{name} is not decomposed into paths: {error}") from None
+    if block is None:
+        raise LocaterError(
+            f"{name} is not decomposed into paths: describe its blocks with locater.register(), docs/add-a-family.md"
+        )
+    return block
+
+
+def _check_one_stack(model: nn.Module, block: Block, layers: Sequence[AttentionLayer]) -> None:
+    """Refuse models of which one stream is not the whole."""
+    cross = next((layer.name for layer in layers if layer.kind != "self"), None)
+    if cross is not None:
+        raise LocaterError(
+            f"{cross}: paths go through one stack, and cross-attention joins two: pass a model without it"
+        )
+    stacks = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", block.path(layer)) for layer in layers)
+    if len(stacks) > 1:
+        raise LocaterError(
+            f"{type(model).__name__}: paths go through one stack, and it has {' and '.join(stacks)}: pass one of them"
+        )
+
+
+def _keywords(model: nn.Module, batch: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
+    if isinstance(batch, Tensor):
+        return {next(iter(inspect.signature(model.forward).parameters)): batch}
+    return dict(batch)
+
+
+def _check_sum(paths: Paths, dtype: torch.dtype) -> None:
+    """Refuse a sum that is not the output: then the model has parts that its family does not describe."""
+    most = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+    if not paths.gap <= most:
+        raise LocaterError(
+            f"{paths.name}: its paths sum to its output only within {paths.gap:.1e} (expected {most:.0e}): "
+            "it has parts that its model_type does not have, or its output is not finite"
+        )

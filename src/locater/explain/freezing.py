@@ -1,0 +1,195 @@
+"""A recorded run, frozen: each attention layer and each MLP as a step that is linear in the stream.
+
+Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.attention.call import Call
+from locater.errors import LocaterError
+from locater.explain.frozen import FrozenNorm, Gates, Heads, Step
+from locater.explain.paths import Paths
+from locater.explain.recording import Recording
+from locater.families import AttentionLayer
+from locater.families.build import norm, optional
+from locater.families.normed import NormedProjection
+from locater.families.record import Part
+from locater.numerics import upcast
+
+Mlp = Literal["source", "linear"]
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+
+
+@dataclass(frozen=True)
+class Freezer:
+    """Makes `Paths` of a recording."""
+
+    recording: Recording
+    mlp: Mlp
+
+    def paths(self, final_norm: bool, mask: Tensor | None) -> Paths:
+        recording, layers = self.recording, self.recording.layers
+        steps: list[Step] = []
+        for layer, site in zip(layers, recording.sites, strict=True):
+            steps += self._steps(layer, recording.call(site))
+        x = upcast(recording.once(recording.block.path(layers[0])).input)
+        output = recording.once(recording.block.path(layers[-1])).output
+        final = recording.final()
+        if final is not None and final_norm:
+            steps.append(Step(final, after=self._norm_at(final)))
+            output = recording.once(final).output
+        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        if mask is not None and mask.shape == real.shape:
+            real = mask.to(x.device).bool()
+        return Paths(recording.weights.where, x, upcast(output), real, steps)
+
+    def _steps(self, layer: AttentionLayer, call: Call) -> list[Step]:
+        """Attention, then the MLP; of a parallel block one step, where its MLP is a branch."""
+        attention, mlp = self._attention(layer, call), self._mlp(layer)
+        if not self.recording.block.parallel or not mlp or not isinstance(mlp[0].branches, Gates):
+            return [attention, *mlp]  # an observed output is a constant: it may be added in a step of its own
+        if attention.out is not None or mlp[0].out is not None:
+            raise LocaterError(f"{layer.name}: parallel blocks with layer scale are not decomposed with mlp='linear'")
+        biases = [bias for bias in (attention.bias, mlp[0].bias) if bias is not None]
+        bias = sum(biases[1:], biases[0]) if biases else None
+        return [replace(attention, bias=bias, beside=mlp[0].branches)]
+
+    def _attention(self, layer: AttentionLayer, call: Call) -> Step:
+        if layer.value is None or layer.out is None:
+            raise LocaterError(f"{layer.name}: its family does not read values and outputs, so it has no paths")
+        if isinstance(layer.value, NormedProjection):
+            raise LocaterError(f"{layer.name}: its values pass a norm of their own, so paths through it are not linear")
+        block, maps = self.recording.block, attention_maps(call)
+        before = self._norm(layer, block.before_attention)
+        value = layer.value.weight().detach().to(maps).unflatten(0, (layer.kv_heads, -1))
+        constant = value.new_zeros(value.shape[:2])
+        if layer.value.bias is not None:
+            constant = constant + layer.value.bias.detach().to(maps).view_as(constant)
+        if before is not None and before.shift is not None:
+            constant = constant + value @ before.shift
+        out = layer.out.weight().detach().to(maps).mT.unflatten(0, (layer.heads, -1))
+        return Step(
+            layer.name,
+            Heads(maps, value, out, before, constant),
+            1,
+            _like(layer.out.bias, maps),
+            after=self._norm(layer, block.after_attention),
+            out=self._scaled(self._norm(layer, block.attention_out), None, maps),
+        )
+
+    def _mlp(self, layer: AttentionLayer) -> list[Step]:
+        """No step where the MLP was taken out and left no norm, one otherwise."""
+        recording, block = self.recording, self.recording.block
+        name = recording.find(layer, block.mlp or block.down)
+        after = self._norm(layer, block.after_mlp) if recording.find(layer, block.after_mlp) else None
+        if name is None:
+            return [] if after is None else [Step(block.path(layer), after=after)]
+        output = upcast(recording.once(name).output)
+        scale = self._mlp_scale(layer, output)
+        if self.mlp == "source" or not output.any():
+            behind = recording.find(layer, block.mlp_out)
+            added = output if behind is None else upcast(recording.once(behind).output)
+            scaling = self._scaled(None, scale, output)
+            return [Step(name, observed=added if scaling is None else scaling(added), after=after)]
+        gates, bias = self._gates(layer, output)
+        out = self._scaled(self._norm(layer, block.mlp_out), scale, output)
+        return [Step(name, gates, 0, bias, after=after, out=out)]
+
+    def _gates(self, layer: AttentionLayer, like: Tensor) -> tuple[Gates, Tensor | None]:
+        recording, block = self.recording, self.recording.block
+        up, down = recording.find(layer, block.up), recording.find(layer, block.down)
+        if up is None or down is None:
+            maps = " and ".join(_shown(part) for part in (block.up, block.down) if part) or "known up and down map"
+            raise LocaterError(f"{block.path(layer)}: no {maps}, so its MLP is not made linear: use mlp='source'")
+        before = self._norm(layer, block.before_mlp or (block.before_attention if block.parallel else None))
+        (W_up, b_up), (W_down, b_down) = self._linear(up, like), self._linear(down, like)
+        z, value = upcast(recording.once(up).output), upcast(recording.once(down).input)
+        ratio = torch.where(z == 0, 0.0, value / z)
+        offset = W_up.new_zeros(W_up.shape[0]) if b_up is None else b_up
+        if before is not None and before.shift is not None:
+            offset = offset + W_up @ before.shift
+        # an activation that is not 0 at 0 has no ratio there
+        constant = ratio * offset + torch.where(z == 0, value, 0.0)
+        return Gates(ratio, W_up, W_down, before, constant), b_down
+
+    def _norm(self, layer: AttentionLayer, part: Part) -> FrozenNorm | None:
+        if not part:
+            return None
+        path = self.recording.modules(layer).find(part)
+        if path is None:
+            raise LocaterError(f"{self.recording.block.path(layer)}: no norm {_shown(part)}, which its family names")
+        return self._norm_at(path)
+
+    def _norm_at(self, path: str) -> FrozenNorm:
+        """The norm at `path`, with the denominators of the run."""
+        block, weights = self.recording.block, self.recording.weights
+        x = upcast(self.recording.once(path).input)
+        affine = f"{path}.weight" in weights.names()
+        read = norm(weights, path, block.norm, _eps(weights.submodule(path), path, x), block.gain_offset, affine)
+        centred = x - x.mean(-1, keepdim=True) if read.kind == "layer" else x
+        factor = torch.rsqrt(centred.square().mean(-1, keepdim=True) + read.eps)  # (B, T, 1)
+        return FrozenNorm(factor, _like(read.gain, x), _like(read.bias, x), read.kind == "layer")
+
+    def _scaled(self, norm: FrozenNorm | None, scale: Tensor | None, like: Tensor) -> FrozenNorm | None:
+        """A norm, or none, followed by the block's multiplier and by layer scale."""
+        multiplier = self.recording.block.multiplier
+        if multiplier == 1 and scale is None:
+            return norm
+        factors = [like.new_tensor(multiplier) if scale is None else multiplier * scale]
+        if norm is None:
+            return FrozenNorm(like.new_ones(()), factors[0], None, False)
+        gain = factors[0] if norm.gain is None else norm.gain * factors[0]
+        return replace(norm, gain=gain, shift=None if norm.shift is None else norm.shift * factors[0])
+
+    def _mlp_scale(self, layer: AttentionLayer, like: Tensor) -> Tensor | None:
+        name = self.recording.block.mlp_scale
+        return (
+            None
+            if name is None
+            else _like(self.recording.weights.read(f"{self.recording.block.path(layer)}.{name}"), like)
+        )
+
+    def _linear(self, path: str, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A linear map (out, in), and its bias."""
+        weights = self.recording.weights
+        weight = weights.read(f"{path}.weight").detach().to(like)
+        bias = _like(optional(weights, f"{path}.bias"), like)
+        return weight.mT if self.recording.block.transposed else weight, bias
+
+
+def attention_maps(call: Call) -> Float[Tensor, "B H T S"]:
+    """The weights of a call, computed again from its queries, keys and masks. A row that sees no key is zero; with
+    sinks a row sums to less than 1.
+    """
+    q, k = upcast(call.query), upcast(call.key)
+    (B, H, T, _), S = q.shape, k.shape[2]
+    terms = call.terms.checked(B, H, T, S)
+    logits = terms.logits(q, k.repeat_interleave(H // k.shape[1], 1), slice(0, T), T)
+    hidden = ~terms.visible(slice(0, T), T, S, q.device) | (logits == -torch.inf)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if terms.sinks is not None:
+        logits = torch.cat([logits, terms.sinks.to(logits).view(-1, 1, 1).expand(B, H, T, 1)], -1)
+    return logits.softmax(-1)[..., :S].masked_fill(hidden, 0.0)
+
+
+def _eps(module: Any, path: str, x: Tensor) -> float:
+    names = [name for name in EPS_NAMES if hasattr(module, name)]
+    if not names:
+        raise LocaterError(f"{path}: {type(module).__name__} has none of the attributes {', '.join(EPS_NAMES)}")
+    eps = getattr(module, names[0])
+    return torch.finfo(x.dtype).eps if eps is None else float(eps)
+
+
+def _like(tensor: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to(x)
+
+
+def _shown(part: Part) -> str:
+    return part if isinstance(part, str) else " or ".join(part or ())

@@ -1,0 +1,139 @@
+"""One run of a model, recorded: its attention calls, and the input and output of the modules that its block names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from locater.attention import interface
+from locater.attention.call import Call
+from locater.attention.listeners import Switch, enter, leave
+from locater.attention.stand_ins import instead
+from locater.checkpoints.weights import ModuleWeights
+from locater.errors import LocaterError
+from locater.families import AttentionLayer
+from locater.families.listening import put_tap, refuse_unobservable
+from locater.families.record import Block, BlockModules, Family, Part
+from locater.observing.site import Site
+from locater.observing.tally import StatisticsOptions
+
+
+class CallSite(Site):
+    """A site that stores its calls as they are."""
+
+    def _make(self) -> None:
+        self.calls: list[Call] = []
+
+    def see(self, call: Call) -> None:
+        self.calls.append(call)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One call of a module: its first argument and its first output."""
+
+    input: Tensor
+    output: Tensor
+
+
+@dataclass
+class Recording:
+    """What one run of a model needs to leave behind to be frozen."""
+
+    weights: ModuleWeights
+    family: Family | None
+    block: Block
+    layers: Sequence[AttentionLayer]
+    passages: dict[str, list[Passage]] = field(default_factory=dict)
+    sites: list[CallSite] = field(default_factory=list)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Record every run inside the `with` block."""
+        with ExitStack() as stack:
+            interface.install()
+            stack.callback(interface.remove)
+            for number, layer in enumerate(self.layers):
+                module = self.weights.submodule(layer.name)
+                refuse_unobservable(module, self.family, layer.name)
+                count, group = layer.heads, layer.group
+                site = CallSite(
+                    layer.name, number, "self", module, group, count, [], Switch(), StatisticsOptions(), layer
+                )
+                self.sites.append(site)
+                enter(site)
+                stack.callback(leave, site)
+                for undo in put_tap(module, self.family):
+                    stack.callback(undo)
+            # some blocks add to the output of their MLP in place
+            copied = {self.modules(layer).find(self.block.mlp or self.block.down) for layer in self.layers}
+            for path in self._watched():
+                record = partial(_record, self.passages.setdefault(path, []), path in copied)
+                stack.callback(instead(self.weights.submodule(path), "forward", record))
+            yield
+
+    def modules(self, layer: AttentionLayer) -> BlockModules:
+        """The block of a layer."""
+        return BlockModules(self.weights, self.block.path(layer))
+
+    def find(self, layer: AttentionLayer, part: Part) -> str | None:
+        """The path of a part of a layer's block, where it is there and was called."""
+        path = self.modules(layer).find(part)
+        return path if path is not None and self.passages.get(path) else None
+
+    def final(self) -> str | None:
+        """The path of the norm after the last block, where it is there and was called."""
+        path = self._final()
+        return path if path is not None and self.passages.get(path) else None
+
+    def once(self, path: str) -> Passage:
+        """The only call of a module, with axes (batch, tokens, ...)."""
+        passages = self.passages.get(path, [])
+        if len(passages) != 1:
+            raise LocaterError(
+                f"{path}: called {len(passages)} times in one run of the model; paths need every part once"
+            )
+        return Passage(self._batch_first(passages[0].input), self._batch_first(passages[0].output))
+
+    def call(self, site: CallSite) -> Call:
+        """The only attention call of a layer."""
+        if len(site.calls) != 1:
+            count, load = len(site.calls), "load it with attn_implementation='sdpa' or 'eager'"
+            raise LocaterError(
+                f"{site.name}: {count} attention calls were observed in one run of the model, not one: "
+                + ("paths need every part once" if count else load)
+            )
+        return site.calls[0]
+
+    def _batch_first(self, x: Tensor) -> Tensor:
+        """Some blocks put the tokens first, and some MLPs get all tokens of a batch in one axis."""
+        if x.ndim != 2:
+            return x.transpose(0, 1) if self.block.time_first else x
+        first = self.passages[self.block.path(self.layers[0])][0].input
+        return x.unflatten(0, first.shape[:2])
+
+    def _watched(self) -> list[str]:
+        """Paths of modules whose input and output are needed."""
+        block = self.block
+        paths: list[str | None] = [block.path(self.layers[0]), block.path(self.layers[-1]), self._final()]
+        for layer in self.layers:
+            modules = self.modules(layer)
+            paths += [modules.find(part) for part in (*block.norms, block.mlp, block.up, block.down)]
+        return list(dict.fromkeys(path for path in paths if path is not None))
+
+    def _final(self) -> str | None:
+        stack = self.block.path(self.layers[0]).rpartition(".")[0]
+        return BlockModules(self.weights, stack.removesuffix(self.block.stack).removesuffix(".")).find(self.block.final)
+
+
+def _record(passages: list[Passage], copied: bool, module: nn.Module, forward: Any, *args: Any, **kw: Any) -> Any:
+    out = forward(*args, **kw)
+    x = args[0] if args else next(iter(kw.values()))
+    y = (out[0] if isinstance(out, tuple) else out).detach()
+    passages.append(Passage(x.detach(), y.clone() if copied else y))
+    return out

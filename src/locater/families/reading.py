@@ -1,0 +1,154 @@
+"""The attention layers of a model or a checkpoint: choose its family, read it, check that no attention was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+from locater.checkpoints.settings import CheckedConfig, remedy
+from locater.checkpoints.sources import Config, Source, open_source
+from locater.checkpoints.weights import ModuleWeights, Weights
+from locater.errors import LocaterError, first_line
+from locater.families import timm, torch_mha
+from locater.families.build import check_layer, integer
+from locater.families.by_name import layers_by_name
+from locater.families.coverage import unread
+from locater.families.layer import AttentionLayer
+from locater.families.record import Reader
+from locater.families.refusal import contradiction, only_a_part, unknown_architecture
+from locater.families.registry import BUILT_IN, BY_TYPE
+
+# the number of heads is a setting of the call there, and of no tensor
+HEADS_UNKNOWN = {*torch_mha.FAMILY.model_types, *timm.FAMILY.model_types}
+
+
+def attention_layers(
+    source: Source,
+    *,
+    query: str | None = None,
+    key: str | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+) -> list[AttentionLayer]:
+    """Every attention layer of a model or a checkpoint. Maps stay where they are until a layer is used; only gains and
+    biases are read.
+
+    >>> from torch import nn
+    >>> layers = attention_layers(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
+    >>> len(layers), layers[0].name
+    (2, 'layers.0.self_attn')
+    """
+    weights, config = open_source(source)
+    return layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads)
+
+
+def layers_of(
+    weights: Weights,
+    config: Config,
+    *,
+    query: str | None = None,
+    key: str | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+) -> list[AttentionLayer]:
+    """The same, from an opened source. A source of which only a part can be read is refused."""
+    for option, count in (("--heads", heads), ("kv_heads", kv_heads)):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise LocaterError(f"{weights.where}: {option} {count!r} is not a positive whole number")
+    if query or key:
+        return _layers_by_pattern(weights, config, query, key, heads, kv_heads)
+    reader = reader_for(weights, config)
+    model_type = config.get("model_type")
+    # a family from outside the package, or of `locater train`: not checked for what it leaves out
+    trusted = isinstance(model_type, str) and BY_TYPE.get(model_type) is not BUILT_IN.get(model_type)
+    if not trusted and (model_type in BUILT_IN or (model_type is None and not isinstance(weights, ModuleWeights))):
+        config = CheckedConfig(_with_heads(weights, config, heads), weights.where, remedy(weights))
+    else:
+        config = _with_heads(weights, config, heads)
+    layers = _read(reader, weights, config)
+    _check_counts(weights, layers, heads, kv_heads)
+    names = [layer.name for layer in layers]
+    left = [] if trusted else unread(weights, names, config.get("num_hidden_layers"))
+    if left:
+        raise LocaterError(f"{weights.where}: {only_a_part(weights, names, left)}")
+    return layers
+
+
+def reader_for(weights: Weights, config: Config) -> Reader:
+    """The reader of a source: that of its family, or, without a known type, those of the attention that it holds."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in BY_TYPE:
+        return BY_TYPE[model_type].layers
+    readers: list[Reader] = []  # a module without a configuration is known by its parts, and may hold several kinds
+    read: list[str] = []
+    if stems := torch_mha.stems(weights):
+        readers.append(torch_mha.layers)
+        read += stems
+    if model_type is None and (stems := timm.stems(weights)):
+        readers.append(timm.layers)
+        read += stems
+    read = [stem.removesuffix(".") for stem in read]
+    left = unread(weights, read)
+    if readers and not left:
+        return lambda weights, config: chain.from_iterable(reader(weights, config) for reader in readers)
+    raise LocaterError(unknown_architecture(weights, model_type, read, left))
+
+
+def _read(reader: Reader, weights: Weights, config: Config) -> list[AttentionLayer]:
+    """Families take the values of config.json as they are. An error that a bad value causes names the checkpoint."""
+    on_disk = not isinstance(weights, ModuleWeights)
+    try:
+        layers = list(reader(weights, config))
+        for layer in layers if on_disk else ():
+            check_layer(weights, layer)
+    except LocaterError as error:
+        message = str(error)
+        raise LocaterError(message if message.startswith(weights.where) else f"{weights.where}: {message}") from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if not on_disk:
+            raise
+        raise LocaterError(
+            f"{weights.where}: its configuration (model_type {config.get('model_type')!r}) cannot be read as expected "
+            f"({type(error).__name__}: {first_line(error)}): {remedy(weights)}"
+        ) from error
+    return layers
+
+
+def _layers_by_pattern(
+    weights: Weights, config: Config, query: str | None, key: str | None, heads: int | None, kv_heads: int | None
+) -> list[AttentionLayer]:
+    """Layers whose tensors the user named. For a known architecture the configuration decides the number of heads."""
+    if not (query and key):
+        raise LocaterError("--query and --key go together: name both tensors")
+    setting = next((name for name in ("num_attention_heads", "n_head") if config.get(name) is not None), None)
+    if heads is None and setting is None:
+        raise LocaterError(f"{weights.where}: the number of heads is not in the tensors: add --heads N")
+    if setting is not None and (heads is None or config.get("model_type") in BUILT_IN):
+        count = integer(config, weights, setting)
+        if heads is not None and heads != count:
+            raise LocaterError(contradiction(weights, f"--heads {heads}", f"{setting} = {count}"))
+        heads = count
+    assert heads is not None
+    count = heads
+    return _read(lambda weights, config: layers_by_name(weights, query, key, count, kv_heads), weights, config)
+
+
+def _with_heads(weights: Weights, config: Config, heads: int | None) -> Config:
+    """The configuration with the number of heads that the user gave, where no tensor tells it."""
+    if heads is None or config.get("model_type") in BUILT_IN.keys() - HEADS_UNKNOWN:
+        return config
+    args = config.get("model_args")
+    for settings in (config, args if isinstance(args, Mapping) else {}):
+        for name in ("num_heads", "nhead", "num_attention_heads"):
+            if settings.get(name) not in (None, heads):
+                raise LocaterError(contradiction(weights, f"--heads {heads}", f"{name} = {settings[name]}"))
+    return {**config, "num_heads": heads}
+
+
+def _check_counts(weights: Weights, layers: list[AttentionLayer], heads: int | None, kv_heads: int | None) -> None:
+    """Refuse options that the source contradicts: they were not used."""
+    for option, count, attribute in (("--heads", heads, "heads"), ("kv_heads", kv_heads, "kv_heads")):
+        other = next((layer for layer in layers if count not in (None, getattr(layer, attribute))), None)
+        if other is not None:
+            in_model = f"{getattr(other, attribute)} for {other.name or 'itself'}"
+            raise LocaterError(contradiction(weights, f"{option} {count}", in_model))

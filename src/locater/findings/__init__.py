@@ -1,0 +1,37 @@
+"""What stands out about a head: flags with thresholds, meaning and way out; verdicts on them; conditions of users."""
+
+from locater.findings.conditions import QUANTITIES, Condition, comparison, explain, parse_conditions
+from locater.findings.flags import (
+    EXPLODING,
+    FLAG_NAMES,
+    FLAGS,
+    ROLE_WEIGHT,
+    ROLES,
+    Flag,
+    Role,
+    flags_of,
+    key_variance,
+)
+from locater.findings.verdicts import UNTRAINED, Verdict, judge, near_uniform, untrained
+
+__all__ = [
+    "EXPLODING",
+    "FLAGS",
+    "FLAG_NAMES",
+    "QUANTITIES",
+    "ROLES",
+    "ROLE_WEIGHT",
+    "UNTRAINED",
+    "Condition",
+    "Flag",
+    "Role",
+    "Verdict",
+    "comparison",
+    "explain",
+    "flags_of",
+    "judge",
+    "key_variance",
+    "near_uniform",
+    "parse_conditions",
+    "untrained",
+]

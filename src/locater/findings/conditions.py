@@ -1,0 +1,156 @@
+"""Conditions that users give, such as `--fail-on "sharp, M<-1"`, and comparisons explained in words."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from locater.errors import LocaterError
+from locater.findings.flags import FLAG_NAMES, Numbers
+
+COMPARISON = r"(\w+)\s*(<=|>=|<|>)\s*(\S+)"
+_OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_VERBS = {">": "exceeds", ">=": "has reached", "<": "is below", "<=": "is down to"}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The name of a flag, or a comparison of a column with a number."""
+
+    text: str
+    test: Callable[[Numbers], bool]
+    column: str | None = None  # of a comparison
+    bound: float | None = None
+
+
+def parse_conditions(
+    text: str,
+    columns: Collection[str],
+    measured: Sequence[str],
+    option: str = "--fail-on",
+    old_names: Mapping[str, str] | None = None,
+) -> list[Condition]:
+    """Read conditions such as `sharp,nonfinite` or `M<-1, stable_rank<2`.
+
+    `columns` and `measured` are the numbers and flags that exist; `option` names the culprit in errors. `old_names`
+    are columns that were renamed: they still work, with a warning.
+
+    >>> [c.text for c in parse_conditions("sharp, M<-1", {"M"}, ["sharp"])]
+    ['sharp', 'M<-1']
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise LocaterError(f"{option} {text!r} names nothing; flags are {', '.join(measured)}")
+    return [
+        _flag(part, measured, option) or _comparison(part, columns, measured, option, old_names or {}) for part in parts
+    ]
+
+
+def _flag(part: str, measured: Sequence[str], option: str) -> Condition | None:
+    if part in FLAG_NAMES and part not in measured:
+        raise LocaterError(
+            f"{option} {part}: this flag needs observation and weights alone do not show it; "
+            f"here: {', '.join(measured)}"
+        )
+    return Condition(part, lambda row: part in row["flags"]) if part in measured else None
+
+
+def _comparison(
+    part: str, columns: Collection[str], measured: Sequence[str], option: str, old_names: Mapping[str, str]
+) -> Condition:
+    match = re.fullmatch(COMPARISON, part)
+    if match is None:
+        raise LocaterError(f"{option} {part!r}: neither a flag ({', '.join(measured)}) nor a comparison such as 'M<-1'")
+    column, sign, number = match.groups()
+    if column in old_names:
+        message = f"{option} {part!r}: column {column} is now {old_names[column]}"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        column = old_names[column]
+    if column not in columns:
+        raise LocaterError(f"{option} {part!r}: no column {column!r}; there are {', '.join(sorted(columns))}")
+    try:
+        bound = float(number)
+    except ValueError:
+        bound = math.nan
+    if math.isnan(bound):
+        raise LocaterError(f"{option} {part!r}: {number!r} is not a number")
+    compare = _OPERATORS[sign]
+    return Condition(part, lambda row: row.get(column) is not None and compare(row[column], bound), column, bound)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that comparisons may name: what it means above or below a bound, and what to do."""
+
+    label: str
+    above: tuple[str, str]  # meaning, way out
+    below: tuple[str, str]
+
+
+_ONE_HOT = "attention is close to one-hot", "lower the rate or attach QKClip"
+_AVERAGES = (
+    "attention averages over its keys, which drives rank collapse",
+    "raise the query-key scale, or attach LocAteR(target=2)",
+)
+_SATURATED = "the softmax saturates and passes on hardly any gradient", "lower the rate or attach QKClip"
+_COMPARE_HEADS = "no fault by itself; compare it with the other heads of its layer"
+QUANTITIES = {
+    "entropy": Quantity("entropy", _AVERAGES, _ONE_HOT),
+    "entropy_ratio": Quantity("entropy ratio", _AVERAGES, _ONE_HOT),
+    "max_logit": Quantity("largest logit", _SATURATED, _AVERAGES),
+    "spread": Quantity("logit spread", _ONE_HOT, _AVERAGES),
+    "participation": Quantity("number of keys that share the weight", _AVERAGES, _ONE_HOT),
+    "M": Quantity(
+        "mean self-logit M",
+        (
+            "each token attends to tokens like itself",
+            "no fault where M was raised on purpose; else lower the rate or attach LocAteR",
+        ),
+        (
+            "a token looks away from tokens like itself",
+            "no fault if the head wants difference; check it with locater probe",
+        ),
+    ),
+    "sink": Quantity(
+        "weight on the first key",
+        (
+            "the head rests there and adds little",
+            "no fault by itself; a gate, or sigmoid attention, takes the sink away",
+        ),
+        ("the first key is no sink for this head", "no fault"),
+    ),
+    "distance": Quantity(
+        "distance in tokens",
+        ("the head looks far back", _COMPARE_HEADS),
+        ("the head looks at its neighbours", _COMPARE_HEADS),
+    ),
+}
+
+
+def comparison(text: str) -> tuple[str, str, str, str] | None:
+    """Column, sign, meaning and way out of a comparison such as "spread>5"; None for anything else."""
+    match = re.fullmatch(COMPARISON, text)
+    if match is None or match[1] not in QUANTITIES:
+        return None
+    quantity = QUANTITIES[match[1]]
+    return match[1], match[2], *(quantity.above if match[2].startswith(">") else quantity.below)
+
+
+def explain(condition: Condition, value: float | None) -> str:
+    """A comparison that holds, in words.
+
+    >>> explain(parse_conditions("spread>5", {"spread"}, [])[0], 5.265)
+    'logit spread 5.3 exceeds 5: attention is close to one-hot; lower the rate or attach QKClip'
+    """
+    parts = comparison(condition.text)
+    if parts is None or condition.bound is None or value is None:
+        return condition.text
+    column, sign, meaning, way_out = parts
+    # as many digits as tell the value from the bound
+    texts = (f"{value:.{digits}g}" for digits in range(2, 17))
+    shown = next((text for text in texts if float(text) != condition.bound), f"{value:g}")
+    return f"{QUANTITIES[column].label} {shown} {_VERBS[sign]} {condition.bound:g}: {meaning}; {way_out}"

@@ -1,0 +1,186 @@
+"""The flag table: which numbers raise a flag, what it means for training, and what to do about it.
+
+Thresholds are in logit units of unit tokens (docs/theory.md section 9).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Numbers = Mapping[str, Any]  # a row by column; a number that was not measured is None or absent
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One line of the table. `rule` reads the columns in `needs`; without them the flag is not raised.
+
+    A fault deserves a look, a note does not. `locater.findings.judge` turns some faults into notes.
+    """
+
+    name: str
+    severity: Literal["fault", "note"]
+    needs: tuple[str, ...]
+    rule: Callable[..., bool]  # (*needs, length) -> whether it is raised
+    meaning: str
+    way_out: str
+    on_purpose: bool = False  # a head with a role raises it by doing its work
+    confirmed: Callable[[float], bool] | None = None  # for a prediction: does the measured entropy_ratio agree?
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a head does, read from measured columns. `shown` is a sentence about the first column of `needs`."""
+
+    name: str
+    needs: tuple[str, ...]
+    rule: Callable[..., bool]  # (*needs, length) -> whether the head has the role
+    shown: str
+
+
+def key_variance(F: float, key_bias: float) -> float:
+    """Variance of logits across keys: of the query-key map, plus that of the term that depends on the key alone."""
+    return F + key_bias**2
+
+
+# largest logit: catches as many failures as 100, with half of the false alarms (docs/results/early-warning.md)
+EXPLODING = 200
+LOCKED = 0.1  # entropy over that of uniform attention, under which attention is nearly one-hot
+LEVEL = 0.95  # entropy over that of uniform attention, above which attention is nearly uniform
+UNIFORM = 0.01  # variance of logits, under which attention is uniform
+ROLE_WEIGHT = 0.5  # share of a head's attention that a role needs
+LOCAL = 2.0  # mean distance in tokens, under which a head is local
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(
+        "nonfinite",
+        "fault",
+        ("finite",),
+        lambda finite, length: not finite,
+        "its weights hold NaN or infinite values, or are so large that their products overflow: "
+        "everything after it is lost",
+        "Restore an earlier checkpoint and lower the learning rate; nothing else of this head can be computed",
+    ),
+    Flag(
+        "uniform",
+        "fault",
+        ("F", "key_bias"),
+        lambda F, key_bias, length: key_variance(F, key_bias) < UNIFORM,
+        "its logits hardly differ between tokens: it hands every token the same average, "
+        "which makes tokens alike (rank collapse)",
+        "In a trained model it is a candidate for pruning; "
+        "before training start it larger or with a positive mean (control Mimetic)",
+        confirmed=lambda entropy_ratio: entropy_ratio > LEVEL,
+    ),
+    Flag(
+        "sharp",
+        "fault",
+        ("F", "key_bias"),
+        lambda F, key_bias, length: key_variance(F, key_bias) > 2 * math.log(length),
+        "its logits spread so far that each token locks onto one other: little gradient passes, "
+        "and training can become unstable",
+        "If locater probe shows no role such as previous-token, lower the learning rate "
+        "or attach QKClip, QKNorm or LocAteR",
+        on_purpose=True,
+        confirmed=lambda entropy_ratio: entropy_ratio < LOCKED,
+    ),
+    Flag(
+        "repels-itself",
+        "note",
+        ("M",),
+        lambda M, length: M < -1,
+        "its mean self-logit is negative: a token looks away from tokens like itself",
+        "Nothing to do; common in heads that look for difference, such as previous-token or suppression heads",
+    ),
+    Flag(
+        "antisymmetric",
+        "note",
+        ("S", "F"),
+        lambda S, F, length: F > 0 and S / F < -0.5,
+        "its query-key map mostly rotates: who looks at whom is one-way",
+        "Nothing to do; read its eigenvalues in the complex plane and not by their mean",
+    ),
+    Flag(
+        "few-directions",
+        "note",
+        ("skew",),
+        lambda skew, length: abs(skew) > 0.75,
+        "a few directions of its input decide its logits: the closed form for localization does not apply",
+        "Nothing to do; its localization comes from 4,096 draws of the exact mixture",
+    ),
+    Flag(
+        "exploding",
+        "fault",
+        ("max_logit",),
+        lambda max_logit, length: max_logit > EXPLODING,
+        f"logits beyond {EXPLODING} were observed: the softmax saturates, little gradient passes, "
+        "and half precision is near its limits",
+        "Clip or normalise queries and keys (controls QKClip, QKNorm), or lower the learning rate, "
+        "before the loss diverges",
+    ),
+    Flag(
+        "locked",
+        "fault",
+        ("entropy_ratio",),
+        lambda entropy_ratio, length: entropy_ratio < LOCKED,
+        "its observed attention is nearly one-hot: little gradient reaches its queries and keys, "
+        "so it hardly learns any more",
+        "If the loss stalls or spikes, lower the learning rate or attach QKClip, EntropyPenalty or LocAteR",
+        on_purpose=True,
+    ),
+    Flag(
+        "sink",
+        "note",
+        ("sink",),
+        lambda sink, length: sink > 0.9,
+        "its observed attention rests on the first token: it adds next to nothing on this text",
+        "Nothing to do, it is usual in trained decoders; "
+        "to use such heads, prune them or give the softmax a sink of its own",
+    ),
+)
+ROLES: tuple[Role, ...] = (
+    Role(
+        "previous-token",
+        ("previous",),
+        lambda previous, length: previous > ROLE_WEIGHT,
+        "{:.2f} of its weight on the token before",
+    ),
+    Role(
+        "induction",
+        ("induction",),
+        lambda induction, length: induction > ROLE_WEIGHT,
+        "{:.2f} of its weight on the token that followed the same token before",
+    ),
+    Role(
+        "duplicate-token",
+        ("duplicate",),
+        lambda duplicate, length: duplicate > ROLE_WEIGHT,
+        "{:.2f} of its weight on the earlier copy",
+    ),
+    Role("first-token", ("sink",), lambda sink, length: sink > ROLE_WEIGHT, "{:.2f} of its weight on the first token"),
+    # not a head that only sees itself, which moves nothing between tokens; among few tokens everything is near
+    Role(
+        "local",
+        ("distance", "self_mass"),
+        lambda distance, self_mass, length: distance < min(LOCAL, length / 16) and self_mass <= ROLE_WEIGHT,
+        "{:.1f} tokens away on average",
+    ),
+)
+FLAG_NAMES = tuple(flag.name for flag in FLAGS)
+
+
+def flags_of(row: Numbers, length: int) -> tuple[str, ...]:
+    """Names of the flags that a row raises.
+
+    >>> flags_of({"finite": True, "M": -3.0, "F": 100.0, "S": 1.0, "key_bias": 0.0, "skew": 0.1}, length=256)
+    ('sharp', 'repels-itself')
+    """
+    return tuple(flag.name for flag in FLAGS if applies(flag, row, length))
+
+
+def applies(line: Flag | Role, row: Numbers, length: int) -> bool:
+    """Whether a row has all the columns that a line of a table needs, and fulfils its rule."""
+    numbers = [row.get(column) for column in line.needs]
+    return all(x is not None for x in numbers) and line.rule(*numbers, length=length)

@@ -1,0 +1,73 @@
+"""Which flags of a head are faults, and why the others are not.
+
+A head with a role is sharp on purpose, and a measurement overrules a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from locater.findings.flags import FLAG_NAMES, FLAGS, LEVEL, ROLES, Flag, Numbers, Role, applies, key_variance
+
+# variance of logits of a nearly uniform head: trained models lie above it (docs/log.md, 2026-11-16), a new GPT-2 below
+NEAR_UNIFORM = 0.1
+UNTRAINED = 0.8  # share of nearly uniform heads, from which the model as a whole is called untrained
+
+
+class Verdict(NamedTuple):
+    """The flags of one head, judged."""
+
+    faults: tuple[str, ...]  # flags that deserve a look
+    notes: dict[str, str]  # every other flag, and why it is no fault here
+    role: str | None  # a name of ROLES
+
+
+def judge(rows: Sequence[Numbers], length: int) -> list[Verdict]:
+    """Faults and notes of all heads of a model, from their `flags` and numbers.
+
+    >>> judge([{"flags": ("sharp", "locked"), "entropy_ratio": 0.03, "previous": 0.99}], length=256)[0].faults
+    ()
+    """
+    alike = untrained(rows)
+    return [_verdict(row, length, alike) for row in rows]
+
+
+def untrained(rows: Sequence[Numbers]) -> bool:
+    """Whether so many heads are nearly uniform that it is a property of the model and not of single heads."""
+    return bool(rows) and sum(near_uniform(row) for row in rows) >= UNTRAINED * len(rows)
+
+
+def near_uniform(row: Numbers) -> bool:
+    """Whether a softmax head treats all tokens nearly alike: as measured, or else as its weights predict."""
+    ratio, F, key_bias = (row.get(column) for column in ("entropy_ratio", "F", "key_bias"))
+    if ratio is not None:
+        return bool(ratio > LEVEL)
+    if row.get("expected_entropy") is None or F is None or key_bias is None:
+        return False
+    return key_variance(F, key_bias) < NEAR_UNIFORM
+
+
+def _verdict(row: Numbers, length: int, alike: bool) -> Verdict:
+    role = next((role for role in ROLES if applies(role, row, length)), None)
+    reasons = {flag.name: _excuse(flag, row, role, alike) for flag in FLAGS if flag.name in row["flags"]}
+    unknown = (name for name in row["flags"] if name not in FLAG_NAMES)
+    reasons |= dict.fromkeys(unknown, "A flag of another version of Locater: scan the model again")
+    faults = tuple(name for name, reason in reasons.items() if not reason)
+    return Verdict(faults, {name: reason for name, reason in reasons.items() if reason}, role.name if role else None)
+
+
+def _excuse(flag: Flag, row: Numbers, role: Role | None, alike: bool) -> str:
+    """Why a flag of this head is no fault; empty where it is one."""
+    if flag.severity == "note":
+        return flag.way_out
+    if flag.on_purpose and role is not None:
+        article = "An" if role.name[0] in "aeiou" else "A"
+        shown = role.shown.format(row[role.needs[0]])
+        return f"{article} {role.name} head ({shown}): it is {flag.name} on purpose, leave it"
+    ratio = row.get("entropy_ratio")
+    if flag.confirmed is not None and ratio is not None and not flag.confirmed(ratio):
+        return f"Predicted, and not seen: its measured entropy is {ratio:.2f} of that of uniform attention"
+    if flag.name == "uniform" and alike:
+        return "As nearly all heads of this model: it looks untrained"
+    return ""

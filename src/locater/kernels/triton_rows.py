@@ -1,0 +1,333 @@
+"""Attention statistics in Triton: one online softmax over key blocks, no T x S matrix, logits recomputed for gradients.
+
+Rows (i, queries) and columns (j, keys) are tiles of BLOCK_M x BLOCK_N logits x in units of log 2, so that exp is exp2.
+Per row, relative to the running maximum m:
+
+    s = sum 2^(x-m),   a = sum (x-m) 2^(x-m)
+    H = ln 2 ((L-m) s - a) 2^(m-L)   with L the log2-sum-exp, sink included
+
+Taking a relative to m keeps the entropy of logits near 10^4 exact to float32; the textbook difference lse - sum p x
+does not.
+
+What bounds these kernels is arithmetic on logits, not products, so the loop over keys has nothing that is not needed in
+it. A thread of a tensor core's tile holds columns 8c + 2l and 8c + 2l + 1 of a row, l one of four lanes. Each row is
+therefore four running softmaxes, one per l, that meet after the loop: no exchange between threads inside it. Masks act
+on tiles at the edge alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, load_rows
+
+LN2 = tl.constexpr(0.6931471805599453)
+# where maxima start: below any logit, and so far above EMPTY that the difference of both is EMPTY again
+LEAST = tl.constexpr(-1.0e15)
+
+
+@triton.jit
+def _program(H, heads, blocks, together):
+    """Batch, head, both, and number of this program's block. Blocks of `together` heads run side by side, so that their
+    keys stay in the cache; heads follow one another only where all of them would not fit."""
+    n = tl.program_id(0)
+    group = n // (together * blocks)
+    width = tl.minimum(together, heads - group * together)
+    n -= group * together * blocks
+    head = (group * together + n % width).to(tl.int64)
+    return head // H, head % H, head, n // width
+
+
+@triton.jit
+def _terms(x, i, j, b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias, Alibi, mb, mh, mt, bb, bh, bt,
+           CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
+           MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+    """Logits of products x in natural units after scale, bias and cap (just x where the scale alone acts on it: see
+    _unit), and which of them count. i and j are rows and keys along either axis. Rows past the end are not masked:
+    nobody keeps them."""
+    at = i + (S - T)
+    if BIAS or CAP or ALIBI:
+        x = x * scale
+    if ALIBI:
+        x -= tl.load(Alibi + h) * tl.abs(at - j).to(tl.float32)
+    if BIAS:
+        x += tl.load(Bias + b * bb + h * bh + i.to(tl.int64) * bt + j, mask=(i < T) & (j < S), other=0.0).to(tl.float32)
+    if CAP:
+        x = capped(x, cap)
+    seen = j <= at
+    if EDGE:
+        if not CAUSAL:
+            seen = (j < S) & (i >= 0)
+        if WINDOW:
+            seen = seen & (tl.abs(at - j) < window)
+        if PAD:
+            seen = seen & (tl.load(Pad + b * S + j, mask=j < S, other=0) != 0)
+        if DOC:
+            seen = seen & (
+                tl.load(Doc + b * S + at, mask=i < T, other=-1) == tl.load(Doc + b * S + j, mask=j < S, other=-2)
+            )
+        if MASK:
+            seen = seen & (
+                tl.load(Mask + b * mb + h * mh + i.to(tl.int64) * mt + j, mask=(i < T) & (j < S), other=0) != 0
+            )
+    return x, seen
+
+
+@triton.jit
+def _unit(scale, CAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+    """From what _terms returns to units of log 2: one multiplication for the scale and the change of base where it can
+    be.
+    """
+    unit = scale * LOG2E
+    if BIAS or CAP or ALIBI:
+        unit = LOG2E * 1.0
+    return unit
+
+
+@triton.jit
+def _lanes(x, LANES: tl.constexpr):
+    """(M, N) as (M, LANES, N / LANES): with four lanes, the last axis has the columns that one thread of a tensor
+    core's tile holds.
+
+    Where masks or biases are loaded, the compiler may keep the logits as it keeps those. The last axis is then spread
+    over threads that are no neighbours, which Triton 3.6 adds up wrongly: such kernels have one lane."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    if LANES == 4:
+        x = tl.permute(tl.reshape(x, [M, N // 8, 4, 2]), [0, 2, 1, 3])
+    return tl.reshape(x, [M, LANES, N // LANES])
+
+
+@triton.jit
+def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, first, CAUSAL: tl.constexpr,
+              EXTENDED: tl.constexpr, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """One step of the online softmax with its companions; x * unit is in units of log 2. `behind` (M, LANES): the row's
+    position less that of the lane's first key; `ahead`: the tile's first key less its first row. EDGE: with masks; a
+    causal row's own key is in one."""
+    LANES: tl.constexpr = m.shape[1]
+    x = _lanes(x, LANES)
+    n = tl.arange(0, BLOCK_N // LANES)
+    new = tl.maximum(m, tl.max(x, 2) * unit)
+    shift = m - new
+    alpha = tl.exp2(shift)
+    y = x * unit - new[:, :, None]
+    e = tl.exp2(y)
+    a = alpha * (a + shift * s) + tl.sum(y * e, 2)
+    here = tl.sum(e, 2)
+    s = alpha * s + here
+    if EXTENDED:
+        s2 = alpha * alpha * s2 + tl.sum(e * e, 2)
+        column = n[None, None, :]
+        if LANES == 4:
+            # from the lane's first key: the same in every thread, so a constant in the code
+            column = ((n // 2) * 8 + n % 2)[None, None, :]
+        if CAUSAL:  # keys ahead have weight 0: sum e (i - j) without a tile of distances
+            far = alpha * far + (behind.to(tl.float32) * here - tl.sum(e * column.to(tl.float32), 2))
+        else:
+            far = alpha * far + tl.sum(e * tl.abs(behind.to(tl.float32)[:, :, None] - column.to(tl.float32)), 2)
+        first_s = alpha * first_s
+        if start < first:
+            lane = 2 * tl.arange(0, LANES)[None, :, None]
+            first_s += tl.sum(tl.where(column + lane < first - start, e, 0.0), 2)
+        if EDGE or not CAUSAL:
+            self_s = alpha * self_s
+            if (ahead > -BLOCK_N) & (ahead < BLOCK_M):
+                self_s += tl.sum(tl.where(column == behind[:, :, None], e, 0.0), 2)
+    return new, s, a, s2, far, first_s, self_s
+
+
+@triton.jit(do_not_specialize=["heads", "together", "rows"])
+def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
+                 mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, rows,
+                 D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
+                 DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+                 SINKS: tl.constexpr, EXTENDED: tl.constexpr, COUNT: tl.constexpr, PER_KEY: tl.constexpr,
+                 PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_D: tl.constexpr):  # fmt: skip
+    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
+    block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
+    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
+    keys = K + b * kb + (h // GROUP) * kh + (n[:, None] * kt + d[None, :])
+    LANES: tl.constexpr = 1 if PAD or DOC or MASK or BIAS else 4
+    m = tl.full([BLOCK_M, LANES], LEAST, tl.float32)
+    s = tl.zeros([BLOCK_M, LANES], tl.float32)
+    a = tl.zeros([BLOCK_M, LANES], tl.float32)
+    s2 = tl.zeros([BLOCK_M, LANES], tl.float32)
+    far = tl.zeros([BLOCK_M, LANES], tl.float32)
+    first_s = tl.zeros([BLOCK_M, LANES], tl.float32)
+    self_s = tl.zeros([BLOCK_M, LANES], tl.float32)
+    count = tl.zeros([BLOCK_M], tl.int32)
+    unit = _unit(scale, CAP, BIAS, ALIBI)
+    row = block * BLOCK_M + (S - T)
+    behind = (i + (S - T))[:, None] - 2 * tl.arange(0, LANES)[None, :]
+    low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
+    # first tiles whose keys are all visible, where there is no mask to build, then the others
+    for EDGE in tl.static_range(2):
+        for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
+            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
+                             Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                             EDGE)  # fmt: skip
+            if EDGE:
+                x = tl.where(seen, x, EMPTY)
+            if BIAS:
+                x = tl.maximum(x, EMPTY)  # a bias of -inf is a mask
+            m, s, a, s2, far, first_s, self_s = _add_tile(
+                x, unit, behind - start, start - row, start, m, s, a, s2, far, first_s, self_s, first,
+                CAUSAL, EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
+            if COUNT and EDGE:
+                count += tl.sum(seen.to(tl.int32), 1)
+    lane_m = m
+    m = tl.max(lane_m, 1)
+    shift = lane_m - m[:, None]
+    alpha = tl.exp2(shift)
+    a = tl.sum(alpha * (a + shift * s), 1)
+    s = tl.sum(alpha * s, 1)
+    shown = m > LEAST
+    top, total = m, s
+    if SINKS:
+        sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        total = s * tl.exp2(m - top) + tl.exp2(sink - top)
+    rest = (top - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
+    w = tl.where(shown, tl.exp2(-rest), 0.0)
+    at = head * T + i
+    inside = i < T
+    nothing = float("-inf")
+    rows = rows.to(tl.int64)
+    tl.store(Out + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
+    tl.store(Out + rows + at, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
+    tl.store(Out + 2 * rows + at, tl.where(shown, m * LN2, nothing), mask=inside)
+    tl.store(Out + 3 * rows + at, s * w, mask=inside)
+    if COUNT:
+        tl.store(Count + at, count, mask=inside)
+    if EXTENDED:
+        tl.store(Out + 4 * rows + at, tl.sum(alpha * alpha * s2, 1) * w * w, mask=inside)
+        tl.store(Out + 5 * rows + at, tl.sum(alpha * far, 1) * w, mask=inside)
+        tl.store(Out + 6 * rows + at, tl.sum(alpha * first_s, 1) * w, mask=inside)
+        tl.store(Out + 7 * rows + at, tl.sum(alpha * self_s, 1) * w, mask=inside)
+    if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
+        tl.store(Out + 8 * rows + at, tl.where(shown, m, float("inf")), mask=inside)
+        tl.store(Out + 9 * rows + at, tl.where(shown, rest, 0.0), mask=inside)
+
+
+@triton.jit
+def _slope(x, seen, unit, lse, pull, cap, CAP: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr):
+    """p (log2 p + pull): times -ln 2 the slope of the entropy on a logit before the cap. lse is in units of log 2, 1e30
+    where no key is.
+    """
+    y = x * unit - lse
+    if BIAS:
+        y = tl.maximum(y, EMPTY)
+    slope = tl.exp2(y) * (y + pull)
+    if CAP:
+        slope = slope * (1 - (x / cap) * (x / cap))
+    if EDGE:
+        slope = tl.where(seen, slope, 0.0)
+    return slope
+
+
+@triton.jit(do_not_specialize=["heads", "together"])
+def query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh,
+                           kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap,
+                           window, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+                           PAD: tl.constexpr, DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+                           ALIBI: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                           BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
+    block = tl.cdiv(T, BLOCK_M) - 1 - block
+    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
+    keys = K + b * kb + (h // GROUP) * kh + (n[:, None] * kt + d[None, :])
+    at = head * T + i
+    lse = tl.load(Lse + at, mask=i < T, other=-EMPTY)[:, None]
+    pull = tl.load(Pull + at, mask=i < T, other=0.0)[:, None]
+    grad = tl.load(Grad + at, mask=i < T, other=0.0)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    unit = _unit(scale, CAP, BIAS, ALIBI)
+    low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
+    for EDGE in tl.static_range(2):
+        for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
+            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
+                             Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                             EDGE)  # fmt: skip
+            dq = tl.dot(
+                _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE).to(k.dtype), k, dq, input_precision=PRECISION
+            )
+    tile = (i < T)[:, None] & (d < D)[None, :]
+    tl.store(DQ + (head * T + i[:, None]) * D + d[None, :], dq * (grad * (scale * LN2))[:, None], mask=tile)
+
+
+@triton.jit(do_not_specialize=["heads", "together"])
+def columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt: tl.constexpr, kb, kh, kt,
+                    mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, D: tl.constexpr,
+                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
+                    DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+                    PRECISION: tl.constexpr, RECEIVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                    BLOCK_D: tl.constexpr):  # fmt: skip
+    """Sums over queries for a block of keys: weight received by each key, or the gradient of the keys (one query head's
+    part). Tiles lie with keys in rows: sums along a row stay in a thread, and the second product takes the tile as it
+    is. Lse and Pull in units of log 2; for the weight received they are the two parts of the log-sum-exp, infinity in
+    the first where a row sees nothing."""
+    b, h, head, block = _program(H, heads, tl.cdiv(S, BLOCK_N), together)
+    j = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    r = tl.arange(0, BLOCK_M)
+    k = load_rows(
+        K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], d, j < S, D, BLOCK_D, True
+    )
+    queries = Q + b * qb + h * qh + (r[:, None] * qt + d[None, :])
+    at = head * T + r
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    LANES: tl.constexpr = 1 if PAD or DOC or MASK or BIAS else 4
+    got = tl.zeros([BLOCK_N, LANES], tl.float32)
+    unit = _unit(scale, CAP, BIAS, ALIBI)
+    first_row = 0
+    last_row = T
+    if CAUSAL:
+        first_row = tl.maximum(0, block * BLOCK_N - (S - T)) // BLOCK_M * BLOCK_M
+    if WINDOW:
+        first_row = tl.maximum(first_row, tl.maximum(0, block * BLOCK_N - (S - T) - window) // BLOCK_M * BLOCK_M)
+        last_row = tl.minimum(T, (block + 1) * BLOCK_N - (S - T) + window)
+    plain_row = first_row  # from here on every row sees every key of the block; rows past the end have no weight
+    if CAUSAL:
+        plain_row = tl.maximum(
+            first_row, tl.cdiv(tl.maximum(0, (block + 1) * BLOCK_N - 1 - (S - T)), BLOCK_M) * BLOCK_M
+        )
+    if WINDOW or PAD or DOC or MASK:
+        plain_row = last_row
+    for EDGE in tl.static_range(2):
+        for start in range(
+            first_row if EDGE else plain_row, tl.minimum(plain_row, last_row) if EDGE else last_row, BLOCK_M
+        ):
+            i = start + r
+            q = load_rows(queries + tl.cast(start, tl.int64) * qt, d, i < T, D, BLOCK_D, True)
+            x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            x, seen = _terms(x, i[None, :], j[:, None], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias,
+                             Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
+                             EDGE)  # fmt: skip
+            lse = tl.load(Lse + at + start, mask=i < T, other=-EMPTY)[None, :]
+            pull = tl.load(Pull + at + start, mask=i < T, other=0.0)[None, :]
+            if RECEIVED:
+                p = tl.exp2((x * unit - lse) - pull)
+                if EDGE:
+                    p = tl.where(seen, p, 0.0)
+                got += tl.sum(_lanes(p, LANES), 2)
+            else:
+                slope = _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE)
+                slope *= tl.load(Grad + at + start, mask=i < T, other=0.0)[None, :]
+                dk = tl.dot(slope.to(q.dtype), q, dk, input_precision=PRECISION)
+    if RECEIVED:
+        tl.store(Out + head * S + j, tl.sum(got, 1), mask=j < S)
+    else:
+        tile = (j < S)[:, None] & (d < D)[None, :]
+        tl.store(Out + (head * S + j[:, None]) * D + d[None, :], dk * (scale * LN2), mask=tile)

@@ -1,0 +1,74 @@
+"""The numbers of every head at an observed step: from its activations, and M and the logit spread from its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from locater.families import attention_layers, effective
+from locater.families.folded import FoldedStacks, Spectra, spectra_of
+from locater.findings import key_variance
+from locater.missing import finite_or_none
+from locater.observing.rows import numbers_of, totals
+from locater.observing.site import Site
+
+COLUMNS = ("entropy", "entropy_ratio", "max_logit", "sink", "participation", "distance")
+SPECTRUM = ("M", "spread")  # of the weights: mean self-logit, and the spread of logits over unit tokens
+_MEANS = tuple(name for name in COLUMNS if name != "max_logit")
+
+Table = dict[tuple[int, int], dict[str, Any]]  # (layer, head): columns
+
+
+def head_table(sites: Sequence[Site], numbers: Sequence[list[float]]) -> Table:
+    """Columns and flags of every head, for the sites that were called; `numbers` are those of their tensors."""
+    table: Table = {}
+    for site, total in zip(sites, totals(sites, numbers), strict=True):
+        if total.called:
+            for head, sums, top in zip(site.heads, total.sums, total.tops, strict=True):
+                table[site.number, head] = numbers_of(site.kind, sums, top, _MEANS)
+    return table
+
+
+def add_spectra(table: Table, spectra: Sequence[Spectra], numbers: Sequence[list[float]]) -> None:
+    """Add M and spread to the table; `numbers` are those of each `Spectra.tensors`, one after another."""
+    remaining = iter(numbers)
+    for part in spectra:
+        F, term = next(remaining), next(remaining)
+        trace = None if part.trace is None else next(remaining)
+        count = len(F) // len(part.layers)
+        for at, (layer, scale) in enumerate(zip(part.layers, part.scales, strict=True)):
+            for head in range(count):
+                row = table.get((layer, head))
+                if row is not None:
+                    i = at * count + head
+                    row["spread"] = finite_or_none(math.sqrt(max(0.0, key_variance(scale**2 * F[i], scale * term[i]))))
+                    row["M"] = None if trace is None else finite_or_none(scale * trace[i])
+
+
+class WeightSpectra:
+    """Reads the query-key maps of chosen layers from a model's weights, again at each step.
+
+    Layers of one shape are read together. Where a model does not allow that, each layer is read on its own.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[int]) -> None:
+        self.model, self.layers = model, list(layers)
+        self.stacks: FoldedStacks | None = None
+        with contextlib.suppress(Exception):  # `read` then goes layer by layer, and raises what cannot be read
+            self.stacks = FoldedStacks(model, self.layers)
+
+    @torch.no_grad()
+    def read(self) -> list[Spectra]:
+        """Of the weights as they are now."""
+        if self.stacks is not None:
+            try:
+                return self.stacks.spectra()
+            except Exception:
+                self.stacks = None  # from here on layer by layer
+        layers = list(attention_layers(self.model))  # read anew: norm gains are folded in as they are at this step
+        return [spectra_of(number, effective(layers[number])) for number in self.layers]

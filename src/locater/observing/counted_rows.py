@@ -1,0 +1,106 @@
+"""Which rows of an attention call count, and which key is the first of each row's sequence.
+
+A key that no query may look at is padding. Where queries and keys are the same tokens, its row is padding too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from locater.attention.call import Call
+from locater.kernels.terms import Terms
+
+_sampling = torch.Generator()  # draws the rows of a sample
+
+
+class CountedRows(NamedTuple):
+    """A call with its queries in place. `counted` (B, T) is True for rows that count; `first` (B, T) is the first key
+    of the row's sequence, -1 where it is gone from the cache.
+    """
+
+    q: Tensor
+    k: Tensor
+    terms: Terms
+    output: Tensor | None
+    counted: Tensor
+    first: Tensor
+
+
+def of_heads(call: Call, heads: Tensor) -> Call:
+    """The call for some of its query heads."""
+    group = call.query.shape[1] // call.key.shape[1]
+    output = call.output if call.output is None or call.output.ndim < 4 else call.output[:, :, heads]
+    return Call(call.query[:, heads], call.key[:, heads // group], call.terms.for_heads(heads), output, call.cut)
+
+
+def counted_rows(call: Call, own: bool, sample: int) -> CountedRows:
+    """The rows that count; `own`: queries and keys are the same tokens. `sample`: how many rows to draw, 0 for all."""
+    (B, H, T, _), S = call.query.shape, call.key.shape[2]
+    terms, counted, first = _placed(call, call.terms.checked(B, H, T, S), own)
+    rows = CountedRows(call.query, call.key, terms, call.output, counted, first)
+    return _sampled(rows, sample) if 0 < sample < T else rows
+
+
+def _placed(call: Call, terms: Terms, own: bool) -> tuple[Terms, Tensor, Tensor]:
+    """Terms with the positions of the queries, the rows that count and their first keys.
+
+    Among cached keys a query's own key is the last it sees, unless several queries see the same last key: a cache may
+    have room left after it.
+    """
+    q, B, T, S = call.query, call.query.shape[0], call.query.shape[2], call.key.shape[2]
+    seen = _in_sight(terms)
+    real = torch.ones(B, S, dtype=torch.bool, device=q.device) if seen is None else seen.any(1).expand(B, S)
+    if terms.padding is not None:
+        real = real & terms.padding
+    first = real.to(torch.int8).argmax(-1)[:, None].expand(B, T)
+    if not own or S < T:
+        return terms, torch.ones(B, T, dtype=torch.bool, device=q.device), first
+    if T < S and seen is not None:
+        last = torch.where(seen, torch.arange(S, device=q.device), -1).amax(-1).amax(0).expand(T)
+        rising = ((last[1:] > last[:-1]) | (last[:-1] < 0)).all()
+        terms = replace(terms, positions=torch.where(rising, last, terms.at(T, S, q.device)).clamp_min(0))
+    if call.cut is not None:  # the oldest key of a window is not the first of its sequence
+        first = torch.where(call.cut[:, None], -1, first)
+    elif T == S:
+        first = _first_of_document(terms, seen, first)
+    return terms, real[:, terms.at(T, S, q.device)], first
+
+
+def _in_sight(terms: Terms) -> Tensor | None:
+    """Keys (b, t, S) that mask and bias show to any head; None where there is neither."""
+    parts = [] if terms.mask is None else [terms.mask.any(1)]
+    if terms.bias is not None:
+        parts.append((terms.bias > -torch.inf).any(1))
+    return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+def _first_of_document(terms: Terms, seen: Tensor | None, first: Tensor) -> Tensor:
+    """The first key (B, T) of each row's document: one begins at a token where neither it nor any later one looks
+    back.
+    """
+    T = first.shape[1]
+    at = torch.arange(T, device=first.device)
+    if terms.documents is not None:
+        begins = torch.nn.functional.pad(terms.documents.diff(dim=-1) != 0, (1, 0), value=True)
+    elif seen is not None and seen.shape[1] == T > 1:
+        shown = seen if terms.padding is None else seen & terms.padding[:, None]
+        earliest = torch.where(shown.any(-1), shown.to(torch.int8).argmax(-1), T)
+        begins = (earliest.flip(-1).cummin(-1).values.flip(-1) >= at) & shown.diagonal(dim1=-2, dim2=-1)
+    else:
+        return first
+    begun = torch.where(begins, at, -1).cummax(-1).values
+    return torch.where(begun < 0, first, begun)
+
+
+def _sampled(rows: CountedRows, count: int) -> CountedRows:
+    """One row out of each of `count` equal parts."""
+    q, k, terms, output, counted, first = rows
+    T, S = q.shape[2], k.shape[2]
+    drawn = (torch.arange(count) + torch.rand(count, generator=_sampling)) * (T / count)
+    at = drawn.long().clamp_max(T - 1).to(q.device)
+    terms = terms.placed(T, S, q.device).for_queries(at)
+    return CountedRows(q[:, :, at], k, terms, None if output is None else output[:, at], counted[:, at], first[:, at])

@@ -1,0 +1,109 @@
+"""Things by name: attention mechanisms, controls, papers, architectures. One class for all of them.
+
+    MECHANISMS: Registry[Mechanism] = Registry("attention mechanism")
+    MECHANISMS.add(softmax, "softmax")
+    MECHANISMS.lookup("sofmax")         # LocaterError: no attention mechanism 'sofmax': did you mean 'softmax'? ...
+
+A registry is a read-only mapping from names to entries, in the order in which they were added. An entry may have
+several names. Files of a folder are loaded by an explicit list of their names, at once (`load`) or when an entry is
+first used (`load_later`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, TypeVar, cast
+
+from locater.errors import LocaterError
+
+Entry = TypeVar("Entry")
+
+
+def _unchanged(name: str) -> str:
+    return name
+
+
+class Registry(Mapping[str, Entry]):
+    """Entries of one `kind`, a word or two for messages, by name.
+
+    With `replaceable`, adding under a name that is taken replaces the entry; without, it is refused. `spelling` maps
+    the ways to write a name onto one: `str.lower` makes lookup ignore case.
+
+    >>> fruits = Registry[int]("fruit", spelling=str.lower)
+    >>> fruits.add(1, "Apple", "pomme")
+    1
+    >>> fruits.lookup("APPLE"), list(fruits)
+    (1, ['apple', 'pomme'])
+    >>> fruits.lookup("appel")
+    Traceback (most recent call last):
+    ...
+    locater.errors.LocaterError: no fruit 'appel': did you mean 'apple'? There are apple, pomme
+    """
+
+    def __init__(self, kind: str, *, replaceable: bool = False, spelling: Callable[[str], str] = _unchanged) -> None:
+        self.kind, self.replaceable, self.spelling = kind, replaceable, spelling
+        self._entries: dict[str, Entry | _Later] = {}
+
+    def add(self, entry: Entry, *names: str) -> Entry:
+        """Register an entry under one name or several; returns it. All names are checked before one is taken."""
+        keys = [self.spelling(name) for name in names]
+        taken = [key for key in keys if key in self._entries]
+        if taken and not self.replaceable:
+            raise LocaterError(f"the {self.kind} {taken[0]!r} is registered already: choose another name")
+        self._entries.update(dict.fromkeys(keys, entry))
+        return entry
+
+    def remove(self, name: str) -> None:
+        """Forget a name; one that is not there is no fault."""
+        self._entries.pop(self.spelling(name), None)
+
+    def load(self, package: str, files: Iterable[str], attribute: str, names: Callable[[Entry], Iterable[str]]) -> None:
+        """Import the listed files of a folder and add the `attribute` of each, under the names that `names` gives."""
+        for file in files:
+            entry: Entry = getattr(import_module(f"{package}.{file}"), attribute)
+            self.add(entry, *names(entry))
+
+    def load_later(self, package: str, files: Iterable[str], attribute: str) -> None:
+        """The same with the name of the file as the only name; a file is imported when its entry is first used."""
+        for file in files:
+            self.add(cast("Entry", _Later(f"{package}.{file}", attribute)), file)
+
+    def lookup(self, name: str) -> Entry:
+        """The entry of a name. An unknown one is refused in one line that lists the others."""
+        if name in self:
+            return self[name]
+        close = get_close_matches(self.spelling(name), self._entries, n=1)
+        there = f"did you mean {close[0]!r}? There are" if close else "there are"
+        raise LocaterError(f"no {self.kind} {name!r}: {there} {', '.join(self) or 'none'}")
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Every entry once, in the order of its first name."""
+        return tuple({id(self[name]): self[name] for name in self}.values())
+
+    def __getitem__(self, name: str) -> Entry:
+        key = self.spelling(name)
+        entry = self._entries[key]
+        if isinstance(entry, _Later):
+            entry = self._entries[key] = entry.load()
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.spelling(name) in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class _Later:
+    """An entry that is an attribute of a module not yet imported."""
+
+    def __init__(self, module: str, attribute: str) -> None:
+        self.module, self.attribute = module, attribute
+
+    def load(self) -> Any:
+        return getattr(import_module(self.module), self.attribute)

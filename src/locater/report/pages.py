@@ -1,0 +1,79 @@
+"""Self-contained HTML pages: the frame that all share, around the words, style, script and data of each.
+
+No page fetches anything. The parts are files in page/; marks such as @TITLE@ in them are filled in here.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from locater.findings import FLAGS, Verdict
+
+
+def assemble(
+    name: str, words: Mapping[str, str], data: Mapping[str, Any] | None = None, markup: Mapping[str, str] | None = None
+) -> str:
+    """The page of `page/NAME.html`, with its style NAME.css and, if it has data, its script NAME.js.
+
+    `words` are texts by mark and are escaped; `markup` is inserted as it is. The script reads `data` as JSON.
+    """
+    template, values = _part(f"{name}.html"), {mark: html.escape(text) for mark, text in words.items()}
+    values |= markup or {}
+    values["STYLE"] = _part("base.css") + _part(f"{name}.css")
+    if data is not None:
+        template += _part("scripts.html")
+        values["SCRIPT"] = _part("draw.js") + _part(f"{name}.js")
+        # "<" is escaped: no text in the data can end the script
+        values["DATA"] = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    whole = _part("frame.html").replace("@PAGE@\n", template)
+    return re.sub(r"@([A-Z]+)@", lambda mark: values[mark[1]], whole)
+
+
+def _part(file: str) -> str:
+    return (files("locater.report") / "page" / file).read_text(encoding="utf-8")
+
+
+# ---- what the data of several pages share ----
+
+
+def short_name(source: str) -> str:
+    """The last part of a path, with the one before it where the last is generic, such as `model` or `step-100`."""
+    parts = [part for part in source.split("/") if part and part != "."]
+    telling = re.sub(r"^(model|final|last|checkpoint.*|step.*|[0-9a-f]{40})$", "", parts[-1]) if parts else source
+    return telling or "/".join(parts[-2:])
+
+
+def significant(x: float | None, digits: int = 4) -> float | None:
+    """Rounded to significant digits, which keeps pages small."""
+    if x is None or x == 0 or not math.isfinite(x):
+        return 0.0 if x == 0 else None
+    return round(x, digits - 1 - math.floor(math.log10(abs(x))))
+
+
+def layer_note(entry: Mapping[str, Any]) -> str:
+    """What kind of attention a layer has, in a few words."""
+    notes = [entry["kind"] + "-attention", f"{entry['heads']} heads of {entry['head_dim']}"]
+    if entry["kv_heads"] != entry["heads"]:
+        notes.append(f"{entry['kv_heads']} key heads")
+    if entry["window"]:
+        notes.append(f"window {entry['window']}")
+    if entry["positions"]:
+        notes.append(entry["positions"])
+    return ", ".join(notes)
+
+
+def flag_table() -> dict[str, dict[str, Any]]:
+    """The table of flags by name, as scripts read it."""
+    return {flag.name: {"meaning": flag.meaning, "way_out": flag.way_out, "severity": flag.severity} for flag in FLAGS}
+
+
+def excuses(verdict: Verdict) -> dict[str, str]:
+    """Why flags that are faults on other heads are none on this one."""
+    faults = (flag.name for flag in FLAGS if flag.severity == "fault")
+    return {name: verdict.notes[name] for name in faults if name in verdict.notes}

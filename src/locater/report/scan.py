@@ -1,0 +1,115 @@
+"""A scan, or two scans side by side, as a self-contained page and in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from locater.findings import Verdict
+from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
+from locater.report.tables import SCAN, collapse_risk, moved, notebook, noted, origin, summary
+from locater.version import __version__
+
+if TYPE_CHECKING:
+    from locater.verbs.scan_result import HeadRow, Scan
+
+NUMBERS = (
+    *("M", "S", "F", "mean", "concentration", "localization", "expected_entropy"),
+    *("residual_kept", "key_bias", "stable_rank", "spectral_norm", "skew"),
+)
+
+
+def scan_page(scan: Scan) -> str:
+    """The page of one scan."""
+    heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layers"
+    risk = collapse_risk(scan.layers, scan.assumptions["length"])
+    counts = " ".join(filter(None, (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk)))
+    return _page(short_name(scan.source), summary(scan.rows, scan.verdicts), counts, [scan], aligned=True)
+
+
+def scan_in_notebook(scan: Scan) -> str:
+    """A small table, heads that deserve a look first."""
+    title = f"{short_name(scan.source)}: {len(scan.rows)} heads in {len(scan.layers)} attention layers"
+    sentences = (summary(scan.rows, scan.verdicts), noted(scan.rows, scan.verdicts), origin(scan.assumptions))
+    return notebook(title, sentences, SCAN, scan.rows, scan.verdicts)
+
+
+def compare_page(a: Scan, b: Scan, aligned: bool) -> str:
+    """The page of two scans; `aligned` when they have the same heads, so that differences can be shown."""
+    counts = f"A: {len(a.rows)} heads in {len(a.layers)} layers. B: {len(b.rows)} heads in {len(b.layers)} layers."
+    if aligned:
+        verdict = moved(a.verdicts, b.verdicts)
+    else:
+        verdict = " ".join(f"{letter}: {summary(x.rows, x.verdicts)}" for letter, x in (("A", a), ("B", b)))
+        counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
+    return _page(f"{short_name(a.source)} against {short_name(b.source)}", verdict, counts, [a, b], aligned)
+
+
+def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned: bool) -> str:
+    assumed = scans[0].assumptions
+    notes = "; ".join(assumed["notes"])
+    with_statistics = assumed.get("prediction") == "predicted"
+    words = {
+        "TITLE": f"{title} · Locater",
+        "HEADING": title,
+        "VERDICT": verdict,
+        "COUNTS": counts,
+        "ORIGIN": origin(assumed),
+        "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}."
+        + (f" {notes}." if notes else ""),
+        "FOOTER": f"Made by Locater {__version__} from weights {'and statistics' if with_statistics else 'alone'}.",
+    }
+    data = {
+        "length": assumed["length"],
+        "aligned": aligned,
+        "flags": flag_table(),
+        "scans": [_scan_data(scan, letter) for scan, letter in zip(scans, "AB", strict=False)],
+    }
+    return assemble("scan", words, data)
+
+
+def _scan_data(scan: Scan, letter: str) -> dict[str, Any]:
+    rotary = any("frequencies" in entry for entry in scan.layers)
+    places = {entry["layer"]: place for place, entry in enumerate(scan.layers)}  # a shard's layers do not start at 0
+    pairs = zip(scan.rows, scan.verdicts, strict=True)
+    return {
+        "name": short_name(scan.source),
+        "letter": letter,
+        "layers": [_layer_data(entry) for entry in scan.layers],
+        "heads": [_head_data(row, verdict, places[row.layer], rotary) for row, verdict in pairs],
+    }
+
+
+def _layer_data(entry: dict[str, Any]) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": entry["name"],
+        "short": str(entry["layer"]),
+        "heads": entry["heads"],
+        "note": layer_note(entry),
+    }
+    if "frequencies" in entry:
+        data["frequencies"] = [significant(f, 7) for f in entry["frequencies"]]
+    return data
+
+
+def _head_data(row: HeadRow, verdict: Verdict, place: int, rotary: bool) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "layer": place,
+        "head": row.head,
+        "flags": list(row.flags),
+        "approximation": row.approximation,
+        "excused": excuses(verdict),
+    }
+    data.update({name: significant(row[name]) for name in NUMBERS})
+    if row.eigenvalues is not None:
+        data["eigenvalues"] = [[significant(re, 3), significant(im, 3)] for re, im in row.eigenvalues]
+    if row.profile is not None:
+        data["profile"] = [significant(x, 3) for x in row.profile]
+    if row.drive is not None and rotary:
+        data["even"], data["odd"] = ([significant(x, 3) for x in row.drive[part]] for part in ("even", "odd"))
+        data["still"] = significant(row.drive["still"])
+    return data
+
+
+def _sizes(scan: Scan) -> str:
+    return ", ".join(str(size) for size in sorted({entry["head_dim"] for entry in scan.layers}))

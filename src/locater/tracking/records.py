@@ -1,0 +1,88 @@
+"""One record of a run log, and the line of JSON that it is written as.
+
+A record has a `kind`: `run` (what is observed), `step` (numbers of every head), `loss` (a step that was not observed),
+`warning`, `end`. docs/watch.md lists their fields. A number that is not known is left out of its line; NaN and the
+infinities are words ("NaN"), so that each line stays JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+Record = dict[str, Any]
+WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as float() reads them
+
+
+def parse(line: bytes) -> Record | None:
+    """The record on a line; None where the line is incomplete or no JSON object."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def is_run(record: Record | None) -> bool:
+    return record is not None and record.get("kind") == "run"
+
+
+def shape_of(header: Record) -> list[tuple[int, int, str]]:
+    """Number, heads and name of each layer: these must be the same for a run to continue a log."""
+    return [(int(entry["layer"]), int(entry["heads"]), str(entry["name"])) for entry in header["layers"]]
+
+
+def number(x: Any) -> float | None:
+    """A number from a log, where NaN and the infinities are words; None for anything else.
+
+    >>> number(2), number("NaN"), number("low")
+    (2.0, nan, None)
+    """
+    if type(x) not in (int, float):
+        return WORDS.get(x) if isinstance(x, str) else None
+    try:
+        return float(x)
+    except OverflowError:  # a whole number of more digits than any float has
+        return None
+
+
+def line_of(record: Record) -> bytes:
+    """A record as a line. Unknown numbers are left out; those of heads are null, which keeps their places.
+
+    >>> numbers = {"loss": float("nan"), "scalars": {"rate": None}, "heads": {"sink": [[float("nan")]]}}
+    >>> line_of({"kind": "step", "step": 3, **numbers})
+    b'{"kind":"step","step":3,"loss":"NaN","scalars":{},"heads":{"sink":[[null]]}}\\n'
+    """
+    fields = {name: value if name == "heads" else _spelled(value) for name, value in record.items()}
+    if fields.get("loss", 0) is None:
+        del fields["loss"]
+    if isinstance(fields.get("scalars"), dict):
+        fields["scalars"] = {name: value for name, value in fields["scalars"].items() if value is not None}
+    return json.dumps(plain(fields), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _spelled(x: Any) -> Any:
+    """NaN and the infinities as words, at any depth of a dict."""
+    if hasattr(x, "tolist"):
+        x = x.tolist()
+    if isinstance(x, dict):
+        return {name: _spelled(value) for name, value in x.items()}
+    if isinstance(x, float) and not math.isfinite(x):
+        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    return x
+
+
+def plain(x: Any) -> Any:
+    """As JSON can hold it: arrays as lists, NaN and infinity as null.
+
+    >>> plain({"a": (1.5, float("nan"))})
+    {'a': [1.5, None]}
+    """
+    if isinstance(x, float):
+        return x if math.isfinite(x) else None
+    if isinstance(x, dict):
+        return {str(key): plain(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [plain(value) for value in x]
+    return plain(x.tolist()) if hasattr(x, "tolist") else x

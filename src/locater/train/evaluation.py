@@ -1,0 +1,69 @@
+"""A model measured on a split of its data: loss, accuracy, and the entropy of its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from locater.models.transformer import Transformer
+from locater.observing import observe
+from locater.train.batches import Data
+from locater.train.health import why_unread
+from locater.train.measured import SEQUENCES, measure
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`half` computes in bfloat16 autocast, as training does then."""
+
+    model: Transformer
+    data: Data
+    device: torch.device
+    half: bool
+
+    def autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
+
+    @torch.no_grad()
+    def loss_and_accuracy(self, split: str, most: int | None = None) -> tuple[float, float]:
+        """Mean loss over the targets of a split, and the share of them that the model ranks first; of the first `most`
+        sequences, or of all.
+        """
+        with _evaluating(self.model):
+            total, right, count = 0.0, 0, 0
+            for inputs, targets in self.data.windows(split, most):
+                with self.autocast():
+                    logits = self.model(inputs).float().flatten(0, -2)
+                flat, known = targets.flatten(), int((targets >= 0).sum())
+                total += float(nn.functional.cross_entropy(logits, flat, reduction="sum"))
+                right, count = right + int((logits.argmax(-1) == flat).sum()), count + known
+        return total / count, right / count
+
+    def report(self) -> tuple[float, float, list[float]]:
+        """Loss and accuracy on the report split, and the entropy of each head; none where attention has none."""
+        if why_unread(self.model) is not None:
+            return *self.loss_and_accuracy("report"), []
+        with observe(self.model) as seen:
+            loss, accuracy = self.loss_and_accuracy("report")
+        return loss, accuracy, [row.entropy for row in seen.rows if row.entropy is not None]
+
+    def measures(self) -> dict[str, Any]:
+        """Attention maps and residual stream on the first sequences of the report split."""
+        inputs, _ = next(iter(self.data.windows("report", SEQUENCES)))
+        with _evaluating(self.model):
+            return measure(self.model, inputs)
+
+
+@contextmanager
+def _evaluating(model: Transformer) -> Iterator[None]:
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)

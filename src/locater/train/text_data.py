@@ -1,0 +1,120 @@
+"""Text as training data: tokens of three splits, for causal and masked models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
+from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.errors import LocaterError
+from locater.files import write_whole
+from locater.train.batches import IGNORED, Batch, draw, next_token_pair
+from locater.train.plan import Plan
+
+
+@dataclass
+class TextData:
+    """Token streams of the three splits."""
+
+    plan: Plan
+    tokenizer: Tokenizer
+    splits: dict[str, Tensor]
+    facts: dict[str, Any]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def mask(self) -> int:
+        """The token that masks another."""
+        return self.tokenizer.size
+
+    def keep_tokenizer(self, folder: Path) -> None:
+        """Save it in the run's folder, for checkpoints and for a run that resumes."""
+        write_whole(folder / FILE, self.tokenizer.to_json())
+
+    def batch(self, index: int) -> Batch:
+        """Sequences that start anywhere in the training text."""
+        tokens, length, rng = self.splits["train"], self.plan.length, draw(self.plan.seed, index)
+        starts = torch.randint(len(tokens) - length, (self.plan.batch, 1), generator=rng)
+        at = (starts + torch.arange(length + 1)).to(self.device, non_blocking=True)
+        return self._pair(tokens[at].long(), rng)
+
+    def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
+        """A split from its beginning, window by window, so that each token is a target once. An incomplete last window
+        is left out.
+        """
+        tokens, length = self.splits[name], self.plan.length
+        count = (len(tokens) - 1) // length
+        starts = torch.arange(count if most is None else min(count, most))[:, None] * length
+        for index, part in enumerate(starts.split(self.plan.batch)):
+            at = (part + torch.arange(length + 1)).to(self.device)
+            yield self._pair(tokens[at].long(), draw(0, index))  # the same tokens are masked for every seed
+
+    def _pair(self, rows: Tensor, rng: torch.Generator) -> Batch:
+        if self.plan.task == "causal":
+            return next_token_pair(rows)
+        rows = rows[:, :-1]
+        masked = (torch.rand(rows.shape, generator=rng) < self.plan.masked).to(rows.device)
+        masked[:, 0] |= ~masked.any(1)  # at least one, or there would be no loss
+        return rows.masked_fill(masked, self.mask), rows.masked_fill(~masked, IGNORED)
+
+
+def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
+    """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
+    text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
+    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(_trained_tokenizer, plan.vocabulary, text))
+    splits = {name: tokens.to(device) for name, tokens in _encoded(tokenizer, text).items()}
+    for name, tokens in splits.items():
+        if len(tokens) <= plan.length:
+            raise LocaterError(
+                f"{', '.join(plan.corpus)}: its {name} split has {len(tokens)} tokens, too few for sequences of "
+                f"{plan.length}: give more text, or a smaller --length"
+            )
+    facts = {
+        "text": list(plan.corpus) or "locater.data.corpus.embedded_text",
+        "sha256": text.sha256,
+        "documents": text.count,
+        "characters": {name: len(x) for name, x in text.joined.items()},
+        "bytes": {name: len(x.encode()) for name, x in text.joined.items()},
+        "tokens": {name: len(x) for name, x in splits.items()},
+        "vocabulary": tokenizer.size,
+    }
+    return TextData(plan, tokenizer, splits, facts, device)
+
+
+class Text:
+    """Documents by split. Equal where the text is the same, so that the runs of a sweep train one tokenizer and encode
+    once.
+    """
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        self.sha256, self.count, self.parts = fingerprint(JOINT.join(documents)), len(documents), split(documents)
+        self.joined = {name: JOINT.join(self.parts[name]) for name in ("train", "select", "report")}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Text) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+
+@lru_cache(maxsize=1)
+def _trained_tokenizer(vocabulary: int, text: Text) -> Tokenizer:
+    return make_tokenizer(vocabulary, text.parts["train"])
+
+
+@lru_cache(maxsize=1)
+def _encoded(tokenizer: Tokenizer, text: Text) -> dict[str, Tensor]:
+    return {name: tokenizer.encode(joined) for name, joined in text.joined.items()}
+
+
+@lru_cache(maxsize=1)
+def _embedded() -> list[str]:
+    """Cached for the next run of a sweep, since it takes a few seconds."""
+    return embedded_documents()
