@@ -175,8 +175,8 @@ def _check_entries(path: Path, header: Mapping[str, Any], room: int) -> None:
         begin, stop = entry["data_offsets"]
         if begin != end:
             raise LocaterError(
-                f"{path}: tensor {printable(name)} begins at byte {begin} and not at {end}, where the one before it ends: "
-                "the file is damaged, download it again"
+                f"{path}: tensor {printable(name)} begins at byte {begin} and not at {end}, where the one before it "
+                "ends: the file is damaged, download it again"
             )
         end = stop
     if end > room:
