@@ -12,3 +12,12 @@ def first_line(error: BaseException) -> str:
     ('one', 'KeyError')
     """
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def printable(name: str) -> str:
+    """A name from a file, in a form that fits into a message of one line.
+
+    >>> printable("layer.0.weight"), printable("two\\nlines")
+    ('layer.0.weight', "'two\\\\nlines'")
+    """
+    return name if name.isprintable() and len(name) <= 200 else f"{name!r:.80}"

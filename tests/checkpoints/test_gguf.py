@@ -225,7 +225,8 @@ def places(data: bytes) -> dict[str, int]:
     """Where the fields of interest lie in a file: counts, a key, the first array, the entry of the second tensor."""
     name = b"blk.0.attn_q.weight"
     at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
-    return {"version": 4, "tensors": 8, "keys": 16, "axes": at, "shape": at + 4, "type": at + 20, "offset": at + 24}
+    own = {"length": at - 8 - len(name), "axes": at, "shape": at + 4, "type": at + 20, "offset": at + 24}
+    return {"version": 4, "tensors": 8, "keys": 16, **own}
 
 
 def number(data: bytes, at: int) -> int:
@@ -241,6 +242,7 @@ GGUF_DAMAGE = {
     "empty": ("shape", lambda old: struct.pack("<QQ", 32, 0), "blk.0.attn_q.weight has the shape (32, 0)"),
     "five axes": ("axes", lambda old: struct.pack("<I", 5), "blk.0.attn_q.weight has 5 axes"),
     "unknown type": ("type", lambda old: struct.pack("<I", 99), "blk.0.attn_q.weight is stored as type 99"),
+    "a name that runs on": ("length", lambda old: struct.pack("<Q", old + 8), r"attn_q.weight\x02\x00"),
     "too many tensors": ("tensors", lambda old: struct.pack("<Q", 2**40), "1,099,511,627,776 tensors"),
     "too many keys": ("keys", lambda old: struct.pack("<Q", 2**62), "keys"),
     "a tensor more than there is": ("tensors", lambda old: struct.pack("<Q", old + 1), "GGUF"),
@@ -260,6 +262,7 @@ def test_damaged_gguf_files_are_refused(small: bytes, tmp_path: Path, damage: st
         scan(path)
     assert says in str(error.value)
     assert str(path) in str(error.value)
+    assert str(error.value).isprintable(), "one line, whatever the file has"
 
 
 def test_a_truncated_gguf_file_is_refused(small: bytes, tmp_path: Path) -> None:

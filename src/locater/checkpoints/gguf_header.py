@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, printable
 from locater.files import regular_file
 
 HEADER_LIMIT = 100_000_000  # bytes; the longest known vocabularies take a tenth of it
@@ -177,7 +177,7 @@ def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, T
     for _ in range(count):
         name = cursor.text()
         if name in entries:
-            cursor.refuse(f"the tensor {name:.80} occurs twice")
+            cursor.refuse(f"the tensor {printable(name)} occurs twice")
         entries[name] = _entry(cursor, name)
     alignment = fields.get(ALIGNMENT, 32)
     if alignment < 1 or alignment & (alignment - 1):
@@ -191,9 +191,11 @@ def _tensors(cursor: _Cursor, count: int, fields: dict[str, Any]) -> dict[str, T
     for name, (shape, kind, offset, size) in entries.items():
         if offset != expected:
             where = f"begins at byte {offset:,} of the data and not at {expected:,}, where the last one ends"
-            cursor.refuse(f"the tensor {name:.80} {where}")
+            cursor.refuse(f"the tensor {printable(name)} {where}")
         if begin + offset + size > cursor.size:
-            cursor.refuse(f"truncated: the tensor {name:.80} ends at byte {begin + offset + size:,} of {cursor.size:,}")
+            cursor.refuse(
+                f"truncated: the tensor {printable(name)} ends at byte {begin + offset + size:,} of {cursor.size:,}"
+            )
         tensors[name] = TensorEntry(shape, kind, begin + offset, size)
         expected += padded(size)
     return tensors
@@ -205,17 +207,17 @@ def _entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Any, int, int]:
 
     axes = cursor.take(KIND)
     if axes > AXES:
-        cursor.refuse(f"the tensor {name:.80} has {axes} axes")
+        cursor.refuse(f"the tensor {printable(name)} has {axes} axes")
     shape = tuple(cursor.take(AXIS) for _ in range(axes))
     if any(axis < 1 for axis in shape):  # no tensor is empty, and a length beyond 2^63 reads as negative
-        cursor.refuse(f"the tensor {name:.80} has the shape {shape}")
+        cursor.refuse(f"the tensor {printable(name)} has the shape {shape}")
     number, offset = cursor.take(KIND), cursor.take(COUNT)
     if number not in GGMLQuantizationType._value2member_map_:
         cursor.refuse(
-            f"the tensor {name:.80} is stored as type {number}, which the installed gguf package does not know"
+            f"the tensor {printable(name)} is stored as type {number}, which the installed gguf package does not know"
         )
     kind = GGMLQuantizationType(number)
     block, size = GGML_QUANT_SIZES[kind]
     if (shape[0] if shape else 1) % block:
-        cursor.refuse(f"the tensor {name:.80} has the shape {list(shape)} in blocks of {block}")
+        cursor.refuse(f"the tensor {printable(name)} has the shape {list(shape)} in blocks of {block}")
     return shape, kind, offset, math.prod(shape) // block * size

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from locater.checkpoints.weights import Rows, joined
-from locater.errors import LocaterError
+from locater.errors import LocaterError, printable
 from locater.files import no_duplicates, regular_file
 
 DTYPES = {  # those that are read as weights
@@ -169,14 +169,14 @@ def _check_entries(path: Path, header: Mapping[str, Any], room: int) -> None:
     for name, entry in header.items():
         fault = _fault(entry)
         if fault:
-            raise LocaterError(f"{path}: tensor {_shown(name)} {fault}: the file is damaged, download it again")
+            raise LocaterError(f"{path}: tensor {printable(name)} {fault}: the file is damaged, download it again")
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = entry["data_offsets"]
         if begin != end:
             raise LocaterError(
-                f"{path}: tensor {_shown(name)} begins at byte {begin} and not at {end}, where the one before it ends: "
-                "the file is damaged, download it again"
+                f"{path}: tensor {printable(name)} begins at byte {begin} and not at {end}, where the one before it "
+                "ends: the file is damaged, download it again"
             )
         end = stop
     if end > room:
@@ -210,8 +210,3 @@ def _fault(entry: Any) -> str | None:
 
 def _naturals(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int for value in values)
-
-
-def _shown(name: str) -> str:
-    """A tensor's name, printable on one line."""
-    return name if name.isprintable() and len(name) <= 200 else f"{name!r:.80}"

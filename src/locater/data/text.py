@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,16 @@ Text = str | Path | Tensor | Sequence[str] | Mapping[str, Tensor] | Iterable[Map
 EMPTY = "the text is empty: give at least a few hundred words"
 WAY_OUT = "give one with tokenizer= (--tokenizer PATH on the command line), or in Python token ids in place of text"
 LONGEST_NAME = 1000  # characters: no path is longer, most texts are
+
+
+class TextWindow(TypedDict, total=False):
+    """How text is cut into batches: the options of `batches`."""
+
+    tokenizer: Any
+    length: int
+    tokens: int
+    batch: int
+    skip: int
 
 
 def batches(

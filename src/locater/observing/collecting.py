@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from locater.checkpoints.weights import ModuleWeights
-from locater.data.text import Batch, Text, batches
+from locater.data.text import Batch, Text, TextWindow, batches
 from locater.errors import LocaterError
 from locater.families import attention_layers
 from locater.measures import ChannelMoments, normality_distance, top_directions
@@ -25,18 +25,12 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 def statistics(
-    model: nn.Module,
-    text: Text,
-    *,
-    tokenizer: Any = None,
-    length: int = 256,
-    tokens: int = 4096,
-    batch: int = 8,
-    progress: Progress | None = None,
+    model: nn.Module, text: Text, *, progress: Progress | None = None, **window: Unpack[TextWindow]
 ) -> Statistics:
-    """Run `model` over about `tokens` tokens of `text` and keep the mean and covariance of every attention input.
+    """Run `model` over some `text` and keep the mean and covariance of every attention input.
 
-    `text` is a string, a path, token ids, or batches as the model takes them. Used by `locater.scan(source,
+    `text` is a string, a path, token ids, or batches as the model takes them; `tokenizer`, `length` (256 tokens a
+    sequence), `tokens` (about 4,096 in all) and `batch` (8 sequences) say how it is cut. Used by `locater.scan(source,
     statistics=...)`.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
@@ -45,8 +39,7 @@ def statistics(
     >>> first.covariance.shape, first.tokens                   # without the first token of each sequence
     (torch.Size([16, 16]), 124)
     """
-    parts = batches(model, text, tokenizer=tokenizer, length=length, tokens=tokens, batch=batch)
-    return collected(model, parts, progress)
+    return collected(model, batches(model, text, **window), progress)
 
 
 def collected(model: nn.Module, parts: list[Batch], progress: Progress | None = None) -> Statistics:

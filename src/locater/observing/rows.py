@@ -19,7 +19,25 @@ from locater.observing.tally import AT, wide
 
 
 @dataclass(frozen=True)
-class SeenHead:
+class MeasuredHead:
+    """Which head it is, and the numbers of its attention that every result has."""
+
+    layer: int
+    head: int
+    kv_head: int
+    kind: str
+    name: str
+    rows: int
+    entropy: float | None = None
+    entropy_ratio: float | None = None
+    max_logit: float | None = None
+    max_probability: float | None = None
+    row_mass: float | None = None
+    participation: float | None = None
+
+
+@dataclass(frozen=True)
+class SeenHead(MeasuredHead):
     """One head over all calls. Means are over rows that see a key; None stands for what was not requested or did not
     occur.
 
@@ -35,19 +53,7 @@ class SeenHead:
     (`nn.MultiheadAttention`, which leaves both ranks None too).
     """
 
-    layer: int
-    head: int
-    kv_head: int
-    kind: str
-    name: str
-    rows: int
-    how: str
-    entropy: float | None = None
-    entropy_ratio: float | None = None
-    max_logit: float | None = None
-    max_probability: float | None = None
-    row_mass: float | None = None
-    participation: float | None = None
+    how: str = "exact"
     distance: float | None = None
     self_mass: float | None = None
     sink: float | None = None

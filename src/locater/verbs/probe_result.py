@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from locater.files import write_whole
 from locater.findings import FLAGS, Verdict, judge
+from locater.observing.rows import MeasuredHead
 from locater.observing.stream import SeenLayer
 from locater.predict.input_statistics import Statistics
 from locater.version import PROBE_SCHEMA, __version__
@@ -27,25 +28,13 @@ OLD_COLUMNS = {"M": "predicted_M", "F": "predicted_F", "localization": "predicte
 
 
 @dataclass(frozen=True)
-class ProbeRow:
+class ProbeRow(MeasuredHead):
     """One head. A column's name says what kind of number it is.
 
     `predicted_...` comes from statistics of another part of the text, `prior_...` from weights alone, `logit_bound`
     bounds every input, and all other columns are measured. None is a number that was not requested or has no meaning.
     """
 
-    layer: int
-    head: int
-    kv_head: int
-    kind: str
-    name: str
-    rows: int
-    entropy: float | None = None
-    entropy_ratio: float | None = None
-    max_logit: float | None = None
-    max_probability: float | None = None
-    row_mass: float | None = None
-    participation: float | None = None
     typical_kept: float | None = None
     distance: float | None = None
     self_mass: float | None = None
