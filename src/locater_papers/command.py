@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from locater.cli.shell import check_writable, show_progress, stdout_console
 from locater.errors import LocaterError
@@ -18,9 +17,10 @@ from locater.files import write_whole
 from locater.processor import avoid_broken_amx
 from locater_papers.engine.claims import Claim
 from locater_papers.engine.papers import Paper, Setting, chosen, joined, reproduce
+from locater_papers.engine.parallel import measure_at_once, processors
 
-Name = Annotated[
-    str | None, typer.Argument(metavar="PAPER", help="Name of a paper from --list; without it, all papers.")
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="[PAPER]...", help="Names of papers from --list; without any, all papers.")
 ]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Take minutes on two cores: smaller measurements in place of long ones.")
@@ -30,7 +30,10 @@ ClaimId = Annotated[
     str | None, typer.Option("--claim", metavar="ID", help="Test one claim (a2), or all claims of a letter (a).")
 ]
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="PATH", help="Write the data as JSON; - for standard output.")
+    str | None,
+    typer.Option(
+        "--json", metavar="PATH", help="Write the data as JSON; - for standard output; NAME in it is the paper's name."
+    ),
 ]
 Report = Annotated[
     str | None, typer.Option("--report", metavar="PATH", help="Write a page with figures: .html, or .md for Markdown.")
@@ -78,7 +81,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
 
     @app.command("reproduce", **about)
     def reproduce_command(
-        paper: Name = None,
+        papers: Names = None,
         quick: Quick = False,
         show: Listed = False,
         claim: ClaimId = None,
@@ -93,39 +96,47 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
     ) -> None:
         from locater_papers.engine.terminal import print_claims
 
-        wanted = _wanted(paper, claim)
+        chosen_papers = _papers(papers or [], claim)
         if show:
-            for each in wanted:
-                print_claims(each, stdout_console())
+            for paper in chosen_papers:
+                print_claims(paper, stdout_console())
             return
-        _check(json, report, images, models, earlier, len(wanted))
-        _check_runs(runs, data, jobs, [c.id for each in wanted for c in chosen(each, claim) if _rests_on_runs(each, c)])
+        _check(json, report, images, models, earlier, len(chosen_papers))
+        trained = [c.id for paper in chosen_papers for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
+        _check_runs(runs, data, jobs, trained)
         if runs is not None and not jobs and not earlier:
-            _check_lines(Path(runs), wanted, claim)
+            _check_lines(Path(runs), chosen_papers, claim)
         tell = partial(print, file=sys.stderr, flush=True)
-        if not earlier:
-            avoid_broken_amx()
-        for each in wanted:
-            bar = partial(show_progress, label=each.name)
-            files = [Path(runs)] if runs is not None else [] if jobs or earlier else _kept(each, claim, tell)
+        if earlier:
+            (paper,) = chosen_papers
+            _deliver(joined([_read(Path(x), paper) for x in earlier], paper), paper, json, report, images)
+            return
+        avoid_broken_amx()
+        settings = []
+        for paper in chosen_papers:
+            bar = partial(show_progress, label=paper.name)
+            files = [Path(runs)] if runs is not None else [] if jobs else _kept(paper, claim, tell)
             path, more = (files[-1], tuple(files[:-1])) if files else (None, ())
-            setting = Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)
-            document = (
-                joined([_read(Path(x), each) for x in earlier], each)
-                if earlier
-                else reproduce(each, setting, claim).to_dict()
-            )
-            _deliver(document, each, json, report, images, stdout_console())
+            settings.append((paper, Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)))
+        # training and long measurements use all cores by themselves
+        done = measure_at_once(settings, claim, processors() if quick and not jobs else 1)
+        for paper, setting in settings:
+            document = reproduce(paper, setting, claim, done[paper.name]).to_dict()
+            _deliver(document, paper, *(_of_paper(path, paper) for path in (json, report)), images)
 
 
-def _wanted(name: str | None, claim: str | None) -> list[Paper]:
+def _papers(names: list[str], claim: str | None) -> list[Paper]:
     from locater_papers import PAPERS, paper
 
-    found = list(PAPERS.values()) if name is None else [paper(name)]
+    papers = [paper(name) for name in dict.fromkeys(names)] if names else list(PAPERS.values())
     if claim is not None:
-        for each in found:
+        for each in papers:
             chosen(each, claim)
-    return found
+    return papers
+
+
+def _of_paper(path: str | None, paper: Paper) -> str | None:
+    return None if path is None else path.replace("NAME", paper.name)
 
 
 def _check(
@@ -133,8 +144,13 @@ def _check(
 ) -> None:
     """Refuse what could not be written or read before hours of work."""
     check_writable(json, report)
-    if papers > 1 and (json or report or earlier):
-        raise LocaterError("--json, --report and --from are for one paper: name it (--list shows them)")
+    if papers > 1 and earlier:
+        raise LocaterError("--from is for one paper: name it (--list shows them)")
+    for option, path in (("--json", json), ("--report", report)):
+        if papers > 1 and path is not None and "NAME" not in path:
+            raise LocaterError(
+                f"{option} {path}: {papers} papers need a file each: put NAME into it, as in out/NAME.json"
+            )
     if report is not None and Path(report).suffix not in (".md", ".html"):
         raise LocaterError(f"--report {report}: a report is .md or .html: end its name in one of them")
     if images is not None and report is None:
@@ -228,9 +244,8 @@ def _read(path: Path, paper: Paper) -> dict[str, Any]:
     return held
 
 
-def _deliver(
-    document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None, console: Console
-) -> None:
+def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None) -> None:
+    console = stdout_console()
     from locater_papers.engine.pages import write_report
     from locater_papers.engine.terminal import print_verdicts
 

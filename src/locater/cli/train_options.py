@@ -23,7 +23,7 @@ PANELS = {  # group of the help: fields of the plan
     "Optimization": ("steps", "batch", "accumulate", "rate", "warmup", "floor", "decay", "clip", "seed"),
     "Attention: control and measurement": ("control", "observe"),
     "The run and its files": ("out", "evaluate", "checkpoint", "log"),
-    "Machine": ("device", "precision", "compile"),
+    "Machine": ("device", "precision", "compile", "deterministic"),
 }
 METAVARS = {
     "out": "FOLDER",

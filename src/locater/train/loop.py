@@ -27,7 +27,7 @@ from locater.train.evaluation import Evaluation
 from locater.train.health import culprit, why_unread
 from locater.train.loss_log import LastEntropy, LossLog
 from locater.train.plan import Plan
-from locater.train.randomness import own_randomness, random_state, restore_random
+from locater.train.randomness import deterministic, own_randomness, random_state, restore_random
 from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
 from locater.train.result import Result
 from locater.train.run_folder import RESULT, claimed, run_folder
@@ -54,7 +54,7 @@ def run(plan: Plan, on_progress: OnProgress = lambda event: None) -> Result:
     folder = run_folder(plan)
     if (folder / RESULT).is_file():
         return Result.load(folder / RESULT)
-    with own_randomness(plan.seed, device):
+    with own_randomness(plan.seed, device), deterministic(device, plan.deterministic):
         training = Training.begin(plan, folder, device, on_progress)
         try:
             with claimed(plan):  # nothing is written before data, model and controls are ready

@@ -93,6 +93,7 @@ class Plan:
         "auto", "auto is bfloat16 on CUDA, float32 elsewhere.", choices=("auto", "float32", "bfloat16")
     )
     compile: bool = option(False, "Compile the model with torch.compile.")
+    deterministic: bool = option(True, "On a GPU, use algorithms that give equal weights for equal plans.")
 
     def __post_init__(self) -> None:
         for item in fields(self):

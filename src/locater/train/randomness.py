@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,27 @@ def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
             yield
         finally:
             random.setstate(before)
+
+
+@contextmanager
+def deterministic(device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """On a GPU, prefer algorithms whose sums have a fixed order: equal plans then give equal weights on one device.
+
+    Without it a compiled model adds up the gradients of embeddings in whatever order its threads arrive. An operation
+    that has no such algorithm is used as it is; PyTorch's warnings about it are left out.
+    """
+    if device.type != "cuda" or not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def random_state() -> dict[str, Any]:

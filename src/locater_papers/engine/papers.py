@@ -69,6 +69,15 @@ class Results:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """Results of a study, and what they took."""
+
+    results: Results
+    seconds: float  # by the clock
+    processor_seconds: float
+
+
+@dataclass(frozen=True)
 class Study:
     """One measurement and the claims it decides. `measure` is None where it cannot be run yet, and `needs` says what it
     waits for.
@@ -132,40 +141,52 @@ class Reproduction:
         write_whole(Path(path), self.to_json() + "\n")
 
 
-def reproduce(paper: Paper, setting: Setting | None = None, claim: str | None = None) -> Reproduction:
+def reproduce(
+    paper: Paper, setting: Setting | None = None, claim: str | None = None, done: Mapping[str, Timed] | None = None
+) -> Reproduction:
     """Measure what can be measured and judge every claim, or those that `claim` names: an id (`a2`) or a letter for its
-    group. Claims that rest on seeds are judged together, as many as are measured here.
+    group. Claims that rest on seeds are judged together, as many as are measured here. `done` has results of studies
+    that were measured already, by title.
     """
-    setting = setting or Setting()
+    setting, done = setting or Setting(), done or {}
     ids = {c.id for c in chosen(paper, claim)}
     verdicts: list[Verdict] = []
     tables: dict[str, Mapping[str, Any]] = {}
     seconds: dict[str, list[float]] = {}  # by the clock, and of processors
-    studies = [study for study in paper.studies if ids & {c.id for c in study.claims}]
+    studies = studies_of(paper, claim)
     start = time.perf_counter()
     for number, study in enumerate(studies, 1):
-        began = time.perf_counter(), _processor()
-        setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({began[0] - start:.0f} s so far)")
-        results = measure(study, setting)
+        if study.title not in done:
+            since = time.perf_counter() - start
+            setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({since:.0f} s so far)")
+        result = done.get(study.title) or timed(study, setting)
         if study.measure is not None:
-            seconds[study.title] = [round(time.perf_counter() - began[0], 1), round(_processor() - began[1], 1)]
-        if results.tables:
-            tables[study.title] = results.tables
+            seconds[study.title] = [round(result.seconds, 1), round(result.processor_seconds, 1)]
+        if result.results.tables:
+            tables[study.title] = result.results.tables
         for each in study.claims:
             if each.id in ids:
-                measured = results.measured.get(each.id)
+                measured = result.results.measured.get(each.id)
                 how = command(paper, each, study, setting, measured is not None)
                 verdicts.append(verdict_of(each, measured, how, study.needs))
     return Reproduction(paper, judged_together(verdicts), _assumptions(setting, seconds), tables)
 
 
-def measure(study: Study, setting: Setting) -> Results:
+def studies_of(paper: Paper, claim: str | None) -> list[Study]:
+    """The studies that decide the claims of this name."""
+    ids = {c.id for c in chosen(paper, claim)}
+    return [study for study in paper.studies if ids & {c.id for c in study.claims}]
+
+
+def timed(study: Study, setting: Setting) -> Timed:
     """One study; quick ones are small, and a team of threads costs them more than it brings."""
+    clock, processor = time.perf_counter(), _processor()
     if study.measure is None:
-        return Results({})
+        return Timed(Results({}), 0.0, 0.0)
     with one_thread() if setting.quick else nullcontext():
         results = study.measure(setting)
-    return results if isinstance(results, Results) else Results(results)
+    results = results if isinstance(results, Results) else Results(results)
+    return Timed(results, time.perf_counter() - clock, _processor() - processor)
 
 
 def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:

@@ -7,20 +7,25 @@ was made.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import locater
 from locater.errors import LocaterError, first_line
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
+from locater.version import __version__
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
 
@@ -162,12 +167,40 @@ def moments(model: str) -> dict[str, float] | None:
 
 
 def machine(plan: Plan) -> dict[str, str]:
+    """What a number may depend on besides its plan: device, versions, and the code (a hash of the package's files)."""
     import torch
 
     from locater.train.recipe import device_of
 
     kind = device_of(plan.device).type
-    return {"device": torch.cuda.get_device_name() if kind == "cuda" else kind, "torch": torch.__version__}
+    device = torch.cuda.get_device_name() if kind == "cuda" else kind
+    known = {
+        "device": device,
+        "torch": torch.__version__,
+        "locater": __version__,
+        "code": code_of(Path(locater.__file__)),
+    }
+    commit = _commit(Path(locater.__file__).parent)
+    return {**known, "commit": commit} if commit else known
+
+
+@cache
+def code_of(package: Path) -> str:
+    """The first 12 digits of a SHA-256 over the sources of a package, given its __init__.py."""
+    digest = hashlib.sha256()
+    for path in sorted(package.parent.rglob("*.py")):
+        digest.update(path.relative_to(package.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@cache
+def _commit(folder: Path) -> str | None:
+    """The commit of the tree that a package runs from; None outside of one."""
+    try:
+        done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip()[:12] or None if done.returncode == 0 else None
 
 
 def _present(rows: Sequence[Row], data: Path) -> None:
