@@ -20,7 +20,7 @@ from locater_papers.engine.draws import normal
 from locater_papers.engine.mechanism_runs import SOFTMAX_MASKED
 from locater_papers.engine.pages import page as whole_page
 from locater_papers.engine.runs import Runs
-from locater_papers.shi2022 import PAPER, bounds, cosine, judged, models, stacks, theorem
+from locater_papers.shi2022 import PAPER, bounds, cosine, fusion, models, stacks, theorem
 from tests.papers.made_runs import fill
 
 IDS = torch.arange(3, 15).reshape(2, 6)
@@ -60,8 +60,8 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     runs = Runs(path)
     fill(runs, SOFTMAX_MASKED, [3.0, 3.1, 3.2], halves(0.1, 0.2, 0.3, 0.4))
     for kind, by, last in (("concat", -0.1, 0.3), ("max", 0.1, 0.5), ("gate", 0.0, 0.4)):
-        fill(runs, judged.FUSIONS[kind], [3.0 + by, 3.1 + 2 * by], halves(0.1, 0.2, 0.3, last))
-    fill(runs, judged.POST, [3.2, 3.3], halves(0.1, 0.3, 0.6, 0.9))
+        fill(runs, fusion.FUSIONS[kind], [3.0 + by, 3.1 + 2 * by], halves(0.1, 0.2, 0.3, last))
+    fill(runs, fusion.POST, [3.2, 3.3], halves(0.1, 0.3, 0.6, 0.9))
     small = {cosine: ("DRAWS", 6), bounds: ("DRAWS", 30), theorem: ("DRAWS", 60), stacks: ("SEEDS", 2)}
     with pytest.MonkeyPatch.context() as patch:
         for module, (name, count) in small.items():
@@ -173,7 +173,7 @@ def test_fusion_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
 
 def test_lines_without_measures_decide_nothing(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs.jsonl")
-    for arm in judged.ARMS:
+    for arm in fusion.ARMS:
         fill(runs, arm, [3.0, 3.0, 3.0])
     found = {v.claim.id: v.verdict for v in reproduce(PAPER, Setting(runs=tmp_path / "runs.jsonl"), claim="f").verdicts}
     assert (found["f1"], found["f4"], found["f7"]) == ("holds", "undecided", "undecided")
