@@ -1,18 +1,18 @@
 """Rank collapse in width: with the outlier, a stack of attention sends tokens to rank one as T grows; without it, no.
-Studies b and d.
+Study b.
 
 X_l = A_l X_{l-1} W_l from orthonormal tokens, Sigma_l = X_l X_l^T, and the stable rank of Sigma_l, sum s_i^4 / s_1^4
 over the singular values of X_l. Its distance from 1 is summed without the first value, so that 1e-12 has all its
 digits.
 
-The paper has no mask. That attention under a causal mask collapses tokens exponentially with depth, and that LayerNorm
-can prevent it for some value weights, was shown by Wu and others (arXiv 2405.18781).
+Value weights are Gaussian. That LayerNorm can keep tokens apart for some other value weights was shown by Wu and others
+(arXiv 2405.18781).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
@@ -74,33 +74,6 @@ CLAIMS = (
     Claim(
         "b8", "(I - J) A, which centres outputs, is another matrix",
         "norm of (I - J) A - A (I - J) over that of A (I - J)", "at least", 0.1, by="ours",
-    ),
-)  # fmt: skip
-
-MASKED = (
-    Claim(
-        "d1", "Under a causal mask eigenvalues are the diagonal, and the second does not shrink with T",
-        "exponent of T in the size of λ_2", "about", 0.0, 0.25, by="ours",
-    ),
-    Claim(
-        "d2", "Nor does the second singular value: no gap opens",
-        "exponent of T in s_2 / s_1", "at least", 0.0, by="ours",
-    ),
-    Claim(
-        "d3", "So there is no rank collapse in width under a causal mask",
-        "exponent of T in stable rank - 1 after layer 1", "at least", -0.25, by="ours",
-    ),
-    Claim(
-        "d4", "There is one in depth",
-        f"stable rank - 1 after layer {LAYERS} over that after layer 1, longest sequences", "at most", 0.1, by="ours",
-    ),
-    Claim(
-        "d5", "Taking the prefix mean off, the causal form of the cure, makes the stable rank grow with T as it does without a mask",
-        "exponent of T in the stable rank after layer 1", "at least", 0.5, by="ours",
-    ),
-    Claim(
-        "d6", "It does not cure collapse in depth either",
-        f"stable rank - 1 after layer {LAYERS} over that after layer 1, longest sequences", "at most", 0.5, by="ours",
     ),
 )  # fmt: skip
 
@@ -251,8 +224,8 @@ def _against_tokens(setting: Setting) -> Results:
         "b3": by_seed(min(cured, key=fmean), {"exponents": [fmean(x) for x in cured]}),
     }
     table = {
-        "softmax": _table(plain),
-        "centred": _table(centred, add=1),
+        "softmax": rank_table(plain),
+        "centred": rank_table(centred, add=1),
         "exponents": [fmean(x) for x in slopes],
         "exponents_without_sigma": [fmean(x) for x in bare],
     }
@@ -279,43 +252,7 @@ def _against_depth(setting: Setting) -> Results:
     return Results(measured, {"stable_rank_by_depth": {"tokens": T, "rows": means}})
 
 
-def measure_masked(setting: Setting) -> Results:
-    """The same under a causal mask."""
-    lengths, seeds = LENGTHS[setting.quick], range(SEEDS[setting.quick])
-    maps = {T: [random_map(T, seed, causal=True) for seed in seeds] for T in lengths}
-    second = {T: [float(A.diagonal().sort(descending=True).values[1]) for A in some] for T, some in maps.items()}
-    ratio = {T: [_second_over_first(A) for A in some] for T, some in maps.items()}
-    check = max(
-        float((torch.linalg.eigvals(A).abs().sort().values - A.diagonal().sort().values).abs().max())
-        for A in maps[lengths[0]]
-    )
-    plain, centred = (by_tokens(Stack(name, causal=True), setting) for name in ("softmax", "centred"))
-
-    def slopes(values: Mapping[int, Sequence[float]]) -> list[float]:
-        return [exponent(lengths, [values[T][seed] for T in lengths]) for seed in seeds]
-
-    def fall(ranks: ByTokens) -> list[float]:
-        return [layers[-1] / layers[0] for layers in ranks[lengths[-1]]]
-
-    measured = {
-        "d1": by_seed(slopes(second), {"eigenvalues_off_diagonal": check}),
-        "d2": by_seed(slopes(ratio)),
-        "d3": by_seed(exponents(plain, 0)),
-        "d4": by_seed(fall(plain)),
-        "d5": by_seed(exponents(centred, 0, add=1)),
-        "d6": by_seed(fall(centred)),
-    }
-    rows = [{"tokens": T, "lambda_2": fmean(second[T]), "ratio": fmean(ratio[T])} for T in lengths]
-    ranks = {"softmax": _table(plain), "centred": _table(centred, add=1)}
-    return Results(measured, {"causal_maps": rows, "causal_stable_rank": ranks})
-
-
-def _second_over_first(A: Map) -> float:
-    s = torch.linalg.svdvals(A)
-    return float(s[1] / s[0])
-
-
-def _table(ranks: ByTokens, add: int = 0) -> dict[str, Any]:
+def rank_table(ranks: ByTokens, add: int = 0) -> dict[str, Any]:
     """Means over seeds of stable rank - 1, or with add = 1 of the stable rank, by tokens and layer; and the powers of
     ten around them, for the axis of a figure.
     """
@@ -330,4 +267,3 @@ def _table(ranks: ByTokens, add: int = 0) -> dict[str, Any]:
 
 
 STUDY = Study("rank collapse in width", CLAIMS, measure)
-CAUSAL = Study("under a causal mask", MASKED, measure_masked)
