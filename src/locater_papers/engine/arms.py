@@ -120,13 +120,14 @@ def mark_inconclusive(
 
 
 def value_of(line: Line, what: What) -> float | None:
-    """A number of a line: `report_loss`, or `measures.sink_rate`; None where it is not known.
+    """A number of a line: `report_loss`, or `measures.sink_rate`; None where it is not known, or not a number.
 
     >>> value_of({"measures": {"gap": 0.5}}, "measures.gap")
     0.5
     """
     if callable(what):
-        return what(line)
+        value = what(line)
+        return None if math.isnan(value) else value
     found: Any = line
     for part in what.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None

@@ -8,7 +8,7 @@ logits and keys that tell positions apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -19,12 +19,12 @@ from torch import Tensor
 from locater.attention import mechanism
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 Map = Float[Tensor, "T T"]
 
 TOKENS = {True: 512, False: 1024}
-SEEDS = {True: 3, False: 4}
+SEEDS = {True: 8, False: 8}
 SIGMAS = (0.5, 1.0, 2.0)
 LENGTHS = (64, 128, 256, 512)
 LAMBDAS = (0.0, 0.2, 0.5, 0.8, 1.0)
@@ -39,11 +39,11 @@ CLAIMS = (
     ),
     Claim(
         "a2", "The second eigenvalue of a random map shrinks with the number of tokens as σ / sqrt(T)",
-        "size of λ_2 times sqrt(T) / σ, σ = 1", "about", 1.0, OFF,
+        "size of λ_2 times sqrt(T) / σ, σ = 1", "about", 1.0, OFF, bound="ours",
     ),
     Claim(
         "a3", "Its second singular value shrinks as 2 σ / sqrt(T), while the first stays at 1: a gap opens",
-        "s_2 sqrt(T) / (2 σ), σ = 1", "about", 1.0, OFF,
+        "s_2 sqrt(T) / (2 σ), σ = 1", "about", 1.0, OFF, where="abstract", bound="ours",
     ),
     Claim(
         "a4", "The same holds for less even maps at this number of tokens",
@@ -130,63 +130,99 @@ def expected_ratio(T: int, lam: float, sigma: float = 1.0) -> float:
     return (1 - lam) * math.sqrt(T) / (2 * sigma * math.sqrt(1 + lam**2))
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Random maps of growing length and of three sizes; the other kinds at the largest length."""
     T, seeds = TOKENS[setting.quick], range(SEEDS[setting.quick])
+    parts = _independent(T, seeds), _key_query(T, seeds), _differential(T, seeds)
+    return Results(
+        {key: value for part in parts for key, value in part.measured.items()},
+        {name: table for part in parts for name, table in part.tables.items()},
+    )
+
+
+def _independent(T: int, seeds: Sequence[int]) -> Results:
+    """Maps of independent logits."""
     draws = {sigma: [spectrum(random_map(T, seed, sigma)) for seed in seeds] for sigma in SIGMAS}
-    one, root = draws[1.0], math.sqrt(T)
-    table = [
-        {"sigma": sigma, "lambda_2": _mean(held, "lambda_2") * root / sigma, "s_2": _mean(held, "s_2") * root / (2 * sigma),
-         "s_1": _mean(held, "s_1"), "stable_rank": _mean(held, "stable_rank")}
-        for sigma, held in draws.items()
-    ]  # fmt: skip
-    growth = [{"tokens": n, **_means([spectrum(random_map(n, seed)) for seed in seeds])} for n in LENGTHS if n < T]
-    growth.append({"tokens": T, **_means(one)})
-    values = torch.linalg.eigvals(random_map(LENGTHS[1], 0))
-    cloud = [[float(z.real), float(z.imag)] for z in values]
-    learned = [_beside_independent(T, seed) for seed in seeds]
-    uniform = [torch.linalg.svdvals(key_query_map(T, seed, T**-0.5)[0])[1].item() * root for seed in seeds]
-    ratios = {lam: [differential_ratio(T, lam, 10 * seed) for seed in seeds] for lam in LAMBDAS}
-    others = {lam: [differential_ratio(T, lam, 10 * seed, independent=False) for seed in seeds] for lam in LAMBDAS}
-    off = [max(abs(ratios[lam][n] / expected_ratio(T, lam) - 1) for lam in LAMBDAS if lam < 0.9) for n in seeds]
-    differential = [
-        {"lambda": lam, "independent": fmean(ratios[lam]), "expected": expected_ratio(T, lam), "heads": fmean(others[lam])}
-        for lam in LAMBDAS
-    ]  # fmt: skip
-    first = max(abs(d["lambda_1"] - 1) for held in draws.values() for d in held)
-    shown = {"table": table, "grown": growth, "tokens": T, "cloud": cloud, "cloud_tokens": LENGTHS[1]}
-    return {
-        "a1": Measured(first, 0.0, f"none: largest of {len(SIGMAS) * len(seeds)} maps", shown),
-        "a2": by_seed([d["lambda_2"] * root for d in one]),
-        "a3": by_seed([d["s_2"] * root / 2 for d in one]),
-        "a4": by_seed([d["s_2"] * root / 4 for d in draws[2.0]]),
-        "a5": by_seed([d["stable_rank"] for d in one]),
-        "a6": by_seed([d["s_2"] / d["limit"] for d in learned], {"means": _means(learned), "tokens": T}),
-        "a7": by_seed([d["edge"] / d["independent_edge"] for d in learned]),
-        "a8": by_seed(uniform),
-        "a9": by_seed(off, {"rows": differential, "head": HEAD, "tokens": T}),
+    root = math.sqrt(T)
+    first = max(abs(draw["lambda_1"] - 1) for some in draws.values() for draw in some)
+    measured = {
+        "a1": Measured(first, 0.0, f"none: largest of {len(SIGMAS) * len(seeds)} maps"),
+        "a2": by_seed([draw["lambda_2"] * root for draw in draws[1.0]]),
+        "a3": by_seed([draw["s_2"] * root / 2 for draw in draws[1.0]]),
+        "a4": by_seed([draw["s_2"] * root / 4 for draw in draws[2.0]]),
+        "a5": by_seed([draw["stable_rank"] for draw in draws[1.0]]),
     }
+    rows = []
+    for sigma, some in draws.items():
+        means = _means(some)
+        scaled = {"lambda_2": means["lambda_2"] * root / sigma, "s_2": means["s_2"] * root / (2 * sigma)}
+        rows.append({"sigma": sigma, **means, **scaled, "limit": 1 + sigma**2})
+    shorter = {n: [spectrum(random_map(n, seed)) for seed in seeds] for n in LENGTHS if n < T}
+    growth = [
+        {"tokens": n, **_means(some), "s_2_limit": 2 * n**-0.5, "lambda_2_limit": n**-0.5}
+        for n, some in {**shorter, T: draws[1.0]}.items()
+    ]
+    return Results(measured, {"random_maps": {"tokens": T, "rows": rows, "growth": growth}, "eigenvalues": _cloud()})
+
+
+def _cloud(T: int = LENGTHS[1]) -> dict[str, Any]:
+    """Eigenvalues of one map in the plane, and the circle of radius 1 / sqrt(T)."""
+    values = torch.linalg.eigvals(random_map(T, 0))
+    angles = [math.pi * n / 30 for n in range(61)]
+    return {
+        "tokens": T,
+        "values": [[float(z.real), float(z.imag)] for z in values],
+        "circle": [[math.cos(angle) / math.sqrt(T), math.sin(angle) / math.sqrt(T)] for angle in angles],
+    }
+
+
+def _key_query(T: int, seeds: Sequence[int]) -> Results:
+    """Maps of queries and keys: weights N(0, 1), and weights drawn after Xavier."""
+    unit = [_beside_independent(T, seed) for seed in seeds]
+    xavier = [torch.linalg.svdvals(key_query_map(T, seed, T**-0.5)[0])[1].item() * math.sqrt(T) for seed in seeds]
+    measured = {
+        "a6": by_seed([draw["s_2"] / draw["limit"] for draw in unit]),
+        "a7": by_seed([draw["edge"] / draw["independent_edge"] for draw in unit]),
+        "a8": by_seed(xavier),
+    }
+    return Results(measured, {"key_query_maps": {"tokens": T, **_means(unit)}})
 
 
 def _beside_independent(T: int, seed: int) -> dict[str, float]:
     """sqrt(T) times singular values of a key-query map with weights N(0, 1), and of independent logits of the same
     variance.
     """
-    learned, variance = key_query_map(T, seed, 1.0)
+    key_query, variance = key_query_map(T, seed, 1.0)
     sigma = math.sqrt(math.expm1(variance))
-    own, plain = (torch.linalg.svdvals(A) * math.sqrt(T) for A in (learned, random_map(T, seed + 500, sigma)))
+    own, plain = (torch.linalg.svdvals(A) * math.sqrt(T) for A in (key_query, random_map(T, seed + 500, sigma)))
     return {
-        "limit": 2 * sigma, "s_2": float(own[1]), "edge": float(own[EDGE - 1]), "independent_s_2": float(plain[1]),
+        "limit": 2 * sigma,
+        "s_2": float(own[1]),
+        "edge": float(own[EDGE - 1]),
+        "independent_s_2": float(plain[1]),
         "independent_edge": float(plain[EDGE - 1]),
-    }  # fmt: skip
+    }
 
 
-def _mean(held: list[dict[str, float]], name: str) -> float:
-    return fmean([each[name] for each in held])
+def _differential(T: int, seeds: Sequence[int]) -> Results:
+    """Differences of two maps, by λ."""
+    ratios = {lam: [differential_ratio(T, lam, 10 * seed) for seed in seeds] for lam in LAMBDAS}
+    heads = {lam: [differential_ratio(T, lam, 10 * seed, independent=False) for seed in seeds] for lam in LAMBDAS}
+    off = [max(abs(ratios[lam][n] / expected_ratio(T, lam) - 1) for lam in LAMBDAS if lam < 0.9) for n in seeds]
+    rows = [
+        {
+            "lambda": lam,
+            "independent": fmean(ratios[lam]),
+            "formula": max(1.0, expected_ratio(T, lam)),
+            "heads": fmean(heads[lam]),
+        }
+        for lam in LAMBDAS
+    ]
+    return Results({"a9": by_seed(off)}, {"differential_maps": {"tokens": T, "head": HEAD, "rows": rows}})
 
 
-def _means(held: list[dict[str, float]]) -> dict[str, Any]:
-    return {name: _mean(held, name) for name in held[0]}
+def _means(draws: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: fmean(draw[name] for draw in draws) for name in draws[0]}
 
 
 STUDY = Study("the gap of random maps", CLAIMS, measure)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater_papers.engine.arms import Line, change, ends_table, trained
-from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.claims import Claim, half_range
 from locater_papers.engine.mechanism_runs import MASKED, SOFTMAX, SOFTMAX_MASKED, arm
-from locater_papers.engine.papers import Setting, Study
-from locater_papers.engine.runs import Runs
+from locater_papers.engine.papers import Results, Setting, Study
+from locater_papers.engine.runs import Arm, Runs
 from locater_papers.engine.trained_heads import HALVES, LENGTH, trained_layers
 
 CLAIMS = (
@@ -39,7 +37,7 @@ def gaps(A: Float[Tensor, "*n T T"]) -> dict[str, list[float]]:
     """s_2 / s_1; s_2 sqrt(T) / (2 sigma) with sigma^2 = |A|_F^2 - 1, which is the variance of T A_ij where rows sum to
     1; stable rank.
 
-    >>> {name: [round(x, 6) for x in held] for name, held in gaps(torch.eye(4)[None]).items()}
+    >>> {name: [round(x, 6) for x in values] for name, values in gaps(torch.eye(4)[None]).items()}
     {'ratio': [1.0], 'random': [0.57735], 'stable_rank': [4.0]}
     """
     s = torch.linalg.svdvals(A.flatten(0, -3).double())
@@ -53,35 +51,38 @@ def gaps(A: Float[Tensor, "*n T T"]) -> dict[str, list[float]]:
     }
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+DECIDING = {  # claims: the number that decides, and whether models are causal
+    "e1": ("random", False),
+    "e2": ("ratio", False),
+    "e3": ("ratio", True),
+}
+
+
+def measure(setting: Setting) -> Results:
     """Every head of every model, on two halves of a text."""
-    held: dict[tuple[str, int], dict[str, list[float]]] = {}  # by model and half
+    by_half: dict[tuple[str, int], dict[str, list[float]]] = {}  # by model and half
     causal: dict[str, bool] = {}
     for part in trained_layers(setting):
         causal[part.model] = part.causal
-        into = held.setdefault((part.model, part.half), {})
+        heads = by_half.setdefault((part.model, part.half), {})
         for name, values in gaps(part.maps()).items():
-            into.setdefault(name, []).extend(values)
-    rows: list[dict[str, Any]] = [
-        {"model": model, "causal": causal[model], **{name: median(values) for name, values in held[model, 0].items()},
-         "low": _tenth(held[model, 0]["ratio"], 0.1), "high": _tenth(held[model, 0]["ratio"], 0.9)}
-        for model in causal
-    ]  # fmt: skip
+            heads.setdefault(name, []).extend(values)
 
-    def of(name: str, masked: bool) -> list[float] | None:
-        both = [
-            [x for (model, half), found in held.items() if half == n and causal[model] is masked for x in found[name]]
-            for n in range(2)
-        ]
-        return [median(values) for values in both] if all(both) else None
+    def medians(name: str, masked: bool) -> list[float]:
+        """Over heads of all models of a kind, for each half; none where there is no such model."""
+        models = [model for model in causal if causal[model] is masked]
+        return [median([x for model in models for x in by_half[model, half][name]]) for half in range(2) if models]
 
-    asked = {"e1": ("random", False), "e2": ("ratio", False), "e3": ("ratio", True)}
-    found = {key: of(*which) for key, which in asked.items()}
-    return {
-        key: half_range(values, HALVES, {"rows": rows, "tokens": LENGTH})
-        for key, values in found.items()
-        if values is not None
-    }
+    halves = {key: medians(*which) for key, which in DECIDING.items()}
+    measured = {key: half_range(values, HALVES) for key, values in halves.items() if values}
+    rows = [_row(model, causal[model], by_half[model, 0]) for model in causal]
+    return Results(measured, {"trained_maps": {"tokens": LENGTH, "rows": rows}} if rows else {})
+
+
+def _row(model: str, causal: bool, heads: dict[str, list[float]]) -> dict[str, Any]:
+    low, high = (_tenth(heads["ratio"], at) for at in (0.1, 0.9))
+    medians = {name: median(values) for name, values in heads.items()}
+    return {"model": model, "mask": "causal" if causal else "none", **medians, "low": low, "high": high}
 
 
 def _tenth(values: list[float], at: float) -> float:
@@ -136,17 +137,22 @@ def last_residual(line: Line) -> float:
     return (residuals(line) or [math.nan])[-1]
 
 
-def judged(runs: Runs) -> Mapping[str, Measured | None]:
-    depth = {each.name: [residuals(line) for line in each.so_far(runs)] for each in ARMS}
-    shown = {"arms": ends_table(runs, ARMS), "depth": {name: held for name, held in depth.items() if held}}
-    found = {
+def by_depth(runs: Runs, one: Arm) -> list[list[float]]:
+    """Layer and residual's share, mean over seeds; none where no run measured it."""
+    curves = [curve for line in one.so_far(runs) if (curve := residuals(line))]
+    return [[n / 2, fmean(values)] for n, values in enumerate(zip(*curves, strict=True))]
+
+
+def judge(runs: Runs) -> Results:
+    measured = {
         "f1": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, "report_loss"),
         "f2": change(runs, CENTRED, SOFTMAX, "report_loss"),
         "f3": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, "measures.gap"),
         "f4": change(runs, CENTRED_MASKED, SOFTMAX_MASKED, last_residual),
         "f5": change(runs, CENTRED, SOFTMAX, last_residual),
     }
-    return carried(found, shown)
+    curves = {one.name: curve for one in ARMS if (curve := by_depth(runs, one))}
+    return Results(measured, {"training_ends": ends_table(runs, ARMS), "residual_by_depth": curves})
 
 
-RUNS = trained("training without the outlier", TRAINING, ARMS, judged)
+RUNS = trained("training without the outlier", TRAINING, ARMS, judge)

@@ -1,16 +1,16 @@
 """Shi and others (2022): over-smoothing in BERT, tokens that grow alike with depth, and fusion of layers against it."""
 
+from pathlib import Path
+
 from locater_papers.engine.papers import Paper
-from locater_papers.shi2022 import bounds, cosine, judged, models, stacks, theorem
-from locater_papers.shi2022.page import lead, page
+from locater_papers.shi2022 import bounds, cosine, fusion, models, stacks, theorem
 
 PAPER = Paper(
     "shi2022",
     "Over-smoothing in BERT: how alike tokens become, what the theorem promises, what fusion does",
     "Shi and others, Revisiting over-smoothing in BERT from the perspective of graph (ICLR 2022, arXiv 2202.08625)",
-    (cosine.STUDY, bounds.STUDY, theorem.STUDY, stacks.STUDY, models.STUDY, judged.STUDY),
-    page,
-    lead,
+    (cosine.STUDY, bounds.STUDY, theorem.STUDY, stacks.STUDY, models.STUDY, fusion.STUDY),
+    Path(__file__).parent,
 )
 
 __all__ = ["PAPER"]

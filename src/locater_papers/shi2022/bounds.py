@@ -11,8 +11,8 @@ All follow from d^2 = sum over pairs |h_i - h_j|^2 / (2 n). A shared bias is no 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.shi2022.cosine import distance
 
 DRAWS = {True: 600, False: 6000}
@@ -31,8 +31,9 @@ KEYS = 32
 STEEPEST = 0.5 + math.erf(1) / 2 + math.exp(-1) / math.sqrt(math.pi)  # slope of GELU at sqrt 2: Phi(x) + x phi(x)
 
 CLAIMS = (
-    Claim("b1", "Attention: d(A H) at most sqrt(λ) d(H)", "largest d(A H) / (sqrt(λ) d(H)), softmax maps, half of them causal", "at most",
-        1.0),
+    Claim(
+        "b1", "Attention: d(A H) at most sqrt(λ) d(H)", "largest d(A H) / (sqrt(λ) d(H)), softmax maps, half of them causal", "at most", 1.0,
+    ),
     Claim(
         "b2", "No smaller factor will do: tokens along one eigenvector attain it",
         "largest shortfall of d(A H) / (sqrt(λ) d(H)) from 1, H the first eigenvector of A^T (I - J) A", "at most", 1e-9, by="ours",
@@ -101,33 +102,48 @@ def shares(seed: int) -> dict[str, float]:
     }
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def lambdas(setting: Setting, causal: bool) -> dict[float, list[float]]:
+    """lambda of random maps, by the standard deviation of their logits."""
+    seeds = range(MAPS[setting.quick])
+    return {size: [lam(attention_map(seed, KEYS, size, causal)) for seed in seeds] for size in LOGITS}
+
+
+def measure(setting: Setting) -> Results:
     """All draws, and the table of lambda."""
-    count, maps = DRAWS[setting.quick], range(MAPS[setting.quick])
-    found = [shares(seed) for seed in setting.each(list(range(count)))]
-    by = {name: [draw[name] for draw in found] for name in found[0]}
-    held = {
-        causal: {s: torch.tensor([lam(attention_map(seed, KEYS, s, causal)) for seed in maps]) for s in LOGITS}
-        for causal in (False, True)
+    draws = [shares(seed) for seed in setting.each(list(range(DRAWS[setting.quick])))]
+    parts = {name: [draw[name] for draw in draws] for name in draws[0]}
+    free, causal = lambdas(setting, causal=False), lambdas(setting, causal=True)
+    which = f"none: the largest of {len(draws)} draws"
+
+    def largest(name: str) -> Measured:
+        return Measured(max(parts[name]), 0.0, which)
+
+    measured = {
+        "b1": largest("attention"),
+        "b2": Measured(1 - min(parts["attained"]), 0.0, which),
+        "b3": by_seed(free[4.0], of="maps"),
+        "b4": by_seed(causal[0.1], of="maps"),
+        "b5": largest("weights"),
+        "b6": largest("ReLU"),
+        "b7": largest("GELU"),
+        "b8": largest("LayerNorm"),
     }
-    table = [
-        {"logits": s, "free": held[False][s].mean().item(), "free_max": held[False][s].max().item(),
-         "causal": held[True][s].mean().item(), "causal_max": held[True][s].max().item()}
-        for s in LOGITS
-    ]  # fmt: skip
-
-    def worst(name: str, **more: float) -> Measured:
-        return Measured(max(by[name]), 0.0, f"none: the largest of {count} draws", {"median": median(by[name]), **more})
-
-    return {
-        "b1": worst("attention"),
-        "b2": Measured(1 - min(by["attained"]), 0.0, f"none: the largest of {count} draws"),
-        "b3": by_seed(held[False][4.0].tolist(), {"lambda": table, "keys": KEYS, "most": KEYS / 2}, of="maps"),
-        "b4": by_seed(held[True][0.1].tolist(), of="maps"),
-        "b5": worst("weights"), "b6": worst("ReLU"),
-        "b7": worst("GELU", steepest=STEEPEST),
-        "b8": worst("LayerNorm"),
-    }  # fmt: skip
+    rows = [
+        {
+            "logits": size,
+            "free": fmean(free[size]),
+            "free_largest": max(free[size]),
+            "causal": fmean(causal[size]),
+            "causal_largest": max(causal[size]),
+        }
+        for size in LOGITS
+    ]
+    tables: dict[str, Any] = {
+        "lambda_of_maps": {"keys": KEYS, "most": KEYS / 2, "rows": rows},
+        "median_shares": {name: median(parts[name]) for name in ("attention", "weights", "LayerNorm")},
+        "gelu_slope": STEEPEST,
+    }
+    return Results(measured, tables)
 
 
 STUDY = Study("bounds, part by part", CLAIMS, measure)

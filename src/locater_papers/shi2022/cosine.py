@@ -11,26 +11,24 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import combinations
 from statistics import fmean
-from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from locater.measures import ranks, token_cosine, token_residual
-from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 DRAWS = {True: 60, False: 600}
 SEEDS = {True: 16, False: 64}
 TOKENS, WIDTH = 64, 32
 SHARED = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # a vector that all tokens have, in units of a token's own part
 DIRECTIONS = (1, 2, 4, 8, 16, 32)
-Tokens = Float[Tensor, "tokens width"]
+Tokens = Float[torch.Tensor, "tokens width"]
 
 CLAIMS = (
     Claim(
@@ -88,18 +86,20 @@ def identities(seed: int) -> tuple[float, float]:
 
 def readings(x: Tokens) -> dict[str, float]:
     """Cosine and effective rank, as the tokens are and around their mean."""
-    held = x[None]
+    batch = x[None]
     return {
-        "cosine": token_cosine(held).item(), "centred_cosine": token_cosine(held, centred=True).item(),
-        "rank": ranks(held).effective.item(), "centred_rank": ranks(held, centred=True).effective.item(),
-    }  # fmt: skip
+        "cosine": token_cosine(batch).item(),
+        "centred_cosine": token_cosine(batch, centred=True).item(),
+        "rank": ranks(batch).effective.item(),
+        "centred_rank": ranks(batch, centred=True).effective.item(),
+    }
 
 
-def _means(draws: list[dict[str, float]]) -> dict[str, float]:
-    return {name: fmean(draw[name] for draw in draws) for name in draws[0]}
+def _mean(draws: Sequence[dict[str, float]], name: str) -> float:
+    return fmean(draw[name] for draw in draws)
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Identities on draws; then a shared vector that grows, and tokens in ever more directions."""
     errors = [identities(seed) for seed in range(DRAWS[setting.quick])]
     seeds = range(SEEDS[setting.quick])
@@ -108,35 +108,31 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     few = {r: [readings(own[s][:, :r] @ normal(r, WIDTH, seed=s + 2000)) for s in seeds] for r in DIRECTIONS}
     plain = [draw["centred_rank"] for draw in shifted[0.0]]
     lost = [
-        1 - d["centred_rank"] / plain[s]
+        1 - draw["centred_rank"] / plain[s]
         for draws in shifted.values()
-        for s, d in enumerate(draws)
-        if d["cosine"] >= 0.99
+        for s, draw in enumerate(draws)
+        if draw["cosine"] >= 0.99
     ]
     low = [draw["rank"] / WIDTH for draws in few.values() for draw in draws if draw["cosine"] < 0.05]
-    means = [fmean(draw["centred_cosine"] for draw in draws) for draws in few.values()]
-    tables: dict[str, Any] = {
-        "shared": [{"shared": c, **_means(draws)} for c, draws in shifted.items()],
-        "directions": [{"directions": r, **_means(draws)} for r, draws in few.items()],
-        "tokens": TOKENS, "width": WIDTH,
-    }  # fmt: skip
-    spread = max(
-        2 * torch.tensor([d["centred_cosine"] for d in draws]).std().item() / len(draws) ** 0.5
-        for draws in few.values()
-    )
     largest = f"none: the largest of {len(errors)} draws"
-    return {
-        "a1": Measured(max(e[0] for e in errors), 0.0, largest, tables),
+    measured = {
+        "a1": Measured(max(e[0] for e in errors), 0.0, largest),
         "a2": Measured(max(e[1] for e in errors), 0.0, largest),
         "a3": Measured(max(lost), 0.0, f"none: the largest of {len(lost)} draws", {"draws": len(lost)}),
         "a4": Measured(min(low), 0.0, f"none: the least of {len(low)} draws", {"draws": len(low)}),
-        "a5": Measured(
-            max(means) - min(means),
-            2 * spread,
-            "4 standard errors of the least certain mean",
-            {"equal": -1 / (TOKENS - 1)},
-        ),
+        "a5": by_seed(centred_range(list(few.values())), {"equal": -1 / (TOKENS - 1)}),
     }
+    sets = {f"shared vector {c:g}": draws for c, draws in shifted.items()}
+    sets |= {f"{r} direction{'s' * (r > 1)}": draws for r, draws in few.items()}
+    rows = [{"set": name, **{key: _mean(draws, key) for key in draws[0]}} for name, draws in sets.items()]
+    return Results(measured, {"cosine_and_rank": {"tokens": TOKENS, "width": WIDTH, "rows": rows}})
+
+
+def centred_range(sets: Sequence[Sequence[dict[str, float]]]) -> list[float]:
+    """Cosine around the mean, by seed: the set with the largest mean less the one with the least."""
+    ordered = sorted(sets, key=lambda draws: _mean(draws, "centred_cosine"))
+    pairs = zip(ordered[-1], ordered[0], strict=True)
+    return [high["centred_cosine"] - low["centred_cosine"] for high, low in pairs]
 
 
 STUDY = Study("what the cosine of tokens sees", CLAIMS, measure)

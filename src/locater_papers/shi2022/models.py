@@ -11,8 +11,7 @@ In a trained block gains count, and GELU is a little steeper than ReLU, so v has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,24 @@ from locater.numerics import spearman
 from locater.verbs.load import load_model
 from locater_papers.dong2021.encoders import LENGTH, TEXT, is_causal
 from locater_papers.engine.claims import Claim, Measured, half_range
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.trained_heads import read_each, sources
 from locater_papers.shi2022.bounds import STEEPEST, lam, least_deviation
 from locater_papers.shi2022.cosine import distance
 
 SAMPLES = {True: 8, False: 32}
-BOUNDED = 2  # samples on which blocks are held to the theorem: a singular value per head and sample
-READ = ("cosine", "centred_cosine", "centred_rank")
+BOUNDED = 2  # samples on which blocks are compared with the theorem: a singular value per head and sample
+READ: dict[str, Callable[[Tensor], Tensor]] = {
+    "cosine": token_cosine,
+    "centred_cosine": lambda x: token_cosine(x, centred=True),
+    "centred_rank": lambda x: ranks(x, centred=True).effective,
+}
 Batch = dict[str, Tensor]
 
 CLAIMS = (
     Claim(
         "e1", "Tokens of a trained encoder grow alike with depth",
-        "rank correlation of depth with mean cosine, least of trained models without a mask", "at least", 0.8,
+        "rank correlation of depth with mean cosine, least of trained models without a mask", "at least", 0.8, where="abstract", bound="ours",
     ),
     Claim(
         "e2", "So do tokens of trained causal models with norms in front",
@@ -63,23 +66,20 @@ CLAIMS = (
 
 
 @torch.no_grad()
-def by_layer(model: Any, held: Sequence[Batch]) -> dict[str, Tensor]:
+def by_layer(model: Any, inputs: Sequence[Batch]) -> dict[str, Tensor]:
     """Cosine, cosine and effective rank around the mean, of every sample in every state: (samples, states) each.
 
     Special tokens at both ends of an encoder's sample are left out.
     """
     ends = 0 if is_causal(model) else 1
-    found: dict[str, list[Tensor]] = {name: [] for name in READ}
-    for part in held:
+    parts: dict[str, list[Tensor]] = {name: [] for name in READ}
+    for part in inputs:
         states = torch.stack(model(**part, output_hidden_states=True).hidden_states)[
             :, :, ends : part["input_ids"].shape[1] - ends
         ]
-        for name, read in (
-            ("cosine", lambda x: token_cosine(x)), ("centred_cosine", lambda x: token_cosine(x, centred=True)),
-            ("centred_rank", lambda x: ranks(x, centred=True).effective),
-        ):  # fmt: skip
-            found[name].append(torch.stack([read(x) for x in states], 1))
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        for name, read in READ.items():
+            parts[name].append(torch.stack([read(x) for x in states], 1))
+    return {name: torch.cat(values) for name, values in parts.items()}
 
 
 @torch.no_grad()
@@ -98,22 +98,18 @@ def promised(model: Any, part: Batch) -> list[dict[str, float]]:
     finally:
         for hook in hooks:
             hook.remove()
-    found = []
+    blocks = []
     for number, layer in enumerate(model.encoder.layer):
-        maps = out.attentions[number].double()
-        held = [[lam(a) ** 0.5 for a in sample] for sample in maps]
-        rows = [
-            _bounds(layer, held[b], [x[b].double() for x in seen[2 * number : 2 * number + 2]])
-            | {
-                "kept": distance(out.hidden_states[number + 1][b].double())
-                / distance(out.hidden_states[number][b].double())
-            }
-            for b in range(len(maps))
-        ]
+        before, after = (out.hidden_states[number + n].double() for n in range(2))
+        rows = []
+        for b, sample in enumerate(out.attentions[number].double()):
+            roots = [lam(a) ** 0.5 for a in sample]
+            in_front = [x[b].double() for x in seen[2 * number : 2 * number + 2]]
+            rows.append({**_bounds(layer, roots, in_front), "kept": distance(after[b]) / distance(before[b])})
         worst = max(row["kept"] / row["close"] for row in rows)
         means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-        found.append({**means, "least_v": min(row["v"] for row in rows), "share": worst})
-    return found
+        blocks.append({**means, "least_v": min(row["v"] for row in rows), "share": worst})
+    return blocks
 
 
 def _bounds(layer: nn.Module, roots: Sequence[float], before: Sequence[Tensor]) -> dict[str, float]:
@@ -141,15 +137,16 @@ def _norm(w: Tensor) -> float:
 
 def trained(setting: Setting) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Every model at hand on two halves of the samples, and what was left out, with the reason."""
-    found, left_out = read_each(sources(setting.models).items(), lambda name, folder: _one(name, folder, setting))
-    return list(found.values()), left_out
+    models, left_out = read_each(sources(setting.models).items(), lambda name, folder: _one(name, folder, setting))
+    return list(models.values()), left_out
 
 
 def _one(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
     model = load_model(str(folder)).requires_grad_(False)
-    held = batches(model, setting.text[:TEXT], length=LENGTH, tokens=LENGTH * SAMPLES[setting.quick], batch=4)
-    curves = {key: [part.mean(0).tolist() for part in x.chunk(2)] for key, x in by_layer(model, held).items()}
-    blocks = promised(model, {k: x[:BOUNDED] for k, x in held[0].items()}) if model.config.model_type == "bert" else []
+    parts = batches(model, setting.text[:TEXT], length=LENGTH, tokens=LENGTH * SAMPLES[setting.quick], batch=4)
+    curves = {key: [half.mean(0).tolist() for half in x.chunk(2)] for key, x in by_layer(model, parts).items()}
+    few = {key: x[:BOUNDED] for key, x in parts[0].items()}
+    blocks = promised(model, few) if model.config.model_type == "bert" else []
     return {"model": name, "causal": is_causal(model), "curves": curves, "blocks": blocks}
 
 
@@ -157,21 +154,18 @@ def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
     """Claims, each half of the samples by itself."""
     kinds = {causal: [entry for entry in entries if entry["causal"] is causal] for causal in (False, True)}
     blocks = [block for entry in entries for block in entry["blocks"]]
-    found: dict[str, Measured] = {}
+    measured: dict[str, Measured] = {}
     for key, causal in (("e1", False), ("e2", True)):
         if kinds[causal]:
-            found[key] = _halves([min(_with_depth(entry, half) for entry in kinds[causal]) for half in range(2)])
+            measured[key] = _halves([min(_with_depth(entry, half) for entry in kinds[causal]) for half in range(2)])
     if entries:
-        found["e3"] = _halves([max(_lost(entry, half) for entry in entries) for half in range(2)])
-        found["e4"] = _halves([max(_shown(entry, half) for entry in entries) for half in range(2)])
+        measured["e3"] = _halves([max(_lost(entry, half) for entry in entries) for half in range(2)])
+        measured["e4"] = _halves([max(_shown(entry, half) for entry in entries) for half in range(2)])
     if blocks:
-        found["e5"] = Measured(
-            min(b["least_v"] for b in blocks), 0.0, f"none: the least of {len(blocks)} blocks and all samples"
-        )
-        found["e6"] = Measured(
-            max(b["share"] for b in blocks), 0.0, f"none: the largest of {len(blocks)} blocks and all samples"
-        )
-    return found
+        of = f"of {len(blocks)} blocks and all samples"
+        measured["e5"] = Measured(min(block["least_v"] for block in blocks), 0.0, f"none: the least {of}")
+        measured["e6"] = Measured(max(block["share"] for block in blocks), 0.0, f"none: the largest {of}")
+    return measured
 
 
 def _with_depth(entry: Mapping[str, Any], half: int) -> float:
@@ -193,14 +187,15 @@ def _halves(values: list[float]) -> Measured:
     return half_range(values, "half the difference of two halves of the samples")
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
-    """All of it; the curves are with e2, which the model in the package always has."""
+def measure(setting: Setting) -> Results:
     entries, left_out = trained(setting)
-    found = judged(entries)
-    held = {"models": entries, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}
-    if "e2" in found:
-        found["e2"] = replace(found["e2"], numbers=held)
-    return found
+    shown = [{**entry, "curves": {key: _mean(curves) for key, curves in entry["curves"].items()}} for entry in entries]
+    table = {"models": shown, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}
+    return Results(judged(entries), {"trained_models": table} if entries else {})
+
+
+def _mean(halves: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(values) / len(values) for values in zip(*halves, strict=True)]
 
 
 STUDY = Study(

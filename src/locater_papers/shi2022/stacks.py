@@ -6,18 +6,18 @@ The paper is about BERT, whose norms stand after the sums. Models of today have 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from itertools import product
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from locater.measures import token_cosine
-from locater_papers.engine.claims import Claim, Measured, by_seed
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.claims import Claim, by_seed
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.shi2022.bounds import layer_norm
 
-SEEDS = {True: 6, False: 24}
+SEEDS = {True: 16, False: 24}
 DEPTH, TOKENS, WIDTH, HEADS = 24, 32, 64, 4
 GAINS = (0.3, 1.0)  # of what a sublayer adds, beside the tokens' size
 
@@ -75,23 +75,27 @@ def cosines(
     return token_cosine(torch.stack(states))
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Both places of the norm, both masks, two gains."""
     seeds = range(SEEDS[setting.quick])
     kinds = {
-        f"{'post' if post else 'pre'}{', causal' if causal else ''}, {gain:g}": torch.stack([cosines(s, post, causal, gain) for s in seeds])
-        for gain in GAINS for post in (True, False) for causal in (False, True)
-    }  # fmt: skip
-    ends = {name: held[:, -1] for name, held in kinds.items()}
-    curves = {name: held.mean(0).tolist() for name, held in kinds.items()}
-    return {
-        "d1": by_seed(
-            ends["post, 1"].tolist(), {"curves": curves, "seeds": len(seeds), "tokens": TOKENS, "width": WIDTH}
-        ),
-        "d2": by_seed(ends["pre, 1"].tolist()),
-        "d3": by_seed((ends["post, causal, 0.3"] - ends["post, 0.3"]).tolist()),
-        "d4": by_seed((ends["post, 0.3"] - ends["pre, 0.3"]).tolist()),
+        _name(post, causal, gain): torch.stack([cosines(seed, post, causal, gain) for seed in seeds])
+        for gain, post, causal in product(GAINS, (True, False), (False, True))
     }
+    last = {name: states[:, -1] for name, states in kinds.items()}
+    measured = {
+        "d1": by_seed(last["post, 1"].tolist()),
+        "d2": by_seed(last["pre, 1"].tolist()),
+        "d3": by_seed((last["post, causal, 0.3"] - last["post, 0.3"]).tolist()),
+        "d4": by_seed((last["post, 0.3"] - last["pre, 0.3"]).tolist()),
+    }
+    curves = {name: states.mean(0).tolist() for name, states in kinds.items()}
+    table = {"curves": curves, "seeds": len(seeds), "tokens": TOKENS, "width": WIDTH, "layers": DEPTH}
+    return Results(measured, {"cosine_by_depth": table})
+
+
+def _name(post: bool, causal: bool, gain: float) -> str:
+    return f"{'post' if post else 'pre'}{', causal' * causal}, {gain:g}"
 
 
 STUDY = Study("norms after the sums and in front", CLAIMS, measure)

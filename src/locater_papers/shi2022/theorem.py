@@ -4,15 +4,16 @@ Study c.
     d(H_{l+1}) <= v d(H_l),   v = (1 + s^2) (1 + h s sqrt(lambda)) / (sigma_1 sigma_2)
 
 with h heads, s the largest singular value of any weight, sigma_1 and sigma_2 the least standard deviation of a token in
-front of the two norms. The form is the one in this project's notes; the abstract says the same in words: LayerNorm's
-standard deviation sufficiently large.
+front of the two norms. v is the form in this project's notes, reconstructed and proved there; the abstract says in words
+that tokens converge where LayerNorm's standard deviation is sufficiently large.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -22,20 +23,21 @@ from torch import Tensor
 
 from locater.measures import token_cosine
 from locater.numerics import spearman
-from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.shi2022.bounds import lam, layer_norm, least_deviation
 from locater_papers.shi2022.cosine import distance
 
-DRAWS, PARTS = {True: 1000, False: 6000}, 5
+DRAWS, PARTS = {True: 1000, False: 6000}, 8
 WIDTH, TOKENS, SIZES = 16, (4, 16, 48), (0.01, 0.1, 0.3, 1.0, 3.0)
 BUILT_HEADS, BUILT, BUILT_DEPTH, BUILT_TOKENS = 8, 0.2, 8, 16
 ALIKE = (0.0, 1.0, 4.0)  # shared vector at the start of the built stack, in units of a token's own part
 
 CLAIMS = (
-    Claim("c1", "d after a block is at most v times d before it", "largest d(H') / (v d(H)), Gaussian weights of five sizes", "at most",
-        1.0),
+    Claim(
+        "c1", "d after a block is at most v times d before it", "largest d(H') / (v d(H)), Gaussian weights of five sizes", "at most", 1.0,
+    ),
     Claim(
         "c2", "The bound is loose", "median of d(H') / (v d(H)) where weights keep a token's size (1)", "at most", 0.1, by="ours",
     ),
@@ -51,11 +53,12 @@ CLAIMS = (
         "geometric mean of d(H') / d(H) over v, last three of the built blocks", "about", 1.0, 0.1, by="ours",
     ),
     Claim(
-        "c6", "The larger the standard deviation in front of the norms, the closer tokens come",
-        "rank correlation of σ1 σ2 with d(H') / d(H), all draws", "at most", -0.5,
+        "c6", "A large standard deviation in front of the norms makes tokens converge",
+        f"rank correlation of σ1 σ2 with d(H') / d(H), mean of {PARTS} parts of the draws", "at most", -0.5, where="abstract", bound="ours",
     ),
     Claim(
-        "c7", "The smaller v, the closer tokens come", "rank correlation of v with d(H') / d(H), all draws", "at least", 0.5, by="ours",
+        "c7", "The smaller v, the closer tokens come",
+        f"rank correlation of v with d(H') / d(H), mean of {PARTS} parts of the draws", "at least", 0.5, by="ours",
     ),
     Claim(
         "c8", "Tokens come closer only where v is under 1",
@@ -134,54 +137,58 @@ def built(shared: float) -> list[Step]:
     return steps
 
 
-def correlation(draws: list[Step], name: str) -> tuple[float, float]:
-    """Rank correlation of a number with what is kept: of all draws, and half the range over fifths of them."""
-
-    def of(some: list[Step]) -> float:
-        x, y = (torch.tensor([getattr(step, k) for step in some], dtype=torch.float64) for k in (name, "kept"))
-        return spearman(x, y) or 0.0
-
-    parts = [of(draws[len(draws) * i // PARTS : len(draws) * (i + 1) // PARTS]) for i in range(PARTS)]
-    return of(draws), (max(parts) - min(parts)) / 2
+def correlation(steps: Sequence[Step], name: str) -> float:
+    """Rank correlation of a number of the steps with what is kept of d."""
+    x, y = (torch.tensor([getattr(step, key) for step in steps], dtype=torch.float64) for key in (name, "kept"))
+    return spearman(x, y) or 0.0
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def by_parts(draws: Sequence[Step], name: str) -> Measured:
+    """The correlation in each part of the draws; that of all draws is beside them."""
+    ends = [len(draws) * n // PARTS for n in range(PARTS + 1)]
+    values = [correlation(draws[start:end], name) for start, end in pairwise(ends)]
+    return by_seed(values, {"all_draws": correlation(draws, name)}, of="parts of the draws")
+
+
+def measure(setting: Setting) -> Results:
     """Draws, and the built stack from three starts."""
     draws = [drawn(seed) for seed in setting.each(list(range(DRAWS[setting.quick])))]
     stacks = {shared: built(shared) for shared in ALIKE}
-    shares = [step.kept / step.v for step in draws]
     usual = [step for step in draws if step.size == 1.0]
     closer = [step for step in draws if step.kept < 1]
-    table: list[dict[str, Any]] = []
-    for size in SIZES:
-        some = [step for step in draws if step.size == size]
-        within = correlation(some, "v")[0]
-        held = {name: median(getattr(step, name) for step in some) for name in ("v", "kept", "sigma")}
-        table.append(
-            {
-                "size": size,
-                "least_v": min(step.v for step in some),
-                "share": max(step.kept / step.v for step in some),
-                **held,
-                "within": within,
-            }
-        )
     last = stacks[0.0][-3:]
     rate = math.exp(sum(math.log(step.kept / step.v) for step in last) / 3)
-    of = f"half the range of {PARTS} parts of the draws"
-    return {
-        "c1": Measured(max(shares), 0.0, f"none: the largest of {len(draws)} draws", {"by_size": table, "draws": len(draws)}),
+    above = sum(step.v > 1 for step in closer) / len(closer)
+    least = {"least": min(step.v for step in draws)}
+    measured = {
+        "c1": Measured(max(step.kept / step.v for step in draws), 0.0, f"none: the largest of {len(draws)} draws"),
         "c2": Measured(median(step.kept / step.v for step in usual), 0.0, f"none: the median of {len(usual)} draws"),
-        "c3": Measured(min(step.v for step in usual), 0.0, f"none: the least of {len(usual)} draws", {"least": min(s.v for s in draws)}),
-        "c4": Measured(
-            stacks[0.0][-1].v, 0.0, "none: computed",
-            {"stacks": {f"{k:g}": [vars(step) for step in steps] for k, steps in stacks.items()}, "heads": BUILT_HEADS, "s": BUILT},
-        ),
+        "c3": Measured(min(step.v for step in usual), 0.0, f"none: the least of {len(usual)} draws", least),
+        "c4": Measured(stacks[0.0][-1].v, 0.0, "none: computed"),
         "c5": Measured(rate, 0.0, "none: computed"),
-        "c6": Measured(*correlation(draws, "sigma"), of),
-        "c7": Measured(*correlation(draws, "v"), of),
-        "c8": Measured(sum(step.v > 1 for step in closer) / len(closer), 0.0, f"none: counted over {len(closer)} draws"),
-    }  # fmt: skip
+        "c6": by_parts(draws, "sigma"),
+        "c7": by_parts(draws, "v"),
+        "c8": Measured(above, 0.0, f"none: counted over {len(closer)} draws"),
+    }
+    tables: dict[str, Any] = {
+        "drawn_blocks": [_row(size, [step for step in draws if step.size == size]) for size in SIZES],
+        "built_blocks": {
+            "heads": BUILT_HEADS,
+            "s": BUILT,
+            "stacks": {f"{shared:g}": [vars(step) for step in steps] for shared, steps in stacks.items()},
+        },
+    }
+    return Results(measured, tables)
+
+
+def _row(size: float, steps: Sequence[Step]) -> dict[str, float]:
+    return {
+        "size": size,
+        "least_v": min(step.v for step in steps),
+        "share": max(step.kept / step.v for step in steps),
+        **{name: median(getattr(step, name) for step in steps) for name in ("v", "kept", "sigma")},
+        "correlation": correlation(steps, "v"),
+    }
 
 
 STUDY = Study("the theorem", CLAIMS, measure)

@@ -5,16 +5,15 @@ training runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from statistics import fmean
 
 import torch
 
 from locater.numerics import spearman
 from locater_papers.engine.arms import Line, change, ends_table, level, trained
-from locater_papers.engine.arms_page import carried
 from locater_papers.engine.claims import Claim, Measured
 from locater_papers.engine.mechanism_runs import MASKED, SOFTMAX_MASKED, arm, cool
+from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Arm, Runs
 
 FUSIONS = {kind: arm(base=MASKED, fusion=kind) for kind in ("concat", "max", "gate")}
@@ -27,8 +26,8 @@ COOL = f"{SIZE}, norms after the sums at the better of two lower rates"
 CLAIMS = (
     *(
         Claim(
-            f"f{n}", f"Fusing all layers ({kind}) lowers the loss, as seen at this size",
-            f"change of report loss by fusion, {VARIED}", "at most", 0.0,
+            f"f{n}", f"Fusing all layers ({kind}) improves the model, as seen at this size",
+            f"change of report loss by fusion, {VARIED}", "at most", 0.0, where="abstract",
         )
         for n, kind in enumerate(FUSIONS, 1)
     ),
@@ -56,8 +55,8 @@ CLAIMS = (
 
 def halves(line: Line, name: str) -> list[float]:
     """A measure of every half-block's states, embeddings first; empty where it was not taken."""
-    held = (line.get("measures") or {}).get("halves") or []
-    return [float(half[name]) for half in held if half.get(name) is not None]
+    states = (line.get("measures") or {}).get("halves") or []
+    return [float(half[name]) for half in states if half.get(name) is not None]
 
 
 def last_cosine(line: Line) -> float:
@@ -65,36 +64,35 @@ def last_cosine(line: Line) -> float:
 
 
 def with_depth(line: Line) -> float:
+    """Rank correlation of depth with mean cosine."""
     curve = torch.tensor(halves(line, "cosine"), dtype=torch.float64)
-    found = spearman(torch.arange(len(curve)).double(), curve) if len(curve) > 2 else None
-    return math.nan if found is None else found
+    correlation = spearman(torch.arange(len(curve)).double(), curve) if len(curve) > 2 else None
+    return math.nan if correlation is None else correlation
 
 
-def curves(runs: Runs, held: Arm) -> dict[str, list[float]]:
-    """Means over seeds, by half-block."""
-    found = {}
-    for name in ("cosine", "centred_cosine", "residual"):
-        lines = [x for line in held.so_far(runs) if (x := halves(line, name))]
-        found[name] = [sum(x) / len(x) for x in zip(*lines, strict=True)]
-    return found
+def curve_of(runs: Runs, one: Arm, name: str) -> list[float]:
+    """Means over seeds, by half-block; empty where it was not measured."""
+    lines = [states for line in one.so_far(runs) if (states := halves(line, name))]
+    return [fmean(values) for values in zip(*lines, strict=True)]
 
 
-def judge(runs: Runs) -> Mapping[str, Measured | None]:
+def judge(runs: Runs) -> Results:
     """Seed by seed against the same model without fusion."""
-    found: dict[str, Measured | None] = {}
-    for n, held in enumerate(FUSIONS.values(), 1):
-        found[f"f{n}"] = change(runs, held, SOFTMAX_MASKED, "report_loss")
-    for n, held in enumerate(FUSIONS.values(), 4):
-        found[f"f{n}"] = change(runs, held, SOFTMAX_MASKED, last_cosine)
-    found["f7"] = level(runs, SOFTMAX_MASKED, with_depth)
-    found["f8"] = change(runs, POST, SOFTMAX_MASKED, last_cosine)
-    found["f9"] = change(runs, POST, SOFTMAX_MASKED, "report_loss")
-    numbers: dict[str, Any] = {
-        "arms": ends_table(runs, ARMS),
-        "curves": {held.name: curves(runs, held) for held in ARMS},
-        "layers": MASKED.layers,
+    measured: dict[str, Measured | None] = {}
+    for n, one in enumerate(FUSIONS.values(), 1):
+        measured[f"f{n}"] = change(runs, one, SOFTMAX_MASKED, "report_loss")
+    for n, one in enumerate(FUSIONS.values(), 4):
+        measured[f"f{n}"] = change(runs, one, SOFTMAX_MASKED, last_cosine)
+    measured["f7"] = level(runs, SOFTMAX_MASKED, with_depth)
+    measured["f8"] = change(runs, POST, SOFTMAX_MASKED, last_cosine)
+    measured["f9"] = change(runs, POST, SOFTMAX_MASKED, "report_loss")
+    curves = {
+        name: {one.name: curve for one in ARMS if (curve := curve_of(runs, one, name))}
+        for name in ("cosine", "centred_cosine")
     }
-    return carried(found, numbers)
+    return Results(
+        measured, {"fusion_ends": ends_table(runs, ARMS), "fusion_curves": curves, "fusion_layers": MASKED.layers}
+    )
 
 
 STUDY = trained("fusion in training", CLAIMS, ARMS, judge)
