@@ -119,8 +119,10 @@ class Facts:
         return {"holds": holds, "fails": fails, "undecided": undecided, "unmeasured": unmeasured}[self.verdict(id)]
 
     def interval(self, id: str, digits: int = 3, signed: bool = True) -> str:
-        """A measurement with its interval: `-0.0083 (-0.0180 to +0.0014)`."""
+        """A measurement with its interval: `-0.0083 (-0.0180 to +0.0014)`; a dash where there is none."""
         entry, sign = self.claim(id), "+" if signed else ""
+        if entry["measured"] is None:
+            return "-"
         middle = f"{entry['measured']:{sign}.{digits}f}"
         if verdict_words.is_open(entry) or not entry["spread"]:
             return middle

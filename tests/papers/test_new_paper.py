@@ -1,0 +1,132 @@
+"""A paper is two files: studies, and a template that says what came out. Several are measured at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import locater_papers
+from locater.errors import LocaterError
+from locater_papers import Paper, Setting, reproduce
+from locater_papers.engine.pages import page
+from locater_papers.engine.parallel import measure_at_once
+from tests.conftest import Result
+
+STUDIES = """
+from pathlib import Path
+
+from locater_papers import Claim, Paper, Results, Study
+from locater_papers.engine.claims import Measured, by_seed
+
+CLAIMS = (
+    Claim("a1", "Halves are small", "half of one", "at most", 0.6, where="Theorem 1"),
+    Claim("a2", "Seeds lower the loss", "change of loss", "at most", 0.0, where="Figure 2"),
+)
+
+
+def measure(setting):
+    seeds = [-0.3, -0.2, -0.25, -0.28, -0.22]
+    return Results({"a1": Measured(0.5, 0.0, "none: counted"), "a2": by_seed(seeds)}, {"halves": [{"n": 1, "half": 0.5}]})
+
+
+OTHER = Study("never", (Claim("b1", "More", "more", "at least", 1.0, by="ours"),), None, "a larger machine")
+PAPER = Paper("made2026", "A made-up paper", "Nobody (2026)", (Study("halves", CLAIMS, measure), OTHER), Path(__file__).parent)
+"""
+TEMPLATE = """{% extends "base.md.j2" %}
+{% block differs %}
+| a large model | a small one |
+{% endblock %}
+{% block short %}
+- {{ say("a1", holds="Halves are small.", fails="Halves are not small.", undecided="Halves are open.") }}
+- {{ say("a2", holds="Seeds help", fails="Seeds hurt", undecided="Seeds are undecided") }}: {{ interval("a2", 2) }}.
+{% endblock %}
+{% block sections %}
+{% if has("halves") %}
+## Halves
+
+{{ figure("halves", Panel("halves", "n", "half", [Series("half", table("halves") | points("n", "half"), "dots")])) }}
+
+{{ table("halves") | as_table({"n": "n", "half": ("half of it", ".2f")}) }}
+{% endif %}
+{% endblock %}
+"""
+
+
+@pytest.fixture
+def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Paper]:
+    (tmp_path / "made2026.py").write_text(STUDIES)
+    (tmp_path / "page.md.j2").write_text(TEMPLATE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: Paper = import_module("made2026").PAPER
+    locater_papers.PAPERS.add(made, "made2026")
+    yield made
+    locater_papers.PAPERS.remove("made2026")
+    del sys.modules["made2026"]
+
+
+def test_a_paper_is_two_files(paper: Paper) -> None:
+    document = json.loads(reproduce(paper).to_json())
+    assert [(x["id"], x["verdict"], x["where"]) for x in document["claims"]] == [
+        ("a1", "holds", "Theorem 1"),
+        ("a2", "holds", "Figure 2"),
+        ("b1", "undecided", ""),
+    ]
+    assert document["studies"] == {"halves": {"tables": {"halves": [{"n": 1, "half": 0.5}]}}}
+    text, figures = page(document, paper)
+    assert "| a large model | a small one |" in text
+    assert "- Halves are small." in text
+    assert "- Seeds help: -0.25 (-0.30 to -0.20)." in text
+    assert "| 1 | 0.50 |" in text
+    assert "The paper's claims: 2 hold, 0 fail, 0 undecided. Our own: 0 hold, 0 fail, 1 undecided" in text
+    assert figures["halves"].startswith("<svg")
+    assert "b1: waits for a larger machine" in text
+
+
+def test_a_page_says_what_the_verdict_is(paper: Paper) -> None:
+    document = json.loads(reproduce(paper).to_json())
+    for verdict, words in (("fails", "Halves are not small."), ("undecided", "Halves are open.")):
+        changed = [{**x, "verdict": verdict} if x["id"] == "a1" else x for x in document["claims"]]
+        assert words in page({**document, "claims": changed}, paper)[0]
+    bare = {**document, "claims": [{**x, "measured": None} for x in document["claims"]], "studies": {}}
+    assert "Halves" not in page(bare, paper)[0].partition("## Verdicts")[0].replace("# A made", "")
+
+
+def test_a_name_that_is_not_there_is_an_error(paper: Paper, tmp_path: Path) -> None:
+    (tmp_path / "page.md.j2").write_text('{% extends "base.md.j2" %}{% block short %}{{ value("a9") }}{% endblock %}')
+    with pytest.raises(KeyError, match="claim a9"):
+        page(json.loads(reproduce(paper).to_json()), paper)
+
+
+def test_several_papers_at_once(paper: Paper, run: Callable[..., Result], tmp_path: Path) -> None:
+    done = run("reproduce", "made2026", "gerami2024", "--claim", "a1", "--quick", "--json", tmp_path / "NAME.json")
+    assert done.status == 0, done.err
+    assert json.loads((tmp_path / "made2026.json").read_text())["paper"] == "made2026"
+    assert json.loads((tmp_path / "gerami2024.json").read_text())["claims"][0]["id"] == "a1"
+    refused = run("reproduce", "made2026", "gerami2024", "--json", tmp_path / "x.json")
+    assert refused.status == 2
+    assert "put NAME into it" in refused.err
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="studies are measured one after the other without fork")
+def test_studies_at_once_give_what_they_give_one_by_one(paper: Paper) -> None:
+    told: list[str] = []
+    settings = [(paper, Setting(tell=told.append)), (locater_papers.paper("gerami2024"), Setting(tell=told.append))]
+    at_once = measure_at_once(settings, "a1", 2)
+    assert len(told) == 2
+    for each, setting in settings:
+        documents = [reproduce(each, setting, "a1", done).to_dict() for done in (at_once[each.name], {})]
+        plain: list[Any] = [[{**x, "command": ""} for x in document["claims"]] for document in documents]
+        assert plain[0] == plain[1]
+
+
+def test_an_unknown_paper_is_refused(run: Callable[..., Result]) -> None:
+    with pytest.raises(LocaterError, match="no paper"):
+        locater_papers.paper("bao2042")
+    assert run("reproduce", "zhai2023", "bao2042").status == 2
