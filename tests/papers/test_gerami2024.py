@@ -19,7 +19,7 @@ from locater_papers.engine.draws import normal
 from locater_papers.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_papers.engine.pages import page as whole_page
 from locater_papers.engine.runs import Runs
-from locater_papers.gerami2024 import PAPER, cost, forms, judged, leak, limits
+from locater_papers.gerami2024 import PAPER, cost, forms, leak, limits, training
 from tests.papers.made_runs import fill
 
 
@@ -29,10 +29,10 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     path = tmp_path_factory.mktemp("runs") / "runs.jsonl"
     runs = Runs(path)
     fill(runs, SOFTMAX, [4.0, 4.1, 4.2], {"entropy_share": 0.6, "sink_rate": 0.1, "stable_rank": 3.0})
-    fill(runs, judged.SECOND, [4.2, 4.3, 4.4], {"entropy_share": 0.99})
-    fill(runs, judged.FIRST, [4.1, 4.5], {"entropy_share": 0.995})
+    fill(runs, training.SECOND, [4.2, 4.3, 4.4], {"entropy_share": 0.99})
+    fill(runs, training.FIRST, [4.1, 4.5], {"entropy_share": 0.995})
     fill(runs, SOFTMAX_IMAGE, [0.3, 0.3], {}, accuracy=0.9)
-    fill(runs, judged.PICTURES, [0.3, 0.3], {}, accuracy=0.895)
+    fill(runs, training.PICTURES, [0.3, 0.3], {}, accuracy=0.895)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forms, "DRAWS", {True: 6})
         patch.setattr(forms, "LENGTHS", {True: (256,)})
@@ -145,6 +145,6 @@ def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
     assert set(figures) == {"limits", "leak", "cost"}
     assert all(f"(figure:{name})" in text for name in figures)
     assert "Trained, order 2 changes the report loss of a causal language model by +0.200" in text
-    assert f"| fastmax, image | {judged.PICTURES.rates[0]:g} | 0.300, 0.300 | 0.895, 0.895 | -, - |" in text
+    assert f"| fastmax, image | {training.PICTURES.rates[0]:g} | 0.300, 0.300 | 0.895, 0.895 | -, - |" in text
     lines, _ = PAPER.page({**held, "claims": [x for x in held["claims"] if x["id"][0] != "e"]})
     assert "## e. Trained" not in lines
