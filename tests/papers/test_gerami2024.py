@@ -17,10 +17,20 @@ from locater.attention import mechanism
 from locater_papers import Setting, judge, reproduce
 from locater_papers.engine.draws import normal
 from locater_papers.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
-from locater_papers.engine.pages import page as whole_page
-from locater_papers.engine.runs import Runs
-from locater_papers.gerami2024 import PAPER, cost, forms, judged, leak, limits
-from tests.papers.made_runs import fill
+from locater_papers.engine.pages import page
+from locater_papers.engine.runs import Arm, Runs
+from locater_papers.gerami2024 import PAPER, cost, forms, leak, limits, training
+from tests.papers.made_runs import made_line
+
+
+def seed_by_seed(runs: Runs, arm: Arm, losses: list[float], **by_seed: list[float]) -> None:
+    """An arm whose first rate is the best; a sample without any spread would decide nothing."""
+    for rate in arm.rates[1:]:
+        runs.add(arm.row(rate, 0), made_line(losses[0] + 1))
+    for seed, loss in enumerate(losses):
+        measures = {name: values[seed] for name, values in by_seed.items()}
+        accuracy = measures.pop("accuracy", None)
+        runs.add(arm.row(arm.rates[0], seed), made_line(loss, measures=measures, accuracy=accuracy))
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +38,16 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     """One run at small sizes, with runs that are made up."""
     path = tmp_path_factory.mktemp("runs") / "runs.jsonl"
     runs = Runs(path)
-    fill(runs, SOFTMAX, [4.0, 4.1, 4.2], {"entropy_share": 0.6, "sink_rate": 0.1, "stable_rank": 3.0})
-    fill(runs, judged.SECOND, [4.2, 4.3, 4.4], {"entropy_share": 0.99})
-    fill(runs, judged.FIRST, [4.1, 4.5], {"entropy_share": 0.995})
-    fill(runs, SOFTMAX_IMAGE, [0.3, 0.3], {}, accuracy=0.9)
-    fill(runs, judged.PICTURES, [0.3, 0.3], {}, accuracy=0.895)
+    seed_by_seed(runs, SOFTMAX, [4.0, 4.1, 4.2], entropy_share=[0.6, 0.601, 0.599], sink_rate=[0.1] * 3)
+    seed_by_seed(runs, training.SECOND, [4.2, 4.301, 4.399], entropy_share=[0.99, 0.991, 0.989])
+    seed_by_seed(runs, training.FIRST, [4.2, 4.3001], entropy_share=[0.995, 0.996])
+    seed_by_seed(runs, SOFTMAX_IMAGE, [0.3, 0.3], accuracy=[0.9, 0.9])
+    seed_by_seed(runs, training.PICTURES, [0.3, 0.3], accuracy=[0.895, 0.89501])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forms, "DRAWS", {True: 6})
         patch.setattr(forms, "LENGTHS", {True: (256,)})
         patch.setattr(limits, "DRAWS", {True: 12})
-        patch.setattr(leak, "SEEDS", {True: 4})
+        patch.setattr(leak, "SEEDS", {True: 8})
         patch.setattr(cost, "TIMED", (64, 128))
         yield reproduce(PAPER, Setting(quick=True, runs=path)).to_dict()
 
@@ -97,9 +107,9 @@ def test_scales_for_half_of_the_weight() -> None:
 def test_what_the_sequence_norm_tells() -> None:
     x = leak.sequence_normed(normal(9, 4, seed=0))
     assert (x @ x.mT).abs().max() <= 1 + 1e-12
-    assert leak.told(0, 16, sequence=False) == 0
-    assert leak.told(0, 16, sequence=True) > 1e-3
-    assert leak.told(0, 16, sequence=True, factor=1.0) == 0, "the same token"
+    assert leak.earlier_change(0, 16, sequence=False) == 0
+    assert leak.earlier_change(0, 16, sequence=True) > 1e-3
+    assert leak.earlier_change(0, 16, sequence=True, factor=1.0) == 0, "the same token"
     q, k, v = (normal(1, 1, 16, 4, seed=i) for i in range(3))
     # the last row sees all: what the mechanism does
     ours = leak.causal_outputs(q[0, 0], k[0, 0], v[0, 0], sequence=True)[-1]
@@ -113,38 +123,56 @@ def test_multiplications_by_their_formula() -> None:
 
 
 def test_verdicts(document: dict[str, Any]) -> None:
-    found = {x["id"]: x for x in document["claims"]}
-    held = ("a1", "a2", "a3", "a4", "b1", "b2", "b4", "b5", "b6", "b7", "b8", "b9", "c1", "c2", "d1", "d2", "d3")
-    assert {key: found[key]["verdict"] for key in held} == dict.fromkeys(held, "holds")
-    assert {found[key]["verdict"] for key in ("a5", "b3", "b10", "d6")} == {"fails"}
+    verdict = {x["id"]: x["verdict"] for x in document["claims"]}
+    holds = ("a1", "a2", "a3", "a4", "b1", "b2", "b4", "b5", "b6", "b7", "b8", "b9", "c1", "c2", "c3", "d1", "d2", "d3")
+    assert {key: verdict[key] for key in holds} == dict.fromkeys(holds, "holds")
+    assert {verdict[key] for key in ("a5", "b3", "b10", "d6")} == {"fails"}
     cap = next(c for c in PAPER.claims if c.id == "b4")
     assert judge(cap, 1e-6, 0.0) == "fails", "a weight over the cap would be told"
 
 
+def test_checks_are_not_counted_for_the_paper() -> None:
+    by = {claim.id: claim.by for claim in PAPER.claims}
+    assert [name for name in by if by[name] == "paper"] == ["a1", "e1", "e4"]
+    assert [name for name in by if by[name] == "summary"] == ["b9"]
+
+
 def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
-    found = {x["id"]: x for x in document["claims"]}
-    assert [found[f"e{n}"]["verdict"] for n in range(1, 7)] == [
-        "fails",
-        "fails",
-        "undecided",
-        "holds",
-        "holds",
-        "holds",
-    ]
-    assert found["e1"]["measured"] == pytest.approx(0.2)
-    assert found["e3"]["numbers"]["by_seed"] == pytest.approx([0.1, -0.2])
+    entries = {x["id"]: x for x in document["claims"]}
+    assert {f"e{n}": entries[f"e{n}"]["verdict"] for n in range(1, 7)} == {
+        "e1": "fails",
+        "e2": "fails",
+        "e3": "undecided",
+        "e4": "holds",
+        "e5": "holds",
+        "e6": "holds",
+    }
+    assert entries["e1"]["measured"] == pytest.approx(0.2)
+    assert entries["e3"]["numbers"]["by_seed"] == pytest.approx([0.0, 0.0009], abs=1e-9)
     without = reproduce(PAPER, Setting(), claim="e").verdicts
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
 
 
 def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
-    held = json.loads(json.dumps(document, allow_nan=False))
-    assert PAPER.page is not None
-    lines, figures = PAPER.page(held)
-    text = "\n".join(whole_page(held, PAPER) + lines)
+    text, figures = page(json.loads(json.dumps(document, allow_nan=False)), PAPER)
     assert set(figures) == {"limits", "leak", "cost"}
     assert all(f"(figure:{name})" in text for name in figures)
-    assert "Trained, order 2 changes the report loss of a causal language model by +0.200" in text
-    assert f"| fastmax, image | {judged.PICTURES.rates[0]:g} | 0.300, 0.300 | 0.895, 0.895 | -, - |" in text
-    lines, _ = PAPER.page({**held, "claims": [x for x in held["claims"] if x["id"][0] != "e"]})
-    assert "## e. Trained" not in lines
+    assert "Trained, order 2 changes the report loss of a causal language model by +0.200 (+0.198 to +0.202)" in text
+    assert f"| fastmax, image | {training.PICTURES.rates[0]:g} | 0.300, 0.300 | 0.895, 0.895 | -, - |" in text
+    assert "| order 1 |" in text
+
+
+def test_a_sentence_follows_its_verdict(document: dict[str, Any]) -> None:
+    text, _ = page({**document, "claims": [{**x, "verdict": "undecided"} for x in document["claims"]]}, PAPER)
+    assert "Whether order 1 keeps its digits where all keys oppose the query is undecided" in text
+
+
+@pytest.mark.parametrize("letters", ["", "ab", "cd"])
+def test_a_page_of_some_claims_or_none(document: dict[str, Any], letters: str) -> None:
+    studies = {
+        study.title: document["studies"][study.title] for study in PAPER.studies if study.claims[0].id[0] in letters
+    }
+    claims = [x if x["id"][0] in letters else {**x, "measured": None} for x in document["claims"]]
+    text, figures = page({**document, "claims": claims, "studies": studies}, PAPER)
+    assert [f"## {letter}. " in text for letter in "abcde"] == [letter in letters for letter in "abcde"]
+    assert len(figures) == len(set(letters) & set("bcd"))

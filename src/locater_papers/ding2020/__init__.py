@@ -2,8 +2,9 @@
 away.
 """
 
+from pathlib import Path
+
 from locater_papers.ding2020 import guarantee, trained
-from locater_papers.ding2020.page import lead, page
 from locater_papers.engine.papers import Paper
 
 PAPER = Paper(
@@ -11,8 +12,7 @@ PAPER = Paper(
     "Attention that does not explain away: what every key is promised, and whether keys need it",
     "Ding, Fan, Lan, Schuurmans and Soricut, Attention that does not Explain Away (arXiv 2009.14308)",
     (guarantee.STUDY, guarantee.MASKED, trained.STUDY, trained.RUNS),
-    page,
-    lead,
+    Path(__file__).parent,
 )
 
 __all__ = ["PAPER"]

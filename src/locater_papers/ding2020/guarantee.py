@@ -1,11 +1,12 @@
 """What doubly normalized attention promises every key, and what that costs: studies a and b.
 
-Logits are given as queries, with keys that tell positions apart, so that mechanisms are asked about any matrix E.
+A mechanism takes queries and keys. With the rows of a matrix E as queries and unit vectors as keys its logits are E, so
+that each mechanism can be tested on any matrix of logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from locater.attention import mechanism
 from locater.errors import LocaterError
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 Logits = Float[Tensor, "T S"]
 
@@ -31,8 +32,9 @@ SHOWN, ROUGH = 64, 5.0
 
 CLAIMS = (
     Claim(
-        "a1", "Doubly normalized attention gives every key at least 1/S in all, S being the number of keys",
-        "least column sum times S, random logits of four sizes", "at least", 1.0,
+        "a1", "Doubly normalized attention is guaranteed not to explain a key away: every key gets at least 1/S in all, S being the number "
+        "of keys",
+        "least column sum times S, random logits of four sizes", "at least", 1.0, where="abstract", bound="ours",
     ),
     Claim(
         "a2", "The hybrid u times it and 1 - u times softmax gives at least u/S",
@@ -44,7 +46,7 @@ CLAIMS = (
     ),
     Claim(
         "a4", "Softmax gives no such promise",
-        "least column sum times S under softmax, the same logits", "at most", 1e-6,
+        "least column sum times S under softmax, the same logits", "at most", 1e-6, by="ours",
     ),
     Claim(
         "a5", "It is one round of Sinkhorn's iteration, columns first",
@@ -137,19 +139,25 @@ def _lower(E: Tensor) -> Bool[Tensor, "T S"]:
     return torch.ones_like(E, dtype=torch.bool).tril()
 
 
-def draws(count: int) -> list[tuple[float, bool, Logits]]:
-    """Size, whether some keys are louder than others (every fifth), and logits, with fewer, as many and more queries
-    than keys.
-    """
-    found = []
+@dataclass(frozen=True)
+class Draw:
+    """Random logits; `loud` where some keys are louder than others, by a number added to all their logits."""
+
+    size: float
+    loud: bool
+    E: Logits
+
+
+def draws(count: int) -> list[Draw]:
+    """Logits of four sizes, with fewer, as many and more queries than keys; every fifth is loud."""
+    drawn = []
     for seed in range(count):
         S, size = KEYS[seed % 4], SIZES[seed // 4 % 4]
         T = int(S * QUERIES[seed % 3])
         loud = seed % 5 == 0
-        found.append(
-            (size, loud, size * normal(T, S, seed=seed) + (3 * normal(1, S, seed=seed + 50_000) if loud else 0.0))
-        )
-    return found
+        bias = 3 * normal(1, S, seed=seed + 50_000) if loud else 0.0
+        drawn.append(Draw(size, loud, size * normal(T, S, seed=seed) + bias))
+    return drawn
 
 
 def padding_error(seed: int = 0, tokens: int = 24, more: int = 9) -> tuple[float, float]:
@@ -165,63 +173,72 @@ def padding_error(seed: int = 0, tokens: int = 24, more: int = 9) -> tuple[float
     return float((padded - alone).abs().max()), float(counted.sum(2).min() * tokens)
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
-    """All draws, with the three mechanisms."""
-    held = draws(DRAWS[setting.quick])
-    least: dict[str, list[float]] = {"doubly": [], "hybrid": [], "softmax": []}
-    differ: list[float] = []
-    biased: list[float] = []
-    by_size: dict[float, dict[str, list[float]]] = {size: {"doubly": [], "softmax": [], "away": []} for size in SIZES}
-    for number, (size, loud, E) in enumerate(setting.each(held)):
-        S, u = E.shape[1], MIXES[number % 3]
-        plain, doubly, hybrid = (
-            map_of("softmax", E),
-            map_of("doubly_normalized", E),
-            map_of("hybrid_normalized", E, mix=u),
-        )
-        low = {
-            "doubly": doubly.sum(0).min() * S,
-            "hybrid": hybrid.sum(0).min() * S / u,
-            "softmax": plain.sum(0).min() * S,
-        }
-        for name, value in low.items():
-            least[name].append(float(value))
-        if E.shape == (SHOWN, SHOWN) and not loud:
-            by_size[size]["doubly"].append(float(low["doubly"]))
-            by_size[size]["softmax"].append(float(low["softmax"]))
-            by_size[size]["away"].append(float((plain.sum(0) < 1 / S).double().mean()))
-        differ.append(float((doubly - sinkhorn(E)).abs().max()))
-        biased.append(float((map_of("doubly_normalized", E + 5 * normal(1, S, seed=number)) - doubly).abs().max()))
-    E = ROUGH * normal(SHOWN, SHOWN, seed=1)
-    column = map_of("doubly_normalized", E)
-    one = float((column.max(0).values / column.sum(0)).max())
-    error, counted = padding_error()
-    rounds = [
-        {"rounds": n, "least": float(sinkhorn(E, n).sum(0).min()), "largest": float(sinkhorn(E, n).sum(0).max())}
-        for n in ROUNDS
-    ]
-    table = [
-        {"size": size, "doubly": min(x["doubly"]), "softmax": min(x["softmax"]), "away": sum(x["away"]) / len(x["away"])}
-        for size, x in by_size.items() if x["doubly"]
-    ]  # fmt: skip
-    # to nine digits: some draws are at the bound, and rounding is on either side of it
-    of = f"none: least of {len(held)} draws"
-    bound = float(map_of("doubly_normalized", tight()).sum(0).min() * TIGHT)
+def of_draw(draw: Draw, number: int) -> dict[str, float]:
+    """Least column sums times S under three mechanisms, keys that softmax explains away, and two changes that should be
+    nothing: against Sinkhorn's iteration, and by biases on keys.
+    """
+    E, u = draw.E, MIXES[number % 3]
+    S = E.shape[1]
+    plain, doubly = map_of("softmax", E), map_of("doubly_normalized", E)
+    biased = map_of("doubly_normalized", E + 5 * normal(1, S, seed=number))
     return {
-        "a1": Measured(
-            round(min(least["doubly"]), 9),
-            0.0,
-            of,
-            {"rows": table, "keys": SHOWN, "rounds": rounds, "rough": ROUGH, "draws": len(held)},
-        ),
-        "a2": Measured(round(min(least["hybrid"]), 9), 0.0, of),
-        "a3": Measured(bound, 0.0, "none: solved"),
-        "a4": Measured(min(least["softmax"]), 0.0, of),
-        "a5": Measured(max(differ), 0.0, f"none: largest of {len(held)} draws"),
-        "a6": Measured(max(biased), 0.0, f"none: largest of {len(held)} draws"),
-        "a7": Measured(error, 0.0, "none: largest entry", {"counted": counted}),
-        "a8": Measured(one, 0.0, "none: one draw"),
+        "softmax": float(plain.sum(0).min() * S),
+        "doubly": float(doubly.sum(0).min() * S),
+        "hybrid": float(map_of("hybrid_normalized", E, mix=u).sum(0).min() * S / u),
+        "away": float((plain.sum(0) < 1 / S).double().mean()),
+        "sinkhorn": float((doubly - sinkhorn(E)).abs().max()),
+        "biased": float((biased - doubly).abs().max()),
     }
+
+
+def by_size(drawn: list[Draw], rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """A row for each size of logits, over the square draws that are not loud."""
+    table = []
+    for size in SIZES:
+        some = [
+            row
+            for draw, row in zip(drawn, rows, strict=True)
+            if draw.size == size and draw.E.shape == (SHOWN, SHOWN) and not draw.loud
+        ]
+        if some:
+            least = {name: min(row[name] for row in some) for name in ("softmax", "doubly")}
+            table.append({"size": size, **least, "away": sum(row["away"] for row in some) / len(some)})
+    return table
+
+
+def measure(setting: Setting) -> Results:
+    """All draws, with the three mechanisms; then single maps."""
+    drawn = draws(DRAWS[setting.quick])
+    rows = [of_draw(draw, number) for number, draw in enumerate(setting.each(drawn))]
+    least = {name: min(row[name] for row in rows) for name in ("softmax", "doubly", "hybrid")}
+    rough = ROUGH * normal(SHOWN, SHOWN, seed=1)
+    doubly = map_of("doubly_normalized", rough)
+    error, padding_counted = padding_error()
+    lowest, largest = f"none: least of {len(drawn)} draws", f"none: largest of {len(drawn)} draws"
+    bound = float(map_of("doubly_normalized", tight()).sum(0).min() * TIGHT)
+    # to nine digits: some draws are at the bound, and rounding is on either side of it
+    measured = {
+        "a1": Measured(round(least["doubly"], 9), 0.0, lowest),
+        "a2": Measured(round(least["hybrid"], 9), 0.0, lowest),
+        "a3": Measured(bound, 0.0, "none: solved"),
+        "a4": Measured(least["softmax"], 0.0, lowest),
+        "a5": Measured(max(row["sinkhorn"] for row in rows), 0.0, largest),
+        "a6": Measured(max(row["biased"] for row in rows), 0.0, largest),
+        "a7": Measured(error, 0.0, "none: largest entry"),
+        "a8": Measured(float((doubly.max(0).values / doubly.sum(0)).max()), 0.0, "none: one draw"),
+    }
+    tables = {
+        "column_sums": {"keys": SHOWN, "rows": by_size(drawn, rows)},
+        "sinkhorn_rounds": {"size": ROUGH, "rows": [sums_after(rough, rounds) for rounds in ROUNDS]},
+        "padding_counted": padding_counted,
+    }
+    return Results(measured, tables)
+
+
+def sums_after(E: Logits, rounds: int) -> dict[str, float]:
+    """Least and largest column sum after so many rounds."""
+    sums = sinkhorn(E, rounds).sum(0)
+    return {"rounds": rounds, "least": float(sums.min()), "largest": float(sums.max())}
 
 
 def answered() -> int:
@@ -237,15 +254,15 @@ def answered() -> int:
     return count
 
 
-def measure_causal(setting: Setting) -> Mapping[str, Measured]:
+def measure_causal(setting: Setting) -> Results:
     """What would leak, and the form that does not."""
     leaks: list[float] = []
-    tells: list[float] = []
+    prefix_leaks: list[float] = []
     for seed in range(20):
         E = normal(32, 32, seed=seed)
         other = torch.cat([E[:-1], normal(1, 32, seed=seed + 100)])
         leaks.append(float((leaking(E) - leaking(other))[:-1].abs().max()))
-        tells.append(float((prefix_normalized(E) - prefix_normalized(other))[:-1].abs().max()))
+        prefix_leaks.append(float((prefix_normalized(E) - prefix_normalized(other))[:-1].abs().max()))
     own: list[float] = []
     plain: list[float] = []
     for number in range(DRAWS[setting.quick] // 3):
@@ -254,13 +271,14 @@ def measure_causal(setting: Setting) -> Mapping[str, Measured]:
         place = torch.arange(1, S + 1, dtype=torch.float64)
         own.append(float((prefix_normalized(E).diagonal() * place).min()))
         plain.append(float((map_of("softmax", E, causal=True).sum(0) * place).min()))
-    return {
+    measured = {
         "b1": Measured(float(answered()), 0.0, "none: counted"),
         "b2": by_seed(leaks, of="draws"),
-        "b3": Measured(max(tells), 0.0, "none: largest of 20 draws"),
+        "b3": Measured(max(prefix_leaks), 0.0, "none: largest of 20 draws"),
         "b4": Measured(round(min(own), 9), 0.0, f"none: least of {len(own)} draws"),
         "b5": Measured(min(plain), 0.0, f"none: least of {len(plain)} draws"),
     }
+    return Results(measured)
 
 
 STUDY = Study("the promise to every key", CLAIMS, measure)

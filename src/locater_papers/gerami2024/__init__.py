@@ -2,17 +2,17 @@
 factorises.
 """
 
+from pathlib import Path
+
 from locater_papers.engine.papers import Paper
-from locater_papers.gerami2024 import cost, forms, judged, leak, limits
-from locater_papers.gerami2024.page import lead, page
+from locater_papers.gerami2024 import cost, forms, leak, limits, training
 
 PAPER = Paper(
     "gerami2024",
     "Fastmax: a polynomial for the exponential, what it saves and what it cannot do",
     "Gerami, Hoover, Dulepet and Duraiswami, FAST: factorizable attention for speeding up transformers (arXiv 2402.07901)",
-    (forms.STUDY, limits.STUDY, leak.STUDY, cost.STUDY, judged.STUDY),
-    page,
-    lead,
+    (forms.STUDY, limits.STUDY, leak.STUDY, cost.STUDY, training.STUDY),
+    Path(__file__).parent,
 )
 
 __all__ = ["PAPER"]

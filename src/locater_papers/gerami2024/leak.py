@@ -7,9 +7,6 @@ length does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +15,7 @@ from locater.attention import mechanism
 from locater.numerics import spearman
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.gerami2024.forms import polynomial
 
 SEEDS = {True: 32, False: 200}
@@ -58,7 +55,7 @@ def causal_outputs(q: Tensor, k: Tensor, v: Tensor, sequence: bool) -> Float[Ten
     return weight @ v / weight.sum(-1, keepdim=True)
 
 
-def told(seed: int, tokens: int, sequence: bool, factor: float | None = None) -> float:
+def earlier_change(seed: int, tokens: int, sequence: bool, factor: float | None = None) -> float:
     """Change of the first half's outputs by another last token, over their size.
 
     The last token is drawn anew, or, with `factor`, made so many times as long.
@@ -72,28 +69,29 @@ def told(seed: int, tokens: int, sequence: bool, factor: float | None = None) ->
     return ((after - before).norm() / before.norm()).item()
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """By length, by the last token's own length, and per token."""
     seeds = range(SEEDS[setting.quick])
-    by_length = {n: [told(seed, n, True) for seed in seeds] for n in LENGTHS}
-    by_factor = {f: [told(seed, TOKENS, True, f) for seed in seeds] for f in FACTORS}
-    own = [told(seed, n, False) for n in (16, TOKENS) for seed in seeds]
+    by_length = {n: [earlier_change(seed, n, True) for seed in seeds] for n in LENGTHS}
+    by_factor = {f: [earlier_change(seed, TOKENS, True, f) for seed in seeds] for f in FACTORS}
+    per_token = [earlier_change(seed, n, False) for n in (16, TOKENS) for seed in seeds]
     ratio = [a / b for a, b in zip(by_length[1024], by_length[16], strict=True)]
     factors = torch.tensor(FACTORS, dtype=torch.float64)
-    read = [
+    correlations = [
         spearman(factors, torch.tensor([by_factor[f][i] for f in FACTORS], dtype=torch.float64)) or 0.0 for i in seeds
     ]
-    numbers: dict[str, Any] = {
+    measured = {
+        "c1": by_seed(by_length[TOKENS]),
+        "c2": Measured(max(per_token), 0.0, f"none: the largest of {len(per_token)} draws"),
+        "c3": by_seed(ratio),
+        "c4": by_seed(correlations),
+    }
+    table = {
         "tokens": TOKENS,
         "by_length": [{"tokens": n, "change": sum(x) / len(x)} for n, x in by_length.items()],
         "by_factor": [{"factor": f, "change": sum(x) / len(x)} for f, x in by_factor.items()],
-    }  # fmt: skip
-    return {
-        "c1": by_seed(by_length[TOKENS], numbers),
-        "c2": Measured(max(own), 0.0, f"none: the largest of {len(own)} draws"),
-        "c3": by_seed(ratio),
-        "c4": by_seed(read),
     }
+    return Results(measured, {"leak": table})
 
 
 STUDY = Study("what the norm tells", CLAIMS, measure)

@@ -15,7 +15,6 @@ along it. The last is true from n = 4 on: (1 + x) / (f(x) + (n - 1) / 2) is larg
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from locater.attention import mechanism
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.gerami2024.forms import polynomial
 
 DRAWS = {True: 200, False: 2000}
@@ -34,6 +33,7 @@ KEYS = (4, 40, 400, 4000)
 SIZE = 16
 RATIO = 5.0  # of the largest f to the least, |x| <= 1, order 2
 GAP = 0.313  # nats: `widest_gap`, rounded up
+GAP_OF = f"none: the largest of {len(KEYS)} numbers of keys and every share of them"
 
 CLAIMS = (
     Claim(
@@ -71,7 +71,7 @@ CLAIMS = (
     ),
     Claim(
         "b9", "Gradients to scores fall as 1 / n", "exponent of the largest slope to a score, over that distance, in n; built keys, 40 "
-        "to 4,000", "about", -1.0, 0.05,
+        "to 4,000", "about", -1.0, 0.05, by="summary", bound="ours",
     ),
     Claim(
         "b10", "A scale brings localisation back, as it does for softmax",
@@ -157,66 +157,72 @@ def half_scale(n: int, fastmax: bool) -> float:
     return math.sqrt(low * high)
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def drawn_limits(seed: int) -> tuple[float, float | None]:
+    """One draw: its largest weight over the cap, and its largest slope over the bound; slopes of few keys alone."""
+    n = KEYS[seed % 3]
+    q = 3 * normal(1, 1, 8, SIZE, seed=seed)
+    k = normal(1, 1, n, SIZE, seed=seed + 10_000) + (seed % 2) * normal(1, 1, 1, SIZE, seed=seed + 1)
+    weight = mechanism("fastmax").map(q, k).max().item() * (n + 4) / 5
+    if n > 40:
+        return weight, None
+    x = (q / q.norm(dim=-1, keepdim=True) @ (k / k.norm(dim=-1, keepdim=True)).mT)[0, 0, 0]
+    return weight, slope(x, normal(n, 3, seed=seed + 5)) * (n + 4) / 4
+
+
+def built_limits(n: int) -> dict[str, Any]:
+    """Keys built to attain each bound, beside the bounds and softmax."""
+    q, k = built(n)
+    weight = largest_weight(q, k)
+    gap = max(math.log(n) - entropy(mechanism("fastmax").map(*built(n, m))).item() for m in _shares(n))
+    return {
+        "keys": n,
+        "cap": 5 / (n + 4),
+        "built": weight,
+        "softmax": math.exp(2) / (n - 1 + math.exp(2)),
+        "uniform": 1 / n,
+        "gap": gap,
+        "share": 1 - gap / math.log(n),
+        "slope": slope(k[0, 0, :, 0].sign() * q[0, 0, 0, 0].sign(), normal(n, 3, seed=n)),
+        "slope_bound": 4 / (n + 4),
+        "half_scale": half_scale(n, True) if n > 10 else None,
+        "half_scale_softmax": half_scale(n, False) if n > 10 else None,
+    }
+
+
+def measure(setting: Setting) -> Results:
     """Draws, and keys built to attain each bound."""
     count = DRAWS[setting.quick]
     raw = torch.cat([3 * normal(512, seed=seed) for seed in range(count)])
-    shares, slopes = [], []
+    drawn = [drawn_limits(seed) for seed in range(count)]
+    weights, slopes = [weight for weight, _ in drawn], [x for _, x in drawn if x is not None]
+    rows = [built_limits(n) for n in KEYS]
+    by_keys = {row["keys"]: row for row in rows}
+    attained = [row["built"] * (row["keys"] + 4) / 5 for row in rows]
+    steep = [row["slope"] * (row["keys"] + 4) / 4 for row in rows]
     ratios = {size: [drawn_entropy(seed, size) for seed in range(20)] for size in (16, 64, 256)}
-    for seed in range(count):
-        n = KEYS[seed % 3]
-        q, k = (
-            3 * normal(1, 1, 8, SIZE, seed=seed),
-            normal(1, 1, n, SIZE, seed=seed + 10_000) + (seed % 2) * normal(1, 1, 1, SIZE, seed=seed + 1),
-        )
-        weights = mechanism("fastmax").map(q, k)
-        shares.append(weights.max().item() * (n + 4) / 5)
-        if n <= 40:
-            x = (q / q.norm(dim=-1, keepdim=True) @ (k / k.norm(dim=-1, keepdim=True)).mT)[0, 0, 0]
-            slopes.append(slope(x, normal(n, 3, seed=seed + 5)) * (n + 4) / 4)
-    attained = {n: largest_weight(*built(n)) * (n + 4) / 5 for n in KEYS}
-    steep = {
-        n: slope(built(n)[1][0, 0, :, 0].sign() * built(n)[0][0, 0, 0, 0].sign(), normal(n, 3, seed=n)) for n in KEYS
-    }
-    gaps = {
-        n: max(math.log(n) - entropy(mechanism("fastmax").map(*built(n, m))).item() for m in _shares(n)) for n in KEYS
-    }
-    fit = math.log(steep[4000] / steep[40]) / math.log(100)
-    table = [
-        {"keys": n, "cap": 5 / (n + 4), "built": attained[n] * 5 / (n + 4), "softmax": math.exp(2) / (n - 1 + math.exp(2)),
-         "gap": gaps[n], "share": 1 - gaps[n] / math.log(n), "slope": steep[n], "slope_bound": 4 / (n + 4),
-         "half_scale": half_scale(n, True) if n > 10 else None, "half_scale_softmax": half_scale(n, False) if n > 10 else None}
-        for n in KEYS
-    ]  # fmt: skip
     x = torch.linspace(-1, 1, 2001, dtype=torch.float64)
     off = (polynomial(x, 2) / x.exp() - 1).abs().max().item()
-    draws = f"none: the largest of {count} draws and {len(KEYS)} built"
-    last = table[-1]
-    assert last["half_scale"] is not None
-    assert last["half_scale_softmax"] is not None
-    return {
-        "b1": Measured(
-            round(min(least_f(seed) for seed in range(count)), 12), 0.0, f"none: the least of {count} draws"
-        ),
-        "b2": Measured(
-            polynomial(raw, 1).min().item(),
-            0.0,
-            f"none: the least of {len(raw):,} numbers",
-            {"negative": (raw < -1).double().mean().item()},
-        ),
-        "b3": Measured(off, 0.0, "none: computed", {"at_minus_1": 0.5 / math.exp(-1) - 1, "at_1": 2.5 / math.e - 1}),
-        "b4": Measured(
-            max(*shares, *attained.values()) - 1, 0.0, draws, {"keys": table, "drawn": max(shares), "gap": widest_gap()}
-        ),
-        "b5": Measured(1 - min(attained.values()), 0.0, f"none: the largest of {len(KEYS)}"),
-        "b6": by_seed(ratios[64], {"by_size": {str(size): fmean(x) for size, x in ratios.items()}}, of="draws"),
-        "b7": Measured(
-            max(gaps.values()), 0.0, f"none: the largest of {len(KEYS)} numbers of keys and every share of them"
-        ),
-        "b8": Measured(max(*slopes, *(steep[n] * (n + 4) / 4 for n in KEYS)) - 1, 0.0, draws, {"drawn": max(slopes)}),
-        "b9": Measured(fit, 0.0, "none: computed"),
-        "b10": Measured(last["half_scale"] / last["half_scale_softmax"], 0.0, "none: bisection"),
+    largest = f"none: the largest of {count} draws and {len(KEYS)} built"
+    least_weight = round(min(least_f(seed) for seed in range(count)), 12)
+    negative = {"negative": (raw < -1).double().mean().item()}
+    measured = {
+        "b1": Measured(least_weight, 0.0, f"none: the least of {count} draws"),
+        "b2": Measured(polynomial(raw, 1).min().item(), 0.0, f"none: the least of {len(raw):,} numbers", negative),
+        "b3": Measured(off, 0.0, "none: computed"),
+        "b4": Measured(max(*weights, *attained) - 1, 0.0, largest, {"drawn": max(weights)}),
+        "b5": Measured(1 - min(attained), 0.0, f"none: the largest of {len(KEYS)}"),
+        "b6": by_seed(ratios[64], of="draws"),
+        "b7": Measured(max(row["gap"] for row in rows), 0.0, GAP_OF, {"gap": widest_gap()}),
+        "b8": Measured(max(*slopes, *steep) - 1, 0.0, largest, {"drawn": max(slopes)}),
+        "b9": Measured(math.log(by_keys[4000]["slope"] / by_keys[40]["slope"]) / math.log(100), 0.0, "none: computed"),
+        "b10": Measured(rows[-1]["half_scale"] / rows[-1]["half_scale_softmax"], 0.0, "none: bisection"),
     }
+    tables = {
+        "limits_by_keys": rows,
+        "polynomial_less_exp": {"at_minus_1": 0.5 / math.exp(-1) - 1, "at_1": 2.5 / math.e - 1},
+        "entropy_by_head_size": {str(size): fmean(values) for size, values in ratios.items()},
+    }
+    return Results(measured, tables)
 
 
 def _shares(n: int) -> range:

@@ -1,15 +1,23 @@
 """Xiao, Zhang and Zhang (2026): attention with queries and keys of one bit per channel."""
 
+from pathlib import Path
+
 from locater_papers.engine.papers import Paper
-from locater_papers.xiao2026 import flattening, models, signs, training
-from locater_papers.xiao2026.page import lead, page
+from locater_papers.xiao2026 import flattening, models, published, signs, training
 
 PAPER = Paper(
     "xiao2026",
     "BinaryAttention: what one bit per channel keeps of attention",
     "Xiao, Zhang and Zhang, BinaryAttention (CVPR 2026, arXiv 2603.09582)",
-    (signs.STUDY, flattening.STUDY, models.STUDY, training.STUDY),
-    page, lead,
-)  # fmt: skip
+    (
+        signs.STUDY,
+        flattening.STUDY,
+        models.STUDY,
+        training.STUDY,
+        published.ACCURACY_STUDY,
+        published.SPEED_STUDY,
+    ),
+    Path(__file__).parent,
+)
 
 __all__ = ["PAPER"]

@@ -8,7 +8,7 @@ to repair.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from locater.families import AttentionLayer, Norm
 from locater.observing.inputs import run
 from locater.verbs.load import load_model
 from locater_papers.engine.claims import Claim, Measured, half_range
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.trained_heads import HALVES, inputs, sources
 from locater_papers.xiao2026.flattening import ranks, row_correlation, top_agreement
 from locater_papers.xiao2026.signs import entropy
@@ -89,22 +89,26 @@ def layer_entry(layer: AttentionLayer, x: Tensor) -> dict[str, float]:
     logits = [y[..., early].clamp_min(1e-300).log().flatten(0, 2) for y in (real, binary)]
     ranked = row_correlation(ranks(logits[0]), ranks(logits[1].mul(1e5).round()))
     return {
-        "entropy": float(entropy(real).mean()), "binary_entropy": float(entropy(binary).mean()),
-        "top": float(top_agreement(real, binary).mean()), "rank": float(ranked[ranked.isfinite()].mean()),
+        "entropy": float(entropy(real).mean()),
+        "binary_entropy": float(entropy(binary).mean()),
+        "top": float(top_agreement(real, binary).mean()),
+        "rank": float(ranked[ranked.isfinite()].mean()),
         "outside": float(torch.cat([q.abs().flatten(), k.abs().flatten()]).gt(1).double().mean()),
-        "size": float(q.shape[-1]), "query_rms": float(q.square().mean().sqrt()), "key_rms": float(k.square().mean().sqrt()),
-    }  # fmt: skip
+        "size": float(q.shape[-1]),
+        "query_rms": float(q.square().mean().sqrt()),
+        "key_rms": float(k.square().mean().sqrt()),
+    }
 
 
 @torch.no_grad()
-def next_token(model: nn.Module, held: list[dict[str, Tensor]]) -> Tensor:
+def next_token(model: nn.Module, batch: list[dict[str, Tensor]]) -> Tensor:
     """Log probabilities of the next token (sequences, tokens, vocabulary)."""
-    return torch.cat([run(model, part).logits[:, :-1].log_softmax(-1) for part in held])
+    return torch.cat([run(model, part).logits[:, :-1].log_softmax(-1) for part in batch])
 
 
-def loss(log: Tensor, held: list[dict[str, Tensor]]) -> float:
+def loss(log: Tensor, batch: list[dict[str, Tensor]]) -> float:
     """Mean loss of the next token, in nats."""
-    following = torch.cat([part["input_ids"][:, 1:] for part in held])
+    following = torch.cat([part["input_ids"][:, 1:] for part in batch])
     return -float(log.gather(-1, following[..., None]).mean())
 
 
@@ -119,32 +123,35 @@ def divergence(log: Tensor, other: Tensor) -> float:
 
 
 @torch.no_grad()
-def pooled(model: nn.Module, held: list[dict[str, Tensor]]) -> Tensor:
+def pooled(model: nn.Module, batch: list[dict[str, Tensor]]) -> Tensor:
     """Means over tokens of what an encoder gives, a row per sequence."""
-    return torch.cat([run(model, part).last_hidden_state.mean(1) for part in held])
+    return torch.cat([run(model, part).last_hidden_state.mean(1) for part in batch])
 
 
 def model_entry(folder: Path, text: str, quick: bool) -> dict[str, Any]:
-    """One model on one text."""
+    """One model on one text: means over layers, and what it gives out as it is, binary, and with the spread back."""
     model = load_model(str(folder))
-    held = batches(model, text, length=LENGTH, tokens=TOKENS[quick])
-    layers = [layer_entry(layer, x) for layer, x in inputs(model, held)]
-    found: dict[str, Any] = {name: sum(e[name] for e in layers) / len(layers) for name in layers[0]}
-    found |= {"layers": layers, "causal": "CausalLM" in type(model).__name__}
-    ask = next_token if found["causal"] else pooled
-    before = ask(model, held)
+    batch = batches(model, text, length=LENGTH, tokens=TOKENS[quick])
+    layers = [layer_entry(layer, x) for layer, x in inputs(model, batch)]
+    entry: dict[str, Any] = {name: sum(row[name] for row in layers) / len(layers) for name in layers[0]}
+    entry |= {"layers": layers, "causal": "CausalLM" in type(model).__name__}
+    outputs = next_token if entry["causal"] else pooled
+    before = outputs(model, batch)
     with made_binary(model):
-        after = ask(model, held)
+        after = outputs(model, batch)
     with made_binary(model, RESTORED):
-        restored = ask(model, held)
-    if not found["causal"]:
-        return {**found, "cosine": _cosine(before, after), "restored_cosine": _cosine(before, restored)}
-    losses = {"loss": loss(before, held), "binary_loss": loss(after, held), "restored_loss": loss(restored, held)}
+        restored = outputs(model, batch)
+    if not entry["causal"]:
+        return {**entry, "cosine": _cosine(before, after), "restored_cosine": _cosine(before, restored)}
+    lost, still_lost = divergence(before, after), divergence(before, restored)
     return {
-        **found,
-        **losses,
-        "divergence": divergence(before, after),
-        "restored_divergence": divergence(before, restored),
+        **entry,
+        "loss": loss(before, batch),
+        "binary_loss": loss(after, batch),
+        "restored_loss": loss(restored, batch),
+        "divergence": lost,
+        "restored_divergence": still_lost,
+        "undone": 1 - still_lost / lost,
     }
 
 
@@ -152,26 +159,29 @@ def _cosine(a: Tensor, b: Tensor) -> float:
     return float(nn.functional.cosine_similarity(a, b).mean())
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Every model on two halves of a text, which give the spread."""
     size = CHARACTERS[setting.quick]
-    found: list[dict[str, Any]] = [{}, {}]
+    by_half: list[dict[str, dict[str, Any]]] = [{}, {}]
     plan = [(name, folder, half) for name, folder in sources(setting.models).items() for half in range(2)]
     for name, folder, half in setting.each(plan):
-        found[half][name] = model_entry(folder, setting.text[half * size : (half + 1) * size], setting.quick)
-    causal = [[m for m in half.values() if m["causal"]] for half in found]
+        by_half[half][name] = model_entry(folder, setting.text[half * size : (half + 1) * size], setting.quick)
+    models = [list(half.values()) for half in by_half]
+    causal = [[m for m in half if m["causal"]] for half in models]
 
-    def halves(values: list[float], numbers: Mapping[str, Any] | None = None) -> Measured:
-        return half_range(values, HALVES, numbers)
+    def halves(values: list[float]) -> Measured:
+        return half_range(values, HALVES)
 
-    return {
-        "c1": halves([min(m["binary_entropy"] - m["entropy"] for m in half.values()) for half in found], {"models": found[0]}),
-        "c2": halves([min(m["top"] for m in half.values()) for half in found]),
-        "c3": halves([min(m["rank"] for m in half.values()) for half in found]),
+    measured = {
+        "c1": halves([min(m["binary_entropy"] - m["entropy"] for m in half) for half in models]),
+        "c2": halves([min(m["top"] for m in half) for half in models]),
+        "c3": halves([min(m["rank"] for m in half) for half in models]),
         "c4": halves([max(m["divergence"] for m in half) for half in causal]),
-        "c5": halves([min(1 - m["restored_divergence"] / m["divergence"] for m in half) for half in causal]),
-        "c6": halves([max(m["outside"] for m in half.values()) for half in found]),
-    }  # fmt: skip
+        "c5": halves([min(m["undone"] for m in half) for half in causal]),
+        "c6": halves([max(m["outside"] for m in half) for half in models]),
+    }
+    rows = [{"model": name, **entry} for name, entry in by_half[0].items()]
+    return Results(measured, {"models_made_binary": rows})
 
 
 STUDY = Study("trained models made binary as they are", CLAIMS, measure, on_models=True)

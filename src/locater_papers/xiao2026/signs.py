@@ -8,7 +8,6 @@ row by row.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 from locater.attention import mechanism
 from locater.attention.binary import sign
 from locater.theory import entropy_floor_of_range
-from locater_papers.engine.claims import Claim, Measured, half_range
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, by_seed, half_range
+from locater_papers.engine.papers import Results, Setting, Study
 
 SIZES = (4, 16, 64, 128)  # channels of a head
 KEYS = 64
@@ -32,11 +31,12 @@ CLAIMS = (
     Claim(
         "a1", "A product of two sign vectors is d less twice the number of channels in which they differ: XNOR and a bit count",
         f"largest difference from counting bits of packed whole numbers, d = {', '.join(map(str, SIZES))}, zeros among the entries",
-        "at most", 0.0,
+        "at most", 0.0, by="ours",
     ),
     Claim(
         "a2", "The attention map is the softmax of those counts, times mu_q mu_k / sqrt(d)",
         "largest difference of a weight from the softmax of packed counts, written out row by row", "at most", ROUNDING,
+        by="ours",
     ),
     Claim(
         "a3", "Logits without a bias take at most d + 1 levels, 2 mu_q mu_k / sqrt(d) apart",
@@ -134,63 +134,71 @@ def entropy(rows: Float[Tensor, "*n keys"]) -> Float[Tensor, "*n"]:
     return -torch.special.xlogy(rows, rows).sum(-1)
 
 
-def counts() -> dict[str, Measured]:
+def counts() -> Results:
     """Bits against signs, weights against counts, steps, bounds and floors, for every size of a head."""
-    off = map_off = steps_off = 0.0
-    reached, above, cases = [], [], []
-    for d in SIZES:
-        q, k = draw(24, d, seed=d), draw(KEYS, d, seed=d + 1)
-        q[0, : d // 2] = 0.0  # sign(0) = 1
-        k[0], k[1] = q[3], -q[3]
-        found, weights, unit = counted(q, k), one_head(q, k), step(q, k)
-        off = max(off, float((found - sign(q) @ sign(k).mT).abs().max()))
-        map_off = max(
-            map_off,
-            max(float((w - (unit * row).softmax(-1)).abs().max()) for w, row in zip(weights, found, strict=True)),
-        )
-        gaps = (weights.log()[:, :, None] - weights.log()[:, None, :]) / (2 * unit)
-        steps_off = max(steps_off, float((gaps - gaps.round()).abs().max()))
-        reached.append(float(gaps.max()) / d)  # gaps are in steps, of which twice the bound has d
-        floor = float(entropy_floor_of_range(2 * unit * d, KEYS))
-        above.append(float(entropy(weights).min()) - floor)
-        levels = max(len(row.unique()) for row in gaps[:, :, 0].round())
-        cases.append(
-            {
-                "size": d,
-                "levels": levels,
-                "most": d + 1,
-                "floor": floor,
-                "least_entropy": above[-1] + floor,
-                "bound": unit * d,
-            }
-        )
+    rows = [of_size(d) for d in SIZES]
+
+    def largest(name: str) -> Measured:
+        return Measured(max(row[name] for row in rows), 0.0, EXACT)
+
+    measured = {
+        "a1": largest("count_error"),
+        "a2": largest("map_error"),
+        "a3": largest("step_error"),
+        "a4": half_range([row["range_share"] for row in rows], "half the range over sizes of a head"),
+        "a5": Measured(min(row["least_entropy"] - row["floor"] for row in rows), 0.0, EXACT),
+    }
+    shown = ("size", "levels", "most", "bound", "floor", "least_entropy")
+    table = {"keys": KEYS, "rows": [{name: row[name] for name in shown} for row in rows]}
+    return Results(measured, {"levels": table})
+
+
+def of_size(d: int) -> dict[str, float]:
+    """One head of d channels. Of its keys, one has the signs of a query and one the opposite ones."""
+    q, k = draw(24, d, seed=d), draw(KEYS, d, seed=d + 1)
+    q[0, : d // 2] = 0.0  # sign(0) = 1
+    k[0], k[1] = q[3], -q[3]
+    bits, weights, unit = counted(q, k), one_head(q, k), step(q, k)
+    gaps = (weights.log()[:, :, None] - weights.log()[:, None, :]) / (2 * unit)
     return {
-        "a1": Measured(off, 0.0, EXACT), "a2": Measured(map_off, 0.0, EXACT), "a3": Measured(steps_off, 0.0, EXACT),
-        "a4": half_range(reached, "half the range over sizes of a head"), "a5": Measured(min(above), 0.0, EXACT, {"cases": cases}),
-    }  # fmt: skip
+        "size": d,
+        "count_error": float((bits - sign(q) @ sign(k).mT).abs().max()),
+        "map_error": max(
+            float((w - (unit * row).softmax(-1)).abs().max()) for w, row in zip(weights, bits, strict=True)
+        ),
+        "step_error": float((gaps - gaps.round()).abs().max()),
+        "range_share": float(gaps.max()) / d,  # gaps are in steps, of which twice the bound has d
+        "floor": float(entropy_floor_of_range(2 * unit * d, KEYS)),
+        "least_entropy": float(entropy(weights).min()),
+        "levels": max(len(row.unique()) for row in gaps[:, :, 0].round()),
+        "most": d + 1,
+        "bound": unit * d,
+    }
 
 
-def floors() -> dict[str, Measured]:
+def floors() -> Results:
     """Rows that reach the floor, built from signs; and the smallest of all rows of two levels, by trying each."""
-    over, cases = [], []
+    rows = []
     for d, size in ((4, 0.3), (16, 0.6), (64, 0.5), (64, 1.0)):
         q = size * draw(1, d, seed=5).sign()
-        best = []
+        entropies = []
         for m in range(1, KEYS):
             k = size * torch.cat([q.sign().expand(m, d), -q.sign().expand(KEYS - m, d)])
-            best.append(float(entropy(one_head(q, k))[0]))
-        floor = float(entropy_floor_of_range(2 * step(q, k) * d, KEYS))
-        over.append(min(best) - floor)
-        cases.append({"size": d, "mu": size, "floor": floor, "high_keys": best.index(min(best)) + 1})
+            entropies.append(float(entropy(one_head(q, k))[0]))
+        floor, least = float(entropy_floor_of_range(2 * step(q, k) * d, KEYS)), min(entropies)
+        rows.append(
+            {"size": d, "mu": size, "floor": floor, "above": least - floor, "high_keys": entropies.index(least) + 1}
+        )
     tried = {
         m: float(entropy(torch.tensor([2.0] * m + [0.0] * (64 - m), dtype=torch.float64).softmax(-1)))
         for m in range(1, 64)
     }
     best_m = min(tried, key=lambda m: tried[m])
-    return {
-        "a6": Measured(max(over), 0.0, EXACT, {"rows": cases}),
+    measured = {
+        "a6": Measured(max(row["above"] for row in rows), 0.0, EXACT),
         "a7": Measured(tried[best_m], 0.0, EXACT, {"one_key": tried[1], "high_keys": best_m}),
     }
+    return Results(measured, {"sharpest_rows": rows})
 
 
 def cut(rms: float, seed: int = 0) -> float:
@@ -200,11 +208,10 @@ def cut(rms: float, seed: int = 0) -> float:
     return float((grad == 0).double().mean())
 
 
-def window() -> Measured:
+def window() -> Results:
     """The share that is cut beside that of a normal, 1 - erf(1 / (rms sqrt 2))."""
-    shares = {f"{rms:g}": {"cut": cut(rms), "normal": math.erfc(1 / (rms * math.sqrt(2)))} for rms in RMS}
-    values = [cut(RMS[-1], seed) for seed in range(4)]
-    return half_range(values, "half the range of 4 draws", {"by_rms": shares})
+    rows = [{"rms": rms, "cut": cut(rms), "normal": math.erfc(1 / (rms * math.sqrt(2)))} for rms in RMS]
+    return Results({"a8": by_seed([cut(RMS[-1], seed) for seed in range(8)], of="draws")}, {"gradient_window": rows})
 
 
 def rotated(x: Float[Tensor, "T d"], first: int, base: float = 10_000.0) -> Float[Tensor, "T d"]:
@@ -235,7 +242,8 @@ def levels_before(d: int = 16, keys: int = 256) -> float:
     return len((q[-1] @ k.mT * 1e6).round().unique()) / (d + 1)
 
 
-def invariances() -> dict[str, Measured]:
+def invariances() -> Results:
+    """Changes of queries, keys, channels and positions, and what they do to the map."""
     q, k = draw(20, 32, seed=3), draw(20, 32, seed=4)
     plain = one_head(q, k)
     other = q * draw(20, 32, seed=5).exp()
@@ -246,11 +254,13 @@ def invariances() -> dict[str, Measured]:
         float((one_head(a, b) - plain).abs().max()) for a, b in ((q[:, order], k[:, order]), (q * turn, k * turn))
     )
     moved = rotary()
-    return {
-        "a9": Measured(float((one_head(other, k) - plain).abs().max()), 0.0, EXACT), "a10": Measured(channels, 0.0, EXACT),
-        "a11": Measured(moved["signs after"], 0.0, EXACT, {"moved": moved, "shift": SHIFT}),
+    measured = {
+        "a9": Measured(float((one_head(other, k) - plain).abs().max()), 0.0, EXACT),
+        "a10": Measured(channels, 0.0, EXACT),
+        "a11": Measured(moved["signs after"], 0.0, EXACT),
         "a12": Measured(levels_before(), 0.0, EXACT),
-    }  # fmt: skip
+    }
+    return Results(measured, {"rotary": {"moved": moved, "shift": SHIFT}})
 
 
 def heads() -> Measured:
@@ -261,10 +271,10 @@ def heads() -> Measured:
     for b in range(2):
         for h in range(8):
             query, key = q[b, h], k[b, h // 4]
-            found = counted(query, key)
-            worst = max(worst, float((free[b, h] - (step(query, key) * found).softmax(-1)).abs().max()))
+            bits = counted(query, key)
+            worst = max(worst, float((free[b, h] - (step(query, key) * bits).softmax(-1)).abs().max()))
             for t in range(12):
-                row = (step(query[t], key[: t + 1]) * found[t, : t + 1]).softmax(-1)
+                row = (step(query[t], key[: t + 1]) * bits[t, : t + 1]).softmax(-1)
                 worst = max(worst, float((past[b, h, t, : t + 1] - row).abs().max()))
     return Measured(worst, 0.0, EXACT)
 
@@ -283,12 +293,19 @@ def leak() -> tuple[float, float]:
     return float((then - first)[top].abs()), float(ours.abs().max())
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     published, ours = leak()
-    return {
-        **counts(), **floors(), **invariances(), "a8": window(), "a13": heads(),
-        "a14": Measured(published, 0.0, EXACT), "a15": Measured(ours, 0.0, EXACT),
-    }  # fmt: skip
+    parts = counts(), floors(), window(), invariances()
+    measured: dict[str, Measured | None] = {
+        "a13": heads(),
+        "a14": Measured(published, 0.0, EXACT),
+        "a15": Measured(ours, 0.0, EXACT),
+    }
+    tables: dict[str, Any] = {}
+    for part in parts:
+        measured |= part.measured
+        tables |= part.tables
+    return Results(measured, tables)
 
 
 STUDY = Study("attention of one bit, exactly", CLAIMS, measure)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from locater.train.measured import SINK
 from locater_papers.engine.arms import change, ends_table, level, trained
-from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.claims import Claim
 from locater_papers.engine.mechanism_runs import BASE, IMAGE, SOFTMAX, SOFTMAX_IMAGE, arm
+from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Runs
 
 SECOND, FIRST, PICTURES = arm("fastmax"), arm("fastmax(order=1)"), arm("fastmax", IMAGE)
@@ -17,8 +15,8 @@ TEXT = "causal language model of this size"
 
 CLAIMS = (
     Claim(
-        "e1", "Fastmax does about as well as softmax on text, as seen at this size",
-        f"change of report loss by order 2, {TEXT}", "at most", 0.05,
+        "e1", "Fastmax has a robust performance: it does about as well as softmax on text, as seen at this size",
+        f"change of report loss by order 2, {TEXT}", "at most", 0.05, where="abstract", bound="ours",
     ),
     Claim(
         "e2", "Order 1 does about as well as softmax too, as seen at this size",
@@ -29,8 +27,8 @@ CLAIMS = (
         f"report loss of order 2 less that of order 1, which has one rate, {TEXT}", "at most", 0.0, by="ours",
     ),
     Claim(
-        "e4", "Fastmax does about as well as softmax on images, as seen at this size",
-        "change of test accuracy by order 2, image classifier of this size", "at least", -0.01,
+        "e4", "Fastmax has a robust performance: it does about as well as softmax on images, as seen at this size",
+        "change of test accuracy by order 2, image classifier of this size", "at least", -0.01, where="abstract", bound="ours",
     ),
     Claim(
         "e5", "Trained, it does not localise: entropy stays near that of uniform rows, as seen at this size",
@@ -43,8 +41,8 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def judge(runs: Runs) -> Mapping[str, Measured | None]:
-    found = {
+def judge(runs: Runs) -> Results:
+    measured = {
         "e1": change(runs, SECOND, SOFTMAX, "report_loss"),
         "e2": change(runs, FIRST, SOFTMAX, "report_loss"),
         "e3": change(runs, SECOND, FIRST, "report_loss"),
@@ -52,7 +50,7 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "e5": level(runs, SECOND, "measures.entropy_share"),
         "e6": level(runs, SOFTMAX, "measures.entropy_share"),
     }
-    return carried(found, {"arms": ends_table(runs, ARMS), "layers": BASE.layers, "sink": SINK})
+    return Results(measured, {"arms": ends_table(runs, ARMS), "training": {"layers": BASE.layers, "sink": SINK}})
 
 
 STUDY = trained("Fastmax in training", CLAIMS, ARMS, judge)
