@@ -17,7 +17,7 @@ from locater_papers import Setting, judge, reproduce
 from locater_papers.engine.mechanism_runs import SOFTMAX_MASKED
 from locater_papers.engine.pages import page as whole_page
 from locater_papers.engine.runs import Runs
-from locater_papers.sant2022 import PAPER, judged, kinds, layouts, models, relevance
+from locater_papers.sant2022 import PAPER, kinds, layouts, models, relevance, training
 from tests.papers.made_runs import fill
 
 IDS = torch.arange(3, 15).reshape(2, 6)
@@ -45,7 +45,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     path = tmp_path_factory.mktemp("runs") / "runs.jsonl"
     runs = Runs(path)
     shares = {x: [[(1 - 3 * x), x, x, x]] * 2 for x in (0.25, 0.2, 0.15, 0.1, 0.05)}
-    arms = (judged.MIX, judged.FULL_MIX, judged.COMPRESSED, SOFTMAX_MASKED, judged.LOCAL)
+    arms = (training.MIX, training.FULL_MIX, training.COMPRESSED, SOFTMAX_MASKED, training.LOCAL)
     for step, (arm, held) in enumerate(zip(arms, shares.values(), strict=True)):
         fill(runs, arm, [3.0 + 0.1 * step, 3.1 + 0.1 * step, 3.2 + 0.1 * step], {"relevance": held})
 
@@ -149,7 +149,7 @@ def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
     found = {x["id"]: x for x in document["claims"]}
     assert {found[f"e{n}"]["verdict"] for n in range(1, 6)} == {"holds"}
     assert found["e1"]["measured"] == pytest.approx(-0.4)
-    assert found["e3"]["numbers"]["best"] == judged.MIX.name
+    assert found["e3"]["numbers"]["best"] == training.MIX.name
     assert found["e5"]["measured"] == pytest.approx(1.0)
     without = reproduce(PAPER, Setting(), claim="e").verdicts
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
@@ -157,27 +157,27 @@ def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
 
 def test_the_better_mix_is_told_by_the_seeds_that_both_have() -> None:
     runs = Runs()
-    fill(runs, judged.FULL_MIX, [3.1, 3.1, 1.0])
-    assert judged.better(runs) is None
-    fill(runs, judged.MIX, [3.0, 3.0])
-    assert judged.better(runs) is judged.MIX
+    fill(runs, training.FULL_MIX, [3.1, 3.1, 1.0])
+    assert training.better(runs) is None
+    fill(runs, training.MIX, [3.0, 3.0])
+    assert training.better(runs) is training.MIX
 
 
 def test_even_heads_that_do_worse_refute_the_claim() -> None:
     runs = Runs()
-    for step, arm in enumerate(judged.ARMS):
+    for step, arm in enumerate(training.ARMS):
         fill(runs, arm, [3.0 + step] * 3, {"relevance": [[1 - 3 * x, x, x, x] for x in (0.05 * step,)]})
-    found = judged.correlation(runs)
+    found = training.correlation(runs)
     assert found is not None
     assert found.value == pytest.approx(-1.0)
     assert (
-        judged.unevenness({"measures": {"relevance": EVEN}})
+        training.unevenness({"measures": {"relevance": EVEN}})
         == 0
-        < judged.unevenness({"measures": {"relevance": UNEVEN}})
+        < training.unevenness({"measures": {"relevance": UNEVEN}})
     )
-    assert math.isnan(judged.unevenness({"measures": None}))
-    fill(runs, judged.MIX, [3.0] * 3)
-    assert judged.correlation(runs) is None, "one arm was not measured"
+    assert math.isnan(training.unevenness({"measures": None}))
+    fill(runs, training.MIX, [3.0] * 3)
+    assert training.correlation(runs) is None, "one arm was not measured"
 
 
 def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:

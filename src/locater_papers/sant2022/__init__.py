@@ -3,7 +3,7 @@ counts.
 """
 
 from locater_papers.engine.papers import Paper
-from locater_papers.sant2022 import judged, kinds, layouts, models, relevance
+from locater_papers.sant2022 import kinds, layouts, models, relevance, training
 from locater_papers.sant2022.page import lead, page
 
 PAPER = Paper(
@@ -11,7 +11,7 @@ PAPER = Paper(
     "Multiformer: heads of several kinds in one layer, and how much each head counts",
     "Sant, Gallego, Alastruey and Costa-jussa, Multiformer: a head-configurable transformer-based model for direct speech translation "
     "(NAACL SRW 2022, arXiv 2205.07100)",
-    (kinds.STUDY, layouts.STUDY, relevance.STUDY, models.STUDY, judged.STUDY),
+    (kinds.STUDY, layouts.STUDY, relevance.STUDY, models.STUDY, training.STUDY),
     page,
     lead,
 )
