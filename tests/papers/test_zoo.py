@@ -10,7 +10,7 @@ import pytest
 from locater_papers import Measured, judge
 from locater_papers.engine.claims import verdict_of
 from locater_papers.engine.runs import Runs
-from locater_papers.zoo import judged
+from locater_papers.zoo import losses
 from locater_papers.zoo.arms import ARMS, BARE, BOTH_WAYS, CAUSAL
 from locater_papers.zoo.page import lead, page
 from tests import ROOT
@@ -49,25 +49,25 @@ def made_up(first: float) -> Runs:
 
 
 def found(runs: Runs) -> dict[str, Measured | None]:
-    readers = (judged._losses, judged._sinks, judged._entropy, judged._collapse)
+    readers = (losses._losses, losses._sinks, losses._entropy, losses._collapse)
     return {key: value for read in readers for key, value in read(runs).items()}
 
 
 def verdicts(measured: Mapping[str, Measured | None]) -> dict[str, str]:
-    claims = [claim for part in judged.CLAIMS.values() for claim in part]
+    claims = [claim for part in losses.CLAIMS.values() for claim in part]
     return {claim.id: judge(claim, m.value, m.spread) for claim in claims if (m := measured[claim.id]) is not None}
 
 
 def document(measured: Mapping[str, Measured | None]) -> dict[str, Any]:
-    claims = [claim for part in judged.CLAIMS.values() for claim in part]
+    claims = [claim for part in losses.CLAIMS.values() for claim in part]
     return {"claims": [verdict_of(claim, measured[claim.id], "").to_dict() for claim in claims]}
 
 
 def test_every_claim_is_decided_by_whole_arms_and_is_this_projects() -> None:
     measured = found(made_up(first=0.4))
     said = verdicts(measured)
-    assert said.keys() == measured.keys() == {claim.id for part in judged.CLAIMS.values() for claim in part}
-    assert {claim.by for part in judged.CLAIMS.values() for claim in part} == {"notes"}
+    assert said.keys() == measured.keys() == {claim.id for part in losses.CLAIMS.values() for claim in part}
+    assert {claim.by for part in losses.CLAIMS.values() for claim in part} == {"notes"}
     assert said["a1"] == "fails", "later in the order than softmax"
     assert said["c4"] == "holds"
     sharp = measured["c4"]

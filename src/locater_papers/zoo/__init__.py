@@ -2,7 +2,7 @@
 
 from locater_papers.engine.papers import Paper
 from locater_papers.zoo import pace, sinks
-from locater_papers.zoo.judged import STUDIES
+from locater_papers.zoo.losses import STUDIES
 from locater_papers.zoo.page import lead, page
 
 PAPER = Paper(
