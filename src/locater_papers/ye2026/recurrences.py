@@ -102,8 +102,8 @@ def erased(
     q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     state, out, eye = k.new_zeros(v.shape[1], k.shape[1]), [], torch.eye(k.shape[1], dtype=k.dtype)
     for t in range(len(k)):
-        kept = 1.0 if log_decay is None else log_decay[t].exp()
-        state = kept * state @ (eye - beta[t] * torch.outer(k[t], k[t])) + beta[t] * torch.outer(v[t], k[t])
+        decay = 1.0 if log_decay is None else log_decay[t].exp()
+        state = decay * state @ (eye - beta[t] * torch.outer(k[t], k[t])) + beta[t] * torch.outer(v[t], k[t])
         out.append(scale * state @ q[t])
     return torch.stack(out)
 

@@ -244,7 +244,7 @@ def judged(right: Mapping[str, list[list[float]]], size: Size, device: str) -> R
 
 def _table(right: Mapping[str, list[list[float]]], size: Size, device: str) -> dict[str, Any]:
     """Shares of right answers by stack, seed and hop, how many seeds learned, and what was trained."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "stack": layout,
             "right": seeds,

@@ -129,9 +129,9 @@ def judge_collapse(runs: Runs) -> Mapping[str, Measured | None]:
     }
 
 
-def largest(runs: Runs, arm: Arm, what: str) -> Measured | None:
+def largest(runs: Runs, arm: Arm, measure: str) -> Measured | None:
     """Over seeds: for a claim that no head, or no key, has something, which one seed could refute."""
-    values = [value_of(line, what) for line in arm.ends(runs) or ()]
+    values = [value_of(line, measure) for line in arm.ends(runs) or ()]
     known = [x for x in values if x is not None]
     if not known or len(known) < len(values):
         return None
