@@ -106,9 +106,9 @@ def test_a_local_head_sees_its_own_window() -> None:
 
 
 def test_relevance_of_a_cancelling_pair() -> None:
-    found = relevance.cancelling()
-    assert found["relevance"] == pytest.approx(0.9, abs=0.02)
-    assert found["change"] < 1e-12
+    heads = relevance.cancelling()
+    assert heads["relevance"] == pytest.approx(0.9, abs=0.02)
+    assert heads["change"] < 1e-12
 
 
 def test_leaving_a_head_out_is_a_zero_in_the_output_projection() -> None:
@@ -146,10 +146,10 @@ def test_a_model_with_other_names_is_left_out() -> None:
 
 
 def test_verdicts(document: dict[str, Any]) -> None:
-    found = {x["id"]: x for x in document["claims"]}
-    held = ("a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4", "c1", "c2", "c4")
-    assert {key: found[key]["verdict"] for key in held} == dict.fromkeys(held, "holds")
-    assert {found[key]["verdict"] for key in ("a5", "a6", "b5", "c3", "c5", "c6")} == {"fails"}
+    claims = {x["id"]: x for x in document["claims"]}
+    exact = ("a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4", "c1", "c2", "c4")
+    assert {key: claims[key]["verdict"] for key in exact} == dict.fromkeys(exact, "holds")
+    assert {claims[key]["verdict"] for key in ("a5", "a6", "b5", "c3", "c5", "c6")} == {"fails"}
     assert judge(next(c for c in PAPER.claims if c.id == "a2"), 1e-9, 0.0) == "fails", (
         "a key outside that is seen would be told"
     )
@@ -164,12 +164,14 @@ def test_the_papers_claims_are_what_its_abstract_says(document: dict[str, Any]) 
 
 
 def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
-    found = {x["id"]: x for x in document["claims"]}
-    assert {found[f"e{n}"]["verdict"] for n in range(1, 5)} == {"holds"}
-    assert found["e5"]["verdict"] == "undecided", "correlations of 1 with every seed: signs of few seeds decide nothing"
-    assert found["e1"]["measured"] == pytest.approx(-0.4, abs=0.01)
-    assert found["e3"]["numbers"]["best"] == training.MIX.name
-    assert found["e5"]["measured"] == pytest.approx(1.0)
+    claims = {x["id"]: x for x in document["claims"]}
+    assert {claims[f"e{n}"]["verdict"] for n in range(1, 5)} == {"holds"}
+    assert claims["e5"]["verdict"] == "undecided", (
+        "correlations of 1 with every seed: signs of few seeds decide nothing"
+    )
+    assert claims["e1"]["measured"] == pytest.approx(-0.4, abs=0.01)
+    assert claims["e3"]["numbers"]["best"] == training.MIX.name
+    assert claims["e5"]["measured"] == pytest.approx(1.0)
     without = reproduce(PAPER, Setting(), claim="e").verdicts
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
 
@@ -186,9 +188,9 @@ def test_even_heads_that_do_worse_refute_the_claim() -> None:
     runs = Runs()
     for step, arm in enumerate(training.ARMS):
         fill(runs, arm, [3.0 + step] * 3, {"relevance": [[1 - 3 * x, x, x, x] for x in (0.05 * step,)]})
-    found = training.correlation(runs)
-    assert found is not None
-    assert found.value == pytest.approx(-1.0)
+    correlation = training.correlation(runs)
+    assert correlation is not None
+    assert correlation.value == pytest.approx(-1.0)
     assert (
         training.unevenness({"measures": {"relevance": EVEN}})
         == 0

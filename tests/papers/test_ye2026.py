@@ -65,10 +65,10 @@ def test_prompts_are_chains_of_what_they_list(forward: bool) -> None:
 
 def test_recurrences_see_a_wrong_beta() -> None:
     """The comparison can fail: another step of the state is another output."""
-    held = recurrences.operands()
-    one = [held[n][0, 0] for n in ("q", "k", "v")]
-    a = recurrences.erased(one[0], one[1], one[2], held["beta"][0, 0])
-    b = recurrences.erased(one[0], one[1], one[2], held["beta"][0, 1])
+    tensors = recurrences.operands()
+    one = [tensors[n][0, 0] for n in ("q", "k", "v")]
+    a = recurrences.erased(one[0], one[1], one[2], tensors["beta"][0, 0])
+    b = recurrences.erased(one[0], one[1], one[2], tensors["beta"][0, 1])
     assert (a - b).abs().max() > 1e-3
     assert recurrences.difference("delta", recurrences.erased, ("beta",)) < 1e-12
 
