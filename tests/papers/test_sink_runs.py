@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from locater_papers.engine.claims import Claim, Measured, verdict_of
-from locater_papers.engine.runs import Runs, train
-from locater_papers.engine.sink_runs import (
-    COPY,
-    PLAIN,
-    RATE,
-    SEEDS,
-    UNIFORM,
-    arm_means,
-    left_of,
-    sink_arm,
-    sinks_section,
-)
+from locater_papers.engine.arms import level
+from locater_papers.engine.claims import Claim, verdict_of
+from locater_papers.engine.pages import page
+from locater_papers.engine.papers import Paper, Results
+from locater_papers.engine.runs import Arm, Runs, train
+from locater_papers.engine.sink_runs import COPY, PLAIN, RATE, SEEDS, UNIFORM, WEIGHT, left_of, sink_arm, sink_tables
 from locater_papers.qiu2025 import sinks as gates
 from locater_papers.sun2026 import sinks as blocks
 from locater_papers.zoo import sinks as zoo
 from tests import ROOT
-from tests.papers.made_runs import fill
+from tests.papers.made_runs import fill, made_line
 
 EMPTY = {
     "first_weight": 0.01,
@@ -41,12 +34,21 @@ FULL = {"first_weight": 0.7, "first_mass": 0.7, "first_value": 0.2, "row_mass": 
 def made_up(arms: Any, empty: set[str]) -> Runs:
     runs = Runs()
     for arm in arms:
-        fill(runs, arm, [2.2 + 0.001 * seed for seed in range(SEEDS)], EMPTY if arm.name in empty else FULL)
+        add(runs, arm, EMPTY if arm.name in empty else FULL)
     return runs
 
 
-def said(claims: tuple[Claim, ...], found: Any) -> dict[str, str]:
-    return {c.id: verdict_of(c, found[c.id], "").verdict if found.get(c.id) else "unknown" for c in claims}
+def add(runs: Runs, arm: Arm, measures: dict[str, Any], loss: float = 2.2) -> None:
+    """Six seeds, their measures up to 2 % apart."""
+    for seed in range(SEEDS):
+        factor = 1 + 0.01 * ((7 * seed + len(arm.name)) % 5 - 2)
+        noisy = {name: None if value is None else factor * value for name, value in measures.items()}
+        runs.add(arm.row(RATE, seed), made_line(loss + 0.001 * seed, measures=noisy))
+
+
+def verdicts_of(claims: tuple[Claim, ...], results: Any) -> dict[str, str]:
+    measured = results.measured if isinstance(results, Results) else results
+    return {c.id: verdict_of(c, measured[c.id], "").verdict if measured.get(c.id) else "unknown" for c in claims}
 
 
 def test_a_sink_has_more_than_even_attention_gives() -> None:
@@ -56,25 +58,23 @@ def test_a_sink_has_more_than_even_attention_gives() -> None:
 
 def test_the_zoo_says_who_takes_a_sink_away() -> None:
     away = {"gated", "sigmoid", "linear", "delta", "gated_delta", zoo.ROTARY.name}
-    found = zoo.judge(made_up((*zoo.ARMS.values(), zoo.ROTARY), away))
-    verdicts = said(zoo.CLAIMS, found)
+    verdicts = verdicts_of(zoo.CLAIMS, zoo.judge(made_up((*zoo.ARMS.values(), zoo.ROTARY), away)))
     assert {key for key, verdict in verdicts.items() if verdict == "fails"} == {"f4", "f5"}, (
         "the sinks inside a softmax have it still"
     )
     assert set(verdicts.values()) == {"holds", "fails"}
     one = zoo.judge(made_up((*zoo.ARMS.values(), zoo.ROTARY), away - {"gated_delta"}))
-    assert said(zoo.CLAIMS, one)["f6"] == "fails", "one of three is enough"
-    assert set(said(zoo.CLAIMS, zoo.judge(Runs())).values()) == {"unknown"}
+    assert verdicts_of(zoo.CLAIMS, one)["f6"] == "fails", "one of three is enough"
+    assert set(verdicts_of(zoo.CLAIMS, zoo.judge(Runs())).values()) == {"unknown"}
 
 
 def test_a_measure_that_is_missing_decides_nothing() -> None:
     runs = made_up((*zoo.ARMS.values(), zoo.ROTARY), {"gated"})
     fill(runs, zoo.ARMS["gated_delta"], [2.2] * SEEDS, {**EMPTY, "first_weight": None})
-    found = zoo.judge(runs)
-    assert found["f6"] is None
-    assert "gated_delta" not in arm_means(
-        {key: dict(value.numbers) for key, value in found.items() if value is not None}
-    )
+    assert verdicts_of(zoo.CLAIMS, zoo.judge(runs))["f6"] == "unknown"
+    means = sink_tables(runs, zoo.ARMS.values())["sinks"]["means"]["first_weight"]
+    assert means["gated"] == pytest.approx(0.01, rel=0.02)
+    assert "gated_delta" not in means
     fill(runs, PLAIN, [2.2] * SEEDS, {**FULL, "first_weight": None})
     assert left_of(runs, zoo.ARMS["gated"]) is None
 
@@ -82,10 +82,10 @@ def test_a_measure_that_is_missing_decides_nothing() -> None:
 def test_gates_that_close_and_gates_that_cannot() -> None:
     runs = made_up(gates.ARMS, {gates.HEAD.name, gates.ELEMENT.name})
     for arm in (gates.CONSTANT, gates.NS, gates.VALUES):  # they gate as well, and leave the sink
-        fill(runs, arm, [2.2] * SEEDS, {**FULL, "gate": 0.5})
-    verdicts = said(gates.CLAIMS, gates.judge(runs))
+        add(runs, arm, {**FULL, "gate": 0.5})
+    verdicts = verdicts_of(gates.CLAIMS, gates.judge(runs))
     assert set(verdicts.values()) == {"holds"}
-    other = said(gates.CLAIMS, gates.judge(made_up(gates.ARMS, {gates.HEAD.name})))
+    other = verdicts_of(gates.CLAIMS, gates.judge(made_up(gates.ARMS, {gates.HEAD.name})))
     assert other["f10"] == "fails"
     assert other["f11"] == "holds"
 
@@ -94,38 +94,54 @@ def test_gates_that_close_and_gates_that_cannot() -> None:
 def test_spikes_and_sinks_by_arm(spike: float, open_: set[str]) -> None:
     """Where there is no spike nothing is said of spikes."""
     runs = Runs()
+    factors = {blocks.SANDWICH.name: 0.5, blocks.POST.name: 0.5, blocks.NONE.name: 0.5, blocks.NO_DECAY.name: 2.0}
     for arm in blocks.ARMS:
         small = arm.name in (blocks.SIZES[8].name, blocks.GATE.name)
-        fill(runs, arm, [2.2] * SEEDS, EMPTY if small else {**FULL, "spike_ratio": spike})
-    verdicts = said(blocks.CLAIMS, blocks.judge(runs))
+        factor = factors.get(arm.name, 1.0)
+        add(runs, arm, EMPTY if small else {**FULL, "spike_ratio": spike * factor, "first_weight": 0.7 * factor**0.2})
+    verdicts = verdicts_of(blocks.CLAIMS, blocks.judge(runs))
     assert verdicts["f2"] == verdicts["f11"] == verdicts["f5"] == "holds"
     assert {key for key in blocks.OF_SPIKES if verdicts[key] == "undecided"} == open_
-    assert open_ or verdicts["f12"] == "fails", "here the arms without a sink are those without a spike"
+    assert open_ or verdicts["f12"] == "fails", "here arms have more of both or less of both"
 
 
 def test_a_source_that_was_not_learned_decides_nothing() -> None:
     runs = made_up(blocks.ARMS, {blocks.GATE.name})
-    assert said(blocks.CLAIMS, blocks.judge(runs))["f8"] == "holds"
-    fill(runs, blocks.NONE, [2.5] * SEEDS, FULL)
-    assert said(blocks.CLAIMS, blocks.judge(runs))["f8"] == "undecided"
+    add(runs, blocks.NONE, {**FULL, "first_weight": 0.9})
+    assert verdicts_of(blocks.CLAIMS, blocks.judge(runs))["f8"] == "holds"
+    add(runs, blocks.NONE, {**FULL, "first_weight": 0.9}, loss=2.5)
+    assert verdicts_of(blocks.CLAIMS, blocks.judge(runs))["f8"] == "undecided"
 
 
-def test_the_section_has_a_row_per_arm_and_means() -> None:
-    found: dict[str, Measured | None] = dict(zoo.judge(made_up((*zoo.ARMS.values(), zoo.ROTARY), {"gated"})))
-    numbers = {key: dict(value.numbers) for key, value in found.items() if value is not None}
-    lines, figures = sinks_section(numbers, "f", {"softmax": "plain"})
-    assert sum(text.startswith("| ") for text in lines) == len(zoo.ARMS) + 2
-    assert any(text.startswith("| plain | 0.006 | 2.2000, 2.2010") for text in lines)
+def test_the_section_has_a_row_per_arm_and_a_picture(tmp_path: Path) -> None:
+    """The macro that papers' pages import, by itself."""
+    (tmp_path / "page.md.j2").write_text(
+        '{% extends "base.md.j2" %}{% import "sinks.md.j2" as sinks %}'
+        '{% block sections %}{% if has("sinks") %}{{ sinks.section("f", {"softmax": "plain"}) }}{% endif %}{% endblock %}'
+    )
+    paper = Paper("made", "Made up", "Nobody", (), tmp_path)
+    runs = made_up(gates.ARMS, {"gated"})
+    add(runs, gates.VALUES, FULL, loss=2.5)
+    assumptions = {"quick": True, "seconds": {}, "processor_seconds": {}, "torch": "", "python": "", "threads": 1}
+    document: dict[str, Any] = {"claims": [], "assumptions": assumptions, "studies": {}}
+    text, figures = page(document, paper)
+    assert "## f." not in text
+    assert figures == {}
+    tables = sink_tables(runs, gates.ARMS)
+    text, figures = page({**document, "studies": {"sinks": {"tables": tables}}}, paper)
+    section = text[text.index("## f. Where a head has nothing to add") :]
+    assert section.count("\n| ") == len(gates.ARMS) + 1
+    assert "| plain | 0.006 | 2.2000, 2.2010" in section
+    assert "more than 0.1 nat above the plain arm: gated(position=value, per=element) (6 of 6)" in section
     assert ">gated<" in figures["sink"]
-    assert arm_means(numbers)["gated"] == pytest.approx(0.01)
-    assert sinks_section({}, "f") == ([], {})
+    assert "![sink](figure:sink)" in section
+    assert sink_tables(Runs(), gates.ARMS) == {}
 
 
 def test_the_readme_has_the_kept_figure() -> None:
-    root = ROOT
-    claims = json.loads((root / "docs/results/zoo.json").read_text())["claims"]
-    weight = arm_means({entry["id"]: entry["numbers"] for entry in claims})["softmax"]
-    assert f"softmax gives its first token {weight:.2f} of a row" in (root / "README.md").read_text()
+    weight = level(Runs(ROOT / "docs/results/mechanisms-runs.jsonl"), PLAIN, WEIGHT)
+    assert weight is not None
+    assert f"softmax gives its first token {weight.value:.2f} of a row" in (ROOT / "README.md").read_text()
 
 
 def test_a_short_run_brings_what_is_judged(tmp_path: Any) -> None:

@@ -188,11 +188,45 @@ def _cell(text: str) -> str:
     return text.replace("|", BAR)
 
 
+def renamed(arms: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Arms of training runs under the names that a page has for them.
+
+    >>> renamed([{"arm": "gated"}, {"arm": "softmax"}], {"gated": "gate per head"})
+    [{'arm': 'gate per head'}, {'arm': 'softmax'}]
+    """
+    return [{**arm, "arm": names.get(arm["arm"], arm["arm"])} for arm in arms]
+
+
+def values_by_arm(arms: Iterable[Mapping[str, Any]], measure: str) -> dict[str, list[float]]:
+    """A measure of each arm, seed by seed; arms that lack it are left out.
+
+    >>> values_by_arm([{"arm": "a", "ends": [{"gap": 0.4}, {"gap": None}]}, {"arm": "b", "ends": [{"gap": None}]}], "gap")
+    {'a': [0.4]}
+    """
+    values = {arm["arm"]: [end[measure] for end in arm["ends"] if end[measure] is not None] for arm in arms}
+    return {name: known for name, known in values.items() if known}
+
+
+def changes_by_arm(
+    arms: Iterable[Mapping[str, Any]], plain: Mapping[str, Any], measure: str = "loss"
+) -> dict[str, list[float]]:
+    """A measure of each arm less that of the plain one, by the seeds that both have; the plain one is left out.
+
+    >>> plain = {"arm": "softmax", "ends": [{"loss": 3.0}]}
+    >>> changes_by_arm([plain, {"arm": "gated", "ends": [{"loss": 2.5}, {"loss": 2.0}]}], plain)
+    {'gated': [-0.5]}
+    """
+    return {
+        arm["arm"]: [end[measure] - base[measure] for end, base in zip(arm["ends"], plain["ends"], strict=False)]
+        for arm in arms
+        if arm["arm"] != plain["arm"]
+    }
+
+
 def _means_table(
     arms: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, int]], names: Mapping[str, str] | None = None
 ) -> str:
-    names = names or {}
-    return _lines(means_table([{**arm, "arm": names.get(arm["arm"], arm["arm"])} for arm in arms], columns))
+    return _lines(means_table(renamed(arms, names or {}), columns))
 
 
 def _lines(rows: Sequence[str]) -> str:
@@ -206,6 +240,9 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "measured_text": verdict_words.measured,
     "points": points,
     "as_table": markdown_table,
+    "renamed": renamed,
+    "by_arm": values_by_arm,
+    "changes_by_arm": changes_by_arm,
     "arms_table": lambda arms, columns: _lines(arms_table(arms, columns)),
     "means_table": _means_table,
     "number": format,  # {{ x | number(".2f") }}, and every other format of Python

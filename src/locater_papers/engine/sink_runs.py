@@ -65,14 +65,42 @@ def left_of(runs: Runs, arm: Arm) -> Measured | None:
     return by_seed(ratios) if ratios and len(ratios) == len(values) else None
 
 
-def sinks_table(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
-    """Numbers for `sinks_section`."""
-    return {"sinks": ends_table(runs, arms, _end)}
+def sink_tables(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
+    """The tables that sinks.md.j2 reads: the arms with the seeds that there are, and how they were trained."""
+    rows = ends_table(runs, arms, _end)
+    if not rows:
+        return {}
+    return {
+        "sinks": {
+            "arms": rows,
+            "means": {measure: _means(rows, measure) for measure in ("first_weight", "first_mass", "spike_ratio")},
+            "trained": {"width": COPY.width, "tokens": COPY.length, "steps": COPY.steps, "rate": RATE},
+            "even": UNIFORM,
+            "far": SHORT,
+        }
+    }
+
+
+def _means(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, float]:
+    """A measure by arm, means over seeds; of arms that have it."""
+    return {
+        row["arm"]: fmean(end[measure] for end in row["ends"])
+        for row in rows
+        if all(end[measure] is not None for end in row["ends"])
+    }
 
 
 def _end(line: Line) -> dict[str, Any]:
-    held = line.get("measures") or {}
-    return end_of(line) | {name: held.get(name) for name in ("first_weight", "first_value")}
+    measures = line.get("measures") or {}
+    return end_of(line) | {name: measures.get(name) for name in ("first_weight", "first_value")}
+
+
+# --- until the zoo has its template
+
+
+def sinks_table(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
+    """Numbers for `sinks_section`, which the zoo's page reads until it is a template."""
+    return {"sinks": ends_table(runs, arms, _end)}
 
 
 def arm_means(found: Mapping[str, Mapping[str, Any]], what: str = "first_weight") -> dict[str, float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from locater_papers.engine.arms import change, level, rank_correlation, trained
-from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.claims import Claim
+from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Runs
 from locater_papers.engine.sink_runs import (
     HERE,
@@ -18,7 +16,7 @@ from locater_papers.engine.sink_runs import (
     WEIGHT,
     left_of,
     sink_arm,
-    sinks_table,
+    sink_tables,
 )
 
 HEAD, ELEMENT, VALUES = (
@@ -52,8 +50,8 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def judge(runs: Runs) -> Mapping[str, Measured | None]:
-    found = {
+def judge(runs: Runs) -> Results:
+    measured = {
         "f1": level(runs, PLAIN, WEIGHT),
         "f2": change(runs, ELEMENT, PLAIN, SHARE),
         "f3": change(runs, HEAD, PLAIN, SHARE),
@@ -67,7 +65,7 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "f11": left_of(runs, HEAD),
         "f12": level(runs, HEAD, SHARE),
     }
-    return carried(found, sinks_table(runs, ARMS))
+    return Results(measured, sink_tables(runs, ARMS))
 
 
 STUDY = trained("gates where there is a sink", CLAIMS, ARMS, judge)

@@ -70,7 +70,7 @@ def unless_massive(
     found: Mapping[str, Measured | None], plain: Measured | None, keys: tuple[str, ...]
 ) -> dict[str, Measured | None]:
     """The same measurements, those of `keys`, on spikes, left open where the plain model has none."""
-    return mark_inconclusive(found, keys if plain is not None and plain.value < MASSIVE else (), NO_SPIKE, room=MASSIVE)
+    return mark_inconclusive(found, keys if plain is not None and plain.value < MASSIVE else (), NO_SPIKE)
 
 
 def judge(runs: Runs) -> Mapping[str, Measured | None]:

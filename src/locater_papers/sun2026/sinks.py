@@ -5,14 +5,12 @@ e have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from locater_papers.engine.arms import change, level, mark_inconclusive, rank_correlation, trained, value_of
-from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured
-from locater_papers.engine.mechanism_runs import MASSIVE
+from locater_papers.engine.claims import Claim
+from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Runs
-from locater_papers.engine.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sinks_table
+from locater_papers.engine.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sink_tables
 from locater_papers.sun2026.judged import unless_massive
 
 SIZES = {
@@ -27,7 +25,7 @@ ON_FIRST, LARGEST = (
 )
 
 OF_SPIKES = ("f4", "f6", "f9", "f10", "f12")
-UNLEARNED = "unknown: without an MLP the source is not learned, so that heads have something to add"
+UNLEARNED = "without an MLP the source is not learned, so that heads have something to add"
 
 CLAIMS = (
     Claim("f1", "There is a sink to drive away", f"weight on the first token, plain model, {HERE}", "at least", SINK, by="ours"),
@@ -48,8 +46,8 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def judge(runs: Runs) -> Mapping[str, Measured | None]:
-    found = {
+def judge(runs: Runs) -> Results:
+    measured = {
         "f1": level(runs, PLAIN, WEIGHT),
         "f2": change(runs, SIZES[8], PLAIN, WEIGHT),
         "f3": rank_correlation(runs, SIZES.values(), list(SIZES), WEIGHT),
@@ -63,12 +61,11 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "f11": change(runs, GATE, PLAIN, WEIGHT),
         "f12": rank_correlation(runs, ARMS, SPIKE, WEIGHT),
     }
-    found = carried(found, sinks_table(runs, ARMS))
-    found = unless_massive(found, level(runs, PLAIN, SPIKE), OF_SPIKES)
-    lost = change(runs, NONE, PLAIN, "report_loss")
-    if lost is not None and lost.value > SHORT:
-        found = mark_inconclusive(found, ("f8", "f9"), UNLEARNED, room=MASSIVE)
-    return found
+    measured = unless_massive(measured, level(runs, PLAIN, SPIKE), OF_SPIKES)
+    unlearned = change(runs, NONE, PLAIN, "report_loss")
+    if unlearned is not None and unlearned.value > SHORT:
+        measured = mark_inconclusive(measured, ("f8", "f9"), UNLEARNED)
+    return Results(measured, sink_tables(runs, ARMS))
 
 
 STUDY = trained("sinks and spikes where there is a sink", CLAIMS, ARMS, judge)
