@@ -11,7 +11,7 @@ from locater_papers.engine.claims import Claim
 from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Runs
 from locater_papers.engine.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sink_tables
-from locater_papers.sun2026.judged import unless_massive
+from locater_papers.sun2026.training import unless_massive
 
 SIZES = {
     size: PLAIN if size == COPY.width else sink_arm(heads=COPY.width // size) for size in (8, 16, 32, 64)

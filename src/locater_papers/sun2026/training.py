@@ -29,7 +29,7 @@ from locater_papers.engine.arms_page import carried
 from locater_papers.engine.claims import Claim, Measured
 from locater_papers.engine.mechanism_runs import MASSIVE, NO_SINK, NO_SPIKE, SEEN, SOFTMAX, TUNED, VARIED, arm, cool
 from locater_papers.engine.runs import Runs
-from locater_papers.qiu2025.judged import ELEMENT, HEAD
+from locater_papers.qiu2025.training import ELEMENT, HEAD
 
 SIZES = {8: arm(heads=32), 16: arm(heads=16), 64: SOFTMAX, 128: arm(heads=2)}  # by head size
 SANDWICH, POST = arm(norm="sandwich"), cool(arm(norm="post"))
