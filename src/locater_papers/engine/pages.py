@@ -144,6 +144,7 @@ def _about(document: Mapping[str, Any], paper: Paper) -> dict[str, Any]:
         "took": ", ".join(times),
         "open_reasons": verdict_words.reasons(entry for entry in claims if verdict_words.is_open(entry)),
         "waiting": [entry for entry in claims if entry["waits_for"]],
+        "measurable": {claim.id for study in paper.studies if study.measure is not None for claim in study.claims},
     }
 
 
