@@ -15,9 +15,9 @@ import torch
 from locater.errors import LocaterError
 from locater_papers import Setting, judge, reproduce
 from locater_papers.engine.mechanism_runs import SOFTMAX_MASKED
-from locater_papers.engine.pages import page as whole_page
-from locater_papers.engine.runs import Runs
-from locater_papers.sant2022 import PAPER, judged, kinds, layouts, models, relevance
+from locater_papers.engine.pages import page
+from locater_papers.engine.runs import Arm, Runs
+from locater_papers.sant2022 import PAPER, kinds, layouts, models, relevance, training
 from tests.papers.made_runs import fill
 
 IDS = torch.arange(3, 15).reshape(2, 6)
@@ -39,15 +39,25 @@ def tiny_llama() -> Any:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
+def fill_uneven(runs: Runs, arm: Arm, loss: float, even: float) -> None:
+    """An arm whose heads but one have this relevance; seeds differ a little."""
+    fill(runs, arm, [loss + 0.1 * seed + 0.001 * (seed - 1) ** 2 * loss for seed in range(3)])
+    for seed in range(3):
+        row = arm.row(arm.rates[0], seed)
+        x = even + 0.001 * seed * loss
+        line = runs.of(row)
+        assert line is not None
+        runs.add(row, {**line, "measures": {"relevance": [[1 - 3 * x, x, x, x]] * 2}})
+
+
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """One run at small sizes: a tiny model stands for trained ones, and runs are made up."""
     path = tmp_path_factory.mktemp("runs") / "runs.jsonl"
     runs = Runs(path)
-    shares = {x: [[(1 - 3 * x), x, x, x]] * 2 for x in (0.25, 0.2, 0.15, 0.1, 0.05)}
-    arms = (judged.MIX, judged.FULL_MIX, judged.COMPRESSED, SOFTMAX_MASKED, judged.LOCAL)
-    for step, (arm, held) in enumerate(zip(arms, shares.values(), strict=True)):
-        fill(runs, arm, [3.0 + 0.1 * step, 3.1 + 0.1 * step, 3.2 + 0.1 * step], {"relevance": held})
+    arms = (training.MIX, training.FULL_MIX, training.COMPRESSED, SOFTMAX_MASKED, training.LOCAL)
+    for step, arm in enumerate(arms):
+        fill_uneven(runs, arm, 3.0 + 0.1 * step, even=0.25 - 0.05 * step)
 
     def one(name: str, folder: object, setting: Setting) -> dict[str, Any]:
         if name == "other":
@@ -96,9 +106,9 @@ def test_a_local_head_sees_its_own_window() -> None:
 
 
 def test_relevance_of_a_cancelling_pair() -> None:
-    found = relevance.cancelling()
-    assert found["relevance"] == pytest.approx(0.9, abs=0.02)
-    assert found["change"] < 1e-12
+    heads = relevance.cancelling()
+    assert heads["relevance"] == pytest.approx(0.9, abs=0.02)
+    assert heads["change"] < 1e-12
 
 
 def test_leaving_a_head_out_is_a_zero_in_the_output_projection() -> None:
@@ -136,58 +146,83 @@ def test_a_model_with_other_names_is_left_out() -> None:
 
 
 def test_verdicts(document: dict[str, Any]) -> None:
-    found = {x["id"]: x for x in document["claims"]}
-    held = ("a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4", "c1", "c2", "c4")
-    assert {key: found[key]["verdict"] for key in held} == dict.fromkeys(held, "holds")
-    assert {found[key]["verdict"] for key in ("a5", "a6", "b5", "c3", "c5", "c6")} == {"fails"}
+    claims = {x["id"]: x for x in document["claims"]}
+    exact = ("a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4", "c1", "c2", "c4")
+    assert {key: claims[key]["verdict"] for key in exact} == dict.fromkeys(exact, "holds")
+    assert {claims[key]["verdict"] for key in ("a5", "a6", "b5", "c3", "c5", "c6")} == {"fails"}
     assert judge(next(c for c in PAPER.claims if c.id == "a2"), 1e-9, 0.0) == "fails", (
         "a key outside that is seen would be told"
     )
 
 
+def test_the_papers_claims_are_what_its_abstract_says(document: dict[str, Any]) -> None:
+    papers = {x["id"]: x for x in document["claims"] if x["by"] == "paper"}
+    assert papers.keys() == {"e3", "e5", "f1", "f2"}
+    assert {x["where"] for x in papers.values()} == {"abstract"}
+    assert all(papers[name]["waits_for"].startswith("speech translation") for name in ("f1", "f2"))
+    assert "--claim f1" not in page(document, PAPER)[0], "no command decides it"
+
+
 def test_training_is_judged_seed_by_seed(document: dict[str, Any]) -> None:
-    found = {x["id"]: x for x in document["claims"]}
-    assert {found[f"e{n}"]["verdict"] for n in range(1, 6)} == {"holds"}
-    assert found["e1"]["measured"] == pytest.approx(-0.4)
-    assert found["e3"]["numbers"]["best"] == judged.MIX.name
-    assert found["e5"]["measured"] == pytest.approx(1.0)
+    claims = {x["id"]: x for x in document["claims"]}
+    assert {claims[f"e{n}"]["verdict"] for n in range(1, 5)} == {"holds"}
+    assert claims["e5"]["verdict"] == "undecided", (
+        "correlations of 1 with every seed: signs of few seeds decide nothing"
+    )
+    assert claims["e1"]["measured"] == pytest.approx(-0.4, abs=0.01)
+    assert claims["e3"]["numbers"]["best"] == training.MIX.name
+    assert claims["e5"]["measured"] == pytest.approx(1.0)
     without = reproduce(PAPER, Setting(), claim="e").verdicts
     assert {(v.verdict, bool(v.waits_for)) for v in without} == {("undecided", True)}
 
 
 def test_the_better_mix_is_told_by_the_seeds_that_both_have() -> None:
     runs = Runs()
-    fill(runs, judged.FULL_MIX, [3.1, 3.1, 1.0])
-    assert judged.better(runs) is None
-    fill(runs, judged.MIX, [3.0, 3.0])
-    assert judged.better(runs) is judged.MIX
+    fill(runs, training.FULL_MIX, [3.1, 3.1, 1.0])
+    assert training.better(runs) is None
+    fill(runs, training.MIX, [3.0, 3.0])
+    assert training.better(runs) is training.MIX
 
 
 def test_even_heads_that_do_worse_refute_the_claim() -> None:
     runs = Runs()
-    for step, arm in enumerate(judged.ARMS):
+    for step, arm in enumerate(training.ARMS):
         fill(runs, arm, [3.0 + step] * 3, {"relevance": [[1 - 3 * x, x, x, x] for x in (0.05 * step,)]})
-    found = judged.correlation(runs)
-    assert found is not None
-    assert found.value == pytest.approx(-1.0)
+    correlation = training.correlation(runs)
+    assert correlation is not None
+    assert correlation.value == pytest.approx(-1.0)
     assert (
-        judged.unevenness({"measures": {"relevance": EVEN}})
+        training.unevenness({"measures": {"relevance": EVEN}})
         == 0
-        < judged.unevenness({"measures": {"relevance": UNEVEN}})
+        < training.unevenness({"measures": {"relevance": UNEVEN}})
     )
-    assert math.isnan(judged.unevenness({"measures": None}))
-    fill(runs, judged.MIX, [3.0] * 3)
-    assert judged.correlation(runs) is None, "one arm was not measured"
+    assert math.isnan(training.unevenness({"measures": None}))
+    fill(runs, training.MIX, [3.0] * 3)
+    assert training.correlation(runs) is None, "one arm was not measured"
 
 
 def test_the_page_is_made_from_the_document(document: dict[str, Any]) -> None:
-    held = json.loads(json.dumps(document, allow_nan=False))
-    assert PAPER.page is not None
-    lines, figures = PAPER.page(held)
-    text = "\n".join(whole_page(held, PAPER) + lines)
+    copy = json.loads(json.dumps(document, allow_nan=False))
+    text, figures = page(copy, PAPER)
     assert set(figures) == {"layouts", "relevance", "training"}
     assert all(f"(figure:{name})" in text for name in figures)
     assert "Left out: other (not known)." in text
     assert "the rank correlation of unevenness with loss is +1.00" in text
-    lines, figures = PAPER.page({**held, "claims": [x for x in held["claims"] if x["id"][0] not in "de"]})
+    assert "Does a mix do better than full attention? Yes, as seen at this size" in text
+    assert "Does even relevance go with a lower loss? Undecided" in text
+
+
+def test_the_page_shows_what_there_is(document: dict[str, Any]) -> None:
+    titles = {study.title for study in PAPER.studies if study.claims[0].id[0] in "de"}
+    some = {
+        **document,
+        "claims": [x if x["id"][0] not in "de" else {**x, "measured": None} for x in document["claims"]],
+        "studies": {title: study for title, study in document["studies"].items() if title not in titles},
+    }
+    text, figures = page(some, PAPER)
     assert set(figures) == {"layouts"}
+    assert "## d." not in text
+    nothing = {**document, "studies": {}, "claims": [{**x, "measured": None} for x in document["claims"]]}
+    text, figures = page(nothing, PAPER)
+    assert not figures
+    assert "The paper's own scores, BLEU in speech translation, are not measured here." in text

@@ -2,18 +2,18 @@
 counts.
 """
 
+from pathlib import Path
+
 from locater_papers.engine.papers import Paper
-from locater_papers.sant2022 import judged, kinds, layouts, models, relevance
-from locater_papers.sant2022.page import lead, page
+from locater_papers.sant2022 import kinds, layouts, models, relevance, training
 
 PAPER = Paper(
     "sant2022",
     "Multiformer: heads of several kinds in one layer, and how much each head counts",
-    "Sant, Gallego, Alastruey and Costa-jussa, Multiformer: a head-configurable transformer-based model for direct speech translation "
-    "(NAACL SRW 2022, arXiv 2205.07100)",
-    (kinds.STUDY, layouts.STUDY, relevance.STUDY, models.STUDY, judged.STUDY),
-    page,
-    lead,
+    "Sant, Gallego, Alastruey and Costa-jussa, Multiformer: a head-configurable transformer-based model for direct "
+    "speech translation (NAACL SRW 2022, arXiv 2205.07100)",
+    (kinds.STUDY, layouts.STUDY, relevance.STUDY, models.STUDY, training.STUDY, training.SCORES),
+    Path(__file__).parent,
 )
 
 __all__ = ["PAPER"]

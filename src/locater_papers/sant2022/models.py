@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from locater.families import attention_layers
 from locater.numerics import spearman
 from locater.verbs.load import load_model
 from locater_papers.engine.claims import Claim, Measured, half_range
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.trained_heads import read_each, sources
 
 SAMPLES, LENGTH = {True: 3, False: 16}, 48
@@ -29,25 +29,31 @@ Batch = dict[str, Tensor]
 
 CLAIMS = (
     Claim(
-        "d1", "Heads of a trained layer count unevenly", "variation of relevance over heads (standard deviation over mean), mean over "
-        "layers, least of the models",
-        "at least", 0.1, by="ours",
+        "d1",
+        "Heads of a trained layer count unevenly",
+        "variation of relevance over heads (standard deviation over mean), mean over layers, least of the models",
+        "at least",
+        0.1,
+        by="ours",
     ),
     Claim(
-        "d2", "Relevance orders the heads of a layer as leaving them out does",
-        "rank correlation with the change of the last states, mean over layers, least of the models", "at least", 0.5, by="ours",
+        "d2",
+        "Relevance orders the heads of a layer as leaving them out does",
+        "rank correlation with the change of the last states, mean over layers, least of the models",
+        "at least",
+        0.5,
+        by="ours",
     ),
-)  # fmt: skip
+)
 
 
 def outputs(model: Any) -> list[tuple[nn.Linear, int]]:
     """Output projections of attention layers in their order, and how many heads each joins."""
-    found = [m for name, m in model.named_modules() if name.endswith(OUTPUTS) and isinstance(m, nn.Linear)]
-    layers = list(attention_layers(model))
-    if not found or len(found) != len(layers):
+    projections = [m for name, m in model.named_modules() if name.endswith(OUTPUTS) and isinstance(m, nn.Linear)]
+    if not projections or len(projections) != len(list(attention_layers(model))):
         raise LocaterError(f"{type(model).__name__}: output projections are not called {', '.join(OUTPUTS)}")
     heads = int(model.config.num_attention_heads)
-    return [(projection, heads) for projection in found]
+    return [(projection, heads) for projection in projections]
 
 
 def variation(shares: Float[Tensor, " heads"]) -> float:
@@ -76,13 +82,13 @@ def without(projection: nn.Linear, head: int, heads: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def relevances(model: Any, held: Batch) -> list[Tensor]:
+def relevances(model: Any, batch: Batch) -> list[Tensor]:
     """Of every layer, over the samples of a batch."""
     seen: list[Tensor] = []
     parts = outputs(model)
     hooks = [p.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for p, _ in parts]
     try:
-        model(**held)
+        model(**batch)
     finally:
         for hook in hooks:
             hook.remove()
@@ -93,42 +99,49 @@ def relevances(model: Any, held: Batch) -> list[Tensor]:
 
 
 @torch.no_grad()
-def changes(model: Any, held: Batch) -> list[Tensor]:
+def changes(model: Any, batch: Batch) -> list[Tensor]:
     """Of every layer and head: |change of the last states| over their size, without it."""
-    plain = model(**held, output_hidden_states=True).hidden_states[-1]
-    found = []
+    plain = model(**batch, output_hidden_states=True).hidden_states[-1]
+    by_layer = []
     for projection, heads in outputs(model):
         sizes = []
         for head in range(heads):
             with without(projection, head, heads):
-                sizes.append((model(**held, output_hidden_states=True).hidden_states[-1] - plain).norm() / plain.norm())
-        found.append(torch.stack(sizes))
-    return found
+                last = model(**batch, output_hidden_states=True).hidden_states[-1]
+            sizes.append((last - plain).norm() / plain.norm())
+        by_layer.append(torch.stack(sizes))
+    return by_layer
 
 
 def loaded(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
     """A model from its folder, on two halves of the text's first samples."""
     model = load_model(str(folder)).requires_grad_(False)
-    each = SAMPLES[setting.quick]
-    return entry(
-        name, model, batches(model, setting.text[:CHARACTERS], length=LENGTH, tokens=2 * each * LENGTH, batch=each)[:2]
-    )
+    each, text = SAMPLES[setting.quick], setting.text[:CHARACTERS]
+    return entry(name, model, batches(model, text, length=LENGTH, tokens=2 * each * LENGTH, batch=each)[:2])
 
 
 def entry(name: str, model: Any, halves: Sequence[Batch]) -> dict[str, Any]:
-    """What a model shows on each half: relevance by layer and head, its variation, its agreement with leaving heads
-    out.
+    """What a model shows on each half: the variation of relevance over heads, and its agreement with leaving heads out;
+    for the page, the mean relevance of every head (1 is even) and the range of agreement over layers.
     """
-    found = [(relevances(model, half), changes(model, half)) for half in halves]
-    agreement = [[spearman(a, b) or 0.0 for a, b in zip(*pair, strict=True)] for pair in found]
+    shares, agreement = [], []
+    for half in halves:
+        shares.append(relevances(model, half))
+        pairs = zip(shares[-1], changes(model, half), strict=True)
+        agreement.append([spearman(a, b) or 0.0 for a, b in pairs])
+    heads = len(shares[0][0])
+    by_layer = [x for half in agreement for x in half]
     return {
-        "model": name, "heads": len(found[0][0][0]), "relevance": [[x.tolist() for x in held] for held, _ in found],
-        "variation": [sum(variation(x) for x in held) / len(held) for held, _ in found],
-        "agreement": [sum(layers) / len(layers) for layers in agreement], "by_layer": agreement,
-    }  # fmt: skip
+        "model": name,
+        "heads": heads,
+        "variation": [fmean(variation(x) for x in layers) for layers in shares],
+        "agreement": [fmean(layers) for layers in agreement],
+        "agreement_of_layers": [min(by_layer), max(by_layer)],
+        "relevance": [(heads * torch.stack(layers).mean(0)).tolist() for layers in zip(*shares, strict=True)],
+    }
 
 
-def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
+def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured | None]:
     """Each half of the samples by itself."""
     if not entries:
         return {}
@@ -139,15 +152,12 @@ def judged(entries: Sequence[Mapping[str, Any]]) -> dict[str, Measured]:
     }
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """The models at hand; those that cannot be read are named."""
     read, left_out = read_each(sources(setting.models).items(), lambda name, folder: loaded(name, folder, setting))
-    entries = list(read.values())
-    found = judged(entries)
-    if found:
-        held = {"models": entries, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}
-        found["d1"] = replace(found["d1"], numbers=held)
-    return found
+    rows = list(read.values())
+    table = {"rows": rows, "left_out": left_out, "samples": SAMPLES[setting.quick], "length": LENGTH}
+    return Results(judged(rows), {"trained_models": table} if rows else {})
 
 
 STUDY = Study("relevance in trained models", CLAIMS, measure, needs="a trained model", on_models=True)

@@ -8,9 +8,7 @@ the share of each head in what a layer adds to the stream, in the absolute-sum n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from statistics import median
-from typing import Any
+from statistics import fmean, median
 
 import torch
 from jaxtyping import Float
@@ -19,35 +17,63 @@ from torch import Tensor
 from locater.attention.multiformer import head_relevance
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 DRAWS = {True: 40, False: 300}
 HEADS, SIZE, WIDTH, SAMPLES, TOKENS = 4, 8, 64, 31, 12
+WRITTEN_OUT = 5  # draws that are compared with loops
 
 CLAIMS = (
-    Claim("c1", "Relevance is each head's share of what the layer adds", "largest difference from sums written out", "at most", 1e-12),
-    Claim("c2", "Of one sample the shares sum to 1", "largest distance of the sum from 1", "at most", 1e-12),
     Claim(
-        "c3", "Their medians over samples do too", f"largest distance of the sum from 1 over draws, {SAMPLES} samples that lean on "
-        "different heads", "at most", 0.02,
+        "c1",
+        "Relevance is each head's share of what the layer adds",
+        "largest difference from sums written out",
+        "at most",
+        1e-12,
         by="ours",
     ),
     Claim(
-        "c4", "Another basis inside heads, another order of tokens or another scale of the layer changes nothing",
-        "largest change of a share", "at most", 1e-12, by="ours",
-    ),
-    Claim(
-        "c5", "Another basis of the stream changes nothing", f"change of share, two heads of equal strength, one of which writes to one "
-        f"channel of {WIDTH}",
-        "at most", 0.05, by="ours",
-    ),
-    Claim(
-        "c6", "A layer without its most relevant heads is another layer",
-        "change of the layer's output by leaving out two heads with 0.9 of the relevance that undo each other, over its size",
-        "at least", 0.5,
+        "c2",
+        "Of one sample the shares sum to 1",
+        "largest distance of the sum from 1",
+        "at most",
+        1e-12,
         by="ours",
     ),
-)  # fmt: skip
+    Claim(
+        "c3",
+        "Their medians over samples do too",
+        f"largest distance of the sum from 1 over draws, {SAMPLES} samples that lean on different heads",
+        "at most",
+        0.02,
+        by="ours",
+    ),
+    Claim(
+        "c4",
+        "Another basis inside heads, another order of tokens or another scale of the layer changes nothing",
+        "largest change of a share",
+        "at most",
+        1e-12,
+        by="ours",
+    ),
+    Claim(
+        "c5",
+        "Another basis of the stream changes nothing",
+        f"change of share, two heads of equal strength, one of which writes to one channel of {WIDTH}",
+        "at most",
+        0.05,
+        by="ours",
+    ),
+    Claim(
+        "c6",
+        "A layer without its most relevant heads is another layer",
+        "change of the layer's output by leaving out two heads with 0.9 of the relevance that undo each other, over "
+        "its size",
+        "at least",
+        0.5,
+        by="ours",
+    ),
+)
 
 
 def drawn(seed: int, samples: int = SAMPLES) -> tuple[Float[Tensor, "B H T E"], Float[Tensor, "W HE"]]:
@@ -75,8 +101,10 @@ def unmoved(seed: int) -> float:
     basis = normal(HEADS, SIZE, SIZE, seed=seed + 3) + 3 * torch.eye(SIZE, dtype=torch.float64)
     turned = torch.cat([weight[:, h * SIZE : (h + 1) * SIZE] @ torch.linalg.inv(basis[h]).mT for h in range(HEADS)], 1)
     changes = [
-        head_relevance(heads @ basis, turned), head_relevance(heads.flip(2), weight), head_relevance(7.0 * heads, weight / 3),
-    ]  # fmt: skip
+        head_relevance(heads @ basis, turned),
+        head_relevance(heads.flip(2), weight),
+        head_relevance(7.0 * heads, weight / 3),
+    ]
     return max((x - plain).abs().max().item() for x in changes)
 
 
@@ -99,7 +127,7 @@ def cancelling() -> dict[str, float]:
     heads[:, 0] *= 9
     heads[:, 1] = heads[:, 0]
     weight[:, SIZE : 2 * SIZE] = -weight[:, :SIZE]
-    held = head_relevance(heads, weight)
+    shares = head_relevance(heads, weight)
 
     def layer(x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(2) @ weight.mT
@@ -107,36 +135,38 @@ def cancelling() -> dict[str, float]:
     without = heads.clone()
     without[:, :2] = 0
     change = (layer(heads) - layer(without)).norm() / layer(heads).norm()
-    return {"relevance": held[:2].sum().item(), "change": change.item()}
+    return {"relevance": shares[:2].sum().item(), "change": change.item()}
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """All draws."""
     seeds = range(DRAWS[setting.quick])
     largest = f"none: the largest of {len(seeds)} draws"
     exact, once, medians = [], [], []
     for seed in seeds:
         heads, weight = drawn(10 * seed)
-        found = head_relevance(heads, weight)
-        exact.append(
-            (found - torch.tensor(written_out(heads, weight), dtype=torch.float64)).abs().max().item()
-            if seed < 5
-            else 0.0
-        )
+        shares = head_relevance(heads, weight)
+        if seed < WRITTEN_OUT:
+            loops = torch.tensor(written_out(heads, weight), dtype=torch.float64)
+            exact.append((shares - loops).abs().max().item())
         once.append(abs(head_relevance(heads[:1], weight).sum().item() - 1))
-        medians.append(found.sum().item() - 1)
+        medians.append(shares.sum().item() - 1)
     pairs = [turned_stream(10 * seed) for seed in seeds]
     undone = cancelling()
-    moved = by_seed([b - a for a, b in pairs], {"as_it_is": pairs[0][0], "turned": pairs[0][1]}, of="draws")
-    numbers: dict[str, Any] = {"mean": sum(medians) / len(medians)}
-    return {
-        "c1": Measured(max(exact), 0.0, "none: the largest of 5 draws"),
+    measured = {
+        "c1": Measured(max(exact), 0.0, f"none: the largest of {len(exact)} draws"),
         "c2": Measured(max(once), 0.0, largest),
-        "c3": Measured(max(abs(x) for x in medians), 0.0, largest, numbers),
+        "c3": Measured(max(abs(x) for x in medians), 0.0, largest),
         "c4": Measured(max(unmoved(10 * seed) for seed in seeds), 0.0, largest),
-        "c5": moved,
-        "c6": Measured(undone["change"], 0.0, "none: built", undone),
+        "c5": by_seed([b - a for a, b in pairs], of="draws"),
+        "c6": Measured(undone["change"], 0.0, "none: built"),
     }
+    tables = {
+        "sum_of_medians": 1 + fmean(medians),
+        "one_channel_share": {"as_it_is": pairs[0][0], "turned": pairs[0][1]},
+        "cancelling_heads": undone,
+    }
+    return Results(measured, tables)
 
 
 STUDY = Study("relevance of heads", CLAIMS, measure)

@@ -8,7 +8,7 @@ The theorem is about all such recurrences: whatever came before a token is known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,24 +17,54 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater_papers.engine.claims import Claim, Measured
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 TOKENS, SIZE, VALUES = 150, 8, 5  # more tokens than two of the package's chunks
 HEADS, FEW = 4, 2
 EXACT = "none: exact"
 
 CLAIMS = (
-    Claim("a1", "Kernel linear attention is the recurrence (a)", "largest difference of `linear` from the loop over tokens, grouped heads",
-          "at most", 1e-12, by="ours"),
-    Claim("a2", "DeltaNet is the recurrence (b)", "largest difference of `delta` from the loop over tokens, grouped heads", "at most",
-          1e-12, by="ours"),
-    Claim("a3", "Gated DeltaNet is the recurrence (c)", "largest difference of `gated_delta` from the loop over tokens, grouped heads",
-          "at most", 1e-12, by="ours"),
-    Claim("a4", "The correction form (c) and the form with (I - b k k^T) are the same recurrence",
-          "largest difference of the two loops, with decay", "at most", 1e-12, by="ours"),
-    Claim("a5", "Softmax attention is no such recurrence of this size: its outputs need more than the state could tell apart",
-          "rank of the map from values of the past to outputs of the future, over the size of a state", "at least", 2.0, by="ours"),
-)  # fmt: skip
+    Claim(
+        "a1",
+        "Kernel linear attention is the recurrence (a)",
+        "largest difference of `linear` from the loop over tokens, grouped heads",
+        "at most",
+        1e-12,
+        by="ours",
+    ),
+    Claim(
+        "a2",
+        "DeltaNet is the recurrence (b)",
+        "largest difference of `delta` from the loop over tokens, grouped heads",
+        "at most",
+        1e-12,
+        by="ours",
+    ),
+    Claim(
+        "a3",
+        "Gated DeltaNet is the recurrence (c)",
+        "largest difference of `gated_delta` from the loop over tokens, grouped heads",
+        "at most",
+        1e-12,
+        by="ours",
+    ),
+    Claim(
+        "a4",
+        "The correction form (c) and the form with (I - b k k^T) are the same recurrence",
+        "largest difference of the two loops, with decay",
+        "at most",
+        1e-12,
+        by="ours",
+    ),
+    Claim(
+        "a5",
+        "Softmax attention is no such recurrence of this size: its outputs need more than the state could tell apart",
+        "rank of the map from values of the past to outputs of the future, over the size of a state",
+        "at least",
+        2.0,
+        by="ours",
+    ),
+)
 
 
 def operands(seed: int = 0) -> dict[str, Tensor]:
@@ -72,8 +102,8 @@ def erased(
     q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     state, out, eye = k.new_zeros(v.shape[1], k.shape[1]), [], torch.eye(k.shape[1], dtype=k.dtype)
     for t in range(len(k)):
-        kept = 1.0 if log_decay is None else log_decay[t].exp()
-        state = kept * state @ (eye - beta[t] * torch.outer(k[t], k[t])) + beta[t] * torch.outer(v[t], k[t])
+        decay = 1.0 if log_decay is None else log_decay[t].exp()
+        state = decay * state @ (eye - beta[t] * torch.outer(k[t], k[t])) + beta[t] * torch.outer(v[t], k[t])
         out.append(scale * state @ q[t])
     return torch.stack(out)
 
@@ -91,17 +121,16 @@ def corrected(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, 
 
 def difference(name: str, loop: Callable[..., Tensor], options: tuple[str, ...], scale: float | None = None) -> float:
     """Of the package's mechanism from a loop, query head by query head."""
-    held = operands()
-    more: dict[str, Any] = {} if scale is None else {"scale": scale}
-    given: dict[str, Any] = {n: held[n] for n in options}
-    ours = mechanism(name)(held["q"], held["k"], held["v"], causal=True, **given, **more)[0]
+    tensors = operands()
+    scaling: dict[str, Any] = {} if scale is None else {"scale": scale}
+    extra: dict[str, Any] = {n: tensors[n] for n in options}
+    package = mechanism(name)(tensors["q"], tensors["k"], tensors["v"], causal=True, **extra, **scaling)[0]
     worst = 0.0
     for h in range(HEADS):
-        few = h // (HEADS // FEW)
-        want = loop(
-            held["q"][0, h], held["k"][0, few], held["v"][0, few], **{n: held[n][0, few] for n in options}, **more
-        )
-        worst = max(worst, float((ours[h] - want).abs().max()))
+        kv_head = h // (HEADS // FEW)
+        q, k, v = tensors["q"][0, h], tensors["k"][0, kv_head], tensors["v"][0, kv_head]
+        expected = loop(q, k, v, **{n: tensors[n][0, kv_head] for n in options}, **scaling)
+        worst = max(worst, float((package[h] - expected).abs().max()))
     return worst
 
 
@@ -111,29 +140,31 @@ def rank_across(name: str, *options: str, cut: int = TOKENS // 2, sharp: float =
 
     For a recurrence with a state of d rows it is at most d.
     """
-    held = operands(1)
-    given: dict[str, Any] = {n: held[n] for n in options}
-    weights = mechanism(name).map(sharp * held["q"][:, :FEW], held["k"], causal=True, **given)[0, 0]
+    tensors = operands(1)
+    extra: dict[str, Any] = {n: tensors[n] for n in options}
+    weights = mechanism(name).map(sharp * tensors["q"][:, :FEW], tensors["k"], causal=True, **extra)[0, 0]
     return int(torch.linalg.matrix_rank(weights[cut:, :cut], rtol=1e-10))
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
-    held = operands()
-    q, k, v, beta, decay = (held[n][0, 0] for n in ("q", "k", "v", "beta", "log_decay"))
+def measure(setting: Setting) -> Results:
+    """Each mechanism against its loop, and the rank of what passes from the first half of the tokens to the second."""
+    tensors = operands()
+    q, k, v, beta, decay = (tensors[n][0, 0] for n in ("q", "k", "v", "beta", "log_decay"))
     ranks = {
-        "linear": rank_across("linear"), "delta": rank_across("delta", "beta"),
-        "gated_delta": rank_across("gated_delta", "beta", "log_decay"), "softmax": rank_across("softmax"),
-    }  # fmt: skip
-    found = {
-        "a1": difference("linear", kernel_loop, ()), "a2": difference("delta", erased, ("beta",)),
+        "linear": rank_across("linear"),
+        "delta": rank_across("delta", "beta"),
+        "gated_delta": rank_across("gated_delta", "beta", "log_decay"),
+        "softmax": rank_across("softmax"),
+    }
+    values = {
+        "a1": difference("linear", kernel_loop, ()),
+        "a2": difference("delta", erased, ("beta",)),
         "a3": difference("gated_delta", corrected, ("beta", "log_decay"), SIZE**-0.5),
         "a4": float((erased(q, k, v, beta, decay) - corrected(q, k, v, beta, decay)).abs().max()),
-    }  # fmt: skip
-    exact = {key: Measured(value, 0.0, EXACT) for key, value in found.items()}
-    return {
-        **exact,
-        "a5": Measured(ranks["softmax"] / SIZE, 0.0, EXACT, {"ranks": ranks, "size": SIZE, "tokens": TOKENS}),
+        "a5": ranks["softmax"] / SIZE,
     }
+    measured = {key: Measured(value, 0.0, EXACT) for key, value in values.items()}
+    return Results(measured, {"state_ranks": {"ranks": ranks, "size": SIZE, "tokens": TOKENS}})
 
 
 STUDY = Study("linear attention as a recurrence", CLAIMS, measure)

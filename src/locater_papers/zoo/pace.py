@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -17,11 +16,11 @@ from locater.models.shape import Shape
 from locater.models.transformer import Transformer
 from locater.train.recipe import hidden_of
 from locater_papers.engine.captured import captured
-from locater_papers.engine.claims import Claim, Measured, half_range
+from locater_papers.engine.claims import Claim, half_range
 from locater_papers.engine.mechanism_runs import BASE
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.runs import Arm
-from locater_papers.zoo.arms import BOTH_WAYS, CAUSAL
+from locater_papers.zoo.losses import BOTH_WAYS, CAUSAL
 
 TURNS, STEPS = 5, 20
 FEW = 4  # sequences of a batch on a CPU
@@ -29,21 +28,40 @@ FUSED = ("softmax_plus_one", "learned_sink", "centred", "qk_norm", "gated")
 LINEAR = ("linear", "fastmax", "delta", "gated_delta")
 
 CLAIMS = (
-    Claim("e1", "What runs on fused attention costs little", f"slowest of {', '.join(FUSED)}: step over that of softmax", "at most", 1.25,
-          by="ours"),
-    Claim("e2", "At this length linear cost saves nothing", f"fastest of {', '.join(LINEAR)}: step over that of softmax", "at least", 1.0,
-          by="ours"),
-)  # fmt: skip
+    Claim(
+        "e1",
+        "What runs on fused attention costs little",
+        f"slowest of {', '.join(FUSED)}: step over that of softmax",
+        "at most",
+        1.25,
+        by="ours",
+    ),
+    Claim(
+        "e2",
+        "At this length linear cost saves nothing",
+        f"fastest of {', '.join(LINEAR)}: step over that of softmax",
+        "at least",
+        1.0,
+        by="ours",
+    ),
+)
 
 
 def shape_of(arm: Arm, small: bool) -> Shape:
+    """Of the model that is timed: the arm's own, or a small one."""
     plan = arm.base
     width, layers, length = (128, 2, 128) if small else (plan.width, plan.layers, plan.length)
     return Shape(
-        vocabulary=512 if small else plan.vocabulary, layers=layers, width=width, heads=plan.heads, kv_heads=plan.heads,
-        hidden=hidden_of(width, plan.mlp), length=length, causal=plan.task == "causal",
+        vocabulary=512 if small else plan.vocabulary,
+        layers=layers,
+        width=width,
+        heads=plan.heads,
+        kv_heads=plan.heads,
+        hidden=hidden_of(width, plan.mlp),
+        length=length,
+        causal=plan.task == "causal",
         attention="hybrid(layout=1:1)" if small and "hybrid(" in plan.attention else plan.attention,
-    )  # fmt: skip
+    )
 
 
 def stepper(shape: Shape, batch: int, device: torch.device) -> Callable[[], None]:
@@ -95,29 +113,32 @@ def paces(arms: Mapping[str, Arm], setting: Setting) -> dict[str, list[float]]:
     turns, each = (3, 2) if small else (TURNS, STEPS)
     for step in steps.values():
         timed(step, each, device)
-    found = [{name: timed(step, each, device) for name, step in steps.items()} for _ in range(turns)]
-    return {name: [turn[name] for turn in found] for name in steps}
+    by_turn = [{name: timed(step, each, device) for name, step in steps.items()} for _ in range(turns)]
+    return {name: [turn[name] for turn in by_turn] for name in steps}
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
+    """Steps of all arms in turns, each over that of softmax in the same turn."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         causal, masked = paces(CAUSAL, setting), paces(BOTH_WAYS, setting)
     cuda = torch.cuda.is_available()
     shape = shape_of(CAUSAL["softmax"], small=not cuda)
-    numbers: dict[str, Any] = {
+    batch = BASE.batch if cuda else FEW
+    ratios = {name: [x / y for x, y in zip(ms, causal["softmax"], strict=True)] for name, ms in causal.items()}
+    middle = {name: statistics.median(x) for name, x in ratios.items()}
+    slowest, fastest = max(FUSED, key=middle.__getitem__), min(LINEAR, key=middle.__getitem__)
+    of = "half the range of turns"
+    measured = {
+        "e1": half_range(ratios[slowest], of, {"slowest": slowest}),
+        "e2": half_range(ratios[fastest], of, {"fastest": fastest}),
+    }
+    table = {
         "causal": {name: statistics.median(x) for name, x in causal.items()},
         "masked": {name: statistics.median(x) for name, x in masked.items()},
         "device": torch.cuda.get_device_name() if cuda else f"CPU, threads: {torch.get_num_threads()}",
-        "model": f"{shape.layers} layers of {shape.width}, {BASE.batch if cuda else FEW} sequences of {shape.length} tokens",
+        "model": f"{shape.layers} layers of {shape.width}, {batch} sequences of {shape.length} tokens",
     }
-    by_turn = {name: [x / y for x, y in zip(held, causal["softmax"], strict=True)] for name, held in causal.items()}
-    slowest = max(FUSED, key=lambda name: statistics.median(by_turn[name]))
-    fastest = min(LINEAR, key=lambda name: statistics.median(by_turn[name]))
-    of = "half the range of turns"
-    return {
-        "e1": half_range(by_turn[slowest], of, {**numbers, "slowest": slowest}),
-        "e2": half_range(by_turn[fastest], of, {"fastest": fastest}),
-    }
+    return Results(measured, {"step_times": table})
 
 
 STUDY = Study("time of a step", CLAIMS, measure)

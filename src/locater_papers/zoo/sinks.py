@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from locater.attention import mechanisms
 from locater_papers.engine.arms import change, level, trained, value_of
-from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured, Relation
+from locater_papers.engine.claims import Claim, Measured, Relation, by_seed
+from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Runs
 from locater_papers.engine.sink_runs import (
     HERE,
@@ -21,7 +19,7 @@ from locater_papers.engine.sink_runs import (
     WEIGHT,
     left_of,
     sink_arm,
-    sinks_table,
+    sink_tables,
 )
 
 SMALL = 0.01  # nats that count as nothing
@@ -49,25 +47,67 @@ CLAIMS = (
     _left("f3", "So does sigmoid attention"),
     _left("f4", "So does a sink in the softmax, fixed at zero"),
     _left("f5", "So does a learned sink"),
-    _claim("f6", "What has no softmax forms none", f"largest weight on the first token of {', '.join(SUMS)}", "at most", SINK),
+    _claim(
+        "f6",
+        "What has no softmax forms none",
+        f"largest weight on the first token of {', '.join(SUMS)}",
+        "at most",
+        SINK,
+    ),
     _weight("f7", "QK-norm, which bounds logits, has it still", "at least", SINK),
-    _claim("f8", "A sink adds nothing: its value is small", "length of the first token's value over others', softmax", "at most", 0.5),
+    _claim(
+        "f8",
+        "A sink adds nothing: its value is small",
+        "length of the first token's value over others', softmax",
+        "at most",
+        0.5,
+    ),
     _claim("f9", "Behind a gate it is not", "the same with a gate less without", "at least", 0.0),
     _claim("f10", "To take the sink away by a gate costs nothing", "change of report loss", "at most", SMALL),
     _claim("f11", "Nor by sigmoids", "change of report loss", "at most", SMALL),
-    _claim("f12", "A sink needs no massive activation", "largest entry of the stream over the median, softmax", "at most", 1000.0),
-    _claim("f13", "Without the sink activations are smaller", "change of the largest entry over the median by a gate", "at most", 0.0),
-    _claim("f14", "Rotary positions make less of a sink than learned ones", "change of the weight on the first token", "at most", 0.0),
-    _claim("f15", "The map behind the gate has no sink either", "first token's share of rows made to sum to 1, gated", "at most", UNIFORM),
-    _claim("f16", "Nor has that of sigmoids", "first token's share of rows made to sum to 1, sigmoid", "at most", UNIFORM),
-)  # fmt: skip
+    _claim(
+        "f12",
+        "A sink needs no massive activation",
+        "largest entry of the stream over the median, softmax",
+        "at most",
+        1000.0,
+    ),
+    _claim(
+        "f13",
+        "Without the sink activations are smaller",
+        "change of the largest entry over the median by a gate",
+        "at most",
+        0.0,
+    ),
+    _claim(
+        "f14",
+        "Rotary positions make less of a sink than learned ones",
+        "change of the weight on the first token",
+        "at most",
+        0.0,
+    ),
+    _claim(
+        "f15",
+        "The map behind the gate has no sink either",
+        "first token's share of rows made to sum to 1, gated",
+        "at most",
+        UNIFORM,
+    ),
+    _claim(
+        "f16",
+        "Nor has that of sigmoids",
+        "first token's share of rows made to sum to 1, sigmoid",
+        "at most",
+        UNIFORM,
+    ),
+)
 
 
-def judge(runs: Runs) -> Mapping[str, Measured | None]:
-    found = {
+def judge(runs: Runs) -> Results:
+    measured = {
         "f1": level(runs, PLAIN, WEIGHT),
-        **{key: left_of(runs, ARMS[name]) for key, name in AWAY.items()},
-        "f6": _largest(runs),
+        **{id: left_of(runs, ARMS[name]) for id, name in AWAY.items()},
+        "f6": largest_weight(runs),
         "f7": level(runs, ARMS["qk_norm"], WEIGHT),
         "f8": level(runs, PLAIN, VALUE),
         "f9": change(runs, ARMS["gated"], PLAIN, VALUE),
@@ -79,15 +119,17 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "f15": level(runs, ARMS["gated"], SHARE),
         "f16": level(runs, ARMS["sigmoid"], SHARE),
     }
-    return carried(found, sinks_table(runs, (*ARMS.values(), ROTARY)))
+    return Results(measured, sink_tables(runs, (*ARMS.values(), ROTARY)))
 
 
-def _largest(runs: Runs) -> Measured | None:
-    """Of the mechanisms without a softmax, seed by seed."""
+def largest_weight(runs: Runs) -> Measured | None:
+    """Of the mechanisms without a softmax, seed by seed; None where one was not measured."""
     ends = [ARMS[name].ends(runs) or [] for name in SUMS]
-    by_seed = [[value_of(line, WEIGHT) for line in lines] for lines in zip(*ends, strict=False)]
-    known = [[x for x in values if x is not None] for values in by_seed]
-    return by_seed([max(values) for values in known]) if known and all(len(x) == len(SUMS) for x in known) else None
+    weights = [[value_of(line, WEIGHT) for line in lines] for lines in zip(*ends, strict=False)]
+    known = [[x for x in values if x is not None] for values in weights]
+    if not known or any(len(values) < len(SUMS) for values in known):
+        return None
+    return by_seed([max(values) for values in known])
 
 
 STUDY = trained("sinks where a head has nothing to add", CLAIMS, (*ARMS.values(), ROTARY), judge)
