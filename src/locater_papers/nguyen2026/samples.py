@@ -223,9 +223,9 @@ def measure(setting: Setting) -> Results:
     sizes = {"counts": list(COUNTS), "seeds": seeds, "noise": NOISE, "error_ratio": math.exp(fmean(last))}
     tables: dict[str, Any] = {"samples": {**sizes, "rows": rows}}
     if not setting.quick:
-        gated, plain = (slopes(errors(gated, 3, seeds // 2, steps, LOUD)["experts"]) for gated in (True, False))
-        measured["c6"] = by_seed((gated - plain).tolist())
-        tables["loud_samples"] = {"noise": LOUD, "gated": float(gated.mean()), "plain": float(plain.mean())}
+        with_gate, without = (slopes(errors(gate, 3, seeds // 2, steps, LOUD)["experts"]) for gate in (True, False))
+        measured["c6"] = by_seed((with_gate - without).tolist())
+        tables["loud_samples"] = {"noise": LOUD, "gated": float(with_gate.mean()), "plain": float(without.mean())}
     return Results(measured, tables)
 
 

@@ -244,14 +244,12 @@ def at_start() -> dict[str, float]:
 def measure(setting: Setting) -> Results:
     """Everything in float64."""
     draws = DRAWS[setting.quick]
-    forms = [
-        {"place": place, **{per: form_error(place, per, draws) for per in ("head", "element")}} for place in POSITIONS
-    ]
+    errors = {(place, per): form_error(place, per, draws) for place in POSITIONS for per in ("head", "element")}
+    forms = [{"place": p, "head": errors[p, "head"], "element": errors[p, "element"]} for p in POSITIONS]
     defined = definitions(draws)
     after, within, values = masses(draws)
-    worst = max(max(form["head"], form["element"]) for form in forms)  # type: ignore[type-var]
     measured = {
-        "a1": Measured(float(worst), 0.0, EXACT, {"draws": draws}),
+        "a1": Measured(max(errors.values()), 0.0, EXACT, {"draws": draws}),
         "a4": Measured(halved(draws), 0.0, EXACT),
         "a5": Measured(max(defined.values()), 0.0, EXACT, {"by_variant": defined}),
         "a6": Measured(float(_closing().min()), 0.0, EXACT),
