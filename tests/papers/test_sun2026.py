@@ -12,12 +12,15 @@ from torch import nn
 
 from locater.errors import LocaterError
 from locater.verbs.load import load_model
-from locater_papers import PAPERS, Setting, judge, reproduce
+from locater_papers import PAPERS, Setting, reproduce, verdict_of
+from locater_papers.engine.claims import judged_together
+from locater_papers.engine.pages import page
+from locater_papers.engine.papers import Reproduction, Results
 from locater_papers.engine.runs import Runs
 from locater_papers.engine.trained_heads import sources
-from locater_papers.qiu2025.judged import ELEMENT, HEAD
-from locater_papers.sun2026 import first, forms, judged, metrics, norms, spikes
-from locater_papers.sun2026.page import lead, page
+from locater_papers.qiu2025.training import ELEMENT, HEAD
+from locater_papers.sun2026 import first, forms, metrics, norms, spikes, training
+from tests.papers.made_runs import made_line
 
 PAPER = PAPERS["sun2026"]
 
@@ -27,9 +30,9 @@ def document() -> dict[str, Any]:
     """One quick run, smaller, on the package's model alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(metrics.HEADS, True, 6)
-        patch.setitem(metrics.RANDOM, True, 100)
+        patch.setitem(metrics.RANDOM, True, 400)
         patch.setitem(norms.TOKENS, True, 40)
-        patch.setitem(norms.DRAWS, True, 6)
+        patch.setitem(norms.DRAWS, True, 8)
         patch.setitem(spikes.SEQUENCES, True, 4)
         patch.setitem(first.DRAWS, True, 60)
         patch.setattr(spikes, "sources", lambda models: {"demo": next(iter(SOURCES.values()))})
@@ -69,8 +72,18 @@ def test_a_planted_sink_is_seen_where_it_is() -> None:
     for at, first_too in ((0, 1.0), (16, 0.0)):
         q, k = metrics.planted(0, strength=12.0, at=at)
         maps = (q @ k.mT).masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
-        found = of_map(maps, causal=True)
-        assert (found["sink_rate"], found["sink_ratio"]) == (first_too, 1.0)
+        counted = of_map(maps, causal=True)
+        assert (counted["sink_rate"], counted["sink_ratio"]) == (first_too, 1.0)
+
+
+def test_a_share_of_none_is_not_zero() -> None:
+    """With 0 of n the upper end solves (1 - p)^n = 0.025; of all the lower end is its mirror image."""
+    assert metrics.share_interval(0, 400)[1] == pytest.approx(1 - 0.025 ** (1 / 400))
+    assert metrics.share_interval(30, 30) == pytest.approx((0.025 ** (1 / 30), 1.0))
+    low, high = metrics.share_interval(3, 50)
+    more = sum(math.comb(50, k) * low**k * (1 - low) ** (50 - k) for k in range(3, 51))
+    less = sum(math.comb(50, k) * high**k * (1 - high) ** (50 - k) for k in range(4))
+    assert (more, less) == pytest.approx((0.025, 0.025))
 
 
 def test_the_longest_uniform_sink_is_where_the_harmonic_sum_says() -> None:
@@ -128,14 +141,14 @@ def test_the_form_is_the_mlp_with_silu_gone(llama: Any) -> None:
     plain = mlp.down_proj(mlp.gate_proj(h) * mlp.up_proj(h))
     assert torch.allclose(forms.quadratic(mlp, h).float(), plain, atol=1e-4)
     assert forms.form_error(mlp, h) < 1e-12
-    kept = mlp.gate_proj.weight.clone()
+    before = mlp.gate_proj.weight.clone()
     try:
         mlp.gate_proj.weight.mul_(torch.sign(mlp.gate_proj(h[0]))[:, None])  # every neuron open for the first vector
-        found = [forms.alignment(forms.quadratic(mlp, size * h[0]), mlp(size * h[0])) for size in (0.1, 1.0, 100.0)]
+        cosines = [forms.alignment(forms.quadratic(mlp, size * h[0]), mlp(size * h[0])) for size in (0.1, 1.0, 100.0)]
     finally:
-        mlp.gate_proj.weight.copy_(kept)
-    assert found[1] < found[2]
-    assert found[2] == pytest.approx(1.0, abs=1e-3)
+        mlp.gate_proj.weight.copy_(before)
+    assert cosines[1] < cosines[2]
+    assert cosines[2] == pytest.approx(1.0, abs=1e-3)
     assert forms.alignment(forms.quadratic(mlp, 100 * h), mlp(100 * h)) < 0.9, (
         "size alone does not do it: half of the neurons are shut"
     )
@@ -144,7 +157,7 @@ def test_the_form_is_the_mlp_with_silu_gone(llama: Any) -> None:
 def test_a_planted_step_is_found_and_told_from_its_token(llama: Any) -> None:
     """A neuron of the first MLP that answers to one direction, which token 7 has: it spikes wherever it stands."""
     mlp, embeddings = llama.model.layers[0].mlp, llama.model.embed_tokens.weight
-    kept = [p.clone() for p in (embeddings, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)]
+    before = [p.clone() for p in (embeddings, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)]
     try:
         direction = torch.zeros(16)
         direction[5] = 1.0
@@ -156,18 +169,18 @@ def test_a_planted_step_is_found_and_told_from_its_token(llama: Any) -> None:
         mlp.down_proj.weight[9, 0] = 5.0
         ids = torch.randint(8, 64, (6, 10), generator=torch.Generator().manual_seed(1))
         ids[:, 0] = 7
-        found = spikes.one_half(llama, ids)
+        half = spikes.one_half(llama, ids)
     finally:
         for p, old in zip(
-            (embeddings, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight), kept, strict=True
+            (embeddings, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight), before, strict=True
         ):
             p.copy_(old)
-    assert (found["up"], found["is_mlp"], found["channel"]) == (2, True, 9)
-    assert found["factor"] > spikes.STEP
-    assert found["dominance"] > 0.5, "one neuron makes the form of its channel"
-    assert found["moved"] > 0.5, "the token and not the position"
-    assert found["vocabulary"] < 0.5
-    assert found["cosine"] > 0.9
+    assert (half["up"], half["is_mlp"], half["channel"]) == (2, True, 9)
+    assert half["factor"] > spikes.STEP
+    assert half["dominance"] > 0.5, "one neuron makes the form of its channel"
+    assert half["moved"] > 0.5, "the token and not the position"
+    assert half["vocabulary"] < 0.5
+    assert half["cosine"] > 0.9
 
 
 def test_models_of_another_build_are_refused() -> None:
@@ -180,7 +193,7 @@ def test_models_of_another_build_are_refused() -> None:
 
 
 def line(loss: float, share: float, spike: float) -> dict[str, Any]:
-    held = {
+    measures = {
         "first_mass": share,
         "sink_rate": 0.0,
         "sink_ratio": share,
@@ -188,66 +201,82 @@ def line(loss: float, share: float, spike: float) -> dict[str, Any]:
         "spike": 10 * spike,
         "spike_ratio": spike,
     }
-    heads = {"M": 0.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
-    end = {
-        "status": "done",
-        "select_loss": loss,
-        "report_loss": loss,
-        "entropy": 2.0,
-        "accuracy": None,
-        "heads": heads,
-        "device": "cpu",
-    }
-    return {**end, "measures": held}
+    return made_line(loss, measures=measures)
 
 
 def made_up() -> Runs:
-    """Sinks grow with head size, gates have none, norms lower spikes alone."""
+    """Sinks grow with head size, gates have none, norms lower spikes alone. Seeds hardly differ."""
     runs = Runs()
-    of = {judged.SIZES[8].name: (0.05, 50.0), judged.SIZES[16].name: (0.1, 45.0), judged.SIZES[128].name: (0.4, 20.0)}
-    of |= {HEAD.name: (0.02, 48.0), ELEMENT.name: (0.01, 47.0), judged.SANDWICH.name: (0.3, 5.0)}
-    for arm in judged.ARMS:
+    of = {
+        training.SIZES[8].name: (0.05, 50.0),
+        training.SIZES[16].name: (0.1, 45.0),
+        training.SIZES[128].name: (0.4, 20.0),
+        HEAD.name: (0.02, 48.0),
+        ELEMENT.name: (0.01, 47.0),
+        training.SANDWICH.name: (0.3, 5.0),
+    }
+    for number, arm in enumerate(training.ARMS):
+        share, spike = of.get(arm.name, (0.3, 30.0))
         while missing := runs.missing(arm.rows(runs)):
             for row in missing:
-                runs.add(row, line(3.0 + row.plan.rate, *of.get(arm.name, (0.3, 30.0))))
+                noise = 1e-6 * (number + 1) * (row.plan.seed - 1)
+                runs.add(row, line(3.0 + row.plan.rate, share + noise, spike + noise))
     return runs
 
 
+def verdicts_of(results: Results) -> dict[str, str]:
+    measured = {claim: results.measured[claim.id] for claim in training.CLAIMS}
+    return {c.id: verdict_of(c, m, "").verdict for c, m in measured.items() if m is not None}
+
+
 def test_verdicts_follow_the_runs() -> None:
-    found = judged.judge(made_up())
-    held = {claim.id: judge(claim, m.value, m.spread) for claim in judged.CLAIMS if (m := found[claim.id]) is not None}
-    assert held.keys() == {claim.id for claim in judged.CLAIMS}
-    assert {key for key in held if held[key] == "fails"} == {"e2"}
-    sizes = found["e4"]
+    results = training.judge(made_up())
+    by_claim = verdicts_of(results)
+    assert by_claim.keys() == {claim.id for claim in training.CLAIMS}
+    assert {key for key in by_claim if by_claim[key] == "fails"} == {"e2"}
+    assert {by_claim[key] for key in ("e1", "e3", "e5", "e6", "e8")} == {"holds"}
+    assert {by_claim[key] for key in training.OF_SPIKES} == {"undecided"}, "there is no spike"
+    sizes = results.measured["e4"]
     assert sizes is not None
     assert sizes.value == pytest.approx(1.0)
-    assert judged.judge(Runs())["e4"] is None
+    assert results.tables["drivers"]["has_sink"]
+    empty = training.judge(Runs())
+    assert empty.measured["e4"] is None
+    assert empty.tables == {}
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
 def test_what_holds_and_what_waits(document: dict[str, Any]) -> None:
-    found = {entry["id"]: entry for entry in document["claims"]}
-    for key in ("a1", "a2", "a3", "a4", "b1", "b2", "b5", "b7", "c1", "c2", "c3", "d1", "d2"):
-        assert found[key]["verdict"] == "holds", key
-    assert found["b8"]["verdict"] == found["d3"]["verdict"] == "fails"
-    assert found["d6"]["measured"] is None, "no step up, nothing to ask of it"
-    assert "--models FOLDER" in found["d6"]["waits_for"]
-    assert found["e1"]["verdict"] == "undecided"
+    by_id = {entry["id"]: entry for entry in document["claims"]}
+    for key in ("a1", "a2", "a3", "a4", "a5", "b1", "b2", "b5", "b7", "c1", "c2", "c3", "d1", "d2"):
+        assert by_id[key]["verdict"] == "holds", key
+    assert by_id["b8"]["verdict"] == by_id["d3"]["verdict"] == "fails"
+    assert by_id["d6"]["measured"] is None, "no step up, nothing to measure of it"
+    assert "--models FOLDER" in by_id["d6"]["waits_for"]
+    assert by_id["e1"]["verdict"] == "undecided"
 
 
-def test_page_and_lead_stand_with_runs_and_without(document: dict[str, Any]) -> None:
+def with_runs(document: dict[str, Any], results: Results) -> dict[str, Any]:
+    """The document as it were if study e had been measured too."""
+    verdicts = judged_together([verdict_of(claim, results.measured[claim.id], "") for claim in training.CLAIMS])
+    more = Reproduction(PAPER, verdicts, {}, {training.STUDY.title: results.tables}).to_dict()
+    by_id = {entry["id"]: entry for entry in more["claims"]}
+    claims = [by_id.get(entry["id"], entry) for entry in document["claims"]]
+    return {**document, "claims": claims, "studies": {**document["studies"], **more["studies"]}}
+
+
+def test_the_page_stands_with_all_some_and_no_claims_measured(document: dict[str, Any]) -> None:
     json.dumps(document, allow_nan=False)
-    lines, figures = page(document)
+    text, figures = page(document, PAPER)
     assert set(figures) == {"norm", "stream"}
-    decided = {**document, "claims": [dict(entry) for entry in document["claims"]]}
-    found = judged.judge(made_up())
-    for entry in decided["claims"]:
-        measured = found.get(entry["id"])
-        if measured is not None:
-            entry |= {"measured": measured.value, "numbers": dict(measured.numbers)}
-    lines, figures = page(decided)
+    assert "## e." not in text
+    text, figures = page(with_runs(document, training.judge(made_up())), PAPER)
     assert set(figures) == {"norm", "stream", "sinks", "spikes"}
-    assert any(text.startswith("| heads of 8 |") for text in lines)
-    assert "heads of 8 change its share by -0.2500" in "\n".join(lead(decided))
+    assert "| heads of 8 |" in text
+    assert "heads of 8 change its share by -0.2500" in text
+    nothing = [{**entry, "measured": None, "verdict": "undecided"} for entry in document["claims"]]
+    text, figures = page({**document, "claims": nothing, "studies": {}}, PAPER)
+    assert figures == {}
+    assert "## What came out" not in text

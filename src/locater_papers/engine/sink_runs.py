@@ -18,11 +18,9 @@ from typing import Any
 
 from locater.train.plan import Plan
 from locater_papers.engine.arms import Line, end_of, ends_table, uniform_first, value_of
-from locater_papers.engine.arms_page import Part, failed, failed_said, means_table
 from locater_papers.engine.claims import Measured, by_seed
 from locater_papers.engine.mechanism_runs import changed
 from locater_papers.engine.runs import Arm, Runs
-from locater_papers.engine.strips import strips
 
 COPY = Plan(
     task="copy", vocabulary=64, layers=1, width=64, heads=1, length=64, batch=32, steps=1000, positions="learned", observe=0, evaluate=500,
@@ -37,10 +35,6 @@ HERE = "one layer on the copy source"
 WEIGHT, SHARE, VALUE, SPIKE = (
     f"measures.{name}" for name in ("first_weight", "first_mass", "first_value", "spike_ratio")
 )
-COLUMNS = {
-    "first_weight": ("weight on the first token", 3), "first_mass": ("share of a row", 3), "row_mass": ("row mass", 2),
-    "first_value": ("its value over others'", 2), "gate": ("mean gate", 2), "spike_ratio": ("spike", 0),
-}  # fmt: skip
 
 
 def sink_arm(attention: str = "softmax", **changes: Any) -> Arm:
@@ -93,49 +87,3 @@ def _means(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, float]:
 def _end(line: Line) -> dict[str, Any]:
     measures = line.get("measures") or {}
     return end_of(line) | {name: measures.get(name) for name in ("first_weight", "first_value")}
-
-
-# --- until the zoo has its template
-
-
-def sinks_table(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
-    """Numbers for `sinks_section`, which the zoo's page reads until it is a template."""
-    return {"sinks": ends_table(runs, arms, _end)}
-
-
-def arm_means(found: Mapping[str, Mapping[str, Any]], what: str = "first_weight") -> dict[str, float]:
-    """A measure by arm, means over seeds; of arms that have it."""
-    held = next((numbers["sinks"] for numbers in found.values() if numbers.get("sinks")), ())
-    return {
-        arm["arm"]: fmean(end[what] for end in arm["ends"])
-        for arm in held
-        if all(end[what] is not None for end in arm["ends"])
-    }
-
-
-def sinks_section(found: Mapping[str, Mapping[str, Any]], letter: str, names: Mapping[str, str] | None = None) -> Part:
-    """A table of the arms and a picture of the weight on the first token."""
-    held = next((numbers["sinks"] for numbers in found.values() if numbers.get("sinks")), None)
-    if held is None:
-        return [], {}
-    arms: Sequence[Mapping[str, Any]] = [{**arm, "arm": (names or {}).get(arm["arm"], arm["arm"])} for arm in held]
-    lines = [
-        f"## {letter}. Where a head has nothing to add", "", "![sink](figure:sink)", "",
-        f"One layer of width {COPY.width} with one head, unless said, {COPY.length} tokens, {COPY.steps:,} steps at a rate of {RATE:g}, on",
-        "a source of pairs and copies (`locater train --task copy`): after one of three triggers the token before it comes again;",
-        "elsewhere the next token depends on the current one alone. The rate was chosen for softmax with seeds 0, 1 and 2. What came out",
-        "for gates per head, sigmoids and sinks inside the softmax with these seeds was known when the claims were written; seeds 3 to 5,",
-        "and other arms, were not.", "",
-        f"Weight: what the first token is given, as it acts, gates included (even attention: {UNIFORM}). Share: of a row made to sum to 1,",
-        "which is the papers' measure, of the map behind a gate. Value: length of the first token's value over the mean of the others'.",
-        "Spike: largest entry of the stream over the median.", "",
-        *means_table(arms, COLUMNS),
-    ]  # fmt: skip
-    lost = failed_said(failed(arms, arms[0], SHORT), SHORT)
-    weights = {
-        arm["arm"]: [end["first_weight"] for end in arm["ends"] if end["first_weight"] is not None] for arm in arms
-    }
-    figure = strips(
-        "weight on the first token", "a dot for each seed", {name: values for name, values in weights.items() if values}
-    )
-    return [*lines, *(["", lost] if lost else [])], {"sink": figure}

@@ -10,7 +10,6 @@ Sums are loops over numbers, maps are exponentials one by one; the package's mod
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +19,18 @@ from torch import Tensor
 from locater.attention.gated import Gate
 from locater.attention.modules import attention_module
 from locater_papers.engine.claims import Claim, Measured
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 TOKENS, WIDTH, HEADS, SIZE = 5, 6, 4, 3
 EXACT = "none: exact"
 CASES = tuple((causal, few) for causal in (False, True) for few in (HEADS, 2))  # causal, key heads
 
 CLAIMS = (
-    Claim("a1", "An entry of multi-head attention is a hierarchical mixture of experts that are linear in a token",
-          "largest difference of the triple sum from the layer, causal and not, all heads and grouped", "at most", 1e-12),
-    Claim("a2", "So is an entry of gated attention, with a weight made of the query's token on every expert",
-          "largest difference of the triple sum from the layer, gates per element and per head after attention", "at most", 1e-12),
+    Claim("a1", "An entry of multi-head attention is a hierarchical mixture of experts",
+          "largest difference of the triple sum from the layer, causal and not, all heads and grouped", "at most", 1e-12, where="abstract"),
+    Claim("a2", "So is an entry of gated attention (written here with a weight made of the query's token on every expert)",
+          "largest difference of the triple sum from the layer, gates per element and per head after attention", "at most", 1e-12,
+          where="abstract"),
     Claim("a3", "With gates on the values the experts are gated themselves", "largest difference of the triple sum from the layer, "
           "gates per element and per head on the values", "at most", 1e-12, by="ours"),
     Claim("a4", "Weights over tokens are those of a mixture: they sum to 1 in every head, gate or no gate on the keys and queries",
@@ -120,7 +120,7 @@ def of_module(
         return w.projected(out), gate(x[None])[0].expand(-1, -1, q.shape[3])
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     off = {"a1": 0.0, "a2": 0.0, "a3": 0.0}
     for number, (causal, few) in enumerate(CASES):
         w = Weights.drawn(number, few)
@@ -131,9 +131,9 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
             off["a2"] = max(off["a2"], float((triple_sum(x, w, causal, gate=gate) - out).abs().max()))
             out, gate = of_module(x, w, causal, "value", per)
             off["a3"] = max(off["a3"], float((triple_sum(x, w, causal, value_gate=gate) - out).abs().max()))
-    kept, closed = sums()
-    found = {key: Measured(value, 0.0, EXACT) for key, value in off.items()}
-    return {**found, "a4": Measured(kept, 0.0, EXACT), "a5": Measured(closed, 0.0, EXACT)}
+    within, after = sums()
+    distances = {**off, "a4": within, "a5": after}
+    return Results({key: Measured(value, 0.0, EXACT) for key, value in distances.items()})
 
 
 def sums() -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """What the gate undoes: heads as linear maps of their tokens, ranks, and whether W_V and W_O still merge. Study b.
 
-With the map A held, a head without a gate is linear in X. For tokens whose law is symmetric about zero and a gate g =
+With the map A fixed, a head without a gate is linear in X. For tokens whose law is symmetric about zero and a gate g =
 sigmoid(x W_g) without a bias, g - 1/2 is odd in x and the head o before its gate is odd too, so that g o = o / 2 + (g -
 1/2) o falls into an odd and an even part. The best linear fit has all of the first and nothing but the mean of the
 second:
@@ -14,7 +14,7 @@ is open with probability p, independent of o, R^2 = p.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from statistics import fmean
 
 import torch
 from jaxtyping import Float
@@ -22,15 +22,14 @@ from torch import Tensor
 
 from locater.attention import mechanism
 from locater.measures import ranks
-from locater_papers.engine.claims import Claim, Measured, half_range
-from locater_papers.engine.papers import Setting, Study
-from locater_papers.qiu2025.gates import EXACT, Layer, module
-from locater_papers.qiu2025.qwen import relative
-from locater_papers.qiu2025.table import TABLE
+from locater_papers.engine.claims import Claim, Measured, by_seed
+from locater_papers.engine.papers import Results, Setting, Study
+from locater_papers.qiu2025.gates import EXACT, Layer, module, relative
+from locater_papers.qiu2025.variants import TABLE
 
 TOKENS, WIDTH, SIZE = 4, 6, 3
 DRAWS = {True: 4_000, False: 40_000}  # sets of tokens for a linear fit
-SEEDS = {True: 4, False: 12}
+SEEDS = {True: 8, False: 12}
 SHARPNESS = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)  # standard deviation of the gate's logits
 CLOSED = (0.0, -1.0, -2.0, -3.0, -4.0)  # their mean, where the deviation is 2
 RANKED = {True: 12, False: 100}
@@ -38,11 +37,12 @@ BEST = min(variant.gate for variant in TABLE)  # mean gate of the variant whose 
 
 CLAIMS = (
     Claim(
-        "b1", "Without a gate a head is linear in its tokens, the map held", "largest 1 - R^2 of a linear fit, draws of weights",
+        "b1", "Without a gate a head is linear in its tokens, the map fixed", "largest 1 - R^2 of a linear fit, draws of weights",
         "at most", 1e-12, by="ours",
     ),
     Claim(
         "b2", "A gate after attention makes it nonlinear", "R^2 of a linear fit, gate per element, logits of deviation 2", "at most", 0.8,
+        where="title", bound="ours",
     ),
     Claim(
         "b3", "A gate without bias leaves more than half of it linear, however sharp (tokens symmetric about 0)",
@@ -63,7 +63,7 @@ CLAIMS = (
     ),
     Claim(
         "b7", "Per element, W_V and W_O no longer merge: tokens see as many maps as the head has channels",
-        "least dimension of the span of tokens' value-output maps over the head's size, by autograd", "at least", 1.0,
+        "least dimension of the span of tokens' value-output maps over the head's size, by autograd", "at least", 1.0, bound="ours",
     ),
     Claim(
         "b8", "Per head they still merge: all tokens see one map, and the gate scales it",
@@ -79,7 +79,7 @@ def tokens(seed: int, draws: int) -> Float[Tensor, "draws T width"]:
 def head(
     seed: int, x: Float[Tensor, "draws T width"]
 ) -> tuple[Float[Tensor, "draws size"], Float[Tensor, "size width"]]:
-    """Output of the last token before its gate, the map held at one draw's; and W_g with logits of deviation 1."""
+    """Output of the last token before its gate, the map fixed at one draw's; and W_g with logits of deviation 1."""
     generator = torch.Generator().manual_seed(seed + 1000)
     W_V, W_g = (torch.randn(SIZE, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5 for _ in range(2))
     weights = torch.randn(TOKENS, generator=generator, dtype=torch.float64).softmax(0)
@@ -104,7 +104,7 @@ def fits(seed: int, draws: int) -> dict[str, list[float]]:
     flat = x.flatten(1)
     o, W_g = head(seed, x)
     z = x[:, -1] @ W_g.mT
-    found: dict[str, list[float]] = {
+    curves: dict[str, list[float]] = {
         "fitted": [],
         "formula": [],
         "gate": [],
@@ -113,24 +113,24 @@ def fits(seed: int, draws: int) -> dict[str, list[float]]:
     }
     for sharp in SHARPNESS:
         gate = (sharp * z).sigmoid()
-        found["fitted"].append(linear_fit(flat, gate * o))
-        found["formula"].append(1 / (1 + 4 * float(((gate - 0.5) * o).var(0).sum() / o.var(0).sum())))
+        curves["fitted"].append(linear_fit(flat, gate * o))
+        curves["formula"].append(1 / (1 + 4 * float(((gate - 0.5) * o).var(0).sum() / o.var(0).sum())))
     for bias in CLOSED:
         gate = (2 * z + bias).sigmoid()
-        found["gate"].append(float(gate.mean()))
-        found["closed"].append(linear_fit(flat, gate * o))
-    return found
+        curves["gate"].append(float(gate.mean()))
+        curves["closed"].append(linear_fit(flat, gate * o))
+    return curves
 
 
-def at_gate(gates: list[float], values: list[float], wanted: float) -> float:
+def at_gate(gates: list[float], values: list[float], at: float) -> float:
     """Linear interpolation over falling gates.
 
     >>> at_gate([0.5, 0.3, 0.1], [0.8, 0.6, 0.2], 0.2)
     0.4
     """
     for a, b, u, v in zip(gates, gates[1:], values, values[1:], strict=False):
-        if b <= wanted <= a:
-            return u + (v - u) * (a - wanted) / (a - b)
+        if b <= at <= a:
+            return u + (v - u) * (a - at) / (a - b)
     return values[-1]
 
 
@@ -152,7 +152,7 @@ def map_dimensions(seed: int, per: str, position: str = "output") -> float:
     """Dimension of the span of the maps from what a head mixes to what it writes, one per token (of keys for "value"),
     over its size.
 
-    By autograd through the mechanism with map and gates held: the Jacobian of the output of query i with respect to
+    By autograd through the mechanism with map and gates fixed: the Jacobian of the output of query i with respect to
     token j is A_ij times the map of the token whose gate acts.
     """
     layer = Layer.draw(seed, tokens=10, key_heads=4)
@@ -178,44 +178,47 @@ def merged(seed: int) -> float:
     layer = Layer.draw(seed, key_heads=4)
     q, k, v = layer.projected
     gated = module(layer, seed)
-    wanted = layer.out(gated(q, k, v, layer.x, causal=True))
+    reference = layer.out(gated(q, k, v, layer.x, causal=True))
     A = mechanism("softmax").map(q, k, causal=True)
     gates = gated.options(q, k, layer.x)["gate"]
     M = layer.W_V @ layer.W_O  # (H, width, width)
     heads = torch.stack([gates[:, h] * (A[:, h] @ layer.x @ M[h]) for h in range(len(M))])
-    return relative(heads.sum(0), wanted)
+    return relative(heads.sum(0), reference)
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def ranks_and_spans(many: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Of every kind of gate: the largest rank of a head's output and the least span of its maps, over its size."""
+    kinds = [(position, per) for position in ("output", "value") for per in ("head", "element")]
+    largest = {f"{place}, per {per}": max(head_rank(s, place, per) for s in range(many)) for place, per in kinds}
+    least = {
+        f"{place}, per {per}": min(map_dimensions(s, per, place) for s in range(min(many, 20))) for place, per in kinds
+    }
+    return largest, least
+
+
+def measure(setting: Setting) -> Results:
     """Fits over draws of tokens, ranks over draws of weights."""
     seeds, draws, many = SEEDS[setting.quick], DRAWS[setting.quick], RANKED[setting.quick]
-    found = [fits(seed, draws) for seed in setting.each(list(range(seeds)))]
-    means = {name: [sum(f[name][i] for f in found) / seeds for i in range(len(found[0][name]))] for name in found[0]}
-    off = [abs(a - b) for f in found for a, b in zip(f["fitted"], f["formula"], strict=True)]
+    curves = [fits(seed, draws) for seed in setting.each(list(range(seeds)))]
+    off = [abs(a - b) for c in curves for a, b in zip(c["fitted"], c["formula"], strict=True)]
     at = SHARPNESS.index(2.0)
-    kinds = [(position, per) for position in ("output", "value") for per in ("head", "element")]
-    by_kind = {
-        f"{position}, per {per}": max(head_rank(s, position, per) for s in range(many)) for position, per in kinds
-    }
-    spans = {
-        f"{position}, per {per}": [map_dimensions(s, per, position) for s in range(min(many, 20))]
-        for position, per in kinds
-    }
-    element = [x for name, held in spans.items() if "element" in name for x in held]
-    curves: dict[str, Any] = {"sharpness": list(SHARPNESS), "bias": list(CLOSED), **means, "draws": draws, "best": BEST}
-    of = f"half the range of {seeds} draws of weights"
-    return {
-        "b1": Measured(max(1 - f["plain"][0] for f in found), 0.0, EXACT),
-        "b2": half_range([f["fitted"][at] for f in found], of, {"curves": curves}),
-        "b3": Measured(min(min(f["fitted"]) for f in found), 0.0, "none: the least of all"),
+    by_kind, spans = ranks_and_spans(many)
+    measured = {
+        "b1": Measured(max(1 - c["plain"][0] for c in curves), 0.0, EXACT),
+        "b2": by_seed([c["fitted"][at] for c in curves], of="draws of weights"),
+        "b3": Measured(min(min(c["fitted"]) for c in curves), 0.0, "none: the least of all"),
         "b4": Measured(max(off), 0.0, "none: the largest of all"),
-        "b5": half_range([at_gate(f["gate"], f["closed"], BEST) for f in found], of),
-        "b6": Measured(max(by_kind.values()), 0.0, EXACT, {"by_kind": by_kind}),
-        "b7": Measured(
-            min(element), 0.0, EXACT, {"spans": {name: [min(held), max(held)] for name, held in spans.items()}}
-        ),
+        "b5": by_seed([at_gate(c["gate"], c["closed"], BEST) for c in curves], of="draws of weights"),
+        "b6": Measured(max(by_kind.values()), 0.0, EXACT),
+        "b7": Measured(min(span for kind, span in spans.items() if "element" in kind), 0.0, EXACT),
         "b8": Measured(max(merged(s) for s in range(many)), 0.0, EXACT),
     }
+    return Results(measured, {"linear_fits": _mean_curves(curves, draws), "head_ranks": by_kind, "map_spans": spans})
+
+
+def _mean_curves(curves: list[dict[str, list[float]]], draws: int) -> Mapping[str, object]:
+    means = {name: [fmean(c[name][i] for c in curves) for i in range(len(curves[0][name]))] for name in curves[0]}
+    return {"sharpness": list(SHARPNESS), "bias": list(CLOSED), **means, "draws": draws, "best": BEST}
 
 
 STUDY = Study("what the gate undoes", CLAIMS, measure)

@@ -1,5 +1,5 @@
 """The gate of Qwen3-Next, from the weights of a tiny random layer of transformers: which rows of q_proj are queries,
-which are gates.
+which are gates. The rest of study a.
 
 q_proj has 2 H size rows. Three ways to read them:
     per head    head by head, `size` rows of query, then `size` rows of gate
@@ -13,9 +13,23 @@ import torch
 from torch import Tensor
 
 from locater.attention import mechanism
+from locater_papers.engine.claims import Claim, Measured
+from locater_papers.engine.papers import Results, Setting, Study
+from locater_papers.qiu2025.gates import relative
 
 PER_HEAD, HALVES, PER_GROUP = "per head", "halves", "per group"
 WIDTH, HEADS, KEY_HEADS, SIZE, TOKENS, ROTATED = 32, 4, 2, 8, 11, 4
+
+CLAIMS = (
+    Claim(
+        "a2", "Qwen3-Next has this gate after attention, per element, of the layer's normalised input, untouched by rotation",
+        "relative error of an explicit computation beside the attention layer of transformers, random weights", "at most", 1e-5, by="ours",
+    ),
+    Claim(
+        "a3", "Its query and gate rows lie side by side head by head; another reading of the same weights is another layer",
+        "relative error of the closer of two other readings: two halves, or side by side per group of heads", "at least", 0.1, by="ours",
+    ),
+)  # fmt: skip
 
 
 def readings(seed: int = 0) -> dict[str, float] | None:
@@ -35,10 +49,10 @@ def readings(seed: int = 0) -> dict[str, float] | None:
         p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * (0.1 if p.ndim == 1 else WIDTH**-0.5))
     x = torch.randn(1, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     cos, sin = angles()
-    wanted = attention(x, (cos[None], sin[None]), None, is_causal=True)[0]
+    reference = attention(x, (cos[None], sin[None]), None, is_causal=True)[0]
     weights = {name: p.data for name, p in attention.named_parameters()}
     return {
-        name: relative(_explicit(x, weights, name, config.rms_norm_eps), wanted)
+        name: relative(_explicit(x, weights, name, config.rms_norm_eps), reference)
         for name in (PER_HEAD, HALVES, PER_GROUP)
     }
 
@@ -87,10 +101,17 @@ def _turned(x: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., ROTATED:]], -1)
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """Largest entry of the difference over the largest of what is wanted.
+def measure(setting: Setting) -> Results:
+    """One random layer, read in three ways; nothing where transformers has no Qwen3-Next."""
+    errors = readings()
+    if errors is None:
+        return Results({})
+    closest = min(error for name, error in errors.items() if name != PER_HEAD)
+    measured = {
+        "a2": Measured(errors[PER_HEAD], 0.0, "none: one layer, float32 norms"),
+        "a3": Measured(closest, 0.0, "none: one layer"),
+    }
+    return Results(measured, {"qwen_readings": errors})
 
-    >>> relative(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0]))
-    0.25
-    """
-    return float((found - wanted).abs().max() / wanted.abs().max())
+
+STUDY = Study("the gate of Qwen3-Next", CLAIMS, measure, needs="transformers with Qwen3-Next")

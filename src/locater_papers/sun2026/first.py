@@ -7,7 +7,6 @@ more, the weight is a function of the token, and the map is not fixed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from locater.attention import mechanism, mechanisms
 from locater.attention.modules import attention_module
 from locater_papers.engine.claims import Claim, Measured
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 WIDTH, HEADS, KEY_HEADS, SIZE, TOKENS = 16, 4, 2, 4, 6
 DRAWS = {True: 300, False: 2000}
@@ -26,7 +25,7 @@ EXACT = "none: exact up to rounding"
 
 CLAIMS = (
     Claim("c1", "Attention at the first position is a fixed linear map", "relative error of W_O W_V x beside causal softmax, grouped heads",
-          "at most", 1e-12),
+          "at most", 1e-12, by="summary"),
     Claim("c2", "So it is for every causal mechanism whose rows sum to 1", "largest relative error over these mechanisms",
           "at most", 1e-9, by="ours"),
     Claim("c3", "Where a query can look away it is not", "largest R^2 of a linear fit of the output on the token: "
@@ -46,8 +45,8 @@ class First:
     def error(self) -> float:
         """How far W_O W_V x, merged beforehand, is from W_O applied to the output; W_O of one draw."""
         W_O = torch.randn(self.out.shape[1], WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        wanted = self.x @ (self.merged @ W_O)
-        return float((self.out @ W_O - wanted).abs().max() / wanted.abs().max())
+        fixed = self.x @ (self.merged @ W_O)
+        return float((self.out @ W_O - fixed).abs().max() / fixed.abs().max())
 
 
 def outputs(name: str, draws: int) -> First:
@@ -81,19 +80,20 @@ def causal_names() -> list[str]:
     return [m.name for m in mechanisms() if m.is_causal_safe]
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Every causal mechanism on the same tokens."""
     draws = DRAWS[setting.quick]
-    seen = {name: outputs(name, draws) for name in setting.each(causal_names())}
-    fits = {name: fit(first.x, first.out) for name, first in seen.items()}
-    sizes = {name: float(first.out.norm() / (first.x @ first.merged).norm()) for name, first in seen.items()}
-    table = {name: {"kind": mechanism(name).kind, "R2": fits[name], "size": sizes[name]} for name in seen}
-    summing = {name: first.error for name, first in seen.items() if mechanism(name).kind == "stochastic"}
-    return {
-        "c1": Measured(summing["softmax"], 0.0, EXACT, {"mechanisms": table}),
+    firsts = {name: outputs(name, draws) for name in setting.each(causal_names())}
+    fits = {name: fit(first.x, first.out) for name, first in firsts.items()}
+    sizes = {name: float(first.out.norm() / (first.x @ first.merged).norm()) for name, first in firsts.items()}
+    rows = [{"mechanism": n, "kind": mechanism(n).kind, "R2": fits[n], "size": sizes[n]} for n in firsts]
+    summing = {name: first.error for name, first in firsts.items() if mechanism(name).kind == "stochastic"}
+    measured = {
+        "c1": Measured(summing["softmax"], 0.0, EXACT),
         "c2": Measured(max(summing.values()), 0.0, EXACT, {"errors": summing}),
         "c3": Measured(max(fits[name] for name in AWAY), 0.0, "none: a fit over draws of tokens"),
     }
+    return Results(measured, {"first_position": rows})
 
 
 STUDY = Study("the first position", CLAIMS, measure)

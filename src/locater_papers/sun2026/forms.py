@@ -31,12 +31,10 @@ def quadratic(mlp: nn.Module, h: Float[Tensor, "*n width"]) -> Float[Tensor, "*n
 
 def form_error(mlp: nn.Module, h: Float[Tensor, "n width"]) -> float:
     """The quadratic MLP beside h^T S_k h, channel by channel."""
-    wanted = quadratic(mlp, h)
-    channels = range(0, wanted.shape[-1], max(1, wanted.shape[-1] // 8))
-    found = [torch.einsum("na,ab,nb->n", h.double(), form(mlp, k), h.double()) for k in channels]
-    return max(
-        float((f - wanted[:, k]).abs().max() / wanted[:, k].abs().max()) for f, k in zip(found, channels, strict=True)
-    )
+    out = quadratic(mlp, h)
+    channels = range(0, out.shape[-1], max(1, out.shape[-1] // 8))
+    forms = [torch.einsum("na,ab,nb->n", h.double(), form(mlp, k), h.double()) for k in channels]
+    return max(float((f - out[:, k]).abs().max() / out[:, k].abs().max()) for f, k in zip(forms, channels, strict=True))
 
 
 def dominance(S: Float[Tensor, "width width"]) -> float:

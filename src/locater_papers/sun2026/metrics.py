@@ -1,4 +1,4 @@
-"""Sinks and massive activations as numbers, held against plain loops; and what the sink metric says of heads that have
+"""Sinks and massive activations as numbers, compared with plain loops; and what the sink metric says of heads that have
 none. Study a.
 
 alpha_k     weight that key k receives, per query that may look at it (Gu et al. 2024)
@@ -9,10 +9,9 @@ massive     |h| > 100 and at least 1000 medians (Sun et al. 2024)
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping
 from statistics import median_low
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +20,23 @@ from locater.kernels import attention_statistics
 from locater.measures import massive_activations
 from locater.train.measured import SINK, of_map
 from locater_papers.engine.claims import Claim, Measured
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 THRESHOLD = SINK
 LENGTH = 64  # at which Gu et al. measure
 HEADS = {True: 24, False: 120}
-RANDOM = {True: 200, False: 2000}
+RANDOM = {True: 400, False: 2000}
 SPREADS = (0.5, 1.0, 2.0, 4.0, 8.0)  # of logits of heads without a sink
 EXACT = "none: exact up to rounding"
 
 CLAIMS = (
     Claim("a1", "alpha_k is the column sum of the map over the queries that can see key k",
-          "largest error of the streaming statistics beside loops over the map", "at most", 1e-9),
+          "largest error of the streaming statistics beside loops over the map", "at most", 1e-9, where="Gu et al. 2024"),
     Claim("a2", "Sink rate and sink ratio count heads over the threshold",
-          "heads, of planted sinks of every strength, that are told apart otherwise by loops", "at most", 0.0),
-    Claim("a3", "Massive: over 100 and over 1000 medians", "hidden states that are told apart otherwise by sorting", "at most", 0.0),
+          "heads, of planted sinks of every strength, that loops count otherwise", "at most", 0.0, by="summary",
+          where="equation 28, Gu et al. 2024"),
+    Claim("a3", "Massive: over 100 and over 1000 medians", "hidden states that sorting counts otherwise", "at most", 0.0,
+          by="summary", where="Sun et al. 2024"),
     Claim("a4", "Short sequences make every head a sink: uniform causal attention passes up to nine tokens",
           "longest sequence on which uniform causal attention has alpha_1 > 0.3", "about", 9.0, by="ours"),
     Claim("a5", "At 64 tokens a head without a sink is not called one on the first token",
@@ -117,28 +118,52 @@ def called(heads: int, spread: float) -> tuple[float, float]:
     q, k = (torch.randn(1, heads, LENGTH, 64, generator=generator) for _ in range(2))
     logits = spread * (q @ k.mT) / 8
     maps = logits.masked_fill(~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
-    found = of_map(maps, causal=True)
-    return float(found["sink_rate"] or 0.0), float(found["sink_ratio"] or 0.0)
+    counted = of_map(maps, causal=True)
+    return float(counted["sink_rate"] or 0.0), float(counted["sink_ratio"] or 0.0)
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def share_interval(count: int, of: int, level: float = 0.05) -> tuple[float, float]:
+    """Clopper and Pearson: the shares at which as many, or as few, as were counted have a probability of level / 2.
+
+    >>> [round(x, 4) for x in share_interval(0, 200)], [round(x, 3) for x in share_interval(5, 10)]
+    ([0.0, 0.0183], [0.187, 0.813])
+    """
+
+    def at_most(k: int, p: float) -> float:
+        logs = (math.lgamma(of + 1) - math.lgamma(i + 1) - math.lgamma(of - i + 1) for i in range(k + 1))
+        return math.fsum(math.exp(c + i * math.log(p) + (of - i) * math.log1p(-p)) for i, c in enumerate(logs))
+
+    def solved(k: int, probability: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if at_most(k, middle) > probability else (low, middle)
+        return high
+
+    lower = solved(count - 1, 1 - level / 2) if count else 0.0
+    return lower, solved(count, level / 2) if count < of else 1.0
+
+
+def measure(setting: Setting) -> Results:
     """Loops over maps, and random heads."""
     worst, wrong = errors(HEADS[setting.quick])
     count = RANDOM[setting.quick]
     shares = {f"{spread:g}": called(count, spread) for spread in SPREADS}
-    return {
+    measured = {
         "a1": Measured(worst, 0.0, EXACT),
         "a2": Measured(wrong, 0.0, EXACT),
         "a3": Measured(massive_errors(10 * HEADS[setting.quick]), 0.0, EXACT),
         "a4": Measured(float(uniform_limit()), 0.0, EXACT),
-        "a5": _share(max(a for a, _ in shares.values()), count, {"by_spread": {k: list(v) for k, v in shares.items()}}),
+        "a5": _share(max(a for a, _ in shares.values()), count),
         "a6": _share(max(b for _, b in shares.values()), count),
     }
+    metric = {"threshold": THRESHOLD, "tokens": LENGTH, "random_heads": {k: list(v) for k, v in shares.items()}}
+    return Results(measured, {"sink_metric": metric})
 
 
-def _share(p: float, count: int, numbers: Mapping[str, Any] | None = None) -> Measured:
-    of = f"2 standard errors of a share of {count} heads, at least 1 head"
-    return Measured(p, max(2 * (p * (1 - p) / count) ** 0.5, 1 / count), of, numbers or {})
+def _share(p: float, count: int) -> Measured:
+    low, high = share_interval(round(p * count), count)
+    return Measured(p, max(high - p, p - low), f"95 % interval (Clopper and Pearson) of a share of {count} heads")
 
 
 STUDY = Study("sinks and spikes as numbers", CLAIMS, measure)

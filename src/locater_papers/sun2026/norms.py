@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from statistics import fmean
 
 import torch
 from jaxtyping import Float
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from locater.measures import ranks, token_cosine
-from locater_papers.engine.claims import Claim, Measured, half_range
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.claims import Claim, Measured, by_seed
+from locater_papers.engine.papers import Results, Setting, Study
 
 WIDTHS = (64, 256, 1024, 4096)
 SPIKES = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 100.0)  # s / sqrt(n)
@@ -38,13 +38,14 @@ DYT = 0.8  # alpha of tanh(alpha x), a norm that is none
 
 CLAIMS = (
     Claim("b1", "RMSNorm turns spike tokens into near-constant vectors", "cosine of spike tokens after RMSNorm at 1000 medians, width 4096",
-          "at least", 0.99),
+          "at least", 0.99, by="summary", bound="ours"),
     Claim("b2", "Their cosine is s1 s2 / sqrt((s1^2 + n) (s2^2 + n))",
           "largest distance of the measured mean cosine from it, four widths, spikes from 0.1 to 100 sqrt(n)", "at most", 0.02, by="ours"),
     Claim("b3", "They are sparse: outside of the spike's channels a share of erf(0.01 / sqrt 2 / deviation) is under 0.01",
           "largest distance of the measured share of entries under 0.01 from it", "at most", 0.02, by="ours"),
     Claim("b4", "Keys of spike tokens lie in one or two dimensions",
-          "share of their energy in the first direction at 1000 medians, width 4096, draws of W_K", "at least", 0.95),
+          "share of their energy in the first direction at 1000 medians, width 4096, draws of W_K", "at least", 0.95, by="summary",
+          bound="ours"),
     Claim("b5", "1000 medians is the criterion of one width: at 4096 it is where spike tokens become alike, elsewhere it is not",
           "medians at which the cosine passes 0.99, at width 4096 over those at width 64", "about", 8.0, 0.4, by="ours"),
     Claim("b6", "LayerNorm does the same", "largest difference of the cosine after LayerNorm from that after RMSNorm, width 256 and more",
@@ -52,7 +53,7 @@ CLAIMS = (
     Claim("b7", "tanh(alpha x) in the place of a norm does not", "cosine of spike tokens after it, spikes of 100 sqrt(n), width 4096",
           "at most", 0.1, by="ours"),
     Claim("b8", "Spike tokens are sparse behind RMSNorm", "share of entries under 0.01 at 1000 medians, width 4096", "at least", 0.5,
-          by="ours"),
+          by="summary", bound="ours"),
 )  # fmt: skip
 
 
@@ -90,18 +91,18 @@ def predicted_small(size: float, width: int, below: float = SMALL, channels: int
 
 def curve(width: int, count: int, seed: int = 0) -> list[dict[str, float]]:
     """Cosines and sparsity over spike sizes, measured and predicted."""
-    found = []
+    points = []
     for at in SPIKES:
         size = at * width**0.5
         x, sizes = spike_tokens(width, size, count, seed)
         y = functional.rms_norm(x, (width,))
-        found.append({
+        points.append({
             "spike": at, "medians": size / MEDIAN, "cosine": float(token_cosine(y)), "predicted": predicted_cosine(sizes, width),
             "small": float((y.abs() < SMALL).double().mean()),
             "predicted_small": sum(predicted_small(float(s), width, SMALL, 2 if at > 1 else 0) for s in sizes) / count,
             "layernorm": float(token_cosine(functional.layer_norm(x, (width,)))), "tanh": float(token_cosine(torch.tanh(DYT * x))),
         })  # fmt: skip
-    return found
+    return points
 
 
 def medians_needed(width: int, count: int) -> float:
@@ -123,45 +124,46 @@ def first_direction(width: int, medians: float, count: int, seed: int) -> float:
     return 1 / float(ranks(functional.rms_norm(x, (width,)) @ W_K).stable)
 
 
-def averaged(width: int, count: int, seeds: int) -> list[dict[str, float]]:
-    """The curve, mean over draws, with the standard errors of cosine and sparsity less what is predicted."""
-    draws = [curve(width, count, seed) for seed in range(seeds)]
-    found = []
-    for entries in zip(*draws, strict=True):
-        mean = {name: sum(e[name] for e in entries) / seeds for name in entries[0]}
-        for name, wanted in (("cosine", "predicted"), ("small", "predicted_small")):
-            mean[f"{name}_error"] = float(torch.tensor([e[name] - e[wanted] for e in entries]).std()) / seeds**0.5
-        found.append(mean)
-    return found
+Draws = Mapping[int, list[list[dict[str, float]]]]  # by width: curves, one for each draw
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def mean_curve(draws: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The curve, mean over draws."""
+    return [{name: fmean(point[name] for point in points) for name in points[0]} for points in zip(*draws, strict=True)]
+
+
+def measure(setting: Setting) -> Results:
     """Curves over spike sizes at four widths."""
     count, seeds = TOKENS[setting.quick], DRAWS[setting.quick]
-    curves = {str(width): averaged(width, count, seeds) for width in setting.each(list(WIDTHS))}
-    wide = [entry for width, held in curves.items() if int(width) >= 256 for entry in held]
+    draws = {width: [curve(width, count, seed) for seed in range(seeds)] for width in setting.each(list(WIDTHS))}
+    curves = {str(width): mean_curve(of_width) for width, of_width in draws.items()}
+    wide = [point for width, points in curves.items() if int(width) >= 256 for point in points]
     at = [functional.rms_norm(spike_tokens(4096, 1000 * MEDIAN, count, seed)[0], (4096,)) for seed in range(seeds)]
     needed = {str(width): medians_needed(width, count) for width in WIDTHS}
-    of = f"half the range of {seeds} draws"
-    numbers: dict[str, Any] = {"curves": curves, "needed": needed, "tokens": count, "draws": seeds}
-    return {
-        "b1": half_range([float(token_cosine(y)) for y in at], of, numbers),
-        "b2": _farthest(curves, "cosine", "predicted"),
-        "b3": _farthest(curves, "small", "predicted_small"),
-        "b4": half_range([first_direction(4096, 1000, count, seed) for seed in range(seeds)], of),
+    measured = {
+        "b1": by_seed([float(token_cosine(y)) for y in at], of="draws"),
+        "b2": _farthest(draws, "cosine", "predicted"),
+        "b3": _farthest(draws, "small", "predicted_small"),
+        "b4": by_seed([first_direction(4096, 1000, count, seed) for seed in range(seeds)], of="draws"),
         "b5": Measured(needed["4096"] / needed["64"], 0.0, "none: one draw, by bisection"),
         "b6": Measured(max(abs(e["cosine"] - e["layernorm"]) for e in wide), 0.0, "none: the farthest of all"),
         "b7": Measured(curves["4096"][-1]["tanh"], 0.0, "none: mean over pairs and draws"),
-        "b8": half_range([float((y.abs() < SMALL).double().mean()) for y in at], of),
+        "b8": by_seed([float((y.abs() < SMALL).double().mean()) for y in at], of="draws"),
     }
+    tables = {"spike_curves": curves, "medians_needed": [{"width": w, "medians": x} for w, x in needed.items()]}
+    return Results(measured, tables)
 
 
-def _farthest(curves: Mapping[str, list[dict[str, float]]], name: str, wanted: str) -> Measured:
-    """Where the mean is farthest from what is predicted."""
-    cells = [(width, entry) for width, held in curves.items() for entry in held]
-    width, worst = max(cells, key=lambda cell: abs(cell[1][name] - cell[1][wanted]))
-    where = {"width": int(width), "spike": worst["spike"]}
-    return Measured(abs(worst[name] - worst[wanted]), 2 * worst[f"{name}_error"], "2 standard errors over draws", where)
+def _farthest(draws: Draws, name: str, predicted: str) -> Measured:
+    """Where the mean is farthest from what is predicted: its distance, draw by draw."""
+    cells = [
+        ({"width": width, "spike": points[0]["spike"]}, [point[name] - point[predicted] for point in points])
+        for width, curves in draws.items()
+        for points in zip(*curves, strict=True)
+    ]
+    cell, distances = max(cells, key=lambda each: abs(fmean(each[1])))
+    sign = math.copysign(1.0, fmean(distances))
+    return by_seed([sign * distance for distance in distances], cell, "draws")
 
 
 STUDY = Study("what a norm makes of a spike", CLAIMS, measure)

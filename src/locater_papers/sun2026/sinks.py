@@ -11,7 +11,7 @@ from locater_papers.engine.claims import Claim
 from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Runs
 from locater_papers.engine.sink_runs import COPY, HERE, PLAIN, SHORT, SINK, SPIKE, WEIGHT, sink_arm, sink_tables
-from locater_papers.sun2026.judged import unless_massive
+from locater_papers.sun2026.training import unless_massive
 
 SIZES = {
     size: PLAIN if size == COPY.width else sink_arm(heads=COPY.width // size) for size in (8, 16, 32, 64)
@@ -29,20 +29,22 @@ UNLEARNED = "without an MLP the source is not learned, so that heads have someth
 
 CLAIMS = (
     Claim("f1", "There is a sink to drive away", f"weight on the first token, plain model, {HERE}", "at least", SINK, by="ours"),
-    Claim("f2", "Small heads have less of a sink", f"weight on the first token, heads of 8 less one of 64, {HERE}", "at most", 0.0),
+    Claim("f2", "Small heads have less of a sink", f"weight on the first token, heads of 8 less one of 64, {HERE}", "at most", 0.0,
+          by="summary"),
     Claim("f3", "Sinks grow with head size", "rank correlation of head size (8, 16, 32, 64) with the weight on the first token, seed by "
-          f"seed, {HERE}", "at least", 0.8),
-    Claim("f4", "Norms behind branches lower spikes", LARGEST, "at most", 0.0),
+          f"seed, {HERE}", "at least", 0.8, by="summary", bound="ours"),
+    Claim("f4", "Norms behind branches lower spikes", LARGEST, "at most", 0.0, by="summary"),
     Claim("f5", "They leave sinks as they are", f"log of the weight on the first token with sandwich norms over that without, {HERE}",
-          "about", 0.0, 0.25),
+          "about", 0.0, 0.25, by="summary", bound="ours"),
     Claim("f6", "A norm of the sum lowers spikes", LARGEST, "at most", 0.0, by="ours"),
-    Claim("f7", "GELU in the place of SwiGLU has more of a sink", ON_FIRST, "at least", 0.0),
-    Claim("f8", "Without MLPs there is more of a sink", ON_FIRST, "at least", 0.0),
-    Claim("f9", "Without MLPs spikes shrink", LARGEST, "at most", 0.0),
-    Claim("f10", "Without weight decay spikes grow", LARGEST, "at least", 0.0),
-    Claim("f11", "A gate takes sinks away", ON_FIRST, "at most", 0.0),
+    Claim("f7", "GELU in the place of SwiGLU has more of a sink", ON_FIRST, "at least", 0.0, by="summary"),
+    Claim("f8", "Without MLPs there is more of a sink", ON_FIRST, "at least", 0.0, by="summary"),
+    Claim("f9", "Without MLPs spikes shrink", LARGEST, "at most", 0.0, by="summary"),
+    Claim("f10", "Without weight decay spikes grow", LARGEST, "at least", 0.0, by="summary"),
+    Claim("f11", "A gate takes sinks away", ON_FIRST, "at most", 0.0, by="summary"),
     Claim("f12", "Spikes and sinks decouple: which arm has more of one says little of the other",
-          f"rank correlation of the spike with the weight on the first token over all arms, seed by seed, {HERE}", "at most", 0.5),
+          f"rank correlation of the spike with the weight on the first token over all arms, seed by seed, {HERE}", "at most", 0.5,
+          by="summary", bound="ours"),
 )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ would all do the same. The MLP as a quadratic form is in `forms.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from locater.measures import massive_activations, token_cosine
 from locater.train.measured import of_map
 from locater.verbs.load import load_model
 from locater_papers.engine.claims import Claim, Measured, half_range
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.trained_heads import HALVES, read_each, sources
 from locater_papers.sun2026.forms import alignment, dominance, form, form_error, quadratic
 from locater_papers.sun2026.metrics import LENGTH
@@ -39,27 +38,29 @@ STEP = 2.0  # factor by which the stream's largest entry grows at a step up
 
 CLAIMS = (
     Claim("d1", "Attention at the first position is W_O W_V x in trained models too",
-          "largest relative error over layers and models, float32", "at most", 1e-4),
+          "largest relative error over layers and models, float32", "at most", 1e-4, by="summary"),
     Claim("d2", "The SwiGLU MLP is out_k = h^T S_k h once silu is the identity", "largest relative error, trained weights, float64",
-          "at most", 1e-10),
+          "at most", 1e-10, by="summary"),
     Claim("d3", "Trained models have massive activations", "share of the small models at hand that have one", "at least", 0.5, by="ours"),
     Claim("d4", "One half-block steps up: there the first token comes to stand out",
-          "largest factor by which it stands out more, over half-blocks and models", "at least", STEP),
+          "largest factor by which it stands out more, over half-blocks and models", "at least", STEP, by="summary", bound="ours"),
     Claim("d5", "That half-block is an MLP, early in the model",
-          "its number over that of all half-blocks, and 1 more if it is attention; model with the step", "at most", 0.25),
+          "its number over that of all half-blocks, and 1 more if it is attention; model with the step", "at most", 0.25, by="summary",
+          bound="ours"),
     Claim("d6", "Almost every token spikes at the first position (98.4 % of the vocabulary and more)",
           f"share of the text's tokens that, put first, have {STEP:g} times the largest entry of a later token behind the step",
-          "at least", 0.984),
+          "at least", 0.984, by="summary"),
     Claim("d7", "The spike is in few channels", "share of the first token's energy that is in its two largest channels, behind the step",
-          "at least", 0.5),
-    Claim("d8", "There the MLP acts as its quadratic form", "cosine of the MLP's output and the form's, first token", "at least", 0.9),
+          "at least", 0.5, by="summary", bound="ours"),
+    Claim("d8", "There the MLP acts as its quadratic form", "cosine of the MLP's output and the form's, first token", "at least", 0.9,
+          by="summary", bound="ours"),
     Claim("d9", "On later tokens it does not", "the same cosine there", "at most", 0.6, by="ours"),
     Claim("d10", "One eigenvector dominates the form of the spike's channel", "share of the largest eigenvalue in the sum of squares",
-          "at least", 0.5),
+          "at least", 0.5, by="summary", bound="ours"),
     Claim("d11", "Behind the norm spike tokens are near constant",
-          "mean cosine of the text's tokens, each put first, after RMSNorm behind the step", "at least", 0.9),
+          "mean cosine of the text's tokens, each put first, after RMSNorm behind the step", "at least", 0.9, by="summary", bound="ours"),
     Claim("d12", "One half-block steps down: the spike is cancelled before the end",
-          "least factor by which the first token stands out less, model with the step", "at most", 0.5),
+          "least factor by which the first token stands out less, model with the step", "at most", 0.5, by="summary", bound="ours"),
     Claim("d13", "It is the position that spikes, not the token that stands there",
           "how far the first token stands out behind the step when put in the middle, over how far it does when first", "at most", 0.5,
           by="ours"),
@@ -72,17 +73,17 @@ OF_STEP = {
 }  # fmt: skip
 
 States = list[Float[Tensor, "B T width"]]
-Pairs = list[tuple[Tensor, Tensor]]  # what a part was given, and what it gave
-Seen = tuple[States, Pairs, Pairs]
+Pairs = list[tuple[Tensor, Tensor]]  # input and output of a part
+Stream = tuple[States, Pairs, Pairs]  # states, and the pairs of attention and of MLPs
 
 
 def blocks(model: Any) -> nn.ModuleList:
     """Pre-norm blocks with a SwiGLU MLP, as Llama has them; refused otherwise."""
-    found = getattr(getattr(model, "model", None), "layers", None)
+    layers = getattr(getattr(model, "model", None), "layers", None)
     parts = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj")
-    if found is None or not all(_has(block, part) for block in found for part in parts):
+    if layers is None or not all(_has(block, part) for block in layers for part in parts):
         raise LocaterError(f"{type(model).__name__}: no pre-norm blocks with a gated MLP")
-    return found
+    return layers
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -90,8 +91,8 @@ def _has(module: nn.Module, path: str) -> bool:
 
 
 @torch.no_grad()
-def half_blocks(model: Any, ids: Tensor) -> Seen:
-    """The stream before, between and behind half-blocks; what each attention and each MLP was given and gave."""
+def half_blocks(model: Any, ids: Tensor) -> Stream:
+    """The stream before, between and behind half-blocks; input and output of each attention and each MLP."""
     states: States = []
     attention: Pairs = []
     mlps: Pairs = []
@@ -150,29 +151,29 @@ def sinks(model: Any, attention: Pairs) -> dict[str, float]:
         replace(layer, norm=Norm()).attention(x)
         for layer, (x, _) in zip(attention_layers(model), attention, strict=True)
     ]
-    counted = [of_map(held, causal=True) for held in maps]  # what attention reads is behind the norm
+    counted = [of_map(weights, causal=True) for weights in maps]  # what attention reads is behind the norm
     shares = {
         name: math.fsum(each[name] or 0.0 for each in counted) / len(counted) for name in ("sink_rate", "sink_ratio")
     }
-    return {**shares, "alpha": max(float(held[..., 0].mean((0, 2)).max()) for held in maps)}
+    return {**shares, "alpha": max(float(weights[..., 0].mean((0, 2)).max()) for weights in maps)}
 
 
 def first_error(model: Any, attention: Pairs) -> float:
     """Attention's output at the first position beside W_O W_V x, largest of the layers."""
-    found = []
+    errors = []
     for layer, (x, out) in zip(attention_layers(model), attention, strict=True):
         assert layer.value is not None
         assert layer.out is not None
         v = layer.value(x[:, 0]).unflatten(-1, (layer.kv_heads, -1)).repeat_interleave(layer.group, -2).flatten(-2)
-        found.append(float((layer.out(v) - out[:, 0]).abs().max() / out[:, 0].abs().max()))
-    return max(found)
+        errors.append(float((layer.out(v) - out[:, 0]).abs().max() / out[:, 0].abs().max()))
+    return max(errors)
 
 
 @torch.no_grad()
 def one_half(model: Any, ids: Tensor) -> dict[str, Any]:
-    """Everything that is asked of a model on one half of a text."""
-    found = half_blocks(model, ids)
-    states, attention, mlps = found
+    """Everything that is measured of a model on one half of a text."""
+    stream = half_blocks(model, ids)
+    states, attention, mlps = stream
     tops = largest(states)
     out = standing_out(tops)
     up, factor, down, fall = steps(out)
@@ -183,22 +184,21 @@ def one_half(model: Any, ids: Tensor) -> dict[str, Any]:
         "massive": any(bool(x.is_massive.any()) for x in massive), "ratio": max(float(x.ratio.mean()) for x in massive),
         "up": up, "factor": factor, "down": down, "fall": fall, "is_mlp": up % 2 == 0, "halves": len(states) - 1,
         "form_error": form_error(blocks(model)[0].get_submodule("mlp"), mlps[0][0][0]), "first_error": first_error(model, attention),
-        **sinks(model, attention), **(at_step(model, ids, found, up) if factor >= STEP and up % 2 == 0 else {}),
+        **sinks(model, attention), **(at_step(model, ids, stream, up) if factor >= STEP and up % 2 == 0 else {}),
     }  # fmt: skip
 
 
-def at_step(model: Any, ids: Tensor, found: Seen, up: int) -> dict[str, Any]:
+def at_step(model: Any, ids: Tensor, stream: Stream, up: int) -> dict[str, Any]:
     """The MLP that steps up: on first tokens as the text has them, on later ones, and on the text's tokens put first
     one by one.
     """
-    states, _, mlps = found
+    states, _, mlps = stream
     number = up // 2 - 1
     mlp = blocks(model)[number].get_submodule("mlp")
-    given, gave = mlps[number]
-    made = quadratic(mlp, given)
-    stream = states[up]
+    x, out = mlps[number]
+    form_out = quadratic(mlp, x)
     later = float(largest(states)[up, :, 1:].median())
-    first = stream[:, 0].abs().mean(0)
+    first = states[up][:, 0].abs().mean(0)
     channel = int(first.argmax())
     shares = sorted(dominance(form(mlp, k)) for k in range(len(first)))
     words = ids[:, 1:].unique()
@@ -209,7 +209,7 @@ def at_step(model: Any, ids: Tensor, found: Seen, up: int) -> dict[str, Any]:
     return {
         "words": len(words), "vocabulary": float((alone.abs().amax(-1) > STEP * later).double().mean()), "channel": channel,
         "in_two_channels": float(first.square().topk(2).values.sum() / first.square().sum()),
-        "cosine": alignment(made[:, 0], gave[:, 0]), "cosine_later": alignment(made[:, 1:], gave[:, 1:]),
+        "cosine": alignment(form_out[:, 0], out[:, 0]), "cosine_later": alignment(form_out[:, 1:], out[:, 1:]),
         "dominance": dominance(form(mlp, channel)), "dominance_median": shares[len(shares) // 2], "dominance_largest": shares[-1],
         "alike": float(token_cosine(functional.rms_norm(alone, alone.shape[-1:])[None])), "first_tokens": len(ids[:, 0].unique()),
         "moved": moved / float(first.max()), "middle": moved / later,
@@ -236,31 +236,30 @@ def _halves(model: Any, setting: Setting) -> list[Tensor]:
     ]
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
-    """What is asked of the step is asked of the model with the largest; of none where no model has one."""
-    found, left_out = models(setting)
-    if not found:
-        return {}
-    every = [half for held in found.values() for half in held]
-    stepping = max(found, key=lambda name: math.fsum(half["factor"] for half in found[name]))
-    own = found[stepping]
-    massive = [sum(held[i]["massive"] for held in found.values()) / len(found) for i in range(2)]
-    numbers = {"models": found, "left_out": left_out, "stepping": stepping}
+def measure(setting: Setting) -> Results:
+    """Claims about the step are measured on the model with the largest; not at all where no model has one."""
+    by_model, left_out = models(setting)
+    if not by_model:
+        return Results({})
+    every = [half for halves in by_model.values() for half in halves]
+    stepping = max(by_model, key=lambda name: math.fsum(half["factor"] for half in by_model[name]))
+    own = by_model[stepping]
+    massive = [sum(halves[i]["massive"] for halves in by_model.values()) / len(by_model) for i in range(2)]
     worst = "none: the largest of all"
     measured = {
         "d1": Measured(max(half["first_error"] for half in every), 0.0, worst),
         "d2": Measured(max(half["form_error"] for half in every), 0.0, worst),
-        "d3": half_range(massive, HALVES, numbers),
+        "d3": half_range(massive, HALVES),
         "d4": half_range([half["factor"] for half in own], HALVES),
     }
     if all(half["factor"] >= STEP for half in own):
         measured["d5"] = half_range([half["up"] / half["halves"] + (not half["is_mlp"]) for half in own], HALVES)
     if all("vocabulary" in half for half in own):
         measured |= {key: half_range([half[name] for half in own], HALVES) for key, name in OF_STEP.items()}
-    calm = [held for held in found.values() if not any(half["massive"] for half in held)]
+    calm = [halves for halves in by_model.values() if not any(half["massive"] for half in halves)]
     if calm:
-        measured["d14"] = half_range([max(held[i]["sink_ratio"] for held in calm) for i in range(2)], HALVES)
-    return measured
+        measured["d14"] = half_range([max(halves[i]["sink_ratio"] for halves in calm) for i in range(2)], HALVES)
+    return Results(measured, {"streams": {"models": by_model, "left_out": left_out, "stepping": stepping}})
 
 
 NEEDS = "a trained model with pre-norm blocks and a step up: --models FOLDER"

@@ -10,15 +10,25 @@ nothing is said of sinks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
-from locater_papers.engine.arms import change, ends_table, has_sink, level, mark_inconclusive, rank_correlation, trained
-from locater_papers.engine.arms_page import carried
-from locater_papers.engine.claims import Claim, Measured, by_seed
+from locater_papers.engine.arms import (
+    change,
+    ends_table,
+    has_sink,
+    level,
+    mark_inconclusive,
+    rank_correlation,
+    trained,
+    uniform_first,
+)
+from locater_papers.engine.claims import Claim, by_seed
 from locater_papers.engine.mechanism_runs import BASE, NO_SINK, SEEN, SOFTMAX, TUNED, VARIED, arm
-from locater_papers.engine.runs import Row, Runs
+from locater_papers.engine.papers import Results
+from locater_papers.engine.runs import Arm, Row, Runs
 
 HEAD, ELEMENT = arm("gated"), arm("gated(per=element)")
 VALUE, KEY, QUERY = arm("gated(position=value, per=element)"), arm("gated(position=key)"), arm("gated(position=query)")
@@ -35,44 +45,69 @@ FIRST, SPIKE = "measures.first_mass", "measures.spike_ratio"
 OF_SINKS = ("d7", "d8", "d9", "d10", "d11", "d12", "d15")
 
 CLAIMS = (
-    Claim("d1", "A gate per element after attention lowers the loss", f"change of report loss against softmax, {VARIED}", "at most", 0.0),
-    Claim("d2", "So does one gate per head", f"change of report loss against softmax, {TUNED}", "at most", 0.0),
-    Claim("d3", "Per element is better than per head", f"report loss per element less per head, {VARIED}", "at most", 0.0),
+    Claim("d1", "A gate per element after attention lowers the loss", f"change of report loss against softmax, {VARIED}",
+          "at most", 0.0, where="Table 1"),
+    Claim("d2", "So does one gate per head", f"change of report loss against softmax, {TUNED}", "at most", 0.0, where="Table 1"),
+    Claim("d3", "Per element is better than per head", f"report loss per element less per head, {VARIED}", "at most", 0.0,
+          where="Table 1"),
     Claim("d4", "After attention is better than on values", f"report loss after attention less on values, per element, {VARIED}",
-          "at most", 0.0),
-    Claim("d5", "It is better than on keys", f"report loss after attention less on keys, per head, {VARIED}", "at most", 0.0),
-    Claim("d6", "It is better than on queries", f"report loss after attention less on queries, per head, {VARIED}", "at most", 0.0),
+          "at most", 0.0, where="Table 1"),
+    Claim("d5", "It is better than on keys", f"report loss after attention less on keys, per head, {VARIED}", "at most", 0.0,
+          where="Table 1"),
+    Claim("d6", "It is better than on queries", f"report loss after attention less on queries, per head, {VARIED}", "at most", 0.0,
+          where="Table 1"),
     Claim("d7", "The gate takes the sink away", f"change of the first token's share of rows by a gate per element, {VARIED}",
-          "at most", 0.0),
-    Claim("d8", "So does one per head", f"change of the first token's share of rows by a gate per head, {TUNED}", "at most", 0.0),
+          "at most", 0.0, where="Table 4"),
+    Claim("d8", "So does one per head", f"change of the first token's share of rows by a gate per head, {TUNED}", "at most", 0.0,
+          where="Table 4"),
     Claim("d9", "Gates on values leave more of the sink", f"first token's share with gates on values less after attention, {VARIED}",
-          "at least", 0.0),
-    Claim("d10", "So do gates shared by heads", f"first token's share with shared gates less with own ones, {VARIED}", "at least", 0.0),
-    Claim("d11", "So do gates that cannot close", f"first token's share with NS-sigmoid less with the sigmoid, {VARIED}", "at least", 0.0),
+          "at least", 0.0, where="Table 4"),
+    Claim("d10", "So do gates shared by heads", f"first token's share with shared gates less with own ones, {VARIED}", "at least", 0.0,
+          where="Table 4"),
+    Claim("d11", "So do gates that cannot close", f"first token's share with NS-sigmoid less with the sigmoid, {VARIED}", "at least", 0.0,
+          where="Table 4"),
     Claim("d12", "So do gates that ignore the input", f"first token's share without input less with it, per head, {VARIED}",
-          "at least", 0.0),
+          "at least", 0.0, where="Table 4"),
     Claim("d13", "The gate lowers the largest activation", f"change of the largest entry over the median by a gate per element, {VARIED}",
-          "at most", 0.0),
-    Claim("d14", "Gates close in training: they start at 1/2", f"mean gate per element after training, {VARIED}", "at most", 0.5),
+          "at most", 0.0, where="Table 4"),
+    Claim("d14", "Gates close in training: they start at 1/2", f"mean gate per element after training, {VARIED}", "at most", 0.5,
+          where="Table 4", bound="ours"),
     Claim("d15", "The more the gates close, the smaller the sink", "rank correlation of mean gate with the first token's share over the "
-          f"table's six variants, seed by seed, {SEEN}", "at least", 0.8),
+          f"table's six variants, seed by seed, {SEEN}", "at least", 0.8, where="Table 4", bound="ours"),
     Claim("d16", "Gates that cannot close cost loss", f"report loss with NS-sigmoid less with the sigmoid, per element, {VARIED}",
-          "at least", 0.0),
+          "at least", 0.0, where="Table 4"),
     Claim("d17", "Gates shared by heads cost loss", f"report loss with shared gates less with own ones, per element, {VARIED}",
-          "at least", 0.0),
+          "at least", 0.0, where="Table 1"),
     Claim("d18", "A gate that ignores the input, which adds no function, leaves the loss where it is",
           f"change of report loss against softmax, {VARIED}", "about", 0.0, 0.01, by="ours"),
 )  # fmt: skip
 HOT_CLAIMS = (
     Claim("e1", "The gate stands a hot learning rate better (in the paper: a rate at which the plain model diverges)",
           f"report loss per element less softmax at a rate of {HOT:g}, {SHORT} steps, {HOT_SEEDS} seeds, {SEEN}; a run that diverged "
-          "counts as a uniform guess", "at most", 0.0),
+          "counts as a uniform guess", "at most", 0.0, bound="ours"),
 )  # fmt: skip
 
 
-def judge(runs: Runs) -> Mapping[str, Measured | None]:
+def training_table(runs: Runs, arms: Sequence[Arm]) -> dict[str, Any] | None:
+    """Arms of one model as a page shows them, and whether the plain one has a sink; None without its runs."""
+    rows = ends_table(runs, arms)
+    shares = [end["first_mass"] for row in rows if row["arm"] == SOFTMAX.name for end in row["ends"]]
+    if not shares:
+        return None
+    return {
+        "arms": rows,
+        "layers": BASE.layers,
+        "width": BASE.width,
+        "tokens": BASE.length,
+        "uniform": uniform_first(BASE.length),
+        "plain_share": fmean(shares),
+        "has_sink": has_sink(runs, SOFTMAX),
+    }
+
+
+def judge(runs: Runs) -> Results:
     loss = "report_loss"
-    found = {
+    measured = {
         "d1": change(runs, ELEMENT, SOFTMAX, loss),
         "d2": change(runs, HEAD, SOFTMAX, loss),
         "d3": change(runs, ELEMENT, HEAD, loss),
@@ -92,8 +127,10 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "d17": change(runs, SHARED, ELEMENT, loss),
         "d18": change(runs, CONSTANT, SOFTMAX, loss),
     }
-    found = carried(found, {"arms": ends_table(runs, ARMS)})
-    return found if has_sink(runs, SOFTMAX) else mark_inconclusive(found, OF_SINKS, NO_SINK)
+    if not has_sink(runs, SOFTMAX):
+        measured = mark_inconclusive(measured, OF_SINKS, NO_SINK)
+    table = training_table(runs, ARMS)
+    return Results(measured, {} if table is None else {"gates_in_training": table})
 
 
 def hot_rows() -> dict[str, list[Row]]:
@@ -106,19 +143,16 @@ def hot_rows() -> dict[str, list[Row]]:
     }
 
 
-def judge_hot(runs: Runs) -> Mapping[str, Measured | None]:
+def judge_hot(runs: Runs) -> Results:
     losses: dict[str, list[float]] = {}
     for name, rows in hot_rows().items():
         lines = [runs.of(row) for row in rows]
         if any(line is None for line in lines):
-            return {}
+            return Results({})
         losses[name] = [_loss(line) for line in lines if line is not None]
     plain, gated = losses.values()
-    return {
-        "e1": by_seed(
-            [a - b for a, b in zip(gated, plain, strict=True)], {"losses": losses, "rate": HOT, "steps": SHORT}
-        )
-    }
+    differences = [a - b for a, b in zip(gated, plain, strict=True)]
+    return Results({"e1": by_seed(differences)}, {"hot_rate": {"losses": losses, "rate": HOT, "steps": SHORT}})
 
 
 def _loss(line: Mapping[str, Any]) -> float:

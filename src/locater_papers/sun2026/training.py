@@ -17,7 +17,6 @@ from collections.abc import Mapping
 
 from locater_papers.engine.arms import (
     change,
-    ends_table,
     has_sink,
     level,
     mark_inconclusive,
@@ -25,11 +24,11 @@ from locater_papers.engine.arms import (
     trained,
     value_of,
 )
-from locater_papers.engine.arms_page import carried
 from locater_papers.engine.claims import Claim, Measured
 from locater_papers.engine.mechanism_runs import MASSIVE, NO_SINK, NO_SPIKE, SEEN, SOFTMAX, TUNED, VARIED, arm, cool
+from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Runs
-from locater_papers.qiu2025.judged import ELEMENT, HEAD
+from locater_papers.qiu2025.training import ELEMENT, HEAD, training_table
 
 SIZES = {8: arm(heads=32), 16: arm(heads=16), 64: SOFTMAX, 128: arm(heads=2)}  # by head size
 SANDWICH, POST = arm(norm="sandwich"), cool(arm(norm="post"))
@@ -45,36 +44,38 @@ CLAIMS = (
     Claim("e2", "There are spikes to drive away", f"largest entry over the median in the plain model, {SEEN}", "at least", MASSIVE,
           by="ours"),
     Claim("e3", "Small heads have less of a sink", f"first token's share with heads of 8 less with heads of 64, equal width, {VARIED}",
-          "at most", 0.0),
+          "at most", 0.0, by="summary"),
     Claim("e4", "Sinks grow with head size", "rank correlation of head size (8, 16, 64, 128) with the first token's share, "
-          f"seed by seed, {SEEN}", "at least", 0.8),
-    Claim("e5", "A gate per head takes sinks away", f"change of the first token's share, {TUNED}", "at most", 0.0),
-    Claim("e6", "A gate per element takes sinks away", f"change of the first token's share, {VARIED}", "at most", 0.0),
+          f"seed by seed, {SEEN}", "at least", 0.8, by="summary", bound="ours"),
+    Claim("e5", "A gate per head takes sinks away", f"change of the first token's share, {TUNED}", "at most", 0.0, by="summary"),
+    Claim("e6", "A gate per element takes sinks away", f"change of the first token's share, {VARIED}", "at most", 0.0, by="summary"),
     Claim("e7", "Norms behind branches lower spikes", f"change of the largest entry over the median by sandwich norms, {VARIED}",
-          "at most", 0.0),
+          "at most", 0.0, by="summary"),
     Claim("e8", "They leave sinks as they are", f"log of the first token's share with sandwich norms over that without, {VARIED}",
-          "about", 0.0, 0.25),
+          "about", 0.0, 0.25, by="summary", bound="ours"),
     Claim("e9", "A norm of the sum lowers spikes", f"change of the largest entry over the median, at the better of two lower "
           f"rates, {SEEN}", "at most", 0.0, by="ours"),
-    Claim("e10", "GELU in the place of SwiGLU has more of a sink", f"change of the first token's share, {VARIED}", "at least", 0.0),
-    Claim("e11", "Without MLPs there is more of a sink", f"change of the first token's share, {VARIED}", "at least", 0.0),
-    Claim("e12", "Without MLPs spikes shrink", f"change of the largest entry over the median, {VARIED}", "at most", 0.0),
-    Claim("e13", "Without weight decay spikes grow", f"change of the largest entry of the stream, {VARIED}", "at least", 0.0),
+    Claim("e10", "GELU in the place of SwiGLU has more of a sink", f"change of the first token's share, {VARIED}", "at least", 0.0,
+          by="summary"),
+    Claim("e11", "Without MLPs there is more of a sink", f"change of the first token's share, {VARIED}", "at least", 0.0, by="summary"),
+    Claim("e12", "Without MLPs spikes shrink", f"change of the largest entry over the median, {VARIED}", "at most", 0.0, by="summary"),
+    Claim("e13", "Without weight decay spikes grow", f"change of the largest entry of the stream, {VARIED}", "at least", 0.0,
+          by="summary"),
     Claim("e14", "Spikes and sinks decouple: which arm has more of one says little of the other",
           f"rank correlation of the spike over its median with the first token's share over all arms, seed by seed, {SEEN}",
-          "at most", 0.5),
+          "at most", 0.5, by="summary", bound="ours"),
 )  # fmt: skip
 
 
 def unless_massive(
-    found: Mapping[str, Measured | None], plain: Measured | None, keys: tuple[str, ...]
+    measured: Mapping[str, Measured | None], plain: Measured | None, ids: tuple[str, ...]
 ) -> dict[str, Measured | None]:
-    """The same measurements, those of `keys`, on spikes, left open where the plain model has none."""
-    return mark_inconclusive(found, keys if plain is not None and plain.value < MASSIVE else (), NO_SPIKE)
+    """The same measurements, those of `ids`, on spikes, left open where the plain model has none."""
+    return mark_inconclusive(measured, ids if plain is not None and plain.value < MASSIVE else (), NO_SPIKE)
 
 
-def judge(runs: Runs) -> Mapping[str, Measured | None]:
-    found = {
+def judge(runs: Runs) -> Results:
+    measured = {
         "e1": level(runs, SOFTMAX, RATIO),
         "e2": level(runs, SOFTMAX, SPIKE_RATIO),
         "e3": change(runs, SIZES[8], SOFTMAX, FIRST),
@@ -90,9 +91,11 @@ def judge(runs: Runs) -> Mapping[str, Measured | None]:
         "e13": change(runs, NO_DECAY, SOFTMAX, SPIKE),
         "e14": rank_correlation(runs, ARMS, SPIKE_RATIO, FIRST),
     }
-    found = carried(found, {"arms": ends_table(runs, ARMS)})
-    found = unless_massive(found, found["e2"], OF_SPIKES)
-    return found if has_sink(runs, SOFTMAX) else mark_inconclusive(found, OF_SINKS, NO_SINK)
+    measured = unless_massive(measured, measured["e2"], OF_SPIKES)
+    if not has_sink(runs, SOFTMAX):
+        measured = mark_inconclusive(measured, OF_SINKS, NO_SINK)
+    table = training_table(runs, ARMS)
+    return Results(measured, {} if table is None else {"drivers": table})
 
 
 STUDY = trained("what drives sinks and spikes", CLAIMS, ARMS, judge)
