@@ -21,7 +21,7 @@ from locater.measures import composite_norm, token_residual
 from locater.theory import Block, depth_residuals, layer_bound, path_counts
 from locater.train import Transformer
 from locater_papers import PAPERS, Setting, judge, reproduce
-from locater_papers.dong2021 import bounds, bridge, circle, contraction, lengths, planted, separation, slowing
+from locater_papers.dong2021 import bounds, circle, contraction, lengths, planted, separation, slowing, two_collapses
 from locater_papers.dong2021.page import lead, page
 from locater_papers.engine.figures import Contour, Field, Panel, Series, contour, draw
 from locater_papers.engine.pages import write_report
@@ -44,11 +44,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(circle.SEEDS, True, 3)
     monkeypatch.setitem(circle.STEPS, True, 5)
     monkeypatch.setattr(circle, "WALKED", 20)
-    monkeypatch.setitem(bridge.SEEDS, True, 2)
-    monkeypatch.setitem(bridge.SEQUENCES, True, 2)
-    monkeypatch.setattr(bridge, "SIZES", (0.125, 0.5, 2.0, 8.0, 32.0))
-    monkeypatch.setattr(bridge, "MEANS", (-4.0, 0.0, 1.0, 4.0, 16.0))
-    monkeypatch.setattr(bridge, "SCALES", tuple(2.0**k for k in range(-3, 7)))
+    monkeypatch.setitem(two_collapses.SEEDS, True, 2)
+    monkeypatch.setitem(two_collapses.SEQUENCES, True, 2)
+    monkeypatch.setattr(two_collapses, "SIZES", (0.125, 0.5, 2.0, 8.0, 32.0))
+    monkeypatch.setattr(two_collapses, "MEANS", (-4.0, 0.0, 1.0, 4.0, 16.0))
+    monkeypatch.setattr(two_collapses, "SCALES", tuple(2.0**k for k in range(-3, 7)))
     monkeypatch.setitem(slowing.SEEDS, True, 2)
     monkeypatch.setitem(slowing.STEPS, True, 10)
     monkeypatch.setattr(slowing, "CHECKED", 8)
@@ -226,7 +226,7 @@ def test_training_on_the_circle_learns_it() -> None:
 
 
 @pytest.mark.parametrize("shape", planted.SHAPES)
-@pytest.mark.parametrize("ratio", bridge.RATIOS)
+@pytest.mark.parametrize("ratio", two_collapses.RATIOS)
 def test_heads_have_the_moments_they_are_asked_for(shape: str, ratio: float) -> None:
     A = planted.head(5.0, 3.0, ratio, shape, seed=2)
     assert A is not None
@@ -301,7 +301,7 @@ def test_rules_of_one_and_two_numbers_by_brute_force() -> None:
 
 
 def test_the_directions_of_study_h(small: None) -> None:
-    found = bridge.measure(Setting())
+    found = two_collapses.measure(Setting())
     assert found["h2"].value < 1
     assert found["h3"].value > 0.8
     assert found["h5"].value > 0.95

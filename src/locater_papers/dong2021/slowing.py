@@ -21,7 +21,7 @@ from locater.control.surgery import Surgery
 from locater.measures import rank_residual
 from locater.theory import Block, depth_residuals
 from locater.train import Shape, Transformer
-from locater_papers.dong2021.bridge import MAIN
+from locater_papers.dong2021.two_collapses import MAIN
 from locater_papers.dong2021.planted import WIDTH, tokens
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Setting, Study
