@@ -29,7 +29,7 @@ from locater_papers.engine.claims import Claim, by_seed
 from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.parts import device, every
 
-SEEDS = {True: 8, False: 8}
+SEEDS = 8
 TARGET, LARGE = 2.0, 8.0  # LocAteR's default, and one beyond it
 # sqrt F of drawn heads, about that of BERT's; steps of the penalty and their size
 START, DESCENT, RATE = 0.3, 400, 3e-3
@@ -194,10 +194,10 @@ def part_of(setting: Setting, part: tuple[str | None, int]) -> dict[str, Any]:
 
 def measure(setting: Setting) -> Results:
     """All seeds; differences are taken within a seed."""
-    plan = [(arm, seed) for arm in (*ARMS, None) for seed in range(SEEDS[setting.quick])]
+    plan = [(arm, seed) for arm in (*ARMS, None) for seed in range(SEEDS)]
     by_part = dict(zip(plan, every(part_of, plan, setting), strict=True))
-    stacks = [by_part[None, seed] for seed in range(SEEDS[setting.quick])]
-    runs = [{arm: by_part[arm, seed] for arm in ARMS} for seed in range(SEEDS[setting.quick])]
+    stacks = [by_part[None, seed] for seed in range(SEEDS)]
+    runs = [{arm: by_part[arm, seed] for arm in ARMS} for seed in range(SEEDS)]
 
     def gained(better: str, worse: str) -> list[float]:
         return [math.log10(run[better]["shares"][SHOWN] / run[worse]["shares"][SHOWN]) for run in stacks]
