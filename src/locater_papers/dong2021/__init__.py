@@ -1,7 +1,8 @@
 """Dong, Cordonnier and Loukas (2021): attention alone makes tokens equal, doubly exponentially with depth."""
 
-from locater_papers.dong2021 import bounds, bridge, circle, contraction, depth, lengths, products, slowing, tasks
-from locater_papers.dong2021.page import lead, page
+from pathlib import Path
+
+from locater_papers.dong2021 import bounds, circle, contraction, depth, lengths, products, slowing, tasks, two_collapses
 from locater_papers.engine.papers import Paper
 
 PAPER = Paper(
@@ -10,9 +11,17 @@ PAPER = Paper(
     "Dong, Cordonnier and Loukas, Attention is not all you need: pure attention loses rank doubly exponentially with depth "
     "(ICML 2021, arXiv 2103.03404)",
     (
-        contraction.STUDY, bounds.STUDY, depth.STUDY, products.STUDY, lengths.STUDY, tasks.STUDY, circle.STUDY, bridge.STUDY, slowing.STUDY,
+        contraction.STUDY,
+        bounds.STUDY,
+        depth.STUDY,
+        products.STUDY,
+        lengths.STUDY,
+        tasks.STUDY,
+        circle.STUDY,
+        two_collapses.STUDY,
+        slowing.STUDY,
     ),
-    page, lead,
-)  # fmt: skip
+    Path(__file__).parent,
+)
 
 __all__ = ["PAPER"]

@@ -14,7 +14,6 @@ this size where it was drawn; RATE does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from locater_papers.engine.claims import Claim, Measured
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 POINTS, RADIUS, APART, WALKED = 1000, 0.3, 499, 300
 HEADS, BATCH, RATE = 2, 64, 3e-3
@@ -58,13 +57,24 @@ CLAIMS = (
     Claim(
         "g1", "A layer of attention applied again and again brings its tokens together",
         f"share of seeds whose tokens have merged after {WALKED} steps, attention alone", "at least", 0.5,
+        where="experiment on a circle", bound="ours",
     ),
-    Claim("g2", "A skip around the recurrence keeps them apart", "the same share of x + attention", "at most", 0.2),
-    Claim("g3", "An MLP keeps them apart", "the same share of attention and MLP", "at most", 0.2),
-    Claim("g4", "A skip around attention, inside the layer, keeps them apart", "the same share of attention with skip", "at most", 0.2),
+    Claim(
+        "g2", "A skip around the recurrence keeps them apart", "the same share of x + attention", "at most", 0.2,
+        where="experiment on a circle", bound="ours",
+    ),
+    Claim(
+        "g3", "An MLP keeps them apart", "the same share of attention and MLP", "at most", 0.2,
+        where="experiment on a circle", bound="ours",
+    ),
+    Claim(
+        "g4", "A skip around attention, inside the layer, keeps them apart",
+        "the same share of attention with skip", "at most", 0.2, by="ours",
+    ),
     Claim(
         "g5", "Tokens merge the faster the narrower the layer is",
         f"share of seeds merged after {EARLY} steps, width 8 less width 32", "at least", 0.0,
+        where="experiment on a circle",
     ),
 )  # fmt: skip
 
@@ -98,16 +108,16 @@ def drawn(variant: Variant, seeds: int) -> Weights:
         "narrow": (d, d),
         "out": (d, 2),
     }
-    held = {name: torch.randn(seeds, *side, generator=generator) / side[0] ** 0.5 for name, side in sides.items()}
-    held |= {f"{name}_shift": torch.zeros(seeds, 1, side[1]) for name, side in sides.items()}
-    return {name: x.requires_grad_() for name, x in held.items()}
+    weights = {name: torch.randn(seeds, *side, generator=generator) / side[0] ** 0.5 for name, side in sides.items()}
+    weights |= {f"{name}_shift": torch.zeros(seeds, 1, side[1]) for name, side in sides.items()}
+    return {name: x.requires_grad_() for name, x in weights.items()}
 
 
-def once(variant: Variant, held: Weights, x: Pairs) -> Pairs:
+def once(variant: Variant, weights: Weights, x: Pairs) -> Pairs:
     """x + f(x), or f(x)."""
 
     def affine(name: str, y: Tensor) -> Tensor:
-        return (y.flatten(1, 2) @ held[name] + held[f"{name}_shift"]).unflatten(1, y.shape[1:3])
+        return (y.flatten(1, 2) @ weights[name] + weights[f"{name}_shift"]).unflatten(1, y.shape[1:3])
 
     def normed(y: Tensor) -> Tensor:
         return functional.layer_norm(y, y.shape[-1:])
@@ -120,40 +130,40 @@ def once(variant: Variant, held: Weights, x: Pairs) -> Pairs:
     y = normed(affine("output", mixed) + (y if variant.skip else 0))
     if variant.mlp:
         y = normed(y + affine("narrow", functional.gelu(affine("wide", y))))
-    found = affine("out", y)
-    return x + found if variant.outer else found
+    output = affine("out", y)
+    return x + output if variant.outer else output
 
 
 def train(variant: Variant, seeds: int, steps: int) -> Weights:
     """Adam with cosine decay on the squared error of the next pair, random starts."""
-    held, generator = drawn(variant, seeds), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.Adam(held.values(), lr=RATE)
+    weights, generator = drawn(variant, seeds), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam(weights.values(), lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         at = torch.randint(POINTS, (seeds, BATCH), generator=generator)
-        error = (once(variant, held, pairs(at)) - pairs(at, 1)).square().sum((-2, -1)).mean(1).sum()
+        error = (once(variant, weights, pairs(at)) - pairs(at, 1)).square().sum((-2, -1)).mean(1).sum()
         optimizer.zero_grad()
         error.backward()
         optimizer.step()
         schedule.step()
-    return held
+    return weights
 
 
 @torch.no_grad()
-def walk(variant: Variant, held: Weights, steps: int = WALKED) -> Float[Tensor, "states seeds 2 2"]:
+def walk(variant: Variant, weights: Weights, steps: int = WALKED) -> Float[Tensor, "states seeds 2 2"]:
     """The first pair and what the layer makes of it, fed back."""
-    x = pairs(torch.zeros(len(held["in"]), 1, dtype=torch.long))
+    x = pairs(torch.zeros(len(weights["in"]), 1, dtype=torch.long))
     states = [x]
     for _ in range(steps):
-        states.append(once(variant, held, states[-1]))
+        states.append(once(variant, weights, states[-1]))
     return torch.stack(states).squeeze(2)
 
 
 @torch.no_grad()
-def error(variant: Variant, held: Weights) -> list[float]:
+def error(variant: Variant, weights: Weights) -> list[float]:
     """Root mean square distance of a predicted point from the right one, in steps of the circle."""
-    at = torch.arange(POINTS).expand(len(held["in"]), POINTS)
-    off = (once(variant, held, pairs(at)) - pairs(at, 1)).square().sum(-1).mean((1, 2)).sqrt()
+    at = torch.arange(POINTS).expand(len(weights["in"]), POINTS)
+    off = (once(variant, weights, pairs(at)) - pairs(at, 1)).square().sum(-1).mean((1, 2)).sqrt()
     return (off / (2 * math.pi * RADIUS / POINTS)).tolist()
 
 
@@ -163,28 +173,28 @@ def apart(states: Float[Tensor, "states seeds 2 2"]) -> Float[Tensor, "states se
     return distance / distance[0]
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Every variant, all seeds at once."""
-    merged, numbers = {}, dict[str, Any]()
+    merged: dict[str, Float[Tensor, "states seeds"]] = {}
+    table = dict[str, Any]()
     for variant in setting.each(list(VARIANTS)):
-        held = train(variant, SEEDS[setting.quick], STEPS[setting.quick])
-        states = walk(variant, held)
-        found = apart(states)
-        merged[variant.name] = (found < MERGED).double()
-        numbers[variant.name] = {
-            "error": float(torch.tensor(error(variant, held)).median()), "share_merged": merged[variant.name][::10].mean(1).tolist(),
-            "merged": _typical(states, merging=True), "apart": _typical(states, merging=False),
-        }  # fmt: skip
-    early = [share(merged[name][EARLY]) for name in ("attention, width 8", "attention")]
-    return {
-        "g1": share(merged["attention"][-1], {"variants": numbers}),
+        weights = train(variant, SEEDS[setting.quick], STEPS[setting.quick])
+        states = walk(variant, weights)
+        merged[variant.name] = (apart(states) < MERGED).double()
+        table[variant.name] = {
+            "error": float(torch.tensor(error(variant, weights)).median()),
+            "share_merged": merged[variant.name][::10].mean(1).tolist(),
+            "merged": _typical(states, merging=True),
+            "apart": _typical(states, merging=False),
+        }
+    measured = {
+        "g1": share(merged["attention"][-1]),
         "g2": share(merged["x + attention"][-1]),
         "g3": share(merged["attention and MLP"][-1]),
         "g4": share(merged["attention with skip"][-1]),
-        "g5": Measured(
-            early[0].value - early[1].value, math.hypot(early[0].spread, early[1].spread), early[0].spread_of
-        ),
+        "g5": difference(merged["attention, width 8"][EARLY], merged["attention"][EARLY]),
     }
+    return Results(measured, {"circle": table})
 
 
 def _typical(states: Float[Tensor, "states seeds 2 2"], merging: bool) -> list[list[list[float]]]:
@@ -203,17 +213,29 @@ def _typical(states: Float[Tensor, "states seeds 2 2"], merging: bool) -> list[l
     return [[[round(c, 4) for c in point] for point in path[:, token].tolist()] for token in range(2)]
 
 
-def share(yes: Float[Tensor, " seeds"], numbers: Mapping[str, Any] | None = None) -> Measured:
+def share(yes: Float[Tensor, " seeds"]) -> Measured:
     """A share with its 95 % interval (Wilson), which stays open where all seeds agree.
 
-    >>> found = share(torch.zeros(24))
-    >>> round(found.value, 3), round(found.value + found.spread, 3)
+    >>> measured = share(torch.zeros(24))
+    >>> round(measured.value, 3), round(measured.value + measured.spread, 3)
     (0.069, 0.138)
     """
     n, p, z = len(yes), float(yes.double().mean()), 1.96
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     room = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return Measured(middle, room, f"Wilson interval over {n} seeds", {"share": p, **(numbers or {})})
+    return Measured(middle, room, f"Wilson interval over {n} seeds", {"share": p}, tuple(yes.tolist()))
+
+
+def difference(yes: Float[Tensor, " seeds"], other: Float[Tensor, " seeds"]) -> Measured:
+    """One share less another, their intervals added in squares.
+
+    >>> round(difference(torch.ones(24), torch.zeros(24)).value, 3)
+    0.862
+    """
+    a, b = share(yes), share(other)
+    numbers = {"share": a.numbers["share"], "other": b.numbers["share"]}
+    spread = math.hypot(a.spread, b.spread)
+    return Measured(a.value - b.value, spread, a.spread_of, numbers, tuple((yes - other).tolist()))
 
 
 STUDY = Study("points on a circle", CLAIMS, measure)

@@ -2,8 +2,8 @@
 trained and walked.
 
 A path takes the skip in all but k layers and one head in each of these. Its tokens attend to each other as they are on
-that path: attention is not held at what it is in the whole model, as it is in `locater.explain` and in the theorem,
-unless `maps` are given. Each layer's norm has no gain then and does not see the skip. Paths are added, normed once and
+that path: attention is not frozen at what it is in the whole model, as it is in `locater.explain` and in the theorem,
+unless `maps` are passed. Each layer's norm has no gain then and does not see the skip. Paths are added, normed once and
 classified.
 """
 
@@ -118,10 +118,10 @@ class Classifier(nn.Module):
     def embed(self, x: Tensor) -> Tensor:
         first = self.tokens or self.points
         assert first is not None
-        found = first(x)
+        embedded = first(x)
         if self.places is not None:
-            found = found + self.places.weight[: x.shape[1]]
-        return self.drop(self.norm(self.mixed(found)))
+            embedded = embedded + self.places.weight[: x.shape[1]]
+        return self.drop(self.norm(self.mixed(embedded)))
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         x = self.embed(x)
@@ -131,12 +131,12 @@ class Classifier(nn.Module):
 
     def attention(self, x: Tensor, real: Tensor) -> list[Tensor]:
         """The maps of every layer in the whole model."""
-        x, found = self.embed(x), []
+        x, maps = self.embed(x), []
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            found.append(layer.maps(x, real))
+            maps.append(layer.maps(x, real))
             x = layer(x, real)
-        return found
+        return maps
 
     def along(self, x: Tensor, real: Tensor, path: Choice, maps: Sequence[Tensor] | None = None) -> Tensor:
         """Embedded tokens x after one path; a layer that it skips does nothing, not even its norm."""
@@ -213,9 +213,9 @@ def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) 
 
     Capturing needs steps before it: they run on the first batch, and everything is put back after them.
     """
-    held = Data(first.x.clone(), first.y.clone())
+    batch = Data(first.x.clone(), first.y.clone())
     before = [p.detach().clone() for p in model.parameters()]
-    again = captured(partial(_take, model, optimizer, held))
+    again = captured(partial(_take, model, optimizer, batch))
     with torch.no_grad():
         for p, was in zip(model.parameters(), before, strict=True):
             p.copy_(was)
@@ -223,10 +223,10 @@ def _captured(model: Classifier, optimizer: torch.optim.Optimizer, first: Data) 
                 x.zero_()
 
     def take(part: Data) -> None:
-        if part.x.shape != held.x.shape:
+        if part.x.shape != batch.x.shape:
             return _take(model, optimizer, part)
-        held.x.copy_(part.x)
-        held.y.copy_(part.y)
+        batch.x.copy_(part.x)
+        batch.y.copy_(part.y)
         return again()
 
     return take
@@ -239,7 +239,7 @@ def _batches(data: Data, size: int, epochs: int) -> Iterator[Data]:
 
 
 def accuracy(logits: Tensor, data: Data) -> float:
-    """The share of real tokens whose class is found."""
+    """The share of real tokens whose class is right."""
     return float((logits.argmax(-1) == data.y)[data.real].double().mean())
 
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from locater.numerics import spearman
 from locater.theory import Block, contraction_order, contraction_rate, depth_residuals
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.draws import normal
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 
 TOKENS, WIDTH, DEPTH = 16, 8, 12
 SEEDS = {True: 16, False: 64}
@@ -37,6 +39,7 @@ CLAIMS = (
     Claim(
         "a1", "A layer of attention without a mask contracts the residual to its third power",
         "slope of log residual after against log residual before, tokens 0.003 to 0.01 apart", "about", 3.0, 0.05,
+        where="theorem on one layer",
     ),
     Claim(
         "a2", "With a causal mask it is the first power: the paper's rate is one of attention that sees both ways",
@@ -44,32 +47,42 @@ CLAIMS = (
     ),
     Claim(
         "a3", "The residual of pure attention falls doubly exponentially with depth",
-        f"log residual over that of the layer before, last layer above {FLOOR:g}", "about", 3.0, 0.15,
+        f"log residual over that of the layer before, last layer above {FLOOR:g}", "about", 3.0, 0.15, where="abstract",
     ),
     Claim(
-        "a4", "Skips stop it",
-        f"residual as a share of the tokens' size after {DEPTH} layers of attention with skips, mean of draws", "at least", 0.25,
+        "a4", "Skip connections stop it, the first part of a10",
+        f"residual as a share of the tokens' size after {DEPTH} layers of attention with skips, mean of draws",
+        "at least", 0.25, where="abstract", bound="ours",
     ),
     Claim(
-        "a5", "MLPs alone do not stop it",
-        f"log10 of the residual's share after {DEPTH} layers of attention and MLP, least collapsed draw", "at most", -6.0,
+        "a5", "MLPs alone do not stop it, against the second part of a10",
+        f"log10 of the residual's share after {DEPTH} layers of attention and MLP, least collapsed draw",
+        "at most", -6.0, by="ours",
     ),
     Claim(
         "a6", "The larger the Lipschitz constant of MLPs, the slower it is",
-        f"rank correlation of the gain of MLPs with the layers until the residual's share is under {GONE:g}", "at least", 0.9,
+        f"rank correlation of the gain of MLPs with the layers until the residual's share is under {GONE:g}",
+        "at least", 0.9, where="theorem with MLPs", bound="ours",
     ),
     Claim(
         "a7", "LayerNorm alone does not stop it",
-        f"log10 of the residual's share after {DEPTH} layers of attention and LayerNorm, least collapsed draw", "at most", -6.0,
+        f"log10 of the residual's share after {DEPTH} layers of attention and LayerNorm, least collapsed draw",
+        "at most", -6.0, where="remark on LayerNorm", bound="ours",
     ),
     Claim(
-        "a8", "Under a causal mask the fall is a plain exponential, a factor of 2 a layer, whatever the weights",
-        f"residual's share over that of the layer before, geometric mean of layers {MASKED_FROM} to {MASKED_DEPTH}", "about", 0.5, 0.03,
-        by="ours",
+        "a8", "Under a causal mask the fall is a plain exponential, a factor of 1/2 a layer, whatever the weights",
+        f"residual's share over that of the layer before, geometric mean of layers {MASKED_FROM} to {MASKED_DEPTH}",
+        "about", 0.5, 0.03, by="ours",
     ),
     Claim(
         "a9", "MLPs counteract it: with MLPs that keep a token's size it takes more layers than without",
-        f"layers until the residual's share is under {GONE:g} with MLPs of gain 1, less those of attention alone", "at least", 0.0,
+        f"layers until the residual's share is under {GONE:g} with MLPs of gain 1, less those of attention alone",
+        "at least", 0.0, where="theorem with MLPs", bound="ours",
+    ),
+    Claim(
+        "a10", "Skip connections and MLPs stop the output from degeneration",
+        f"log10 of the residual's share after {DEPTH} layers of attention with one of the two: the lesser, mean of draws",
+        "at least", -6.0, where="abstract", bound="ours",
     ),
 )  # fmt: skip
 
@@ -101,7 +114,7 @@ def relu_mlp(
 
 @dataclass(frozen=True)
 class Tokens:
-    """X = 1 v^T + R, R of mean zero over tokens; the two are held apart."""
+    """X = 1 v^T + R, R of mean zero over tokens; the two are stored apart."""
 
     shared: Float[Tensor, " width"]
     rest: Float[Tensor, "tokens width"]
@@ -135,13 +148,13 @@ def advance(x: Tokens, layer: Block) -> Tokens:
 
 def exact_depth(x: Float[Tensor, "tokens width"], layers: Sequence[Block]) -> list[float]:
     """||res(X_l)|| layer by layer until it is under FLOOR."""
-    at, found = Tokens.of(x), [composite_norm(x - x.mean(0)).item()]
+    at, residuals = Tokens.of(x), [composite_norm(x - x.mean(0)).item()]
     for layer in layers:
         at = advance(at, layer)
-        found.append(composite_norm(at.rest).item())
-        if found[-1] < FLOOR:
+        residuals.append(composite_norm(at.rest).item())
+        if residuals[-1] < FLOOR:
             break
-    return found
+    return residuals
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -157,7 +170,7 @@ def order(seed: int, heads: int, **kind: Any) -> Float[Tensor, " steps"]:
 
 def stack(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[Block]:
     """Blocks of one of KINDS, every layer drawn anew."""
-    made = []
+    blocks = []
     for layer in range(depth):
         own = 1000 * seed + 10 * layer
         mlp = relu_mlp(own + 5, gain)[0]
@@ -165,8 +178,8 @@ def stack(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[B
             "attention": {}, "with MLPs": dict(mlp=mlp), "with LayerNorm": dict(norm=True), "with skips": dict(skip=True),
             "causal mask": dict(causal=True), "a whole block": dict(mlp=mlp, mlp_skip=True, skip=True, norm=True),
         }  # fmt: skip
-        made.append(block(own, **parts[kind]))
-    return made
+        blocks.append(block(own, **parts[kind]))
+    return blocks
 
 
 def shares(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[float]:
@@ -174,29 +187,29 @@ def shares(kind: str, seed: int, depth: int = DEPTH, gain: float = 1.0) -> list[
     return depth_residuals(normal(TOKENS, WIDTH, seed=seed), stack(kind, seed, depth, gain), relative=True).tolist()
 
 
-def until_gone(found: Sequence[float]) -> int:
+def until_gone(residual_shares: Sequence[float]) -> int:
     """Layers until tokens count as equal; their number and one more where they never do.
 
     >>> until_gone([1.0, 0.1, 1e-9]), until_gone([1.0, 0.9])
     (2, 2)
     """
-    return next((layer for layer, share in enumerate(found) if share < GONE), len(found))
+    return next((layer for layer, share in enumerate(residual_shares) if share < GONE), len(residual_shares))
 
 
 def masked_rate(seed: int) -> float:
     """Geometric mean of the factor per layer, deep under a causal mask; LayerNorm-free, so the shared part moves as the
     rest does.
     """
-    found = torch.tensor(shares("causal mask", seed, MASKED_DEPTH), dtype=torch.float64)
-    return contraction_rate(found[MASKED_FROM:]).log().mean().exp().item()
+    by_layer = torch.tensor(shares("causal mask", seed, MASKED_DEPTH), dtype=torch.float64)
+    return contraction_rate(by_layer[MASKED_FROM:]).log().mean().exp().item()
 
 
 def last_ratio(residuals: Sequence[float]) -> float:
     """log r_(l+1) / log r_l at the last layer above FLOOR: 3 where the constant no longer counts beside the
     residual.
     """
-    kept = [math.log(r) for r in residuals if r >= FLOOR]
-    return kept[-1] / kept[-2]
+    logs = [math.log(r) for r in residuals if r >= FLOOR]
+    return logs[-1] / logs[-2]
 
 
 over_draws = partial(by_seed, of="draws")
@@ -207,43 +220,72 @@ def worst(values: Sequence[float], numbers: Mapping[str, Any] | None = None) -> 
     return Measured(max(values), 0.0, f"none: the largest of {len(values)} draws", numbers or {})
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """All draws of every kind."""
     seeds = list(range(SEEDS[setting.quick]))
     orders = {
         name: torch.stack([order(seed, 1 + seed % 3, causal=name == "causal") for seed in seeds])
         for name in ("free", "causal")
     }
-    deep = [exact_depth(normal(TOKENS, WIDTH, seed=seed), stack("attention", seed)) for seed in seeds]
+    exact = [exact_depth(normal(TOKENS, WIDTH, seed=seed), stack("attention", seed)) for seed in seeds]
     depth = {kind: [shares(kind, seed) for seed in seeds] for kind in setting.each(list(KINDS))}
     until = [[until_gone(shares("with MLPs", seed, gain=gain)) for gain in GAINS] for seed in seeds]
     slower = [spearman(torch.tensor(GAINS), torch.tensor([float(n) for n in row])) or 0.0 for row in until]
-    alone = [until_gone(found) for found in depth["attention"]]
+    alone = [until_gone(by_layer) for by_layer in depth["attention"]]
     later = [float(row[GAINS.index(1.0)] - n) for row, n in zip(until, alone, strict=True)]
-    curves = {"sizes": SIZES.tolist(), **{name: held.mean(0).tolist() for name, held in orders.items()}}
-    return {
-        "a1": over_draws(orders["free"][:, -1].tolist(), {"orders": curves}),
+    ends = {kind: [_log10(by_layer[-1]) for by_layer in draws] for kind, draws in depth.items()}
+    parts = ("with skips", "with MLPs")
+    lesser = [min(pair) for pair in zip(*(ends[part] for part in parts), strict=True)]
+    measured = {
+        "a1": over_draws(orders["free"][:, -1].tolist()),
         "a2": over_draws(orders["causal"][:, -1].tolist()),
-        "a3": over_draws([last_ratio(found) for found in deep], {"exact": _exact_table(deep)}),
-        "a4": over_draws([found[-1] for found in depth["with skips"]], {"depth": {kind: _geometric(held) for kind, held in depth.items()}}),
-        "a5": worst([_log10(found[-1]) for found in depth["with MLPs"]]),
-        "a6": over_draws(slower, {"gains": list(GAINS), "layers": torch.tensor(until).double().mean(0).tolist()}),
-        "a9": over_draws(later, {"alone": sum(alone) / len(alone)}),
-        "a7": worst([_log10(found[-1]) for found in depth["with LayerNorm"]]),
+        "a3": over_draws([last_ratio(residuals) for residuals in exact]),
+        "a4": over_draws([by_layer[-1] for by_layer in depth["with skips"]]),
+        "a5": worst(ends["with MLPs"]),
+        "a6": over_draws(slower),
+        "a7": worst(ends["with LayerNorm"]),
         "a8": over_draws([masked_rate(seed) for seed in seeds]),
-    }  # fmt: skip
+        "a9": over_draws(later),
+        "a10": over_draws(lesser, {part: fmean(ends[part]) for part in parts}),
+    }
+    gains = [{"gain": gain, "layers": fmean(row[n] for row in until)} for n, gain in enumerate(GAINS)]
+    tables = {
+        "contraction_orders": _orders_table(orders),
+        "exact_residual": _exact_table(exact),
+        "residual_by_layer": {kind: _layers_table(draws) for kind, draws in depth.items()},
+        "layers_until_equal": {"alone": fmean(alone), "by_gain": gains},
+    }
+    return Results(measured, tables)
 
 
-def _exact_table(deep: Sequence[Sequence[float]]) -> list[float]:
-    """Median of log10 residual over draws at every depth that all of them reach."""
-    reached = min(len(found) for found in deep)
-    held = torch.tensor([found[:reached] for found in deep], dtype=torch.float64).clamp_min(1e-308).log10()
-    return held.median(0).values.tolist()
+def _orders_table(orders: Mapping[str, Float[Tensor, "draws steps"]]) -> dict[str, list[tuple[float, float]]]:
+    """Mean slope against how far apart tokens are, half way between two sizes."""
+    middle = [math.sqrt(a * b) for a, b in pairwise(SIZES.tolist())]
+    return {name: list(zip(middle, draws.mean(0).tolist(), strict=True)) for name, draws in orders.items()}
 
 
-def _geometric(held: Sequence[Sequence[float]]) -> list[float]:
-    """Geometric mean over draws; a share that is rounding counts as 1e-17."""
-    return torch.tensor(held, dtype=torch.float64).clamp_min(1e-17).log().mean(0).exp().tolist()
+def _exact_table(exact: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Median of log10 residual over draws at every depth that all of them reach; and three times the layer before."""
+    reached = min(len(residuals) for residuals in exact)
+    logs = torch.tensor([residuals[:reached] for residuals in exact], dtype=torch.float64).clamp_min(1e-308).log10()
+    medians = logs.median(0).values.tolist()
+    return {"log10": medians, "tripled": [(n + 1, 3 * x) for n, x in enumerate(medians[:-1]) if n >= 2]}
+
+
+def _layers_table(draws: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Geometric mean over draws, as points and at the last layer; a share that is rounding counts as 1e-17."""
+    means = torch.tensor(draws, dtype=torch.float64).clamp_min(1e-17).log().mean(0).exp().tolist()
+    return {"points": visible(means), "last": means[-1]}
+
+
+def visible(residual_shares: Sequence[float]) -> list[tuple[int, float]]:
+    """Points (layer, share) until float64 has nothing left to show.
+
+    >>> visible([1.0, 1e-8, 1e-17, 1e-17])
+    [(0, 1.0), (1, 1e-08), (2, 1e-17)]
+    """
+    last = next((n for n, share in enumerate(residual_shares) if share < 1e-16), len(residual_shares) - 1)
+    return [(n, max(share, 1e-17)) for n, share in enumerate(residual_shares[: last + 1])]
 
 
 def _log10(share: float) -> float:

@@ -69,12 +69,12 @@ def word_rows(text: str, samples: int, length: int = LENGTH) -> Tensor:
     >>> word_rows("a b a c, a b", 2, length=5).tolist()
     [[0, 2, 3, 2, 1], [0, 4, 2, 3, 1]]
     """
-    found, size, numbers = words(text), length - 2, dict[str, int]()
-    if len(found) < size:
-        raise LocaterError(f"{len(found)} words of text for samples of {size}")
-    starts = [i * (len(found) - size) // max(1, samples - 1) for i in range(samples)]
+    all_words, size, numbers = words(text), length - 2, dict[str, int]()
+    if len(all_words) < size:
+        raise LocaterError(f"{len(all_words)} words of text for samples of {size}")
+    starts = [i * (len(all_words) - size) // max(1, samples - 1) for i in range(samples)]
     return torch.tensor(
-        [[0, *(2 + numbers.setdefault(w, len(numbers)) for w in found[at : at + size]), 1] for at in starts]
+        [[0, *(2 + numbers.setdefault(w, len(numbers)) for w in all_words[at : at + size]), 1] for at in starts]
     )
 
 
@@ -97,37 +97,37 @@ def cut(model: nn.Module, variant: str) -> Iterator[None]:
     emptied = (
         [m for m in model.modules() if hasattr(m, "ffn_output")] if albert and variant in ("no MLP", "neither") else []
     )
-    kept = [(m, m.ffn, m.ffn_output) for m in emptied]
+    branches = [(m, m.ffn, m.ffn_output) for m in emptied]
     control = Surgery(**settings).attach(model) if settings else None
     try:
         for m in emptied:
             m.ffn, m.ffn_output = nn.Identity(), nn.Identity()
         yield
     finally:
-        for m, ffn, output in kept:
+        for m, ffn, output in branches:
             m.ffn, m.ffn_output = ffn, output
         if control is not None:
             control.detach()
 
 
 @torch.no_grad()
-def residuals(model: nn.Module, held: list[dict[str, Tensor]]) -> Tensor:
+def residuals(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
     """Relative residual of every sample in front of the first layer and after each: (samples, states)."""
     device = next(model.parameters()).device
-    found = []
-    for part in held:
-        states = model(**{k: x.to(device) for k, x in part.items()}, output_hidden_states=True).hidden_states
-        found.append(torch.stack([rank_residual(x) for x in states], 1).cpu())
-    return torch.cat(found)
+    by_batch = []
+    for batch in inputs:
+        states = model(**{k: x.to(device) for k, x in batch.items()}, output_hidden_states=True).hidden_states
+        by_batch.append(torch.stack([rank_residual(x) for x in states], 1).cpu())
+    return torch.cat(by_batch)
 
 
-def variants_of(model: nn.Module, held: list[dict[str, Tensor]], more: tuple[str, ...] = ()) -> dict[str, Tensor]:
+def variants_of(model: nn.Module, inputs: list[dict[str, Tensor]], more: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """Residuals of every variant: (samples, states) each."""
-    found = {}
+    by_variant = {}
     for variant in (*VARIANTS, *more):
         with cut(model, variant):
-            found[variant] = residuals(model, held)
-    return found
+            by_variant[variant] = residuals(model, inputs)
+    return by_variant
 
 
 def trained_model(folder: Path) -> Any:

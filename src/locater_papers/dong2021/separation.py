@@ -39,12 +39,12 @@ def corner(low: Tensor, high: Tensor, label: Tensor) -> tuple[float, float]:
     low, high, label = low[order], high[order], label[order]
     last = torch.cat([high[1:] > high[:-1], torch.tensor([True])])  # a threshold takes all that are equal to it
     weight = torch.where(label, 1 / label.sum(), -1 / (~label).sum()).double()
-    best, found = -math.inf, (0.0, 0.0)
+    best, thresholds = -math.inf, (0.0, 0.0)
     for a in low.unique():
         score, at = (weight * (low >= a)).cumsum(0).masked_fill(~last, -math.inf).max(0)
         if float(score) > best:
-            best, found = float(score), (float(a), float(high[at]))
-    return found
+            best, thresholds = float(score), (float(a), float(high[at]))
+    return thresholds
 
 
 def ordering(score: Tensor, label: Tensor) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ from locater.control.surgery import Surgery
 from locater.measures import rank_residual
 from locater.theory import Block, depth_residuals
 from locater.train import Shape, Transformer
-from locater_papers.dong2021.bridge import MAIN
+from locater_papers.dong2021.contraction import visible
 from locater_papers.dong2021.planted import WIDTH, tokens
-from locater_papers.engine.claims import Claim, Measured, by_seed
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.dong2021.two_collapses import MAIN
+from locater_papers.engine.claims import Claim, by_seed
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.parts import device, every
 
-SEEDS = {True: 3, False: 8}
+SEEDS = 8
 TARGET, LARGE = 2.0, 8.0  # LocAteR's default, and one beyond it
 # sqrt F of drawn heads, about that of BERT's; steps of the penalty and their size
 START, DESCENT, RATE = 0.3, 400, 3e-3
@@ -110,10 +112,14 @@ def stack_shares(maps: Maps, x: Float[Tensor, "T d"]) -> list[float]:
 def alone(seed: int) -> dict[str, dict[str, Any]]:
     """A stack of drawn heads as it is, after the penalty, and redrawn at the F that the penalty left."""
     x, begun = tokens(MAIN, 1, seed)[0].double(), drawn(DEPTH, START, seed)
-    held = {"drawn": begun, "penalty, target 2": penalised(begun, TARGET), "penalty, target 8": penalised(begun, LARGE)}
-    for name in list(held)[1:]:
-        held[f"mean zero, F of {name[9:]}"] = drawn(DEPTH, moments_of(held[name])["size"], seed + 100)
-    return {name: {"shares": stack_shares(maps, x), **moments_of(maps)} for name, maps in held.items()}
+    heads = {
+        "drawn": begun,
+        "penalty, target 2": penalised(begun, TARGET),
+        "penalty, target 8": penalised(begun, LARGE),
+    }
+    for name in list(heads)[1:]:
+        heads[f"mean zero, F of {name[9:]}"] = drawn(DEPTH, moments_of(heads[name])["size"], seed + 100)
+    return {name: {"shares": stack_shares(maps, x), **moments_of(maps)} for name, maps in heads.items()}
 
 
 # --- in training ------------------------------------------------------------------------------------------------------
@@ -158,8 +164,8 @@ def layer_shares(model: Transformer, cut: bool, seed: int) -> list[float]:
     rows = numbers(CHECKED, torch.Generator().manual_seed(20_000 + seed))[0].to(model.lm_head.weight.device)
     states: list[Tensor] = []
     model = model.double()  # in place: float32 would call tokens equal from 1e-8 on
-    hooks = [model.model.layers[0].register_forward_pre_hook(lambda m, given: states.append(given[0]))]
-    hooks += [layer.register_forward_hook(lambda m, given, out: states.append(out)) for layer in model.model.layers]
+    hooks = [model.model.layers[0].register_forward_pre_hook(lambda m, inputs: states.append(inputs[0]))]
+    hooks += [layer.register_forward_hook(lambda m, inputs, out: states.append(out)) for layer in model.model.layers]
     surgery = Surgery(no_skip=True, no_mlp=True).attach(model) if cut else None
     try:
         model(rows)
@@ -186,45 +192,54 @@ def part_of(setting: Setting, part: tuple[str | None, int]) -> dict[str, Any]:
     return alone(seed) if arm is None else trained(arm, seed, STEPS[setting.quick], device(setting))
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """All seeds; differences are taken within a seed."""
-    plan = [(arm, seed) for arm in (*ARMS, None) for seed in range(SEEDS[setting.quick])]
-    found = dict(zip(plan, every(part_of, plan, setting), strict=True))
-    drawn_runs = [found[None, seed] for seed in range(SEEDS[setting.quick])]
-    runs = [{arm: found[arm, seed] for arm in ARMS} for seed in range(SEEDS[setting.quick])]
+    plan = [(arm, seed) for arm in (*ARMS, None) for seed in range(SEEDS)]
+    by_part = dict(zip(plan, every(part_of, plan, setting), strict=True))
+    stacks = [by_part[None, seed] for seed in range(SEEDS)]
+    runs = [{arm: by_part[arm, seed] for arm in ARMS} for seed in range(SEEDS)]
 
     def gained(better: str, worse: str) -> list[float]:
-        return [math.log10(run[better]["shares"][SHOWN] / run[worse]["shares"][SHOWN]) for run in drawn_runs]
+        return [math.log10(run[better]["shares"][SHOWN] / run[worse]["shares"][SHOWN]) for run in stacks]
 
-    later = [math.log10(run["LocAteR, target 2"]["cut"][HALFWAY] / run["no penalty"]["cut"][HALFWAY]) for run in runs]
-    large = [math.log10(run["LocAteR, target 8"]["cut"][HALFWAY] / run["no penalty"]["cut"][HALFWAY]) for run in runs]
+    def later(arm: str) -> list[float]:
+        return [math.log10(run[arm]["cut"][HALFWAY] / run["no penalty"]["cut"][HALFWAY]) for run in runs]
+
+    measured = {
+        "h11": by_seed(gained("penalty, target 2", "drawn")),
+        "h12": by_seed(gained("penalty, target 2", "mean zero, F of target 2")),
+        "h13": by_seed(later("LocAteR, target 2")),
+    }
     shown = {
-        name: {"shares": _geometric([run[name]["shares"] for run in drawn_runs]), **_moments(drawn_runs, name)}
-        for name in drawn_runs[0]
+        name: {"shares": _geometric([run[name]["shares"] for run in stacks]), **_moments(stacks, name)}
+        for name in stacks[0]
     }
-    models = {arm: _over(runs, arm) for arm in ARMS}
-    same = "mean zero, F of target"
-    return {
-        "h11": by_seed(gained("penalty, target 2", "drawn"), {"stacks": shown}),
-        "h12": by_seed(
-            gained("penalty, target 2", f"{same} 2"), {"target 8": gained("penalty, target 8", f"{same} 8")}
-        ),
-        "h13": by_seed(later, {"models": models, "target 8": large, "steps": STEPS[setting.quick]}),
+    large = {"h12": gained("penalty, target 8", "mean zero, F of target 8"), "h13": later("LocAteR, target 8")}
+    models = models_table({arm: _over(runs, arm) for arm in ARMS}, STEPS[setting.quick])
+    return Results(measured, {"penalty_stacks": stacks_table(shown), "sorting_models": models, "at_target_8": large})
+
+
+def stacks_table(stacks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """With the points that float64 can show."""
+    return {name: {**stack, "points": visible(stack["shares"])} for name, stack in stacks.items()}
+
+
+def models_table(arms: Mapping[str, Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """The same of trained models, whole and cut."""
+    drawn_arms = {
+        name: {**arm, "points": {kind: visible(arm[kind]) for kind in ("whole", "cut")}} for name, arm in arms.items()
     }
+    return {"arms": drawn_arms, "steps": steps, "layers": SHAPE.layers, "shown": SHOWN, "halfway": HALFWAY}
 
 
 def _over(runs: Sequence[Mapping[str, Any]], arm: str) -> dict[str, Any]:
     """An arm's accuracy and residuals, over seeds."""
     shares = {kind: _geometric([run[arm][kind] for run in runs]) for kind in ("whole", "cut")}
-    return {"accuracy": _mean([run[arm]["accuracy"] for run in runs]), **shares}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return {"accuracy": fmean(run[arm]["accuracy"] for run in runs), **shares}
 
 
 def _moments(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
-    return {key: _mean([run[name][key] for run in runs]) for key in ("M", "size", "ratio")}
+    return {key: fmean(run[name][key] for run in runs) for key in ("M", "size", "ratio")}
 
 
 def _geometric(rows: Sequence[Sequence[float]]) -> list[float]:

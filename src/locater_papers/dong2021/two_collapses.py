@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ from torch import Tensor
 from locater.numerics import spearman
 from locater.theory import localization
 from locater_papers.dong2021.contraction import over_draws
+from locater_papers.dong2021.phases import phase_table, planes
 from locater_papers.dong2021.planted import LENGTH, SHAPES, TOKENS, WIDTH, Batch, attend, head, response, tokens
 from locater_papers.dong2021.separation import corner, interval_accuracy, ordering
 from locater_papers.engine.claims import Claim, Measured
-from locater_papers.engine.papers import Setting, Study
+from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.parts import every
 
-SEEDS, SEQUENCES = {True: 4, False: 8}, {True: 6, False: 16}
+SEEDS, SEQUENCES = 8, {True: 3, False: 16}
 HALF = 0.5  # of residual or entropy: under it, collapsed
 SIZES = tuple(2.0 ** (k / 2) for k in range(-6, 11))  # sqrt F
 MEANS = (-16.0, -4.0, -1.0, 0.0, *(2.0 ** (k / 2) for k in range(-2, 13)))  # M
@@ -94,6 +96,7 @@ CLAIMS = (
 
 Table = dict[str, Tensor]  # a column per number, a row per head
 Rows = list[tuple[float, ...]]  # the same as it is measured
+Grids = Mapping[tuple[str, int], Mapping[bool, Table]]  # by tokens and seed, then by mask
 
 
 def part_of(setting: Setting, part: tuple[str, int]) -> tuple[dict[bool, Rows], dict[str, float], list[float]]:
@@ -111,17 +114,17 @@ def sweep(kind: str, seed: int, count: int) -> dict[bool, Rows]:
         if A is None:
             continue
         v, k = response(batch, A)
-        for causal, held in rows.items():
+        for causal, heads in rows.items():
             seen = attend(batch, A, causal)
-            held.append((M, size, ratio, v, k, seen.kept, seen.entropy, seen.price))
+            heads.append((M, size, ratio, v, k, seen.kept, seen.entropy, seen.price))
     return rows
 
 
 def _table(rows: Rows) -> Table:
     names = ("M", "size", "ratio", "v", "k", "kept", "entropy", "price")
-    found = dict(zip(names, torch.tensor(rows, dtype=torch.float64).unbind(1), strict=True))
-    F = found["size"] ** 2
-    return {**found, "F": F, "M^2/F": found["M"] ** 2 / F, "Λ": localization(found["M"], found["ratio"] * F, F)}
+    columns = dict(zip(names, torch.tensor(rows, dtype=torch.float64).unbind(1), strict=True))
+    M, F = columns["M"], columns["size"] ** 2
+    return {**columns, "F": F, "M^2/F": M**2 / F, "Λ": localization(M, columns["ratio"] * F, F)}
 
 
 def neither(table: Table) -> Tensor:
@@ -138,11 +141,11 @@ def explained(kind: str, seed: int, count: int) -> dict[str, float]:
     for ratio, M, size in product(RATIOS[::2], MEANS[::2], SIZES[::2]):
         maps = [head(M, size, ratio, shape, seed) for shape in SHAPES]
         cells += [[attend(batch, A) for A in maps if A is not None]] if maps[0] is not None else []
-    found = {}
+    shares = {}
     for name in ("kept", "entropy"):
-        held = torch.tensor([[getattr(seen, name) for seen in cell] for cell in cells], dtype=torch.float64)
-        found[name] = 1 - float(held.var(1, correction=0).mean() / held.var(correction=0))
-    return found
+        values = torch.tensor([[getattr(seen, name) for seen in cell] for cell in cells], dtype=torch.float64)
+        shares[name] = 1 - float(values.var(1, correction=0).mean() / values.var(correction=0))
+    return shares
 
 
 def window(kind: str, seed: int, count: int) -> list[float]:
@@ -164,133 +167,115 @@ def corner_accuracy(seen: Sequence[Table], judged: Table) -> float:
     a, b = corner(
         *(torch.cat([column(table) for table in seen]) for column in (lambda t: t["k"], lambda t: t["F"], neither))
     )
-    said, true = (judged["k"] >= a) & (judged["F"] <= b), neither(judged)
-    return float((said & true).sum() / true.sum() + (~said & ~true).sum() / (~true).sum()) / 2
+    predicted, true = (judged["k"] >= a) & (judged["F"] <= b), neither(judged)
+    return float((predicted & true).sum() / true.sum() + (~predicted & ~true).sum() / (~true).sum()) / 2
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Grids, shapes and windows for every kind of tokens and every seed."""
-    seeds = range(SEEDS[setting.quick])
+    seeds = range(SEEDS)
     plan = [(kind, seed) for kind in TOKENS for seed in seeds]
     grids, shapes, windows = {}, {}, {}
     for each, (rows, shapes[each], windows[each]) in zip(plan, every(part_of, plan, setting), strict=True):
-        grids[each] = {causal: _table(held) for causal, held in rows.items()}
+        grids[each] = {causal: _table(heads) for causal, heads in rows.items()}
+    measured = _of_kinds(grids, seeds) | _of_equal_norm(grids, seeds)
+    measured["h3"] = over_draws(
+        [min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}
+    )
+    measured["h9"] = over_draws([_widens(windows[MAIN, seed]) for seed in seeds])
+    free = [grids[MAIN, seed][False] for seed in seeds]
+    octaves = {kind: torch.tensor([windows[kind, seed] for seed in seeds]).mean(0).tolist() for kind in TOKENS}
+    means = [M for M in MEANS if M > 0]
+    rules = ("Λ", "M", "F", "M^2/F", "v", "k")
+    causal = {kind: fmean(float(neither(grids[kind, s][True]).double().mean()) for s in seeds) for kind in TOKENS}
+    tables = {
+        "phases": phase_table(planes(grids, seeds, means, SIZES), means, SIZES),
+        "entropy_and_residual": _traded(free[0]),
+        "one_number_rules": {name: fmean(_accuracy(table, name) for table in free) for name in rules},
+        "two_number_rule": _corner(free),
+        "neither_causal": causal,
+        "window": window_table(list(CONCENTRATIONS), octaves),
+    }
+    return Results(measured, tables)
 
-    def over_kinds(
-        one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float], numbers: Mapping[str, Any]
-    ) -> Measured:
-        by_kind = {kind: _mean([one(kind, seed) for seed in seeds]) for kind in TOKENS}
-        return over_draws(
-            [pick([one(kind, seed) for kind in TOKENS]) for seed in seeds], {"by_tokens": by_kind, **numbers}
-        )
 
-    def free(kind: str, seed: int) -> Table:
-        return grids[kind, seed][False]
+def _of_kinds(grids: Grids, seeds: range) -> dict[str, Measured]:
+    """Claims on the worst of three kinds of tokens."""
+
+    def over_kinds(one: Callable[[str, int], float], pick: Callable[[Sequence[float]], float]) -> Measured:
+        by_tokens = {kind: fmean(one(kind, seed) for seed in seeds) for kind in TOKENS}
+        worst = [pick([one(kind, seed) for kind in TOKENS]) for seed in seeds]
+        return over_draws(worst, {"by_tokens": by_tokens})
 
     def both(kind: str, seed: int) -> float:
-        return max(
-            float(((t["kept"] < HALF) & (t["entropy"] < HALF)).double().mean()) for t in grids[kind, seed].values()
-        )
+        tables = grids[kind, seed].values()
+        return max(float(((t["kept"] < HALF) & (t["entropy"] < HALF)).double().mean()) for t in tables)
 
-    def accuracy(name: str) -> list[float]:
-        return [interval_accuracy(free(MAIN, seed)[name], neither(free(MAIN, seed))) for seed in seeds]
+    def by_scale(kind: str, seed: int) -> float:
+        table = grids[kind, seed][False]
+        return spearman(table["F"], table["entropy"]) or 0.0
 
-    prices = [float(free(*each)["price"].nan_to_num().max()) for each in plan]
-    rules = {name: _mean(accuracy(name)) for name in ("Λ", "M", "F", "M^2/F", "v", "k")}
+    def by_response(kind: str, seed: int) -> float:
+        table = grids[kind, seed][False]
+        return ordering(table["k"], table["kept"] >= HALF)
+
+    def has_neither(kind: str, seed: int) -> float:
+        return float(neither(grids[kind, seed][False]).double().mean())
+
+    prices = [float(by_mask[False]["price"].nan_to_num().max()) for by_mask in grids.values()]
+    heads = len(prices) * len(grids[MAIN, 0][False]["M"])
     return {
-        "h1": over_kinds(both, max, {"phase": _phases(grids, seeds)}),
-        "h2": Measured(
-            max(prices),
-            0.0,
-            f"none: the largest of {len(prices) * len(free(MAIN, 0)['M']):,} heads",
-            _traded(free(MAIN, 0)),
-        ),
-        "h3": over_draws(
-            [min(shapes[MAIN, seed].values()) for seed in seeds], {"by_tokens": {k: shapes[k, 0] for k in TOKENS}}
-        ),
-        "h4": over_kinds(
-            lambda kind, seed: spearman(free(kind, seed)["F"], free(kind, seed)["entropy"]) or 0.0, max, {}
-        ),
-        "h5": over_kinds(lambda kind, seed: ordering(free(kind, seed)["k"], free(kind, seed)["kept"] >= HALF), min, {}),
-        "h6": over_draws(accuracy("Λ"), {"rules": rules}),
-        "h7": over_draws(accuracy("M^2/F")),
-        "h8": over_kinds(
-            lambda kind, seed: float(neither(free(kind, seed)).double().mean()), min, _masked_shares(grids, seeds)
-        ),
-        "h9": over_draws([_widens(windows[MAIN, seed]) for seed in seeds], _windows(windows, seeds)),
-        "h10": over_draws(
-            [corner_accuracy([free(MAIN, s) for s in seeds if s != seed], free(MAIN, seed)) for seed in seeds],
-            _corner([free(MAIN, seed) for seed in seeds]),
-        ),
+        "h1": over_kinds(both, max),
+        "h2": Measured(max(prices), 0.0, f"none: the largest of {heads:,} heads"),
+        "h4": over_kinds(by_scale, max),
+        "h5": over_kinds(by_response, min),
+        "h8": over_kinds(has_neither, min),
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _of_equal_norm(grids: Grids, seeds: range) -> dict[str, Measured]:
+    """Claims on rules that tell where neither collapse happens."""
+    free = [grids[MAIN, seed][False] for seed in seeds]
+    others = [[table for table in free if table is not judged] for judged in free]
+    return {
+        "h6": over_draws([_accuracy(table, "Λ") for table in free]),
+        "h7": over_draws([_accuracy(table, "M^2/F") for table in free]),
+        "h10": over_draws([corner_accuracy(seen, judged) for seen, judged in zip(others, free, strict=True)]),
+    }
+
+
+def _accuracy(table: Table, name: str) -> float:
+    return interval_accuracy(table[name], neither(table))
 
 
 def _corner(tables: Sequence[Table]) -> dict[str, float]:
     """The rule on all seeds, and its accuracy where it was chosen, as that of the other rules."""
-    a, b = (_mean(x) for x in zip(*(corner(t["k"], t["F"], neither(t)) for t in tables), strict=True))
-    return {"k": a, "F": b, "chosen_here": _mean([corner_accuracy([t], t) for t in tables])}
+    a, b = (fmean(x) for x in zip(*(corner(t["k"], t["F"], neither(t)) for t in tables), strict=True))
+    return {"k": a, "F": b, "chosen_here": fmean(corner_accuracy([t], t) for t in tables)}
 
 
 def _widens(widths: Sequence[float]) -> float:
     return spearman(torch.tensor(CONCENTRATIONS), torch.tensor(widths)) or 0.0
 
 
-def _windows(windows: Mapping[tuple[str, int], list[float]], seeds: range) -> dict[str, Any]:
-    held = {kind: torch.tensor([windows[kind, seed] for seed in seeds]).mean(0).tolist() for kind in TOKENS}
-    return {
-        "concentration": list(CONCENTRATIONS),
-        "octaves": held,
-        "correlation": {kind: _widens(held[kind]) for kind in TOKENS},
+def window_table(concentration: Sequence[float], octaves: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """The window by kind of tokens, and which kinds it widens or narrows for as spectra become concentrated."""
+    order = {kind: _widens(widths) for kind, widths in octaves.items()}
+    ways = {
+        "widens": [kind for kind, r in order.items() if r >= 0.5],
+        "narrows": [kind for kind, r in order.items() if r <= -0.5],
+        "neither widens nor narrows": [kind for kind, r in order.items() if -0.5 < r < 0.5],
     }
+    return {"concentration": list(concentration), "octaves": dict(octaves), "correlation": order, "ways": ways}
 
 
-def _masked_shares(grids: Mapping[tuple[str, int], dict[bool, Table]], seeds: range) -> dict[str, Any]:
-    return {
-        "causal": {
-            kind: _mean([float(neither(grids[kind, seed][True]).double().mean()) for seed in seeds]) for kind in TOKENS
-        }
-    }
-
-
-def _traded(table: Table) -> dict[str, list[list[float]]]:
+def _traded(table: Table) -> list[list[float]]:
     """Entropy lost in nats beside residual kept, a point per head."""
     lost = (1 - table["entropy"]) * math.log(LENGTH)
-    return {"points": torch.stack([lost, table["kept"]], 1).tolist()}
+    return torch.stack([lost, table["kept"]], 1).tolist()
 
 
-def _phases(grids: Mapping[tuple[str, int], dict[bool, Table]], seeds: range) -> dict[str, Any]:
-    """Residual kept and entropy over the plane (sqrt F, M > 0) for two values of S/F, mean over seeds; null where there
-    is no head.
-    """
-    means = [M for M in MEANS if M > 0]
-    planes: dict[str, Any] = {"M": means, "size": list(SIZES)}
-    for kind, causal, ratio in product(TOKENS, (False, True), (1.0, 0.0)):
-        found = {}
-        for name in ("kept", "entropy", "Λ"):
-            cells = [_cells(grids[kind, seed][causal], name, ratio, means) for seed in seeds]
-            found[name] = [
-                [None if c[0] is None else _mean(c) for c in zip(*rows, strict=True)]
-                for rows in zip(*cells, strict=True)
-            ]
-        planes[f"{kind}{', causal' if causal else ''}, S/F = {ratio:g}"] = found
-    return planes
-
-
-def _cells(table: Table, name: str, ratio: float, means: Sequence[float]) -> list[list[float | None]]:
-    at = {
-        key: i
-        for i, key in enumerate(zip(table["M"].tolist(), table["size"].tolist(), table["ratio"].tolist(), strict=True))
-    }
-    return [
-        [float(table[name][at[M, size, ratio]]) if (M, size, ratio) in at else None for size in SIZES] for M in means
-    ]
-
-
-STUDY = Study("the bridge", CLAIMS, measure)
+STUDY = Study("rank collapse and entropy collapse", CLAIMS, measure)
