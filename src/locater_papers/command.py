@@ -122,7 +122,7 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
         done = measure_at_once(settings, claim, processors() if quick and not jobs else 1)
         for paper, setting in settings:
             document = reproduce(paper, setting, claim, done[paper.name]).to_dict()
-            _deliver(document, paper, *(_of_paper(path, paper) for path in (json, report)), images)
+            _deliver(document, paper, _of_paper(json, paper), _of_paper(report, paper), images)
 
 
 def _papers(names: list[str], claim: str | None) -> list[Paper]:

@@ -179,14 +179,19 @@ def studies_of(paper: Paper, claim: str | None) -> list[Study]:
 
 
 def timed(study: Study, setting: Setting) -> Timed:
-    """One study; quick ones are small, and a team of threads costs them more than it brings."""
+    """One study, and what it took."""
     clock, processor = time.perf_counter(), _processor()
+    results = measure(study, setting)
+    return Timed(results, time.perf_counter() - clock, _processor() - processor)
+
+
+def measure(study: Study, setting: Setting) -> Results:
+    """One study; quick ones are small, and a team of threads costs them more than it brings."""
     if study.measure is None:
-        return Timed(Results({}), 0.0, 0.0)
+        return Results({})
     with one_thread() if setting.quick else nullcontext():
         results = study.measure(setting)
-    results = results if isinstance(results, Results) else Results(results)
-    return Timed(results, time.perf_counter() - clock, _processor() - processor)
+    return results if isinstance(results, Results) else Results(results)
 
 
 def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:

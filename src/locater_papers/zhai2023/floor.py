@@ -173,12 +173,12 @@ def measure_range(setting: Setting) -> Results:
         apart.append(float(row_entropy(spread * listed).min()) - least)
         apart += (descended(LISTED, SEARCHES[setting.quick], spread=spread) - least).tolist()
     entropies = row_entropy(high)
-    least = {"tokens": 64, "range": 2.0, "high": int(entropies.argmin()) + 1, "one": float(entropies[0])}
+    lowest = {"tokens": 64, "range": 2.0, "high": int(entropies.argmin()) + 1, "one": float(entropies[0])}
     measured = {
         "a7": Measured(floor, 0.0, "none: solved"),
         "a8": Measured(min(apart), 0.0, f"none: least of {len(apart)}", {"closest": min(apart)}),
     }
-    return Results(measured, {"least_within_range": least})
+    return Results(measured, {"least_within_range": lowest})
 
 
 def _curve() -> list[dict[str, Any]]:
