@@ -1,5 +1,5 @@
-"""One thing changed at a time, at the plain arm's learning rate: the target, the strength, the entropy. Claims d11 and
-d12, and study h.
+"""One thing changed at a time, at the plain arm's learning rate: the target, the strength, the entropy. Study h, and
+study d as a whole, which has the tuned arms of `judged.py` and the curves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from locater.numerics import spearman
 from locater_papers.bao2024.arms import PLAIN, STRENGTHS, TARGETS, curve, entropy_rows, rows_of
-from locater_papers.bao2024.judged import end_of
+from locater_papers.bao2024.judged import PARTS_CLAIMS, end_of, of_parts
 from locater_papers.engine.arms import Line, of_runs
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Results
@@ -113,5 +113,15 @@ def _points(runs: Runs, rows_at: Mapping[float, Sequence[Row]]) -> list[dict[str
     return [point for point in points if point["ends"]]
 
 
-CURVES_STUDY = of_runs("targets and strengths", CURVE_CLAIMS, partial(rows_of, "d"), of_curves)
+def of_parts_and_curves(runs: Runs) -> Results:
+    parts, curves = of_parts(runs), of_curves(runs)
+    return Results({**parts.measured, **curves.measured}, {**parts.tables, **curves.tables})
+
+
+PARTS_STUDY = of_runs(
+    "mean against scale",
+    tuple(sorted((*PARTS_CLAIMS, *CURVE_CLAIMS), key=lambda claim: int(claim.id[1:]))),
+    partial(rows_of, "d"),
+    of_parts_and_curves,
+)
 ENTROPY_STUDY = of_runs("is it the entropy", ENTROPY_CLAIMS, partial(rows_of, "h"), of_entropy)

@@ -1,4 +1,4 @@
-"""Claims judged by the training runs of `arms.py`: studies c, d (second part), e, f and i.
+"""Claims judged by the training runs of `arms.py`: studies c, e, f and i, and the arms of study d.
 
 Runs are those in the file of `Setting.runs`, or made when asked for. Differences are taken within a seed; a run counts
 with its report loss, on text that neither trained it nor chose its learning rate.
@@ -211,7 +211,16 @@ def of_hot_rates(runs: Runs) -> Results:
         for name, by_rate in stability_rows().items() if name in losses
         for (rate, rows), values in zip(by_rate.items(), losses[name].values(), strict=True)
     ]  # fmt: skip
-    table = {"rows": rows, "survived": survived, "plain_fails_at": fails, "limits": limits, "steps": SHORT}
+    ends = {name: fmean(by_rate[hottest]) for name, by_rate in losses.items()}
+    best = min(ends, key=ends.__getitem__)
+    table = {
+        "rows": rows,
+        "survived": survived,
+        "plain_fails_at": fails,
+        "limits": limits,
+        "steps": SHORT,
+        "best_at_hottest": {"arm": best, "loss": ends[best], "LocAteR": ends["LocAteR"]},
+    }
     return Results(measured, {"hot_rates": table})
 
 
@@ -291,7 +300,6 @@ def _entropy(line: Line | None) -> float | None:
 
 
 LOCATER = of_runs("LocAteR against no penalty", (LOWER_LOSS, MORE_ENTROPY), partial(rows_of, "c"), against_plain)
-PARTS_STUDY = of_runs("mean against scale", PARTS_CLAIMS, partial(rows_of, "d"), of_parts)
 RIVALS_STUDY = of_runs("rivals, each at its best rate", RIVAL_CLAIMS, partial(rows_of, "e"), of_rivals)
 TASKS_STUDY = of_runs("other tasks", TASK_CLAIMS, partial(rows_of, "f"), of_tasks)
 HOT_STUDY = of_runs("hot learning rates", HOT_CLAIMS, partial(rows_of, "i"), of_hot_rates)
