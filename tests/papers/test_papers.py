@@ -21,9 +21,10 @@ from locater_papers.bao2024 import gaussian, propagation, softmax, training
 from locater_papers.command import kept_runs
 from locater_papers.engine.claims import by_seed
 from locater_papers.engine.figures import Cells, Panel, Series, draw
-from locater_papers.engine.pages import measured, stated, write_report
+from locater_papers.engine.pages import page, write_report
 from locater_papers.engine.papers import joined
 from locater_papers.engine.runs import Runs
+from locater_papers.engine.verdict_words import measured, stated
 from tests import ROOT
 from tests.conftest import Result
 
@@ -66,7 +67,7 @@ def test_what_is_not_a_number_decides_nothing() -> None:
 
 def test_a_wrong_statement_fails_on_the_real_measurement() -> None:
     """The same measurement under the stated bound and under one that is not true."""
-    found = {"x1": by_seed([softmax.dimensions(seed)[0] for seed in range(2)])}
+    found = {"x1": by_seed([softmax.dimensions(seed)[0] for seed in range(8)])}
     study = Study("dimensions", (Claim("x1", "", "", "at least", 0.5),), lambda setting: found)
     right = reproduce(Paper("p", "", "", (study,)))
     wrong = reproduce(Paper("p", "", "", (replace(study, claims=(Claim("x1", "", "", "at least", 0.99),)),)))
@@ -182,7 +183,7 @@ def test_the_kept_runs_are_used_unless_others_are_given(
     kept = ROOT / "docs" / "results"
     by_default = run("reproduce", "bao2024", "--quick", "--claim", "c1", "--json", "-")
     entry = json.loads(by_default.out)["claims"][0]
-    assert entry["decided"]
+    assert len(entry["numbers"]["by_seed"]) == 8
     assert "bao2024: training claims are judged by" in by_default.err
     assert str(kept / "bao2024-runs.jsonl") in by_default.err
     named = run(
@@ -231,18 +232,18 @@ def test_a_report_is_what_its_name_says(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_page_of_a_paper_stands_alone(name: str, tmp_path: Path) -> None:
     """The Markdown page as HTML: a row for each claim with all its cells, every figure inside, nothing to fetch."""
+    columns = 6
     document = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
-    (page,) = write_report(document, PAPERS[name], tmp_path / "page.html", tmp_path)
-    text = page.read_text()
+    (written,) = write_report(document, PAPERS[name], tmp_path / "page.html", tmp_path)
+    text = written.read_text()
     assert text.startswith("<!doctype html>")
     rows = re.findall(r"<tr>\n<td>(\w+)</td>\n(.*?)</tr>", text, re.DOTALL)
     cells = {key: re.findall(r"<td>(.*?)</td>", rest, re.DOTALL) for key, rest in reversed(rows)}
     for entry in document["claims"]:
-        assert len(cells[entry["id"]]) == 5
+        assert len(cells[entry["id"]]) == columns
         assert entry["verdict"] in cells[entry["id"]][-1]
         assert html.unescape(re.sub("<.*?>", "", cells[entry["id"]][0])).startswith(re.sub("[*`]", "", entry["claim"]))
-    drawn = PAPERS[name].page(document)[1] if PAPERS[name].page else {}  # type: ignore[misc]
-    assert text.count('src="data:image/svg+xml;base64,') == len(drawn)
+    assert text.count('src="data:image/svg+xml;base64,') == len(page(document, PAPERS[name])[1])
     assert not re.search(r"(src|href)=\"(?!data:|#)", text)
     assert "figure:" not in text
 
@@ -280,8 +281,12 @@ def test_the_kept_result_is_of_the_claims_as_they_stand(name: str) -> None:
     for entry in document["claims"]:
         claim = known[entry["id"]]
         assert (entry["stated"], entry["relation"], entry["claim"]) == (claim.stated, claim.relation, claim.says)
-        said = "undecided" if entry["measured"] is None else judge(claim, entry["measured"], entry["spread"])
-        assert (entry["verdict"], entry["decided"]) == (said, said != "undecided")
+        assert (entry["by"], entry["where"], entry["bound"]) == (claim.by, claim.where, claim.bound)
+        assert entry["decided"] == (entry["verdict"] != "undecided")
+        if entry["measured"] is not None and entry["p"] is None:
+            spread = math.inf if entry["spread"] is None else entry["spread"]
+            assert entry["verdict"] == judge(claim, entry["measured"], spread)
+    assert joined([document], paper)["claims"] == document["claims"], "those on seeds are judged together"
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -356,8 +361,8 @@ def test_propagation_of_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_moments_different_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(propagation.WALKS, True, 4000)
-    found = propagation.same_moments(True, length=16)
-    assert judge(propagation.CLAIMS[1], found.value, found.spread) == "fails"
+    gap = propagation.same_moments(True, length=16)
+    assert judge(propagation.CLAIMS[1], gap.value, gap.spread) == "fails"
 
 
 def test_spectra_have_the_asked_moments() -> None:
@@ -410,5 +415,3 @@ def test_a_short_run_moves_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(plain.M) < 0.3
     assert held.M > plain.M + 0.5
     assert torch.equal(next(training.batches(data, 1, 3)), next(training.batches(data, 1, 3)))
-    spread = by_seed([1.0, 4.0])
-    assert (spread.value, spread.spread) == (2.5, 1.5)

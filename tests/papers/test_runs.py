@@ -1,8 +1,9 @@
-"""Training runs that claims rest on: rows, tuned arms, lines that survive, verdicts."""
+"""Training runs that claims rest on: rows, tuned arms, lines that survive, verdicts; and the page that is made of them."""
 
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from locater.train.controls import parse_control
 from locater.train.plan import Plan
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.bao2024 import arms, judged
+from locater_papers.engine.arms import known
+from locater_papers.engine.pages import page
 from locater_papers.engine.runs import Arm, Row, Runs, complete, placed
 from tests import ROOT
 
+KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
 TINY = Plan(
     layers=1,
     width=16,
@@ -103,39 +107,134 @@ def test_missing_data_is_told_before_anything_is_trained(tmp_path: Path) -> None
 
 
 def test_the_plan_is_whole_and_its_controls_exist() -> None:
-    held = arms.everything()
-    assert len({row.key for row in held}) == len(held)
-    for control in {text for row in held for text in row.plan.control}:
+    rows, first = arms.everything(), arms.first_plan()
+    assert len({row.key for row in rows}) == len(rows)
+    for control in {text for row in rows for text in row.plan.control}:
         parse_control(control)
-    assert {row.claim for row in held} == set(arms.ORDER)
+    assert {row.claim for row in rows} == {row.claim for row in first} == set(arms.ORDER)
     table = arms.plan_table()
-    assert table[-1].split("|")[3].strip() == str(len(held))
-    plan = ROOT / "docs" / "results" / "bao2024-plan.md"
-    assert "\n".join(table) in plan.read_text(), "the page shows this plan"
+    assert table[-1].split("|")[3].strip() == str(len(first))
+    plan = (ROOT / "docs" / "results" / "bao2024-plan.md").read_text()
+    assert "\n".join(table) in plan, "the page shows the first plan as it was written"
+    added = {(row.arm, row.plan.seed) for row in rows} - {(row.arm, row.plan.seed) for row in first}
+    assert len(added) == len(rows) - len(first) == 55
+    assert "55 runs" in plan.split("## Eight seeds")[1], "and the second one"
+    assert {seed for _, seed in added} == set(range(3, 8))
 
 
-def losses(**of: float) -> Runs:
-    """Every run of the plan with a loss by the name of its arm; seeds differ by nothing, rates by a little."""
-    runs = Runs()
+def test_the_kept_runs_are_all_there() -> None:
+    """Every row that the claims ask for, seeds that were added later too."""
+    runs = Runs(KEPT)
+    assert not runs.missing(arms.rows_of(arms.ORDER, runs))
+    assert {len(arm.ends(runs) or ()) for arm in (arms.PLAIN, arms.BOTH, arms.RIVALS["QK-norm"])} == {8}
+
+
+def made_up(**of: float) -> Runs:
+    """Every run of the plan with a loss by the name of its arm; seeds and arms differ by a little noise, rates by
+    more. At hot rates the plain model fails.
+    """
+    runs, generator = Runs(), random.Random(0)
     while missing := runs.missing(arms.rows_of(arms.ORDER, runs)):
         for row in missing:
+            noise = generator.gauss(0.0, 1e-3)
+            if row.claim == "i":
+                runs.add(row, line(5.0 + noise + (0.0 if row.plan.control else 10 * row.plan.rate)))
+                continue
             name = next((n for n in of if row.arm == n.replace("_", " ")), None)
-            hot = 5.0 if row.claim == "i" and row.plan.control else 5.0 + 10 * row.plan.rate
-            runs.add(
-                row,
-                line(hot if row.claim == "i" else (3.0 if name is None else of[name]) + abs(row.plan.rate - 2.5e-3)),
-            )
+            loss = 3.0 if name is None else of[name]
+            entropy = 2.0 + noise + (0.2 if "LocAteR" in row.arm else 0.0)
+            runs.add(row, line(loss + noise + 10 * abs(row.plan.rate - 2.5e-3), entropy=entropy))
     return runs
 
 
-def test_verdicts_follow_the_runs(tmp_path: Path) -> None:
-    runs = losses(LocAteR=2.9, mimetic=2.95)
-    c, e, i = (judged.JUDGES[letter](runs) for letter in "cei")
-    assert c["c1"].value == pytest.approx(-0.1)
-    assert c["c1"].spread == pytest.approx(0.0)
-    assert e["e1"].value == pytest.approx(-0.05)
-    assert (e["e5"].numbers["best"], e["e5"].value) == ("mimetic", pytest.approx(-0.05))
-    assert i["i1"].value == pytest.approx(0.1 / 0.04), "the plain run survives 0.04: 5.4 against 5.06 + 0.5"
+def saved(runs: Runs, path: Path) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in runs.lines.values()))
+    return path
+
+
+def test_verdicts_follow_the_runs() -> None:
+    runs = made_up(LocAteR=2.9, mimetic=2.95)
+    c, e, i = (known(judge(runs).measured) for judge in (judged.against_plain, judged.of_rivals, judged.of_hot_rates))
+    assert (c["c1"].value, len(c["c1"].sample)) == (pytest.approx(-0.1, abs=2e-3), 8)
+    assert c["c1"].spread < 3e-3
+    assert e["e1"].value == pytest.approx(-0.05, abs=2e-3)
+    assert (e["e5"].numbers["best"], e["e5"].value) == ("mimetic", pytest.approx(-0.05, abs=2e-3))
+    assert len(e["e3"].sample) == 3, "seeds that both arms have"
+    assert i["i1"].value == pytest.approx(1.0), "the plain run survives 0.04 and fails at 0.1, which LocAteR survives"
+
+
+def test_eight_seeds_decide_what_three_and_two_do_not(tmp_path: Path) -> None:
+    path = saved(made_up(LocAteR=2.9), tmp_path / "runs.jsonl")
+    eight = {v.claim.id: v.verdict for v in reproduce(PAPERS["bao2024"], Setting(runs=path), "c").verdicts}
+    assert eight == {"c1": "holds", "c2": "holds"}
+    two = {v.claim.id: v.verdict for v in reproduce(PAPERS["bao2024"], Setting(runs=path), "i").verdicts}
+    assert two["i1"] == "undecided", "two seeds that agree to the last digit"
+
+
+def test_a_seed_that_is_missing_pairs_no_others() -> None:
+    """Changes are those within a seed, whichever seeds are there."""
+    runs = made_up(LocAteR=2.9)
+    del runs.lines[arms.BOTH.row(2.5e-3, 1).key]
+    (row,) = judged.arm_rows(runs, [arms.BOTH], arms.PLAIN)
+    losses = {seed: [runs.of(arm.row(2.5e-3, seed)) for arm in (arms.BOTH, arms.PLAIN)] for seed in range(8)}
+    expected = [a["report_loss"] - b["report_loss"] for a, b in losses.values() if a and b]
+    assert row["change"]["loss"]["by_seed"] == pytest.approx(expected)
+    assert len(expected) == 7
+    assert judged.against_plain(runs).measured["c1"] is None, "a verdict waits for all"
+
+
+def test_hot_rates_are_compared_with_the_first_at_which_the_plain_model_fails() -> None:
+    """From the kept runs: 0.1 over 0.015; that over the hottest rate it survives would flatter."""
+    results = judged.of_hot_rates(Runs(KEPT))
+    assert known(results.measured)["i1"].value == pytest.approx(0.1 / 0.015)
+    table = results.tables["hot_rates"]
+    entropies = [
+        x for row in table["rows"] if row["arm"] == "LocAteR" and row["rate"] >= 0.015 for x in row["entropies"]
+    ]
+    assert (round(min(entropies), 1), round(max(entropies), 1)) == (0.4, 0.9)
+    assert table["best_at_hottest"]["arm"] == "sigma-reparam"
+
+
+# --- the page
+# -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_the_verdicts_say() -> None:
+    """With all claims measured, with some, with none; and other words where verdicts are others."""
+    paper, document = PAPERS["bao2024"], json.loads((KEPT.parent / "bao2024.json").read_text())
+    text, figures = page(document, paper)
+    assert len(figures) == 10
+    assert text.index("**LocAteR against no penalty**") < text.index("**Theory.**")
+    assert "which is not enough to decide" in text
+    for verdict, words in (("holds", "so it is lowered"), ("fails", "so it is raised")):
+        claims = [{**x, "verdict": verdict} if x["id"] == "c1" else x for x in document["claims"]]
+        assert f"{words}; entropy" in page({**document, "claims": claims}, paper)[0]
+    some = {
+        **document,
+        "claims": [x if x["id"][0] in "ab" else {**x, "measured": None} for x in document["claims"]],
+        "studies": {name: document["studies"][name] for name in ("propagation probability",)},
+    }
+    text, figures = page(some, paper)
+    assert list(figures) == ["propagation"]
+    assert "**Theory.**" in text
+    assert "**LocAteR against no penalty**" not in text
+    none = {**document, "claims": [{**x, "measured": None} for x in document["claims"]], "studies": {}}
+    text, figures = page(none, paper)
+    assert "## What came out" not in text
+    assert not figures
+
+
+def test_one_claim_in_two_settings_has_one_verdict() -> None:
+    """The small model's word on entropy stands beside that of the tuned runs, under the same id."""
+    document = json.loads((KEPT.parent / "bao2024.json").read_text())
+    assert [x["id"] for x in document["claims"] if x["claim"] == "LocAteR raises attention entropy"] == ["c2"]
+    section = page(document, PAPERS["bao2024"])[0].split("## c. LocAteR in two settings")[1].split("\n## ")[0]
+    assert [row.split("|")[1].strip() for row in section.splitlines() if row.startswith("| c")] == [
+        "c1",
+        "c1",
+        "c2",
+        "c2",
+    ]
 
 
 def test_without_runs_nothing_is_decided_and_the_way_is_named() -> None:

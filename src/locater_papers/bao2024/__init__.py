@@ -2,18 +2,28 @@
 mean.
 """
 
-from locater_papers.bao2024 import gaussian, propagation, softmax, training
-from locater_papers.bao2024.judged import STUDIES
-from locater_papers.bao2024.page import lead, page
+from pathlib import Path
+
+from locater_papers.bao2024 import curves, gaussian, judged, propagation, softmax, training
 from locater_papers.engine.papers import Paper
 
 PAPER = Paper(
     "bao2024",
     "Self-attention networks localize when QK-eigenspectrum concentrates: claim by claim",
     "Bao, Hataya and Karakida, Self-attention Networks Localize When QK-eigenspectrum Concentrates (ICML 2024, arXiv 2402.02098)",
-    (propagation.STUDY, softmax.STUDY, gaussian.STUDY, training.STUDY, *STUDIES),
-    page,
-    lead,
+    (
+        propagation.STUDY,
+        softmax.STUDY,
+        judged.LOCATER,
+        training.STUDY,
+        curves.PARTS_STUDY,
+        judged.RIVALS_STUDY,
+        judged.TASKS_STUDY,
+        gaussian.STUDY,
+        curves.ENTROPY_STUDY,
+        judged.HOT_STUDY,
+    ),
+    Path(__file__).parent,
 )
 
 __all__ = ["PAPER"]

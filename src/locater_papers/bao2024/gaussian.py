@@ -1,5 +1,5 @@
 """Are the features of trained models Gaussian, as the paper takes them? Inputs, queries, keys and logits, beside normal
-tokens.
+tokens. Study g.
 
 Two answers that need not agree: how far the distributions are from normal, and how well heads are predicted by running
 them on normal tokens with the measured mean and covariance.
@@ -7,9 +7,8 @@ them on normal tokens with the measured mean and covariance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from locater.measures import ChannelMoments, normality_distance
 from locater.theory.surrogate import gaussian_tokens
 from locater.verbs.load import load_model
 from locater.verbs.probing import probe
-from locater_papers.engine.claims import Claim, Measured
-from locater_papers.engine.papers import Setting, Study
-from locater_papers.engine.trained_heads import inputs, sources
+from locater_papers.engine.claims import Claim, half_range
+from locater_papers.engine.papers import Results, Setting, Study
+from locater_papers.engine.trained_heads import HALVES, inputs, sources
 
 LENGTH = 128
 TOKENS = {True: 2048, False: 8192}  # per half of the text
@@ -34,7 +33,8 @@ SAMPLE, HEADS = 4096, 4  # logits per head; heads of a layer that are looked at,
 CLAIMS = (
     Claim(
         "g1", "What attention layers read is Gaussian",
-        "distance from normal over that of normal tokens, median over layers of trained models", "at most", 1.5,
+        "distance from normal over that of as many normal tokens, median over layers of trained models (grows with their number)",
+        "at most", 1.5, by="assumption", bound="ours",
     ),
     Claim(
         "g2", "The tails of what attention layers read are nearly those of a normal",
@@ -42,15 +42,17 @@ CLAIMS = (
     ),
     Claim(
         "g3", "Queries and keys are Gaussian",
-        "distance from normal over that of normal tokens, median over layers, queries and keys", "at most", 1.5,
+        "distance from normal over that of as many normal tokens, median over layers, queries and keys (grows with their number)",
+        "at most", 1.5, by="assumption", bound="ours",
     ),
     Claim(
         "g4", "Logits of a row are Gaussian across keys",
         "distance from normal over that of the same head on normal tokens, median over layers", "at most", 1.5,
+        by="assumption", bound="ours",
     ),
     Claim(
         "g5", "What attention layers read has mean zero",
-        "share of the energy that is the mean, median over layers", "at most", 0.05,
+        "share of the energy that is the mean, median over layers", "at most", 0.05, by="assumption", bound="ours",
     ),
     Claim(
         "g6", "Gaussian by behaviour: normal tokens of the same mean and covariance order heads by entropy as real ones do",
@@ -88,10 +90,13 @@ def shapes(layer: AttentionLayer, x: Tensor) -> dict[str, tuple[float, float]]:
     bare = replace(layer, norm=Norm(), memory_norm=None)  # x is what comes out of the norm
     still = replace(bare, rotary=None)
     logits, query, key = row_logits(bare, x), still.queries(x)[:, :, 1:], still.keys(x)[:, :, 1:]
-    found = {"input": [shape(x[:, 1:])], "logit": [shape(logits[:, h, None]) for h in _some(layer.heads)]}
-    found["query"] = [shape(query[:, h]) for h in _some(layer.heads)]
-    found["key"] = [shape(key[:, h]) for h in _some(layer.kv_heads)]
-    return {kind: (_mean([k for k, _ in held]), _mean([d for _, d in held])) for kind, held in found.items()}
+    by_kind = {
+        "input": [shape(x[:, 1:])],
+        "logit": [shape(logits[:, h, None]) for h in _some(layer.heads)],
+        "query": [shape(query[:, h]) for h in _some(layer.heads)],
+        "key": [shape(key[:, h]) for h in _some(layer.kv_heads)],
+    }
+    return {kind: (fmean(k for k, _ in each), fmean(d for _, d in each)) for kind, each in by_kind.items()}
 
 
 @torch.no_grad()
@@ -107,7 +112,7 @@ def layer_entry(name: str, number: int, layer: AttentionLayer, x: Tensor) -> dic
     return {"model": name, "layer": number, "mean_share": share, **columns}
 
 
-def measure(setting: Setting) -> Mapping[str, Measured]:
+def measure(setting: Setting) -> Results:
     """Every model on two halves of a text, which give the spread."""
     size = CHARACTERS[setting.quick]
     halves = [setting.text[i * size : (i + 1) * size] for i in range(2)]
@@ -116,42 +121,35 @@ def measure(setting: Setting) -> Mapping[str, Measured]:
     agreed: list[dict[str, dict[str, float]]] = [{}, {}]
     for name, folder, half in setting.each(plan):
         model = load_model(str(folder))
-        held = batches(model, halves[half], length=LENGTH, tokens=TOKENS[setting.quick])
-        layers[half] += [layer_entry(name, number, *pair) for number, pair in enumerate(inputs(model, held))]
-        found = probe(model, halves[half], length=LENGTH, tokens=TOKENS[setting.quick] // 2).agreement
-        agreed[half][name] = {f"{k}_{m}": v[m] or 0.0 for k, v in found.items() for m in ("spearman", "error")}
-    return _measured(layers, agreed)
+        text = batches(model, halves[half], length=LENGTH, tokens=TOKENS[setting.quick])
+        layers[half] += [layer_entry(name, number, *pair) for number, pair in enumerate(inputs(model, text))]
+        agreement = probe(model, halves[half], length=LENGTH, tokens=TOKENS[setting.quick] // 2).agreement
+        agreed[half][name] = {f"{k}_{m}": v[m] or 0.0 for k, v in agreement.items() for m in ("spearman", "error")}
+    return _results(layers, agreed)
 
 
-def _measured(layers: list[list[dict[str, Any]]], agreed: list[dict[str, dict[str, float]]]) -> dict[str, Measured]:
+def _results(layers: list[list[dict[str, Any]]], agreed: list[dict[str, dict[str, float]]]) -> Results:
     def ratio(entries: list[dict[str, Any]], *kinds: str) -> float:
         return median(e[kind]["distance"] / e[kind]["normal_distance"] for e in entries for kind in kinds)
 
     spearman = [min(a["predicted_entropy_spearman"] for a in half.values()) for half in agreed]
     error = [max(a["predicted_entropy_error"] for a in half.values()) for half in agreed]
-    return {
-        "g1": _halves([ratio(e, "input") for e in layers], {"layers": layers[0]}),
-        "g2": _halves([median(abs(e["input"]["kurtosis"]) for e in entries) for entries in layers]),
-        "g3": _halves([ratio(e, "query", "key") for e in layers]),
-        "g4": _halves([ratio(e, "logit") for e in layers]),
-        "g5": _halves([median(e["mean_share"] for e in entries) for entries in layers]),
-        "g6": _halves(spearman, {"models": agreed[0]}),
-        "g7": _halves(error),
+    by_half = {
+        "g1": [ratio(e, "input") for e in layers],
+        "g2": [median(abs(e["input"]["kurtosis"]) for e in entries) for entries in layers],
+        "g3": [ratio(e, "query", "key") for e in layers],
+        "g4": [ratio(e, "logit") for e in layers],
+        "g5": [median(e["mean_share"] for e in entries) for entries in layers],
+        "g6": spearman,
+        "g7": error,
     }
-
-
-def _halves(values: list[float], numbers: Mapping[str, Any] | None = None) -> Measured:
-    low, high = min(values), max(values)
-    return Measured((low + high) / 2, (high - low) / 2, "half the difference of two halves of the text", numbers or {})
+    measured = {id: half_range(values, HALVES) for id, values in by_half.items()}
+    return Results(measured, {"normality": layers[0], "predicted_entropy": agreed[0]})
 
 
 def _some(heads: int) -> list[int]:
     count = min(HEADS, heads)
     return [i * heads // count for i in range(count)]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 STUDY = Study("are features Gaussian", CLAIMS, measure, on_models=True)

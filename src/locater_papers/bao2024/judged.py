@@ -1,20 +1,17 @@
-"""Claims c to f, h and i, judged by the training runs of `arms.py`: those in the file of `Setting.runs`, or made when
-asked for.
+"""Claims judged by the training runs of `arms.py`: studies c, e, f and i, and the arms of study d.
 
-Differences are those of `papers.judging`: within a seed, and a verdict asks all seeds to agree.
+Runs are those in the file of `Setting.runs`, or made when asked for. Differences are taken within a seed; a run counts
+with its report loss, on text that neither trained it nor chose its learning rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from locater.numerics import spearman
 from locater_papers.bao2024.arms import (
     BOTH,
     ELSEWHERE,
@@ -23,174 +20,208 @@ from locater_papers.bao2024.arms import (
     PLAIN,
     RIVALS,
     SHORT,
-    STRENGTHS,
-    TARGETS,
-    curve,
-    entropy_rows,
     rows_of,
     stability_rows,
 )  # fmt: skip
-from locater_papers.engine.arms import Line, change, ends_table, known, of_runs
-from locater_papers.engine.claims import Claim, Measured, by_seed
-from locater_papers.engine.runs import Arm, Row, Runs
+from locater_papers.engine.arms import Line, change, ends_table, of_runs
+from locater_papers.engine.claims import Claim, by_seed, verdict_of
+from locater_papers.engine.papers import Results
+from locater_papers.engine.runs import Arm, Runs
 
 SURVIVED = 0.5  # nats above the plain run at the coolest of the hot rates
 TUNED = "each at its best of three rates"
+WHERE = "experiment on WikiText-2"
 
-CLAIMS = {
-    "c": (
-        Claim("c1", "LocAteR lowers validation perplexity", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0),
-        Claim("c2", "LocAteR raises attention entropy", f"change of mean attention entropy by LocAteR, {TUNED}", "at least", 0.0),
+LOWER_LOSS = Claim(
+    "c1", "LocAteR lowers validation perplexity", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, where=WHERE
+)  # fmt: skip
+MORE_ENTROPY = Claim(
+    "c2", "LocAteR raises attention entropy", f"change of mean attention entropy by LocAteR, {TUNED}", "at least", 0.0, where=WHERE
+)  # fmt: skip
+PARTS_CLAIMS = (
+    Claim(
+        "d8", "Holding the mean alone lowers the loss",
+        f"change of report loss by mean only, {TUNED}", "at most", 0.0, by="ours",
     ),
-    "d": (
-        Claim("d8", "Holding the mean alone lowers the loss (prototype: -0.015)", f"change of report loss by mean only, {TUNED}",
-              "at most", 0.0, by="ours"),
-        Claim("d9", "Shrinking the scale alone raises entropy (prototype: +0.3)", f"change of entropy by scale only, {TUNED}",
-              "at least", 0.0, by="ours"),
-        Claim("d10", "Shrinking the scale alone does not lower the loss (prototype: +0.015)",
-              f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="ours"),
-        Claim("d11", "The larger the mean, the lower the loss (prototype: from -1 to 4)",
-              "rank correlation of the target, -2 to 8, with report loss under LocAteR", "at most", -0.8, by="ours"),
-        Claim("d12", "The sign of the mean matters: positive helps, negative hurts",
-              "report loss with target 2 less that with target -2", "at most", 0.0, by="ours"),
-        Claim("d13", "Raw tr W^2 lets the map grow without bound", "log10 of Frobenius^2 under it over that without",
-              "at least", 1.0, by="ours"),
-        Claim("d14", "With learned positions, holding the mean alone lowers the loss", f"change of report loss by mean only, {TUNED}",
-              "at most", 0.0, by="ours"),
-        Claim("d15", "With learned positions, LocAteR lowers the loss", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0),
-        Claim("d16", "With learned positions, shrinking the scale alone does not lower the loss",
-              f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="ours"),
+    Claim(
+        "d9", "Shrinking the scale alone raises entropy",
+        f"change of entropy by scale only, {TUNED}", "at least", 0.0, by="ours",
     ),
-    "e": (
-        Claim("e1", "LocAteR does better than an initialisation with the same mean",
-              f"report loss of LocAteR less that of mimetic initialisation, {TUNED}", "at most", 0.0, by="ours"),
-        Claim("e2", "LocAteR does better than QK-norm", f"report loss of LocAteR less that of QK-norm, {TUNED}",
-              "at most", 0.0, by="ours"),
-        Claim("e3", "LocAteR adds to mimetic initialisation", f"change of report loss by LocAteR on top of it, {TUNED}",
-              "at most", 0.0, by="ours"),
-        Claim("e4", "LocAteR adds to QK-norm", f"change of report loss by LocAteR on top of it, {TUNED}", "at most", 0.0, by="ours"),
-        Claim("e6", "LocAteR adds to more weight decay", f"change of report loss by LocAteR on top of a decay of 0.3, {TUNED}",
-              "at most", 0.0, by="ours"),
-        Claim("e5", "No rival does better than LocAteR", f"report loss of LocAteR less that of the best rival, {TUNED}",
-              "at most", 0.0, by="ours"),
+    Claim(
+        "d10", "Shrinking the scale alone does not lower the loss",
+        f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="ours",
     ),
-    "f": (
-        Claim("f1", "A masked language model gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="ours"),
-        Claim("f2", "An image classifier gains too", f"change of test accuracy by LocAteR, {TUNED}", "at least", 0.0, by="ours"),
-        Claim("f3", "Sorting gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="ours"),
+    Claim(
+        "d13", "Raw tr W^2 lets the map grow without bound",
+        "log10 of Frobenius^2 under it over that without", "at least", 1.0, by="ours",
     ),
-    "h": (
-        Claim("h1", "Raising entropy improves perplexity, the mean held",
-              "change of report loss by an entropy floor of 0.75, M held at 2", "at most", 0.0),
-        Claim("h2", "Lowering entropy costs perplexity, the mean held",
-              "change of report loss by an entropy ceiling of 0.35, M held at 2", "at least", 0.0),
-        Claim("h3", "Raising the mean improves perplexity, nothing else held",
-              "change of report loss by M from 0 to 4 under mean only", "at most", 0.0, by="ours"),
+    Claim(
+        "d14", "With learned positions, holding the mean alone lowers the loss",
+        f"change of report loss by mean only, {TUNED}", "at most", 0.0, by="ours",
     ),
-    "i": (
-        Claim("i1", "With LocAteR a model trains at rates at which the plain one fails",
-              "highest rate survived with LocAteR over that without", "at least", 2.0),
-        Claim("i2", "It trains there as well as with QK-norm", "report loss of LocAteR less that of QK-norm, at the hottest rate",
-              "at most", 0.0, by="ours"),
+    Claim(
+        "d15", "With learned positions, LocAteR lowers the loss",
+        f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="ours",
     ),
-}  # fmt: skip
+    Claim(
+        "d16", "With learned positions, shrinking the scale alone does not lower the loss",
+        f"change of report loss by scale only, {TUNED}", "at least", 0.0, by="ours",
+    ),
+)  # fmt: skip
+RIVAL_CLAIMS = (
+    Claim(
+        "e1", "LocAteR does better than an initialisation with the same mean",
+        f"report loss of LocAteR less that of mimetic initialisation, {TUNED}", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "e2", "LocAteR does better than QK-norm",
+        f"report loss of LocAteR less that of QK-norm, {TUNED}", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "e3", "LocAteR adds to mimetic initialisation",
+        f"change of report loss by LocAteR on top of it, {TUNED}", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "e4", "LocAteR adds to QK-norm",
+        f"change of report loss by LocAteR on top of it, {TUNED}", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "e5", "No rival does better than LocAteR",
+        f"report loss of LocAteR less that of the best rival, {TUNED}", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "e6", "LocAteR adds to more weight decay",
+        f"change of report loss by LocAteR on top of a decay of 0.3, {TUNED}", "at most", 0.0, by="ours",
+    ),
+)  # fmt: skip
+TASK_CLAIMS = (
+    Claim("f1", "A masked language model gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="ours"),
+    Claim("f2", "An image classifier gains too", f"change of test accuracy by LocAteR, {TUNED}", "at least", 0.0, by="ours"),
+    Claim("f3", "Sorting gains too", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="ours"),
+)  # fmt: skip
+HOT_CLAIMS = (
+    Claim(
+        "i1", "With LocAteR a model trains at rates at which the plain one fails",
+        "highest rate survived with LocAteR over the lowest at which the plain model fails", "at least", 2.0, by="ours",
+    ),
+    Claim(
+        "i2", "It trains there as well as with QK-norm",
+        "report loss of LocAteR less that of QK-norm, at the hottest rate", "at most", 0.0, by="ours",
+    ),
+)  # fmt: skip
 
 
-def _c(runs: Runs) -> dict[str, Measured]:
-    table = _table(runs, [PLAIN, BOTH])
-    return known(
-        {"c1": change(runs, BOTH, PLAIN, "report_loss", {"arms": table}), "c2": change(runs, BOTH, PLAIN, "entropy")}
-    )
+# --- c: LocAteR against no penalty
+# --------------------------------------------------------------------------------------
 
 
-def _d(runs: Runs) -> dict[str, Measured]:
-    rate, mean, scale, raw = PLAIN.rate(runs), PARTS["mean only"], PARTS["scale only"], PARTS["raw tr W^2"]
-    if rate is None:
-        return {}
-    curves = {
-        "targets": {name: _points(runs, curve(held, name, rate)) for name, held in TARGETS.items()},
-        "strengths": {name: _points(runs, curve(held, name, rate)) for name, held in STRENGTHS.items()},
+def against_plain(runs: Runs) -> Results:
+    measured = {
+        "c1": change(runs, BOTH, PLAIN, "report_loss"),
+        "c2": change(runs, BOTH, PLAIN, "entropy"),
     }
-    both = curve(TARGETS["both"], "both", rate)
-    found = {
-        "d8": change(
-            runs,
-            mean,
-            PLAIN,
-            "report_loss",
-            {
-                "arms": _table(runs, [PLAIN, BOTH, *PARTS.values()]),
-                "learned": _table(runs, LEARNED.values()),
-                "curves": curves,
-                "rate": rate,
-            },
-        ),
+    return Results(measured, {"arms_main": arm_rows(runs, (PLAIN, BOTH), PLAIN)})
+
+
+def in_setting(claim: Claim, values: Sequence[float], setting: str) -> dict[str, Any]:
+    """A second measurement of a claim, in another setting: a row for the page. The verdict is that of these seeds by
+    themselves.
+    """
+    verdict = verdict_of(claim, by_seed(values), "")
+    return {"claim": claim.id, "setting": setting, "by_seed": list(values), **mean_and_half(values),
+            "p": verdict.p, "verdict": verdict.verdict}  # fmt: skip
+
+
+# --- d: the parts of the penalty
+# ----------------------------------------------------------------------------------------
+
+
+def of_parts(runs: Runs) -> Results:
+    """Mean, scale and raw tr W^2 with rotary positions; mean, scale and both with learned ones."""
+    mean, scale, raw = PARTS["mean only"], PARTS["scale only"], PARTS["raw tr W^2"]
+    learned = LEARNED["none"]
+    measured = {
+        "d8": change(runs, mean, PLAIN, "report_loss"),
         "d9": change(runs, scale, PLAIN, "entropy"),
         "d10": change(runs, scale, PLAIN, "report_loss"),
-        "d11": _by_seed(
-            runs, list(both.values()), lambda lines: spearman(torch.tensor(list(both)), _losses(lines)) or 0.0
-        ),
-        "d12": _by_seed(runs, [both[2.0], both[-2.0]], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"]),
         "d13": change(runs, raw, PLAIN, lambda line: math.log10(line["heads"]["F"])),
-        "d14": change(runs, LEARNED["mean only"], LEARNED["none"], "report_loss"),
-        "d15": change(runs, LEARNED["LocAteR"], LEARNED["none"], "report_loss"),
-        "d16": change(runs, LEARNED["scale only"], LEARNED["none"], "report_loss"),
+        "d14": change(runs, LEARNED["mean only"], learned, "report_loss"),
+        "d15": change(runs, LEARNED["LocAteR"], learned, "report_loss"),
+        "d16": change(runs, LEARNED["scale only"], learned, "report_loss"),
     }
-    return known(found)
+    tables = {
+        "arms_parts": arm_rows(runs, PARTS.values(), PLAIN),
+        "arms_learned": arm_rows(runs, LEARNED.values(), learned),
+    }
+    return Results(measured, tables)
 
 
-def _e(runs: Runs) -> dict[str, Measured]:
-    mimetic, normed = RIVALS["mimetic"], RIVALS["QK-norm"]
-    rivals = [arm for arm in RIVALS.values() if "LocAteR" not in arm.name and arm.ends(runs)]
-    best = min(rivals, key=lambda arm: _mean(arm.ends(runs) or (), "report_loss"), default=None)
-    found = {
-        "e1": change(runs, BOTH, mimetic, "report_loss", {"arms": _table(runs, [PLAIN, BOTH, *RIVALS.values()])}),
+# --- e: rivals
+# ----------------------------------------------------------------------------------------------------------
+
+
+def of_rivals(runs: Runs) -> Results:
+    """LocAteR against each of them, on top of three, and against the one with the least report loss."""
+    mimetic, normed, decay = (RIVALS[name] for name in ("mimetic", "QK-norm", "weight decay 0.3"))
+    rivals = [(arm, ends) for arm in RIVALS.values() if "LocAteR" not in arm.name and (ends := arm.ends(runs))]
+    best = min(rivals, key=lambda pair: fmean(line["report_loss"] for line in pair[1]), default=(None, []))[0]
+    measured = {
+        "e1": change(runs, BOTH, mimetic, "report_loss"),
         "e2": change(runs, BOTH, normed, "report_loss"),
         "e3": change(runs, RIVALS["mimetic + LocAteR"], mimetic, "report_loss"),
         "e4": change(runs, RIVALS["QK-norm + LocAteR"], normed, "report_loss"),
-        "e6": change(runs, RIVALS["weight decay 0.3 + LocAteR"], RIVALS["weight decay 0.3"], "report_loss"),
         "e5": None if best is None else change(runs, BOTH, best, "report_loss", {"best": best.name}),
+        "e6": change(runs, RIVALS["weight decay 0.3 + LocAteR"], decay, "report_loss"),
     }
-    return known(found)
+    return Results(measured, {"arms_rivals": arm_rows(runs, RIVALS.values(), PLAIN)})
 
 
-def _f(runs: Runs) -> dict[str, Measured]:
-    table = _table(runs, [arm for pair in ELSEWHERE.values() for arm in pair])
-    kinds = (("f1", "masked", "report_loss"), ("f2", "image", "accuracy"), ("f3", "sort", "report_loss"))
-    found = {
-        key: change(runs, ELSEWHERE[name][1], ELSEWHERE[name][0], what, {"arms": table}) for key, name, what in kinds
-    }
-    return known(found)
+# --- f: other tasks
+# -----------------------------------------------------------------------------------------------------
 
 
-def _h(runs: Runs) -> dict[str, Measured]:
-    rate = PLAIN.rate(runs)
-    if rate is None:
-        return {}
-    pushed, means = entropy_rows(rate), curve(TARGETS["mean only"], "mean only", rate)
-    points = {name: _lines(runs, rows) for name, rows in {**pushed, "M held at 2": means[2.0]}.items()}
-    shown = {name: [_end(line) for line in lines] for name, lines in points.items() if lines}
-
-    def change(of: Sequence[Row], against: Sequence[Row], more: Mapping[str, Any] | None = None) -> Measured | None:
-        return _by_seed(runs, [of, against], lambda lines: lines[0]["report_loss"] - lines[1]["report_loss"], more)
-
-    return known({
-        "h1": change(pushed["floor 0.75"], means[2.0], {"points": shown, "means": _points(runs, means)}),
-        "h2": change(pushed["ceiling 0.35"], means[2.0]),
-        "h3": change(means[4.0], means[0.0]),
-    })  # fmt: skip
+def of_tasks(runs: Runs) -> Results:
+    measured, rows = {}, []
+    for id, task, quantity in (("f1", "masked", "report_loss"), ("f2", "image", "accuracy"), ("f3", "sort", "report_loss")):  # fmt: skip
+        plain, ours = ELSEWHERE[task]
+        measured[id] = change(runs, ours, plain, quantity)
+        rows += arm_rows(runs, (plain, ours), plain)
+    return Results(measured, {"arms_tasks": rows})
 
 
-def _i(runs: Runs) -> dict[str, Measured]:
+# --- i: hot learning rates
+# ----------------------------------------------------------------------------------------------
+
+
+def of_hot_rates(runs: Runs) -> Results:
     losses = hot_losses(runs)
     if not {"none", "LocAteR", "QK-norm"} <= losses.keys():
-        return {}
+        return Results({})
     survived, limits = rates_survived(losses)
+    fails = [
+        min((rate for rate, values in losses["none"].items() if values[seed] >= limit), default=None)
+        for seed, limit in enumerate(limits)
+    ]
+    ratios = [best / rate for best, rate in zip(survived["LocAteR"], fails, strict=True) if rate is not None]
     hottest = max(losses["none"])
-    ratios = [a / b for a, b in zip(survived["LocAteR"], survived["none"], strict=True)]
     ahead = [a - b for a, b in zip(losses["LocAteR"][hottest], losses["QK-norm"][hottest], strict=True)]
-    numbers = {"losses": losses, "survived": survived, "limits": limits, "steps": SHORT}
-    return {"i1": by_seed(ratios, numbers), "i2": by_seed(ahead)}
+    measured = {"i1": by_seed(ratios) if len(ratios) == len(limits) else None, "i2": by_seed(ahead)}
+    rows = [
+        {"arm": name, "rate": rate, "losses": values, "entropies": [_entropy(runs.of(row)) for row in rows]}
+        for name, by_rate in stability_rows().items() if name in losses
+        for (rate, rows), values in zip(by_rate.items(), losses[name].values(), strict=True)
+    ]  # fmt: skip
+    ends = {name: fmean(by_rate[hottest]) for name, by_rate in losses.items()}
+    best = min(ends, key=ends.__getitem__)
+    table = {
+        "rows": rows,
+        "survived": survived,
+        "plain_fails_at": fails,
+        "limits": limits,
+        "steps": SHORT,
+        "best_at_hottest": {"arm": best, "loss": ends[best], "LocAteR": ends["LocAteR"]},
+    }
+    return Results(measured, {"hot_rates": table})
 
 
 def hot_losses(runs: Runs) -> dict[str, dict[float, list[float]]]:
@@ -210,67 +241,65 @@ def rates_survived(losses: Mapping[str, Mapping[float, Sequence[float]]]) -> tup
     ({'none': [1.0], 'other': [2.0]}, [3.5])
     """
     limits = [loss + SURVIVED for loss in losses["none"][min(losses["none"])]]
-    found = {
+    best = {
         name: [
             max((rate for rate in by_rate if by_rate[rate][seed] < limits[seed]), default=0.0)
             for seed in range(len(limits))
         ]
         for name, by_rate in losses.items()
     }
-    return found, limits
+    return best, limits
 
 
-JUDGES: dict[str, Callable[[Runs], dict[str, Measured]]] = {"c": _c, "d": _d, "e": _e, "f": _f, "h": _h, "i": _i}
-TITLES = {
-    "c": "LocAteR against no penalty", "d": "mean against scale", "e": "rivals on the same footing", "f": "beyond the paper's task",
-    "h": "is it the entropy", "i": "stability",
-}  # fmt: skip
-STUDIES = tuple(
-    of_runs(TITLES[letter], CLAIMS[letter], partial(rows_of, [letter]), JUDGES[letter]) for letter in CLAIMS
-)
+# --- rows for the page
+# --------------------------------------------------------------------------------------------------
 
 
-def _by_seed(
-    runs: Runs,
-    groups: Sequence[Sequence[Row]],
-    of: Callable[[list[Line]], float],
-    more: Mapping[str, Any] | None = None,
-) -> Measured | None:
-    """A number for each seed, from one line of each group."""
-    found = [_lines(runs, rows) for rows in groups]
-    if not all(found):
-        return None
-    return by_seed([of(list(lines)) for lines in zip(*found, strict=True)], more)
+def end_of(line: Line) -> dict[str, Any]:
+    """A finished run as tables show it."""
+    return {"loss": line["report_loss"], "entropy": line["entropy"], "M": line["heads"]["M"], "F": line["heads"]["F"]}
 
 
-def _lines(runs: Runs, rows: Iterable[Row]) -> list[Line]:
-    """Ends of these runs; none unless all are there."""
-    found = [runs.of(row) for row in rows]
-    done = [line for line in found if line is not None and line["status"] == "done"]
-    return list(done) if len(done) == len(found) else []
+def arm_rows(runs: Runs, arms: Iterable[Arm], plain: Arm) -> list[dict[str, Any]]:
+    """Arms with the ends of the seeds that there are, and their changes against the plain arm within a seed."""
+    by_name = {arm.name: arm for arm in arms}
+    rows = ends_table(runs, by_name.values(), lambda line: {**end_of(line), "accuracy": line["accuracy"]})
+    for row in rows:
+        row["perplexity"] = math.exp(fmean(end["loss"] for end in row["ends"]))
+        row["change"] = _changes(runs, by_name[row["arm"]], plain)
+    return rows
 
 
-def _losses(lines: Sequence[Line]) -> Tensor:
-    return torch.tensor([line["report_loss"] for line in lines])
+def _changes(runs: Runs, arm: Arm, plain: Arm) -> dict[str, Any]:
+    """Loss and entropy less those of the plain arm, for the seeds that both have finished."""
+    rates = arm.rate(runs), plain.rate(runs)
+    if rates[0] is None or rates[1] is None or arm is plain:
+        return {}
+    lines = [
+        (runs.of(arm.row(rates[0], seed)), runs.of(plain.row(rates[1], seed)))
+        for seed in range(min(arm.seeds, plain.seeds))
+    ]
+    pairs = [(a, b) for a, b in lines if a and b and a["status"] == b["status"] == "done"]
+    changes = {"loss": "report_loss", "entropy": "entropy"}
+    values = {name: [a[key] - b[key] for a, b in pairs] for name, key in changes.items()}
+    return {name: {"by_seed": each, **mean_and_half(each)} for name, each in values.items() if each}
+
+
+def mean_and_half(values: Sequence[float]) -> dict[str, float]:
+    """Mean and half-width of the 95 % interval."""
+    measured = by_seed(values)
+    return {"mean": measured.value, "half": measured.spread}
 
 
 def _loss(line: Line | None) -> float:
     return float(line["report_loss"]) if line is not None and line["status"] == "done" else math.inf
 
 
-def _mean(lines: Sequence[Line], name: str) -> float:
-    return sum(float(line[name]) for line in lines) / len(lines) if lines else math.nan
+def _entropy(line: Line | None) -> float | None:
+    return float(line["entropy"]) if line is not None and line["status"] == "done" else None
 
 
-def _end(line: Line) -> dict[str, Any]:
-    return {"loss": line["report_loss"], "entropy": line["entropy"], "M": line["heads"]["M"], "F": line["heads"]["F"]}
-
-
-def _points(runs: Runs, held: Mapping[float, Sequence[Row]]) -> list[dict[str, Any]]:
-    """A curve: its variable, and the ends of its seeds."""
-    found = {x: _lines(runs, rows) for x, rows in held.items()}
-    return [{"x": x, "ends": [_end(line) for line in lines]} for x, lines in found.items() if lines]
-
-
-def _table(runs: Runs, arms: Iterable[Arm]) -> list[dict[str, Any]]:
-    return ends_table(runs, arms, lambda line: {**_end(line), "accuracy": line["accuracy"]})
+LOCATER = of_runs("LocAteR against no penalty", (LOWER_LOSS, MORE_ENTROPY), partial(rows_of, "c"), against_plain)
+RIVALS_STUDY = of_runs("rivals, each at its best rate", RIVAL_CLAIMS, partial(rows_of, "e"), of_rivals)
+TASKS_STUDY = of_runs("other tasks", TASK_CLAIMS, partial(rows_of, "f"), of_tasks)
+HOT_STUDY = of_runs("hot learning rates", HOT_CLAIMS, partial(rows_of, "i"), of_hot_rates)
