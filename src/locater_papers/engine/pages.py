@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from locater.files import write_whole
 from locater.report.prose import prose_page
 from locater_papers.engine import verdict_words
-from locater_papers.engine.arms_page import arms_table, failed, failed_said, means_table
+from locater_papers.engine.arm_tables import arms_table, failed, failed_words, means_table
 from locater_papers.engine.figures import Cells, Contour, Field, Panel, Series, draw
 from locater_papers.engine.papers import Paper
 from locater_papers.engine.strips import strips
@@ -63,9 +63,6 @@ def page(document: Mapping[str, Any], paper: Paper) -> tuple[str, dict[str, str]
     environment.globals |= FUNCTIONS | facts.functions()
     template = environment.get_template("base.md.j2" if paper.folder is None else "page.md.j2")
     text = template.render(paper=paper, document=document, **_about(document, paper))
-    if paper.page is not None:  # not yet a template
-        lines, facts.figures = paper.page(dict(document))
-        text = "\n".join([text.rstrip("\n"), *lines, ""])
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n", facts.figures
 
 
@@ -141,7 +138,6 @@ def _about(document: Mapping[str, Any], paper: Paper) -> dict[str, Any]:
     times = (f"{name} {verdict_words.time_of(assumptions, name)}" for name in assumptions["processor_seconds"])
     return {
         "made_by": _made_by(paper, assumptions),
-        "lead": "\n".join(paper.lead(dict(document))) if paper.lead is not None else "",
         "count": verdict_words.count(claims),
         "took": ", ".join(times),
         "open_reasons": verdict_words.reasons(entry for entry in claims if verdict_words.is_open(entry)),
@@ -258,7 +254,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Contour": Contour,
     "strips": strips,
     "failed": failed,
-    "failed_words": failed_said,
+    "failed_words": failed_words,
     "max": max,
     "min": min,
     "zip": zip,

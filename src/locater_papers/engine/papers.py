@@ -103,9 +103,6 @@ class Paper:
     source: str
     studies: tuple[Study, ...]
     folder: Path | None = None
-    # until every paper has its template: lines, and figures by name
-    page: Callable[[dict[str, Any]], tuple[list[str], dict[str, str]]] | None = None
-    lead: Callable[[dict[str, Any]], list[str]] | None = None  # what a report says first
 
     @property
     def claims(self) -> list[Claim]:
