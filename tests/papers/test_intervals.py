@@ -11,7 +11,7 @@ from scipy import stats
 from locater_papers.engine.claims import Claim, by_seed, judged_together, verdict_of
 from locater_papers.engine.intervals import LEVEL, decided_together, interval, p_value, quantile, within
 
-SAMPLES, PAGES, CLAIMS = 200_000, 2_000, 20
+SAMPLES, PAGES, CLAIMS = 100_000, 2_000, 20
 BETTER = Claim("x", "it is better", "change of loss", "at most", 0.0)
 
 
