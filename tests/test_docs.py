@@ -186,12 +186,12 @@ def test_the_cost_of_observing_is_that_of_the_results(capsys: pytest.CaptureFixt
 
 def test_the_table_of_verdicts_is_that_of_the_kept_results() -> None:
     from locater_papers import PAPERS
-    from locater_papers.engine.pages import tally
+    from locater_papers.engine.verdict_words import AUTHORS, tally
 
     lines = (ROOT / "docs" / "results" / "README.md").read_text().splitlines()
     for name in PAPERS:
         claims = json.loads((ROOT / f"docs/results/{name}.json").read_text())["claims"]
-        parts = [[entry for entry in claims if entry["by"] == by] for by in ("paper", "notes")]
+        parts = [[entry for entry in claims if entry["by"] == by] for by in AUTHORS]
         cells = " | ".join(" / ".join(map(str, tally(part))) if part else "-" for part in parts)
         row = next(line for line in lines if line.startswith(f"| [{name}]("))
         assert row.endswith(f"| {cells} |"), f"{name}: {cells}"
