@@ -90,6 +90,24 @@ def test_help_names_every_option(run: Run) -> None:
         assert option in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("scna", "Did you mean 'scan'? (locater --help)"),
+        ("scan", "Missing argument 'MODEL' (locater scan --help)"),
+        ("scan model --nonsense", "--nonsense (locater scan --help)"),
+        ("scan model --length abc", "'--length'"),
+        ("train --rate abc", "'--rate'"),
+        ("demo extra", "(extra) (locater demo --help)"),
+    ],
+)
+def test_wrong_usage_is_one_line(run: Run, arguments: str, names: str) -> None:
+    done = run(*arguments.split())
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("locater: ")
+    assert names in done.err
+
+
 def test_version_and_usage(run: Run) -> None:
     from locater import __version__
 

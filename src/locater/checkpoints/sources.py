@@ -83,9 +83,11 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
     quantised = [folder / name for name in names if name.endswith(".gguf")]
     if quantised:
         raise LocaterError(f"{folder}: contains GGUF files; name one of them: {quantised[0]}")
+    inner = [name for name in names if is_there(folder / name / "config.json")]
+    way_out = f": give {folder / inner[0]}" if inner else ": give the folder that has them"
     raise LocaterError(
         f"{folder}: no weights here (expected model.safetensors, its index, pytorch_model.bin or *.safetensors; "
-        f"there is {', '.join(names[:8]) or 'nothing'})"
+        f"there is {', '.join(name for name in names[:8] if name[0] != '.') or 'nothing'}){way_out}"
     )
 
 

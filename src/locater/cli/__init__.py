@@ -49,12 +49,17 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal without Greek letters still shows the table
     debug, args = without_debug(sys.argv[1:])
     try:
-        app(args)
+        status = typer.main.get_command(app).main(args, prog_name="locater", standalone_mode=False)
+        if isinstance(status, int):  # of typer.Exit
+            sys.exit(status)
     except SystemExit:
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BaseException as error:  # libraries outside Python may raise what is not an Exception
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error)
+            sys.exit(2)
         if debug:
             import traceback
 

@@ -131,6 +131,10 @@ def failure(error: BaseException, command: str) -> str:
     """One line about an error: of the user's input, of a file, or of this program."""
     if isinstance(error, LocaterError):
         return str(error)
+    if hasattr(error, "format_message"):  # wrong usage, as typer words it
+        context: Any = getattr(error, "ctx", None)
+        path = "locater" if context is None else context.command_path
+        return f"{error.format_message().rstrip('.')} ({path} --help)"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: {error.strerror}"
     cause = error.__cause__ if isinstance(error, UnexpectedEndError) and error.__cause__ else error

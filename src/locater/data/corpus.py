@@ -57,7 +57,8 @@ def read_documents(paths: Sequence[str | Path]) -> list[str]:
         try:
             texts = [text for text in _texts(path) if text.strip()]
         except UNREADABLE as error:
-            raise LocaterError(f"{path}: cannot be read ({first_line(error)})") from None
+            why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+            raise LocaterError(f"{path}: cannot be read ({why})") from None
         if not texts:
             raise LocaterError(f"{path}: no text in it")
         documents.update(dict.fromkeys(texts))

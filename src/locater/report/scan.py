@@ -21,7 +21,7 @@ NUMBERS = (
 
 def scan_page(scan: Scan) -> str:
     """The page of one scan."""
-    heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layers"
+    heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layer{'s' * (len(scan.layers) != 1)}"
     risk = collapse_risk(scan.layers, scan.assumptions["length"])
     counts = " ".join(filter(None, (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk)))
     return _page(short_name(scan.source), summary(scan.rows, scan.verdicts), counts, [scan], aligned=True)

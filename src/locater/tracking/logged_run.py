@@ -38,7 +38,7 @@ class Run:
         flags = Counter(flag for _, _, flag in heads).most_common()
         raised = ", ".join(f"{flag} at {count} head{'s' * (count > 1)}" for flag, count in flags) or "no warnings"
         layers, state = len(self.header["layers"]), "ended" if self.ended else "not ended"
-        observed = f"{layers} attention layers, {len(self.steps)} steps observed"
+        observed = f"{layers} attention layer{'s' * (layers != 1)}, {len(self.steps)} steps observed"
         return f"{observed}, last step {self.last}, {state}; {raised}"
 
     def to_dict(self) -> dict[str, Any]:

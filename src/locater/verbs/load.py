@@ -28,7 +28,9 @@ def load_model(source: str) -> Any:
             f"{source}: a weights file alone cannot be run; give the folder with the weights and config.json"
         )
     if path.is_dir() and not (path / "config.json").is_file():
-        raise LocaterError(f"{source}: no config.json in it, so its architecture is not known and it cannot be run")
+        raise LocaterError(
+            f"{source}: no config.json in it, so its architecture is not known: give a folder that has one"
+        )
     if not path.exists():
         hub_folder(source)  # fails at once without a network, where transformers would try for minutes
     if path.is_dir() and _model_type(path) in OWN:
