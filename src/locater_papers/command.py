@@ -237,18 +237,20 @@ def _read(path: Path, paper: Paper) -> dict[str, Any]:
         raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:
         document = None
-    held = document if isinstance(document, dict) else {}
-    if held.get("paper") != paper.name or not held.get("claims"):
-        why = f" (it is of {held['paper']})" if "paper" in held else ""
+    document = document if isinstance(document, dict) else {}
+    if document.get("paper") != paper.name or not document.get("claims"):
+        why = f" (it is of {document['paper']})" if "paper" in document else ""
         raise LocaterError(f"{path}: not the JSON of locater reproduce {paper.name}{why}")
-    return held
+    if not isinstance(document.get("studies"), dict):
+        raise LocaterError(f"{path}: written by an earlier version, without its studies: measure it again")
+    return document
 
 
 def _deliver(document: dict[str, Any], paper: Paper, json: str | None, report: str | None, images: str | None) -> None:
-    console = stdout_console()
     from locater_papers.engine.pages import write_report
     from locater_papers.engine.terminal import print_verdicts
 
+    console = stdout_console()
     text = jsonlib.dumps(document, indent=1, allow_nan=False)
     if json not in (None, "-"):
         write_whole(Path(str(json)), text + "\n")

@@ -126,6 +126,15 @@ def test_studies_at_once_give_what_they_give_one_by_one(paper: Paper) -> None:
         assert plain[0] == plain[1]
 
 
+def test_a_document_of_an_earlier_version_is_refused(paper: Paper, run: Callable[..., Result], tmp_path: Path) -> None:
+    document = json.loads(reproduce(paper).to_json())
+    del document["studies"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    done = run("reproduce", "made2026", "--from", tmp_path / "old.json", "--report", tmp_path / "x.md")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "old.json: written by an earlier version" in done.err
+
+
 def test_an_unknown_paper_is_refused(run: Callable[..., Result]) -> None:
     with pytest.raises(LocaterError, match="no paper"):
         locater_papers.paper("bao2042")
