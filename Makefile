@@ -41,7 +41,8 @@ fuzz: $(VENV)/.dev
 
 # The page tests skip where there is no Chromium; on Debian and its relatives this installs one.
 browser:
-	command -v chromium || (apt-get update -qq && apt-get install -y -qq chromium)
+	command -v chromium-headless-shell || command -v google-chrome || (apt-get update -qq && \
+	  (apt-get install -y -qq chromium-headless-shell || apt-get install -y -qq chromium))
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

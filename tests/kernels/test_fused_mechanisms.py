@@ -148,16 +148,15 @@ def test_the_recurrence_by_hand() -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    shapes = tuple(SHAPES)[:2]
-    weights = (
-        f"t.check_all('cpu', torch.float32, 1e-5, {shapes!r}); t.check_all('cpu', torch.float16, 4e-3, ('causal',))"
-    )
-    interpreted(__name__, f"{weights}; t.check_scan('cpu'); t.check_operations('cpu'); t.check_extremes('cpu')")
+    weights = f"t.check_all('cpu', torch.float32, 1e-5, {tuple(SHAPES)[:1]!r})"
+    interpreted(__name__, f"{weights}; t.check_scan('cpu'); t.check_operations('cpu')")
 
 
 @pytest.mark.slow
 def test_every_shape_in_the_interpreter() -> None:
-    interpreted(__name__, f"t.check_all('cpu', torch.float32, 1e-5, {tuple(SHAPES)[2:]!r})")
+    weights = f"t.check_all('cpu', torch.float32, 1e-5, {tuple(SHAPES)[1:]!r})"
+    half = "t.check_all('cpu', torch.float16, 4e-3, ('causal',))"
+    interpreted(__name__, f"{weights}; {half}; t.check_extremes('cpu')")
 
 
 def test_a_cap_that_hardly_caps_is_left_to_pytorch() -> None:
