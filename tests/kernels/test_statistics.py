@@ -319,7 +319,7 @@ def test_wrong_queries_and_keys_are_named() -> None:
 # ---- Triton ----
 
 
-SOME = ["causal-window", "left-padding", "bias", "everything"]
+SOME = ["left-padding", "everything"]
 
 
 def test_triton_in_the_interpreter() -> None:
