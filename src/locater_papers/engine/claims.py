@@ -160,14 +160,24 @@ def verdict_of(claim: Claim, measured: Measured | None, command: str, waits_for:
 
 def judged_together(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     """The same verdicts, with those that rest on seeds corrected for their number."""
-    decided = decided_together({v.claim.id: v.p for v in verdicts if v.p is not None})
-    return tuple(
-        v if v.p is None else _corrected(v, v.alone if v.claim.id in decided else "undecided") for v in verdicts
-    )
+    changes = corrections({v.claim.id: (v.p, v.alone) for v in verdicts if v.p is not None})
+    return tuple(replace(v, **changes.get(v.claim.id, {})) for v in verdicts)
 
 
-def _corrected(verdict: Verdict, judgement: Judgement) -> Verdict:
-    return replace(verdict, verdict=judgement, decided=judgement != "undecided")
+def corrections(seeded: Mapping[str, tuple[float, Judgement]]) -> dict[str, dict[str, Any]]:
+    """What becomes of claims on seeds when they are judged together, from the p and the verdict alone of each.
+
+    >>> corrections({"a": (0.01, "holds"), "b": (0.2, "fails")})["b"]
+    {'verdict': 'undecided', 'decided': False}
+    """
+    decided = decided_together({name: p for name, (p, _) in seeded.items()})
+    return {
+        name: {
+            "verdict": alone if name in decided else "undecided",
+            "decided": name in decided and alone != "undecided",
+        }
+        for name, (_, alone) in seeded.items()
+    }
 
 
 def _sided(all_of_it: bool, none_of_it: bool) -> Judgement:

@@ -20,8 +20,7 @@ from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
-from locater_papers.engine.claims import Claim, Measured, Verdict, judged_together, verdict_of
-from locater_papers.engine.intervals import decided_together
+from locater_papers.engine.claims import Claim, Measured, Verdict, corrections, judged_together, verdict_of
 
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 Part = TypeVar("Part")
@@ -212,11 +211,8 @@ def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
         assumptions[name] = ", ".join(sorted(versions))
     if len(documents) > 1:
         assumptions["joined"] = len(documents)
-    decided = decided_together({key: x["p"] for key, x in claims.items() if x.get("p") is not None})
-    for key, entry in claims.items():
-        if entry.get("p") is not None:
-            verdict = entry["alone"] if key in decided else "undecided"
-            claims[key] = {**entry, "verdict": verdict, "decided": verdict != "undecided"}
+    changes = corrections({key: (x["p"], x["alone"]) for key, x in claims.items() if x.get("p") is not None})
+    claims = {key: {**entry, **changes.get(key, {})} for key, entry in claims.items()}
     return {
         **documents[-1],
         "assumptions": assumptions,
