@@ -90,6 +90,13 @@ def test_help_names_every_option(run: Run) -> None:
         assert option in text
 
 
+def test_a_switch_that_is_on_can_be_turned_off(run: Run, tmp_path: Path) -> None:
+    tiny = "--layers 1 --width 16 --heads 2 --length 16 --batch 2 --steps 1 --task sort --vocabulary 32 --device cpu".split()
+    done = run("train", *tiny, "--no-deterministic", "--out", tmp_path / "run")
+    assert done.status == 0, done.err
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["deterministic"] is False
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -114,6 +121,9 @@ def test_version_and_usage(run: Run) -> None:
     assert run("--version").out == f"locater {__version__}\n"
     assert run("scan").status == 2
     assert run("fly").status == 2
+    bare = run()
+    assert (bare.status, bare.err) == (2, "")
+    assert "Usage: locater" in bare.out
 
 
 def test_the_command_in_a_process_of_its_own(saved_llama: Path) -> None:

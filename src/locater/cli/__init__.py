@@ -19,7 +19,6 @@ app = typer.Typer(
     help="An instrument for attention: find every head, read its query-key spectrum, predict, measure.",
     cls=Group,
     epilog=examples("locater demo", "locater scan path/to/model", "locater COMMAND --help"),
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -32,6 +31,7 @@ Group.late = {"train": train.build, "reproduce": reproduce.build}
 
 @app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error; may also follow a command.")
@@ -40,6 +40,9 @@ def root(
     if version:
         print(f"locater {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
 
 
 def main() -> None:
@@ -57,9 +60,6 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BaseException as error:  # libraries outside Python may raise what is not an Exception
-        if type(error).__name__ == "NoArgsIsHelpError":
-            print(error)
-            sys.exit(2)
         if debug:
             import traceback
 

@@ -102,8 +102,9 @@ def _option(item: Field[Any], hint: Any, panel: str) -> Any:
     """An option that may be left out. Its default is None, so that a plan in a file keeps its own value."""
     no_value = item.default is None or item.default == () or item.default is False
     shown = "" if no_value else f" Default {item.default}."
+    flag = _flag(item.name)
     option = typer.Option(
-        _flag(item.name),
+        f"{flag}/--no-{flag[2:]}" if item.default is True else flag,
         metavar=_metavar(item, hint),
         help=item.metadata["help"] + shown,
         show_default=False,
