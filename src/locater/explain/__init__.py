@@ -1,6 +1,8 @@
-"""The output of a model as a sum over paths through its heads."""
+"""Which tokens and heads an output comes from."""
 
 from locater.explain.decomposing import decompose
-from locater.explain.paths import ByLength, HeadShares, Path, Paths
+from locater.explain.explanation import Explanation
+from locater.explain.path_sums import ByLength, HeadShares, Path, Paths
+from locater.explain.targets import Target
 
-__all__ = ["ByLength", "HeadShares", "Path", "Paths", "decompose"]
+__all__ = ["ByLength", "Explanation", "HeadShares", "Path", "Paths", "Target", "decompose"]

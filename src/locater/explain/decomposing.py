@@ -13,7 +13,7 @@ from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.explain.freezing import Freezer, Mlp
-from locater.explain.paths import Paths
+from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
 from locater.families import AttentionLayer, Block, attention_layers
 from locater.families.registry import block_of, family_of
@@ -25,7 +25,7 @@ def decompose(
 ) -> Paths:
     """Run `model` once on `batch` (keywords, or its first argument) and freeze it into paths.
 
-    `mlp` is "source" or "linear" (`locater.explain.paths`). The output is the stream after the final norm, whose
+    `mlp` is "source" or "linear" (`locater.explain.path_sums`). The output is the stream after the final norm, whose
     denominators are frozen too, or before it with `final_norm=False`. It works for every family whose record says where
     the parts of a block are (docs/explain.md lists them). Everything is computed in the model's precision, float32 at
     least. transformers computes the RMSNorms of most models, and the eager softmax of some, in float32 whatever the

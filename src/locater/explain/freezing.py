@@ -15,7 +15,7 @@ from torch import Tensor
 from locater.attention.call import Call
 from locater.errors import LocaterError
 from locater.explain.frozen import FrozenNorm, Gates, Heads, Step
-from locater.explain.paths import Paths
+from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
 from locater.families import AttentionLayer
 from locater.families.build import norm, optional

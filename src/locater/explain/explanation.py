@@ -1,0 +1,40 @@
+"""`Explanation`: what every method of this room returns for one input and one target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.explain.targets import Target
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Explanation:
+    """How much each input token counts for one output of a model.
+
+    A score of `scores` belongs to a token of the stream named `stream`; models with two streams (encoder and decoder,
+    text and image) have the scores of the other ones in `other_streams`, by name. Scores of different methods have
+    different units: compare their order, or their shares.
+    """
+
+    method: str
+    target: Target
+    scores: Float[Tensor, " T"]  # one per input token, for the target; on the CPU
+    matrix: Float[Tensor, "Q T"] | None = None  # output token x input token, where the method has one
+    stream: str = "input"
+    other_streams: Mapping[str, Float[Tensor, " S"]] = field(default_factory=dict)
+    offset: float | None = None  # the part of the target that no token carries (biases), where the method knows it
+    exact: str = ""  # what the scores are exact about, or what they are not
+    how: str = ""  # how they were made: passes, settings, approximations
+
+    def ranked(self) -> list[tuple[int, float]]:
+        """(token, score), the largest score first."""
+        order = self.scores.argsort(descending=True).tolist()
+        return [(token, float(self.scores[token])) for token in order]
+
+    def __repr__(self) -> str:
+        best = ", ".join(f"{token}: {score:.3g}" for token, score in self.ranked()[:3])
+        return f"<Explanation by {self.method} of {self.target.what}: {len(self.scores)} tokens; largest {best}>"
