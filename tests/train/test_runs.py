@@ -204,6 +204,34 @@ def test_masked_text_with_merged_bytes(tmp_path: Path) -> None:
     assert locater.scan(result.model).rows[0].kind == "self"
 
 
+def test_texts_are_told_apart(tmp_path: Path) -> None:
+    for name, letters in (("early", "abcdef "), ("late", "abcxyz ")):
+        lines = ("".join(random.Random(f"{name}{n}").choices(letters, k=100)) for n in range(200))
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    sources = (str(tmp_path / "early.txt"), str(tmp_path / "late.txt"))
+    result = run(plan(tmp_path, task="classify", corpus=sources, steps=60, rate=1e-2, checkpoint=0))
+    assert result.accuracy is not None
+    assert result.accuracy > 0.95
+    assert result.bits_per_byte is None
+    assert result.data["classes"] == 2
+    model = load(result.model)
+    assert model.shape.classes == 2
+    assert model(torch.zeros(3, 8, dtype=torch.long)).shape == (3, 2)
+    assert locater.scan(result.model).rows[0].kind == "self"
+
+
+def test_classes_need_texts_of_their_own(tmp_path: Path) -> None:
+    for name, text in (("a", "one text\n" * 400), ("b", "one text\n" * 400), ("c", "few")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    a, b, c = (str(tmp_path / f"{name}.txt") for name in "abc")
+    with pytest.raises(LocaterError, match="give --corpus twice or more"):
+        plan(tmp_path, task="classify", corpus=(a,))
+    with pytest.raises(LocaterError, match=r"b\.txt: the same text as .*a\.txt"):
+        run(plan(tmp_path, task="classify", corpus=(a, b)))
+    with pytest.raises(LocaterError, match=r"c\.txt: its train split has \d+ tokens, too few"):
+        run(plan(tmp_path, task="classify", corpus=(a, c)))
+
+
 def test_images_are_told_apart(tmp_path: Path) -> None:
     held = Plan(task="image", images=str(images(tmp_path / "x.npz")), out=str(tmp_path / "run"), layers=1, width=16, heads=2, batch=20,
                 steps=40, rate=1e-2, device="cpu")  # fmt: skip
