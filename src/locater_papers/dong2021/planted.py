@@ -18,6 +18,7 @@ from locater.measures import composite_norm, token_residual
 from locater.theory import entropy_ratio
 
 WIDTH, LENGTH = 64, 128
+TINY = 1e-37  # a weight below it has no entropy in float32
 SHAPES = ("normal", "two values", "long upper tail", "long lower tail")  # of the eigenvalues around their mean
 TOKENS = ("equal norm", "raw walk", "independent")
 
@@ -108,7 +109,7 @@ def attend(batch: Batch, maps: Float[Tensor, "heads d d"], causal: bool = False)
     if causal:
         logits, visible = logits.masked_fill_(_later(n), -math.inf), torch.arange(1, n + 1)
     p = logits.softmax(-1)
-    rest, H = token_residual(p @ x), torch.special.entr(p).sum(-1)
+    rest, H = token_residual(p @ x), -(p * p.clamp_min(TINY).log()).sum(-1)  # entr takes twice as long
     kept = (composite_norm(rest) / batch.size).mean(-1)
     ratio = entropy_ratio(H, visible.expand_as(H)).mean(-1)
     if causal:

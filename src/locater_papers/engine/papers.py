@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import time
@@ -22,7 +21,9 @@ from locater.files import write_whole
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
 from locater_papers.engine.claims import Claim, Measured, Verdict, corrections, judged_together, verdict_of
+from locater_papers.engine.rounding import rounded
 
+DIGITS = 5  # more than any of these numbers has
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 Part = TypeVar("Part")
 
@@ -125,8 +126,8 @@ class Reproduction:
             "source": self.paper.source,
             "paper": self.paper.name,
             "assumptions": self.assumptions,
-            "claims": [_rounded(v.to_dict()) for v in self.verdicts],
-            "studies": _rounded({title: {"tables": tables} for title, tables in self.tables.items()}),
+            "claims": [rounded(v.to_dict(), DIGITS) for v in self.verdicts],
+            "studies": rounded({title: {"tables": tables} for title, tables in self.tables.items()}, DIGITS),
         }
 
     def to_json(self) -> str:
@@ -240,25 +241,25 @@ def command(paper: Paper, claim: Claim, study: Study, setting: Setting, measured
 
 
 def _assumptions(setting: Setting, times: Mapping[str, Timed]) -> dict[str, Any]:
-    held: dict[str, Any] = {
+    about: dict[str, Any] = {
         "quick": setting.quick,
         "seconds": {title: round(x.seconds, 1) for title, x in times.items()},
         "processor_seconds": {title: round(x.processor_seconds, 1) for title, x in times.items()},
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    held["threads"] = 1 if setting.quick else torch.get_num_threads()
+    about["threads"] = 1 if setting.quick else torch.get_num_threads()
     if setting.runs is not None and setting.runs.is_file():
         text = "".join(path.read_text(encoding="utf-8") for path in (*setting.more_runs, setting.runs))
-        held["runs"] = {"lines": len(text.splitlines()), "sha256": fingerprint(text)}
+        about["runs"] = {"lines": len(text.splitlines()), "sha256": fingerprint(text)}
     texts = {x.text_sha256 for x in times.values()} - {None}
     if texts:
-        (held["text_sha256"],) = texts
-    held["verdict"] = (
+        (about["text_sha256"],) = texts
+    about["verdict"] = (
         "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else "
         "undecided; claims on seeds by Student's t, those of one document together (Holm, 5 %)"
     )
-    return held
+    return about
 
 
 @cache
@@ -270,12 +271,3 @@ def _processor() -> float:
     """Seconds of processors so far, in this process and in those it has waited for."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
-
-
-def _rounded(x: Any) -> Any:
-    """Five digits are more than any of these numbers has; NaN and infinity have no place in JSON."""
-    if isinstance(x, float):
-        return float(f"{x:.5g}") if math.isfinite(x) else None
-    if isinstance(x, Mapping):
-        return {str(k): _rounded(v) for k, v in x.items()}
-    return [_rounded(v) for v in x] if isinstance(x, list | tuple) else x
