@@ -18,6 +18,7 @@ from locater.measures import composite_norm, token_residual
 from locater.theory import entropy_ratio
 
 WIDTH, LENGTH = 64, 128
+AT_ONCE = 9  # maps of attention in memory: more of them pass the cache, which took twice as long
 TINY = 1e-37  # a weight below it has no entropy in float32
 SHAPES = ("normal", "two values", "long upper tail", "long lower tail")  # of the eigenvalues around their mean
 TOKENS = ("equal norm", "raw walk", "independent")
@@ -104,6 +105,11 @@ class Batch:
 
 def attend(batch: Batch, maps: Float[Tensor, "heads d d"], causal: bool = False) -> Seen:
     """softmax(X A X^T) X of every head, measured."""
+    parts = [_attend(batch, part, causal) for part in maps.split(max(1, AT_ONCE // len(batch.x)))]
+    return Seen(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _attend(batch: Batch, maps: Float[Tensor, "heads d d"], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     x, n = batch.x, batch.x.shape[1]
     logits, visible = x @ maps.to(x)[:, None] @ x.mT, torch.full((n,), n)  # (heads, count, T, T)
     if causal:
@@ -113,9 +119,9 @@ def attend(batch: Batch, maps: Float[Tensor, "heads d d"], causal: bool = False)
     kept = (composite_norm(rest) / batch.size).mean(-1)
     ratio = entropy_ratio(H, visible.expand_as(H)).mean(-1)
     if causal:
-        return Seen(kept, ratio, torch.full_like(kept, math.nan))
+        return kept, ratio, torch.full_like(kept, math.nan)
     lost = (math.log(n) - H.double()).mean(-1).clamp_min(1e-12)
-    return Seen(kept, ratio, (rest.square().sum(-1).mean(-1).sqrt() / batch.peak / (2 * lost).sqrt()).amax(-1))
+    return kept, ratio, (rest.square().sum(-1).mean(-1).sqrt() / batch.peak / (2 * lost).sqrt()).amax(-1)
 
 
 @cache
