@@ -9,7 +9,7 @@ from locater.findings import FLAGS
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
 from locater.report.probe_columns import COLUMNS, PAIRS, Pair
 from locater.report.probe_words import agreement_of, agreement_sentence, collapse, data_sentence, notes
-from locater.report.tables import PROBE, notebook, noted, roles, summary
+from locater.report.tables import PROBE, notebook, noted, roles_sentence, summary
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def probe_page(probe: Probe) -> str:
         "AGREEMENT": agreement_sentence(probe),
         "COLLAPSE": collapse(probe),
         "VERDICT": summary(probe.rows, probe.verdicts),
-        "ROLES": roles(probe.rows, probe.verdicts),
+        "ROLES": roles_sentence(probe.roles),
         "NOTED": noted(probe.rows, probe.verdicts),
         "FOOTER": f"Made by Locater {__version__}: measured while the model ran.",
     }
@@ -41,7 +41,7 @@ def probe_in_notebook(probe: Probe) -> str:
     """A small table, heads that deserve a look first."""
     sentences = (
         summary(probe.rows, probe.verdicts),
-        roles(probe.rows, probe.verdicts),
+        roles_sentence(probe.roles),
         noted(probe.rows, probe.verdicts),
         data_sentence(probe),
     )

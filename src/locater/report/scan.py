@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from locater.findings import Verdict
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
-from locater.report.tables import SCAN, collapse_risk, moved, notebook, noted, origin, summary
+from locater.report.scan_columns import by_column, changes, quantities, telling
+from locater.report.tables import NO_ROLES, SCAN, collapse_risk, moved, notebook, noted, origin, summary
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -56,16 +57,30 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
         "COUNTS": counts,
         "ORIGIN": origin(assumed),
         "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}."
-        + (f" {notes}." if notes else ""),
+        + (f" {notes}." if notes else "")
+        + f" {NO_ROLES[0].upper()}{NO_ROLES[1:]}.",
         "FOOTER": f"Made by Locater {__version__} from weights {'and statistics' if with_statistics else 'alone'}.",
     }
     data = {
         "length": assumed["length"],
         "aligned": aligned,
+        "metrics": {
+            name: {"label": x.label, "diverging": x.diverging, "least": x.least, "meaning": x.meaning}
+            for name, x in quantities(assumed["length"]).items()
+        },
+        "opening": _opening(scans, aligned, assumed["length"]),
         "flags": flag_table(),
         "scans": [_scan_data(scan, letter) for scan, letter in zip(scans, "AB", strict=False)],
     }
     return assemble("scan", words, data)
+
+
+def _opening(scans: Sequence[Scan], aligned: bool, length: int) -> str:
+    """The metric to open on: of two scans what changed most, of one the first whose map is not blank."""
+    rows = [scan.rows for scan in scans]
+    if len(rows) == 2 and aligned:
+        return next(iter(by_column(changes(*rows, length))), "sqrtF")
+    return telling(rows[0], length).name
 
 
 def _scan_data(scan: Scan, letter: str) -> dict[str, Any]:

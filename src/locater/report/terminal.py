@@ -20,6 +20,7 @@ from locater.report.probe_columns import KINDS
 from locater.report.probe_words import agreement_sentence, collapse, data_sentence
 from locater.report.tables import (
     MOST_SHOWN,
+    NO_ROLES,
     PROBE,
     SCAN,
     Read,
@@ -30,7 +31,7 @@ from locater.report.tables import (
     noted,
     number,
     origin,
-    roles,
+    roles_sentence,
     summary,
 )
 
@@ -89,7 +90,7 @@ def print_scan(scan: Scan, console: Console) -> None:
         console.print(risk, highlight=False)
     a = scan.assumptions
     console.print(origin(a), highlight=False)
-    for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"]):
+    for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"], NO_ROLES):
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
 
@@ -97,7 +98,7 @@ def print_probe(probe: Probe, console: Console) -> None:
     """What heads do and which deserve a look, the tables, how well predictions agree, and the kinds of numbers."""
     rows, verdicts = probe.rows, probe.verdicts
     console.print(f"{escape(data_sentence(probe))}\n[bold]{summary(rows, verdicts)}[/bold]", highlight=False)
-    for sentence in filter(None, (roles(rows, verdicts), noted(rows, verdicts), collapse(probe))):
+    for sentence in filter(None, (roles_sentence(probe.roles), noted(rows, verdicts), collapse(probe))):
         console.print(escape(sentence), highlight=False)
     _print_heads(probe, PROBE, PROBE_LEGEND, {}, console)
     _print_residuals(probe, console)

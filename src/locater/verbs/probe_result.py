@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.files import write_whole
-from locater.findings import FLAGS, Verdict, judge
+from locater.findings import FLAGS, Verdict, heads_by_role, judge
 from locater.observing.rows import MeasuredHead
 from locater.observing.stream import SeenLayer
 from locater.predict.input_statistics import Statistics
@@ -112,6 +112,11 @@ class Probe:
         """For each row: its role, which of its flags are faults, and why the others are not."""
         return judge([vars(row) for row in self.rows], self.assumptions["length"])
 
+    @property
+    def roles(self) -> dict[str, list[tuple[int, int]]]:
+        """(layer, head) of the heads with each role; a role that was not measured is no key."""
+        return heads_by_role([vars(row) for row in self.rows], self.verdicts)
+
     def stream_after(self, layer_name: str) -> SeenLayer | None:
         """The residual stream after the block that contains the attention layer of this name."""
         return stream_after(layer_name, self.streams)
@@ -122,13 +127,14 @@ class Probe:
         return [{**asdict(row), "faults": verdict.faults, "role": verdict.role} for row, verdict in pairs]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document: schema, locater, source, assumptions, agreement, layers, streams, heads."""
+        """The JSON document: schema, locater, source, assumptions, agreement, roles, layers, streams, heads."""
         return {
             "schema": PROBE_SCHEMA,
             "locater": __version__,
             "source": self.source,
             "assumptions": self.assumptions,
             "agreement": self.agreement,
+            "roles": self.roles,
             "layers": self.layers,
             "streams": [asdict(stream) for stream in self.streams],
             "heads": self.records(),
