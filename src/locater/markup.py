@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 Grid = Sequence[Sequence[float | None]]  # numbers by row and column, such as layer and head; None: no number
@@ -49,6 +50,17 @@ def short_number(x: float | None) -> str:
     ('0.123', '1.23e+06', '-')
     """
     return "-" if x is None else f"{x:.3g}"
+
+
+def range_words(values: Sequence[float | None]) -> str:
+    """`-1 to 3.5`, or the number where all are the same.
+
+    >>> range_words([3.5, None, -1.0]), range_words([2.0, 2.0]), range_words([None])
+    ('-1 to 3.5', '2', '-')
+    """
+    known = [x for x in values if x is not None]
+    ends = dict.fromkeys(short_number(x) for x in (min(known), max(known))) if known else ["-"]
+    return " to ".join(ends)
 
 
 def heat_map(
@@ -161,12 +173,24 @@ def table(headings: Sequence[str], lines: Sequence[Sequence[str]], left: Sequenc
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
+def range_table(columns: Mapping[str, Sequence[float | None]]) -> str:
+    """A line per column: how many numbers it has, the lowest, the median and the highest."""
+    known = {name: [x for x in values if x is not None] for name, values in columns.items()}
+    lines = [
+        [name, str(len(x)), *map(short_number, (min(x), median(x), max(x)) if x else (None,) * 3)]
+        for name, x in known.items()
+    ]
+    return table(["", "numbers", "lowest", "median", "highest"], lines, left=[""])
+
+
 def _td(heading: str, text: str, left: Sequence[str]) -> str:
     return f"<td{' style=text-align:left' if heading in left else ''}>{html.escape(text)}</td>"
 
 
 def display(title: str, sentences: Sequence[str], *parts: str) -> str:
-    """A result in a notebook: its name and sentences about it, which are escaped, then pieces of HTML."""
+    """A result in a notebook: its name and sentences about it, which are escaped, then pieces of HTML side by side."""
     text = html.escape(" ".join(filter(None, sentences)))
     name = f"<b>{html.escape(title)}</b>"
-    return f"<div><p>{name}{'<br>' * bool(text)}{text}</p>{''.join(parts)}</div>"
+    boxes = "".join(f'<div style="max-width:100%;overflow-x:auto">{part}</div>' for part in parts if part)
+    body = f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px;align-items:flex-start">{boxes}</div>' * bool(boxes)
+    return f"<div><p>{name}{'<br>' * bool(text)}{text}</p>{body}</div>"

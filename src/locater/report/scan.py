@@ -1,4 +1,4 @@
-"""A scan, or two scans side by side, as a self-contained page and in a notebook."""
+"""A scan, or two scans side by side, as a self-contained page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from locater.findings import Verdict
+from locater.report.change_words import changes_sentences
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
 from locater.report.scan_columns import by_column, changes, quantities, telling
-from locater.report.tables import NO_ROLES, SCAN, collapse_risk, moved, notebook, noted, origin, summary
+from locater.report.tables import NO_ROLES, collapse_risk, moved, noted, origin, summary
 from locater.version import __version__
 
 if TYPE_CHECKING:
+    from locater.verbs.comparing import Comparison
     from locater.verbs.scan_result import HeadRow, Scan
 
 NUMBERS = (
@@ -28,18 +30,13 @@ def scan_page(scan: Scan) -> str:
     return _page(short_name(scan.source), summary(scan.rows, scan.verdicts), counts, [scan], aligned=True)
 
 
-def scan_in_notebook(scan: Scan) -> str:
-    """A small table, heads that deserve a look first."""
-    title = f"{short_name(scan.source)}: {len(scan.rows)} heads in {len(scan.layers)} attention layers"
-    sentences = (summary(scan.rows, scan.verdicts), noted(scan.rows, scan.verdicts), origin(scan.assumptions))
-    return notebook(title, sentences, SCAN, scan.rows, scan.verdicts)
-
-
-def compare_page(a: Scan, b: Scan, aligned: bool) -> str:
-    """The page of two scans; `aligned` when they have the same heads, so that differences can be shown."""
+def compare_page(comparison: Comparison) -> str:
+    """The page of two scans, with differences where they have the same heads."""
+    a, b, aligned = comparison.a.with_details(), comparison.b.with_details(), comparison.aligned
     counts = f"A: {len(a.rows)} heads in {len(a.layers)} layers. B: {len(b.rows)} heads in {len(b.layers)} layers."
     if aligned:
         verdict = moved(a.verdicts, b.verdicts)
+        counts = " ".join([*changes_sentences(comparison), counts])
     else:
         verdict = " ".join(f"{letter}: {summary(x.rows, x.verdicts)}" for letter, x in (("A", a), ("B", b)))
         counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."

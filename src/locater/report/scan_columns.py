@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from locater.errors import LocaterError
@@ -103,6 +103,11 @@ def quantities(length: int) -> dict[str, Quantity]:
     return {entry[0]: Quantity(*entry, derived.get(entry[0]) or column(entry[0])) for entry in table}
 
 
+def in_words() -> dict[str, str]:
+    """What a quantity is called in a sentence, by its name: words, and the symbol of the tables."""
+    return {x.name: f"{x.words} {x.symbol}".strip() for x in quantities(2).values()}
+
+
 def quantity_named(name: str, length: int, columns: Sequence[str]) -> Quantity:
     """A quantity of the page, or any other of the scan's numeric `columns`."""
     known = quantities(length)
@@ -160,7 +165,7 @@ def changes(a: Sequence[Any], b: Sequence[Any], length: int) -> list[Change]:
     return sorted(table, key=lambda change: -change.size)
 
 
-def by_column(table: Sequence[Change]) -> Mapping[str, float]:
+def by_column(table: Sequence[Change]) -> dict[str, float]:
     """Size of the change of each column (98th percentile over heads), largest first."""
     sizes: dict[str, list[float]] = {}
     for change in table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -154,26 +153,3 @@ def number(x: float | None) -> str:
 
 def counted(count: int, word: str) -> str:
     return f"{count:,} {word}" + ("" if count == 1 else "s")
-
-
-def notebook(
-    title: str, sentences: Sequence[str], columns: Mapping[str, Read], rows: Sequence[Any], verdicts: Sequence[Verdict]
-) -> str:
-    """A result in a notebook: its name, sentences about it, and a small table. The style suits dark themes too."""
-    shown = chosen(rows, verdicts, MOST_SHOWN)
-    headings = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", "head", *columns, "flags"))
-    lines = []
-    for row, verdict in shown:
-        numbers = (row.layer, row.head, *(number(read(row)) for read in columns.values()))
-        cells = "".join(f"<td>{text}</td>" for text in numbers)
-        lines.append(f"<tr>{cells}<td style='text-align:left'>{_flags(verdict)}</td></tr>")
-    whole = f"{len(shown):,} of {counted(len(rows), 'head')}; <code>.report(path)</code> writes all."
-    more = f"<p>{whole}</p>" if len(shown) < len(rows) else ""
-    text = html.escape(" ".join(filter(None, sentences)))
-    return f"<p><b>{html.escape(title)}</b><br>{text}</p><table><tr>{headings}</tr>{''.join(lines)}</table>{more}"
-
-
-def _flags(verdict: Verdict) -> str:
-    faults, notes = (html.escape(" ".join(names)) for names in (verdict.faults, verdict.notes))
-    parts = (f"<b>{faults}</b>" if faults else "", f"<span style='opacity:0.6'>{notes}</span>" if notes else "")
-    return " ".join(filter(None, parts))

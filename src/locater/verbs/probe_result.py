@@ -103,9 +103,19 @@ class Probe:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.probe import probe_in_notebook
+        from locater.report.notebook import probe_in_notebook
 
         return probe_in_notebook(self)
+
+    def plot(self, column: str | None = None) -> Any:
+        """One column of all heads, heads by layers; without a name the entropy.
+
+        A matplotlib Figure, or an altair Chart where only altair is installed.
+        """
+        from locater.report.drawn import of_probe
+        from locater.report.plots import plot
+
+        return plot(of_probe(self, column))
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
