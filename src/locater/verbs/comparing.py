@@ -23,6 +23,10 @@ MOST_LISTED = 20  # heads that the document lists as those that changed most
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
 
 
+FAULT = "fault"  # a condition of --fail-on: any flag that deserves a look and is new
+CHANGE_COLUMNS = tuple(f"change_{name}" for name in DIFFERENCES)
+
+
 @dataclass(frozen=True)
 class HeadChange:
     """One head in both scans: `difference[column]` is b minus a, None where either has no number."""
@@ -78,6 +82,23 @@ class Comparison:
     def head_changes(self) -> list[Change]:
         """The largest change of each head, the largest first."""
         return by_head(self.changes)
+
+    def condition_rows(self) -> list[dict[str, Any]]:
+        """What conditions of --fail-on are tested on: for each head `change_COLUMN`, B minus A, and as `flags` those
+        that B raises and A does not, with "fault" among them where one is a fault in B and was none in A.
+        """
+        if not self.aligned:
+            raise LocaterError(
+                "--fail-on compares head by head, and these two have different heads: "
+                "give two models of one shape, or use locater scan B --fail-on"
+            )
+        rows = []
+        for change, before, after in zip(self.rows, self.a.verdicts, self.b.verdicts, strict=True):
+            new_fault = bool({*after.faults} - {*before.faults})
+            differences = {f"change_{name}": x for name, x in change.difference.items()}
+            flags = (*change.gained, *((FAULT,) if new_fault else ()))
+            rows.append({"layer": change.layer, "head": change.head, "flags": flags, **differences})
+        return rows
 
     def medians(self) -> dict[str, tuple[float | None, float | None]]:
         """Median over heads of the main columns, in a and in b."""
