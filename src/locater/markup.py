@@ -184,7 +184,8 @@ def range_table(columns: Mapping[str, Sequence[float | None]]) -> str:
 
 
 def _td(heading: str, text: str, left: Sequence[str]) -> str:
-    return f"<td{' style=text-align:left' if heading in left else ''}>{html.escape(text)}</td>"
+    style = ' style="text-align:left"' if heading in left else ""
+    return f"<td{style}>{html.escape(text)}</td>"
 
 
 def display(title: str, sentences: Sequence[str], *parts: str) -> str:
