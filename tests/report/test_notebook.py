@@ -93,7 +93,7 @@ def test_the_map_of_a_comparison_is_b_minus_a() -> None:
     twin = scan(f"{DEMO}/twin")
     for a, b in zip(scanned().rows, twin.rows, strict=True):
         assert drawn.values[a.layer, a.head] == pytest.approx(b.M - a.M)
-    assert "mean self-logit M rose from" in compared()._repr_html_()
+    assert "mean self-logit M: 3.0 from -0.24 to 1.92, " in compared()._repr_html_()
 
 
 def test_an_observation_before_and_after_a_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from locater.missing import known_median
@@ -24,8 +25,9 @@ def changes_sentences(comparison: Comparison) -> list[str]:
     if not heads:
         return [f"No number of any head changed by more than {NOTABLE:.0%} of its range."]
     named = "; ".join(_column_words(comparison, name) for name in columns[:NAMED_COLUMNS])
-    listed = "; ".join(map(_head_words, heads[:NAMED_CHANGES]))
-    return [*([f"Changed most over heads: {named}."] if named else []), f"Heads that changed most: {listed}."]
+    listed = "; ".join(_by_column(heads[:NAMED_CHANGES]))
+    most = [f"Changed most over heads: {named}."] if named else []
+    return [*most, f"Heads that changed most (layer.head): {listed}."]
 
 
 def _column_words(comparison: Comparison, name: str) -> str:
@@ -35,8 +37,14 @@ def _column_words(comparison: Comparison, name: str) -> str:
     return f"{in_words()[name]} (median {a} in A, {b} in B)"
 
 
-def _head_words(change: Change) -> str:
-    """`1.2: spread of logits √F rose from 0.52 to 15.60`, by layer and head."""
-    verb = "rose" if change.after > change.before else "fell"
-    numbers = f"{verb} from {number(change.before)} to {number(change.after)}"
-    return f"{change.layer}.{change.head}: {in_words()[change.column]} {numbers}"
+def _by_column(heads: Sequence[Change]) -> list[str]:
+    """The number of each head that changed most, by number.
+
+    >>> _by_column([Change(1, 2, "sqrtF", 0.5, 1.25, 0.6)])
+    ['spread of logits √F: 1.2 from 0.50 to 1.25']
+    """
+    parts: dict[str, list[str]] = {}
+    for x in heads:
+        numbers = f"from {number(x.before)} to {number(x.after)}"
+        parts.setdefault(in_words()[x.column], []).append(f"{x.layer}.{x.head} {numbers}")
+    return [f"{words}: {', '.join(changes)}" for words, changes in parts.items()]

@@ -17,7 +17,7 @@ SEQUENTIAL = LinearSegmentedColormap.from_list("locater", [PALE, MOST])
 DIVERGING = LinearSegmentedColormap.from_list("locater-diverging", [LOW, PALE, HIGH])
 
 
-class HeadFigure(Figure):  # type: ignore[misc] # matplotlib is not typed here
+class HeadFigure(Figure):
     """A figure that notebooks show by itself: it belongs to no window and no list of open figures."""
 
     def _repr_png_(self) -> bytes:

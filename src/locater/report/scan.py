@@ -34,16 +34,17 @@ def compare_page(comparison: Comparison) -> str:
     """The page of two scans, with differences where they have the same heads."""
     a, b, aligned = comparison.a.with_details(), comparison.b.with_details(), comparison.aligned
     counts = f"A: {len(a.rows)} heads in {len(a.layers)} layers. B: {len(b.rows)} heads in {len(b.layers)} layers."
+    changed = ""
     if aligned:
         verdict = moved(a.verdicts, b.verdicts)
-        counts = " ".join([*changes_sentences(comparison), counts])
+        changed = " ".join(changes_sentences(comparison))
     else:
         verdict = " ".join(f"{letter}: {summary(x.rows, x.verdicts)}" for letter, x in (("A", a), ("B", b)))
         counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
-    return _page(f"{short_name(a.source)} against {short_name(b.source)}", verdict, counts, [a, b], aligned)
+    return _page(f"{short_name(a.source)} against {short_name(b.source)}", verdict, counts, [a, b], aligned, changed)
 
 
-def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned: bool) -> str:
+def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned: bool, changed: str = "") -> str:
     assumed = scans[0].assumptions
     notes = "; ".join(assumed["notes"])
     with_statistics = assumed.get("prediction") == "predicted"
@@ -51,6 +52,7 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
         "TITLE": f"{title} · Locater",
         "HEADING": title,
         "VERDICT": verdict,
+        "CHANGED": changed,
         "COUNTS": counts,
         "ORIGIN": origin(assumed),
         "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}."
@@ -74,10 +76,9 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
 
 def _opening(scans: Sequence[Scan], aligned: bool, length: int) -> str:
     """The metric to open on: of two scans what changed most, of one the first whose map is not blank."""
-    rows = [scan.rows for scan in scans]
-    if len(rows) == 2 and aligned:
-        return next(iter(by_column(changes(*rows, length))), "sqrtF")
-    return telling(rows[0], length).name
+    if len(scans) == 2 and aligned:
+        return next(iter(by_column(changes(scans[0].rows, scans[1].rows, length))), "sqrtF")
+    return telling(scans[0].rows, length).name
 
 
 def _scan_data(scan: Scan, letter: str) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from locater.missing import known_median
 from locater.report.change_words import changes_sentences
 from locater.report.probe_columns import KINDS
 from locater.report.probe_words import agreement_sentence, collapse, data_sentence
+from locater.report.scan_columns import Read
 from locater.report.tables import (
     MOST_SHOWN,
     NO_ROLES,
     PROBE,
     SCAN,
-    Read,
     chosen,
     collapse_risk,
     counted,
