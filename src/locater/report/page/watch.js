@@ -235,7 +235,8 @@ function lines(values) {
     make("title", {}, path, `head ${h}` + (runs.length > 1 ? ` of ${labelOf(i)}` : ""));
   });
   const strong = runs.length > 1 ? `A line per head: ${labelOf(0)} solid, ${labelOf(1)} dashed; head ${state.head} is drawn strong.` : `A line per head; head ${state.head} is drawn strong.`;
-  const lacking = runs.length > 1 && !every[1].length ? ` ${labelOf(1)} has no layer ${run.layers[state.layer].short}.` : "";
+  const without = runs.findIndex(r => r !== run && r.layers.length && !r.layers[state.layer]);
+  const lacking = without >= 0 ? ` ${labelOf(without)} has no layer ${run.layers[state.layer].short}.` : "";
   element("lines-note").textContent = (some ? strong : "No number of this metric for this layer.") + lacking;
   if (run.steps.length) make("line", { class: "here", x1: sx(run.steps[now()]), x2: sx(run.steps[now()]), y1: box.top, y2: box.bottom }, svg);
 }
@@ -404,7 +405,8 @@ function remember() {
   storeChoice(choice);
 }
 function recall() {
-  if (runs[choiceInAddress().get("run") - 1]?.layers.length) run = runs[choiceInAddress().get("run") - 1];
+  const chosen = runs[(choiceInAddress().get("run") ?? 1) - 1];
+  if (chosen?.layers.length) run = chosen;
   const choice = choiceInAddress(), layer = run.layers.findIndex(l => l.short === choice.get("layer")), head = Number(choice.get("head"));
   const first = run.warnings.find(g => g.layer !== null);
   state.metric = run.columns.includes(choice.get("metric")) ? choice.get("metric") : ["entropy_ratio", ...run.columns].find(name => run.columns.includes(name)) ?? "";
