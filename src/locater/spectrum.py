@@ -59,7 +59,7 @@ class Moments:
         if not shown:
             return display("Moments", [f"{self._shape()}."])
         name, values = next(iter(shown.items()))
-        width = self.query_gram.shape[-3] if self.query_gram.ndim > 2 else 1
+        width = max(1, self.query_gram.shape[-3]) if self.query_gram.ndim > 2 else 1
         rows = [values[i : i + width] for i in range(0, len(values), width)]
         return display(
             "Moments", [f"{self._shape()}."], heat_map(rows, name, rows="row", columns="head"), range_table(shown)
@@ -78,7 +78,7 @@ class Moments:
         if type(self.query_gram) is not Tensor or self.query_gram.is_meta:
             return {}
         names = ("frobenius_sq",) if self.cross is None else ("trace", "frobenius_sq", "concentration")
-        columns = {name: getattr(self, name).detach().double().flatten().tolist() for name in names}
+        columns = {name: getattr(self, name).detach().cpu().double().flatten().tolist() for name in names}
         return {name: [finite_or_none(x) for x in values] for name, values in columns.items()}
 
     @property

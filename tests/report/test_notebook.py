@@ -124,6 +124,7 @@ def test_moments_in_one_line() -> None:
     meta = Moments(*(torch.empty(2, 4, 4, device="meta") for _ in range(3)))
     assert repr(meta) == "Moments(2 heads of size 4, float32 on meta)"
     assert "on meta" in meta._repr_html_()
+    assert "<svg" in moments(W_Q[0, :0], W_K[0, :0])._repr_html_(), "no head at all"
     broken = moments(W_Q[0] * torch.tensor([1.0, torch.nan, 1.0])[:, None, None], W_K[0])
     assert cells(broken._repr_html_())["0", "1"] == "-"
     learnt = moments(W_Q.requires_grad_(), W_K)
