@@ -37,6 +37,8 @@ CHANGED: dict[str, dict[str, object]] = {
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
 NEW: dict[str, tuple[str, ...]] = {
     "names": ("public.Block", "public.Family"),
+    "compare": ("changes",),  # what changed most
+    "probe": ("roles",),  # the heads of each role
     "train": ("result.plan.deterministic",),  # of no effect on a CPU
 }
 

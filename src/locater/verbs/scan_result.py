@@ -91,9 +91,19 @@ class Scan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.scan import scan_in_notebook
+        from locater.report.notebook import scan_in_notebook
 
         return scan_in_notebook(self)
+
+    def plot(self, column: str | None = None) -> Any:
+        """One column of all heads, heads by layers; without a name the one that the page opens on.
+
+        A matplotlib Figure, or an altair Chart where only altair is installed.
+        """
+        from locater.report.drawn import of_scan
+        from locater.report.plots import plot
+
+        return plot(of_scan(self, column))
 
     def title(self) -> str:
         return f"{self.source}: {len(self.rows)} heads in {len(self.layers)} attention layers"
