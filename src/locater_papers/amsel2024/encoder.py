@@ -91,7 +91,8 @@ class Encoders:
             return self._own(torch.full((arm.seeds, *shape), value, device=device, dtype=dtype))
 
         D, wide, hidden = arm.channels, arm.copies * arm.channels, arm.hidden
-        self.places = even(arm.points, arm.positions, bound=math.sqrt(3 / max(1, arm.positions)))
+        if arm.positions:
+            self.places = even(arm.points, arm.positions, bound=math.sqrt(3 / arm.positions))  # of length about 1
         self.layers = [
             {
                 **{name: even(D, wide, bound=math.sqrt(6 / (4 * D))) for name in "qkv"},  # Xavier, of the three as one
