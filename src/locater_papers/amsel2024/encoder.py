@@ -1,8 +1,8 @@
 """What is trained: encoders that give every point the point farthest from it, all seeds of an arm as one batched model.
 
 A layer is that of the paper's code: `copies` multi-head attentions side by side, averaged, each with all of its heads of
-one rank; a sum with the input; an MLP with ReLU; a sum again. After each sum a token is scaled to length 1 times one
-learned number. Points have no positions, or learned ones in channels of their own. Weights do not depend on the rank: a
+one rank; a sum with the input; an MLP with ReLU; a sum again. After each sum a token is scaled to a length that is one
+learned number and begins at sqrt(d), as in ScaleNorm (begun at 1, most encoders of three layers learn the length 0). Points have no positions, or learned ones in channels of their own. Weights do not depend on the rank: a
 head of rank r reads r channels of its copy, so that arms of one width and number of copies have equal parameters.
 
 The loss is the squared distance from the answer. AdamW, no decay; the rate rises over the first 5 % of the steps and
@@ -103,8 +103,8 @@ class Encoders:
                 "up_bias": even(1, hidden, bound=D**-0.5),
                 "down": even(hidden, D, bound=hidden**-0.5),
                 "down_bias": even(1, D, bound=hidden**-0.5),
-                "size": full(1, 1, value=1.0),
-                "last_size": full(1, 1, value=1.0),
+                "size": full(1, 1, value=math.sqrt(D)),
+                "last_size": full(1, 1, value=math.sqrt(D)),
             }
             for _ in range(arm.layers)
         ]

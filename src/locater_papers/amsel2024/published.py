@@ -24,23 +24,25 @@ from locater_papers.engine.runs import Runs, short, versions
 
 WIDTH = 64
 RANKS = (1, 2, 4, 8, 16, 32, 64)
-SETS = 1024  # points of a step and a seed: 64 sets of 16
+POINTS = 1024  # of a step and a seed: 64 sets of 16
 SHORT = "as seen after fewer steps"
 
 
-def _arm(rank: int, points: int = 16, **changes: Any) -> Encoder:
-    return Encoder(rank=rank, points=points, batch=SETS // points, **changes)
+def _arm(rank: int, points: int = 16, of_step: int = POINTS, **changes: Any) -> Encoder:
+    return Encoder(rank=rank, points=points, batch=of_step // points, **changes)
 
 
 ONE = tuple(_arm(r, copies=1, steps=12_000) for r in RANKS) + tuple(
     _arm(r, copies=WIDTH, steps=3_000) for r in reversed(RANKS)
 )
-THREE = tuple(_arm(r, copies=WIDTH, layers=3, steps=2_500, seeds=6) for r in (64, 4, 1))
+THREE = tuple(_arm(r, copies=WIDTH, layers=3, steps=3_000, seeds=6) for r in (64, 4, 1))
 COUNTS = tuple(
-    _arm(r, points, copies=WIDTH, layers=2, steps=1_500, seeds=6, rate=0.005) for r in (64, 1) for points in (4, 16, 64)
+    _arm(r, points, POINTS // 2, copies=WIDTH, layers=2, steps=3_000, seeds=6)
+    for r in (64, 1)
+    for points in (4, 16, 64)
 )
 PLACES = tuple(
-    _arm(rank or WIDTH + positions, copies=8, layers=3, positions=positions, steps=2_000, seeds=6, rate=0.005)
+    _arm(rank or WIDTH + positions, copies=8, layers=3, positions=positions, steps=3_000, seeds=6)
     for positions in (0, 64)
     for rank in (0, 1)
 )
