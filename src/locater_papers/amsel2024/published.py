@@ -35,14 +35,11 @@ def _arm(rank: int, points: int = 16, of_step: int = POINTS, **changes: Any) -> 
 ONE = tuple(_arm(r, copies=1, steps=12_000) for r in RANKS) + tuple(
     _arm(r, copies=WIDTH, steps=3_000) for r in reversed(RANKS)
 )
-THREE = tuple(_arm(r, copies=WIDTH, layers=3, steps=3_000, seeds=6) for r in (64, 4, 1))
-COUNTS = tuple(
-    _arm(r, points, POINTS // 2, copies=WIDTH, layers=2, steps=3_000, seeds=6)
-    for r in (64, 1)
-    for points in (4, 16, 64)
-)
+DEEP = {"steps": 4_000, "seeds": 5, "rate": 0.005}  # more layers bear less
+THREE = tuple(_arm(r, copies=WIDTH, layers=3, **DEEP) for r in (64, 4, 1))
+COUNTS = tuple(_arm(r, n, POINTS // 2, copies=WIDTH, layers=2, **DEEP) for r in (64, 1) for n in (4, 16, 64))
 PLACES = tuple(
-    _arm(rank or WIDTH + positions, copies=8, layers=3, positions=positions, steps=3_000, seeds=6)
+    _arm(rank or WIDTH + positions, copies=8, layers=3, positions=positions, **DEEP)
     for positions in (0, 64)
     for rank in (0, 1)
 )
