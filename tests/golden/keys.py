@@ -36,7 +36,9 @@ CHANGED: dict[str, dict[str, object]] = {
 
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
 NEW: dict[str, tuple[str, ...]] = {
-    "names": ("public.Block", "public.Family"),
+    "names": ("public.Block", "public.Family", "columns.scan.effective_rank"),
+    "scan": ("heads[*].effective_rank",),
+    "compare": ("heads[*].difference.effective_rank", "medians.effective_rank"),
     "train": ("result.plan.deterministic",),  # of no effect on a CPU
 }
 

@@ -26,6 +26,7 @@ from locater.report.tables import (
     chosen,
     collapse_risk,
     counted,
+    directions,
     moved,
     noted,
     number,
@@ -87,6 +88,8 @@ def print_scan(scan: Scan, console: Console) -> None:
     _print_heads(scan, SCAN, LEGEND, {"kept": "residual_kept"}, console)
     if risk := collapse_risk(scan.layers, scan.assumptions["length"]):
         console.print(risk, highlight=False)
+    if used := directions(scan.rows):
+        console.print(used, highlight=False)
     a = scan.assumptions
     console.print(origin(a), highlight=False)
     for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"]):
@@ -113,7 +116,11 @@ def print_probe(probe: Probe, console: Console) -> None:
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Medians of both, then the heads that changed most."""
     a, b = comparison.a, comparison.b
-    columns: dict[str, Read] = {**SCAN, "stable rank": lambda row: row.stable_rank}
+    columns: dict[str, Read] = {
+        **SCAN,
+        "stable rank": lambda row: row.stable_rank,
+        "effective rank": lambda row: row.effective_rank,
+    }
     table = _empty("medians over heads", ("", "A", "B"))
     for name, read in columns.items():
         table.add_row(name, *(number(known_median(read(row) for row in scan.rows)) for scan in (a, b)))

@@ -217,10 +217,11 @@ def losses(model: Encoders, points: Float[Tensor, "S B N d"]) -> Float[Tensor, "
 def judged(model: Encoders, device: str) -> Float[Tensor, " S"]:
     """Losses on new points, with products in float32."""
     torch.manual_seed(1)
-    parts = max(1, JUDGED // model.arm.batch)
+    batch = 64
     if device != "cpu":
-        model.attend = attend
-    return torch.stack([losses(model, drawn(model.arm, model.arm.batch, device)) for _ in range(parts)]).mean(0).cpu()
+        batch, model.attend = model.arm.batch, attend
+    parts = max(1, JUDGED // batch)
+    return torch.stack([losses(model, drawn(model.arm, batch, device)) for _ in range(parts)]).mean(0).cpu()
 
 
 def share_of_rate(step: int, steps: int) -> float:

@@ -215,12 +215,11 @@ def rows_of(arms: Sequence[Encoder], runs: Runs) -> list[dict[str, Any]]:
                 "seeds": arm.seeds,
                 "heads": arm.heads,
                 "losses": losses,
-                "mean": sum(losses) / len(losses) if losses else None,
+                "mean_loss": sum(losses) / len(losses) if losses else None,
                 "least": min(losses) if losses else None,
                 "published": published.get(arm.rank),
                 "milliseconds": 1000 * line["seconds"] / arm.steps,
                 **means,
-                "curve": line["curve"],
                 "device": line["device"],
             }
         )

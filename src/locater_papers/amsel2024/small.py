@@ -119,10 +119,10 @@ def _row(arm: Encoder, result: dict[str, Any]) -> dict[str, Any]:
         "steps": arm.steps,
         "heads": arm.heads,
         "losses": result["loss"],
-        "mean": fmean(result["loss"]),
+        "mean_loss": fmean(result["loss"]),
         "least": min(result["loss"]),
         **means,
-        "curve": result["curve"],
+        "curve": [[100 * (n + 0.5), loss] for n, loss in enumerate(result["curve"])],
     }
 
 

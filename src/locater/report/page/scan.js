@@ -25,7 +25,9 @@ const METRICS = {
   key_bias: ["key bias", "sequential", 0.2, h => h.key_bias,
     "Spread of the part of a logit that depends on the key alone: every query is drawn to the same keys."],
   stable_rank: ["stable rank", "sequential", 4, h => h.stable_rank,
-    "How many directions carry the map: 1 is a single one, the head size is all of them."],
+    "How many directions carry the map, each by its square against that of the largest: 1 is a single one, the head size is all of them."],
+  effective_rank: ["effective rank", "sequential", 4, h => h.effective_rank,
+    "How many directions the map has, each counted by its share of all singular values: never less than the stable rank, and near the head size where all count alike."],
   spectral_norm: ["spectral norm of W", "sequential", 1, h => h.spectral_norm, "Largest stretch of the query-key map, before the logit scale."],
   skew: ["skew g₁", "diverging", 0.75, h => h.skew, "Beyond 0.75 a few directions dominate and the exact mixture replaces the closed form."],
 };
@@ -196,7 +198,7 @@ function panels() {
   element("which").textContent = layer ? `Layer ${layer.short}, head ${state.head}` : "No head";
   element("where").textContent = layer ? layer.name + (layer.note ? " · " + layer.note : "") : "This scan holds no attention head.";
   element("facts").innerHTML = both.length ? [["self-logit M", h => h.M], ["spread √F", METRICS.sqrtF[3]], ["symmetry S/F", METRICS.symmetry[3]],
-    ["concentration κ", h => h.concentration], ["localization Λ", h => h.localization], ["stable rank", h => h.stable_rank],
+    ["concentration κ", h => h.concentration], ["localization Λ", h => h.localization], ["stable rank", h => h.stable_rank], ["effective rank", h => h.effective_rank],
     ["key bias", h => h.key_bias], ["entropy", h => h.expected_entropy], ["differences kept", h => h.residual_kept]]
     .map(([name, read]) => `<div><b>${both.map(([h]) => show(read(h))).join(" → ")}</b>${name}</div>`).join("") : "";
   findings(both);
