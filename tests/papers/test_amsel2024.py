@@ -214,11 +214,11 @@ def test_runs_decide_both_ways(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_is_missing_or_diverged_leaves_its_claims_open(tmp_path: Path) -> None:
-    path = made_up(tmp_path / "few.jsonl", arms=published.ONE[:7])
+    path = made_up(tmp_path / "few.jsonl", arms=published.ONE[:9])
     append_line(
         path,
         {
-            "options": published.ONE[7].options,
+            "options": published.ONE[9].options,
             "loss": [None] * 8,
             "seconds": 1.0,
             "heads": {"angle": [None]},

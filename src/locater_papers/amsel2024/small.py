@@ -24,7 +24,7 @@ RANKS = (1, 2, 4, 8)
 STEPS = {True: 1, False: 3}  # times those of the arms
 BASE = Encoder(rank=1, width=WIDTH, points=POINTS, hidden=64, seeds=8, batch=8, rate=0.03)
 NARROW = tuple(replace(BASE, rank=r, steps=1200) for r in RANKS)  # d^2 parameters
-WIDE = tuple(replace(BASE, rank=r, copies=WIDTH, steps=600) for r in (1, 4, 8))  # d^3
+WIDE = tuple(replace(BASE, rank=r, copies=WIDTH, steps=1200) for r in (1, 4, 8))  # d^3
 REPEATS = 24  # of each timing, the two in turns
 TIMED = 8  # steps of one
 
