@@ -2,7 +2,7 @@
 
 A layer is that of the paper's code: `copies` multi-head attentions side by side, averaged, each with all of its heads of
 one rank; a sum with the input; an MLP with ReLU; a sum again. After each sum a token is scaled to a length that is one
-learned number and begins at sqrt(d), as in ScaleNorm (begun at 1, most encoders of three layers learn the length 0). Points have no positions, or learned ones in channels of their own. Weights do not depend on the rank: a
+learned number. It begins at 1, or at sqrt(d) as in ScaleNorm: begun at 1, encoders of several layers learn the length 0. Points have no positions, or learned ones in channels of their own. Weights do not depend on the rank: a
 head of rank r reads r channels of its copy, so that arms of one width and number of copies have equal parameters.
 
 The loss is the squared distance from the answer. AdamW, no decay; the rate rises over the first 5 % of the steps and
@@ -55,6 +55,7 @@ class Encoder:
     batch: int = 128
     steps: int = 10_000
     rate: float = 0.01
+    length: float = 1.0  # that the learned lengths of tokens begin with
 
     @property
     def channels(self) -> int:
@@ -71,7 +72,8 @@ class Encoder:
 
     @property
     def options(self) -> dict[str, Any]:
-        return asdict(self)
+        """What decides a run; a length of 1 is not mentioned."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("length", 1.0)}
 
 
 class Encoders:
@@ -103,8 +105,8 @@ class Encoders:
                 "up_bias": even(1, hidden, bound=D**-0.5),
                 "down": even(hidden, D, bound=hidden**-0.5),
                 "down_bias": even(1, D, bound=hidden**-0.5),
-                "size": full(1, 1, value=math.sqrt(D)),
-                "last_size": full(1, 1, value=math.sqrt(D)),
+                "size": full(1, 1, value=arm.length),
+                "last_size": full(1, 1, value=arm.length),
             }
             for _ in range(arm.layers)
         ]
