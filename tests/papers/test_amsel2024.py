@@ -155,11 +155,11 @@ def test_w_of_heads() -> None:
 
 
 def test_a_short_training_lowers_the_loss_and_is_the_same_again() -> None:
-    arm = Encoder(rank=4, width=4, points=4, hidden=8, seeds=3, batch=8, steps=300, rate=0.02)
+    arm = Encoder(rank=8, width=8, points=8, hidden=32, seeds=2, batch=8, steps=200, rate=0.03, length=3.0)
     first, again = (encoder.trained(arm) for _ in range(2))
     assert first["loss"] == again["loss"]
     assert max(first["loss"]) < 0.9 < first["curve"][0]
-    assert len(first["curve"]) == 3
+    assert len(first["curve"]) == 2
 
 
 @pytest.mark.gpu
@@ -179,10 +179,10 @@ def made_up(path: Path, good: bool = True, arms: tuple[Encoder, ...] | None = No
     """Runs in which full rank is good and three layers help, or the other way round."""
     for arm in arms or (*published.ONE, *(arm for arms in published.AGAIN.values() for arm in arms)):
         full = arm.rank >= published.WIDTH
-        base = 0.01 if full else {1: 0.87, 64: 0.65}.get(arm.copies, 0.6) - 0.25 * (arm.layers - 1)
+        base = 0.01 if full else {1: 0.87, 8: 0.9, 64: 0.65}[arm.copies] - 0.25 * (arm.layers - 1)
         base += -0.2 * (arm.positions > 0 and not full) - 0.12 * (arm.rank == 4) * (arm.layers > 1)
         base += 0.5 * (arm.points == 64 and not full)
-        base = base if good else 1.0 - base
+        base = base if good else 0.95 - base
         noise = [
             1e-4 * ((3 * seed + seed * arm.rank + arm.points + 2 * arm.layers * seed) % 7) for seed in range(arm.seeds)
         ]
@@ -213,7 +213,7 @@ def test_runs_decide_both_ways(tmp_path: Path) -> None:
         assert {name: verdicts[name].verdict for name in decided} == dict.fromkeys(decided, expected)
         one_sided = {verdicts[name].verdict for name in ("d1", "d2", "d7")}
         assert one_sided == {"holds" if good else "undecided"}, "too high a loss may be too few steps"
-    assert verdicts["d1"].measured == pytest.approx(0.99 / 0.13, rel=0.01)
+    assert verdicts["d1"].measured == pytest.approx(0.94 / 0.08, rel=0.02)
 
 
 def test_encoders_that_learned_nothing_decide_nothing(tmp_path: Path) -> None:
@@ -264,10 +264,11 @@ def document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(random_heads, "SEEDS", 2)
     for name in ("NARROW", "WIDE"):
         monkeypatch.setattr(
-            small, name, tuple(replace(arm, steps=100, batch=2, seeds=2, hidden=8) for arm in getattr(small, name))
+            small, name, tuple(replace(arm, steps=10, batch=2, seeds=2, hidden=8) for arm in getattr(small, name))
         )
     monkeypatch.setattr(small, "REPEATS", 2)
     monkeypatch.setattr(encoder, "JUDGED", 64)
+    monkeypatch.setattr(encoder, "EPOCH", 10)
     result = reproduce(PAPER, Setting(runs=made_up(tmp_path / "runs.jsonl")))
     loaded: dict[str, Any] = json.loads(result.to_json())
     return loaded
@@ -284,7 +285,7 @@ def test_the_page_with_all_some_and_none(tmp_path: Path, monkeypatch: pytest.Mon
     }
     for path in written[1:]:
         ElementTree.parse(path)
-    assert "| 1 | 64 | 12,000 | 0.8703 |" in text
+    assert "| 1 | 64 | 12,000 | 8 | 0.870" in text
     assert "full rank is far better than half of it at d² parameters" in text
     some = {**whole, "claims": [x if x["id"][0] in "ab" else {**x, "measured": None} for x in whole["claims"]]}
     some["studies"] = {title: whole["studies"][title] for title in ("one full-rank head", "random heads of rank one")}

@@ -1,7 +1,7 @@
 """The same encoders at a small size, on a CPU: study c.
 
-d and N are 8, the MLP has 64 channels, and steps are counted in hundreds; everything else is as in `encoder.py`. It says
-whether the order of the ranks is there already at this size, at equal parameters and by the time that a step takes.
+d and N are 8, the MLP has 64 channels, the lengths of tokens begin at sqrt(d), and there are 1,200 steps; everything else
+is as in `encoder.py`. It says whether the order of the ranks is there already at this size, at equal parameters and by the time that a step takes.
 Several layers are left to the published size: at this rate encoders of three layers learn nothing.
 """
 
@@ -22,7 +22,7 @@ from locater_papers.engine.papers import Results, Setting, Study
 WIDTH = POINTS = 8
 RANKS = (1, 2, 4, 8)
 STEPS = {True: 1, False: 3}  # times those of the arms
-BASE = Encoder(rank=1, width=WIDTH, points=POINTS, hidden=64, seeds=8, batch=8, rate=0.03)
+BASE = Encoder(rank=1, width=WIDTH, points=POINTS, hidden=64, seeds=8, batch=8, rate=0.03, length=WIDTH**0.5)
 NARROW = tuple(replace(BASE, rank=r, steps=1200) for r in RANKS)  # d^2 parameters
 WIDE = tuple(replace(BASE, rank=r, copies=WIDTH, steps=1200) for r in (1, 4, 8))  # d^3
 REPEATS = 24  # of each timing, the two in turns
