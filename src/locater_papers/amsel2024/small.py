@@ -1,8 +1,9 @@
 """The same encoders at a small size, on a CPU: study c.
 
 d and N are 8, the MLP has 64 channels, the lengths of tokens begin at sqrt(d), and there are 1,200 steps; everything else
-is as in `encoder.py`. It says whether the order of the ranks is there already at this size, at equal parameters and by the time that a step takes.
-Several layers are left to the published size: at this rate encoders of three layers learn nothing.
+is as in `encoder.py`. It says whether the order of the ranks is there already at this size, at equal parameters and by
+the time that a step takes. Several layers are left to the published size: at this rate encoders of three layers learn
+nothing.
 """
 
 from __future__ import annotations
