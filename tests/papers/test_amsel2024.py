@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from locater.train.sweep import append_line
 from locater_papers import Setting, reproduce
-from locater_papers.amsel2024 import PAPER, encoder, nearest, published, random_heads, small
+from locater_papers.amsel2024 import PAPER, encoder, nearest, plan, published, random_heads, small
 from locater_papers.amsel2024.encoder import Encoder, Encoders
 from locater_papers.engine.pages import write_report
 from tests import ROOT
@@ -177,8 +177,8 @@ def test_a_graph_on_a_gpu_trains_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def made_up(path: Path, good: bool = True, arms: tuple[Encoder, ...] | None = None) -> Path:
     """Runs in which full rank is good and three layers help, or the other way round."""
-    for arm in arms or (*published.ONE, *(arm for arms in published.AGAIN.values() for arm in arms)):
-        full = arm.rank >= published.WIDTH
+    for arm in arms or (*plan.ONE, *(arm for arms in plan.AGAIN.values() for arm in arms)):
+        full = arm.rank >= plan.WIDTH
         base = 0.01 if full else {1: 0.87, 8: 0.9, 64: 0.65}[arm.copies] - 0.25 * (arm.layers - 1)
         base += -0.2 * (arm.positions > 0 and not full) - 0.12 * (arm.rank == 4) * (arm.layers > 1)
         base += 0.5 * (arm.points == 64 and not full)
@@ -219,13 +219,19 @@ def test_runs_decide_both_ways(tmp_path: Path) -> None:
 def test_encoders_that_learned_nothing_decide_nothing(tmp_path: Path) -> None:
     """Those of the first plan stand in for those of the second, until one of these is there."""
     path = tmp_path / "runs.jsonl"
-    for arms in (published.ONE, *published.FIRST.values()):
+    for arms in (plan.ONE, *plan.FIRST.values()):
         made_up(path, arms=arms)
     verdicts = {v.claim.id: v.verdict for v in reproduce(PAPER, Setting(runs=path), claim="e").verdicts}
     assert verdicts["e3"] == "holds"
-    made_up(path, arms=published.AGAIN["e"])
-    for arm in published.AGAIN["e"][:1]:
-        lost = {"options": arm.options, "loss": [1.0, 1.0, 1.0, 0.2, 0.3], "seconds": 1.0, "heads": {}, "device": ""}
+    made_up(path, arms=plan.AGAIN["e"])
+    for arm in plan.AGAIN["e"][:1]:
+        lost = {
+            "options": arm.options,
+            "loss": [1.0, 1.0, 1.0, 0.2, 0.3],
+            "seconds": 1.0,
+            "heads": {"frobenius": [None]},
+            "device": "",
+        }
         append_line(path, lost)
     verdicts = {v.claim.id: v for v in reproduce(PAPER, Setting(runs=path), claim="e").verdicts}
     assert {v.verdict for v in verdicts.values()} == {"undecided"}
@@ -242,14 +248,14 @@ def test_a_loss_above_the_published_one_decides_nothing(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_is_missing_or_diverged_leaves_its_claims_open(tmp_path: Path) -> None:
-    path = made_up(tmp_path / "few.jsonl", arms=published.ONE[:7])
+    path = made_up(tmp_path / "few.jsonl", arms=plan.ONE[:7])
     append_line(
         path,
         {
-            "options": published.ONE[7].options,
+            "options": plan.ONE[7].options,
             "loss": [None] * 8,
             "seconds": 1.0,
-            "heads": {"angle": [None]},
+            "heads": {"angle": [None], "frobenius": [None]},
             "device": "",
         },
     )
