@@ -36,10 +36,14 @@ CHANGED: dict[str, dict[str, object]] = {
 
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
 NEW: dict[str, tuple[str, ...]] = {
-    "names": ("public.Block", "public.Family"),
-    "compare": ("changes",),  # what changed most
+    "names": ("public.Block", "public.Family", "columns.scan.effective_rank"),
+    "scan": ("heads[*].effective_rank",),
+    "compare": (
+        *("changes",),  # what changed most
+        *("heads[*].difference.effective_rank", "medians.effective_rank"),
+    ),
     "probe": ("roles",),  # the heads of each role
-    "train": ("result.plan.deterministic",),  # of no effect on a CPU
+    "train": ("result.plan.deterministic", "scan.heads[*].effective_rank"),  # deterministic: of no effect on a CPU
 }
 
 # Keys that were removed on purpose, each with a reason in a comment.

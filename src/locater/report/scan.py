@@ -9,7 +9,7 @@ from locater.findings import Verdict
 from locater.report.change_words import changes_sentences
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
 from locater.report.scan_columns import by_column, changes, quantities, telling
-from locater.report.tables import NO_ROLES, collapse_risk, moved, noted, origin, summary
+from locater.report.tables import NO_ROLES, collapse_risk, directions, moved, noted, origin, summary
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NUMBERS = (
     *("M", "S", "F", "mean", "concentration", "localization", "expected_entropy"),
-    *("residual_kept", "key_bias", "stable_rank", "spectral_norm", "skew"),
+    *("residual_kept", "key_bias", "stable_rank", "effective_rank", "spectral_norm", "skew"),
 )
 
 
@@ -26,7 +26,8 @@ def scan_page(scan: Scan) -> str:
     """The page of one scan."""
     heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layer{'s' * (len(scan.layers) != 1)}"
     risk = collapse_risk(scan.layers, scan.assumptions["length"])
-    counts = " ".join(filter(None, (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk)))
+    sentences = (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk, directions(scan.rows))
+    counts = " ".join(filter(None, sentences))
     return _page(short_name(scan.source), summary(scan.rows, scan.verdicts), counts, [scan], aligned=True)
 
 

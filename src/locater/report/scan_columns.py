@@ -88,7 +88,13 @@ def quantities(length: int) -> dict[str, Quantity]:
         ),
         (
             *("stable_rank", "", "stable rank", False, 4.0),
-            "How many directions carry the map: 1 is a single one, the head size is all of them.",
+            "How many directions carry the map, each by its square against that of the largest: 1 is a single one, the "
+            "head size is all of them.",
+        ),
+        (
+            *("effective_rank", "", "effective rank", False, 4.0),
+            "How many directions the map has, each counted by its share of all singular values: never less than the "
+            "stable rank, and near the head size where all count alike.",
         ),
         (
             *("spectral_norm", "", "spectral norm of W", False, 1.0),

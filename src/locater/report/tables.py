@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from locater.findings import FLAGS, Verdict, near_uniform, untrained
@@ -129,6 +130,25 @@ def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
         f"Rank-collapse risk: attention alone keeps {span} of what differs between tokens; "
         f"uniform attention over {length} tokens keeps {length**-0.5:.3g}, a row with a single token 1."
     )
+
+
+def directions(rows: Sequence[Any]) -> str:
+    """How many of its directions a head uses, as medians over the heads of each size; empty where it is not known.
+
+    >>> from types import SimpleNamespace
+    >>> directions([SimpleNamespace(head_dim=64, stable_rank=3.2, effective_rank=21.7)])
+    'Heads of size 64 use 3.2 directions by stable rank, 21.7 by effective rank (medians).'
+    """
+    sizes: dict[int, list[Any]] = {}
+    for row in rows:
+        if row.effective_rank is not None:
+            sizes.setdefault(row.head_dim, []).append(row)
+    parts = [
+        f"eads of size {size} use {median(row.stable_rank for row in some):.1f} directions by stable rank, "
+        f"{median(row.effective_rank for row in some):.1f} by effective rank"
+        for size, some in sorted(sizes.items())
+    ]
+    return f"H{'; h'.join(parts)} (medians)." if parts else ""
 
 
 def chosen(rows: Sequence[Any], verdicts: Sequence[Verdict], most: int) -> list[tuple[Any, Verdict]]:

@@ -28,6 +28,7 @@ from locater.report.tables import (
     chosen,
     collapse_risk,
     counted,
+    directions,
     moved,
     noted,
     number,
@@ -89,6 +90,8 @@ def print_scan(scan: Scan, console: Console) -> None:
     _print_heads(scan, SCAN, LEGEND, {"kept": "residual_kept"}, console)
     if risk := collapse_risk(scan.layers, scan.assumptions["length"]):
         console.print(risk, highlight=False)
+    if used := directions(scan.rows):
+        console.print(used, highlight=False)
     a = scan.assumptions
     console.print(origin(a), highlight=False)
     for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"], NO_ROLES):
@@ -119,7 +122,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(f"[bold]{moved(a.verdicts, b.verdicts)}[/bold]", highlight=False)
     for sentence in changes_sentences(comparison):
         console.print(sentence, highlight=False)
-    columns: dict[str, Read] = {**SCAN, "stable rank": lambda row: row.stable_rank}
+    columns: dict[str, Read] = {
+        **SCAN,
+        "stable rank": lambda row: row.stable_rank,
+        "effective rank": lambda row: row.effective_rank,
+    }
     table = _empty("medians over heads", ("", "A", "B"))
     for name, read in columns.items():
         table.add_row(name, *(number(known_median(read(row) for row in scan.rows)) for scan in (a, b)))

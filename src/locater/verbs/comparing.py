@@ -18,7 +18,10 @@ from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, HeadRow, Scan
 from locater.verbs.scanning import Progress, scan
 from locater.version import SCHEMA, __version__
 
-MEDIANS = ("M", "F", "concentration", "localization", "expected_entropy", "residual_kept", "stable_rank", "key_bias")
+MEDIANS = (
+    *("M", "F", "concentration", "localization", "expected_entropy", "residual_kept"),
+    *("stable_rank", "effective_rank", "key_bias"),
+)
 MOST_LISTED = 20  # heads that the document lists as those that changed most
 DIFFERENCES = tuple(name for name in NUMERIC_COLUMNS if name != "scale")
 

@@ -50,6 +50,7 @@ class HeadRow:
     concentration: float | None = None
     spectral_norm: float | None = None
     stable_rank: float | None = None
+    effective_rank: float | None = None
     M: float | None = None
     S: float | None = None
     F: float | None = None
@@ -70,7 +71,7 @@ class HeadRow:
 
 
 OPTIONAL = ("eigenvalues", "drive", "profile")  # columns that are computed on request
-ADDED = ("residual_kept",)  # columns that documents of earlier versions do not have
+ADDED = ("residual_kept", "effective_rank")  # columns that documents of earlier versions do not have
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
 

@@ -179,7 +179,7 @@ function panels() {
   element("which").textContent = layer ? `Layer ${layer.short}, head ${state.head}` : "No head";
   element("where").textContent = layer ? layer.name + (layer.note ? " · " + layer.note : "") : "This scan holds no attention head.";
   element("facts").innerHTML = both.length ? [["self-logit M", h => h.M], ["spread √F", DERIVED.sqrtF], ["symmetry S/F", DERIVED.symmetry],
-    ["concentration κ", h => h.concentration], ["localization Λ", h => h.localization], ["stable rank", h => h.stable_rank],
+    ["concentration κ", h => h.concentration], ["localization Λ", h => h.localization], ["stable rank", h => h.stable_rank], ["effective rank", h => h.effective_rank],
     ["key bias", h => h.key_bias], ["entropy", h => h.expected_entropy], ["differences kept", h => h.residual_kept]]
     .map(([name, read]) => `<div><b>${both.map(([h]) => show(read(h))).join(" → ")}</b>${name}</div>`).join("") : "";
   findings(both);
