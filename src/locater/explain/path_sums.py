@@ -39,7 +39,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.explain.frozen import CONSTANTS, INPUT, MLP, Step, normed
+from locater.explain.branches import normed
+from locater.explain.frozen import CONSTANTS, INPUT, MLP, Step
 
 # one entry per step of `Paths.steps`: None is the skip, a number the head. An MLP is number 0 of its own step; in a
 # parallel block it comes after the last head.

@@ -39,6 +39,7 @@ class Passage:
 
     input: Tensor
     output: Tensor
+    others: tuple[Tensor, ...] = ()  # of a mixture's experts: the chosen ones and their weights
 
 
 @dataclass
@@ -123,7 +124,8 @@ class Recording:
         paths: list[str | None] = [block.path(self.layers[0]), block.path(self.layers[-1]), self._final()]
         for layer in self.layers:
             modules = self.modules(layer)
-            paths += [modules.find(part) for part in (*block.norms, block.mlp, block.up, block.down)]
+            mlp = (block.mlp, block.up, block.down, block.experts, block.shared_up, block.shared_down)
+            paths += [modules.find(part) for part in (*block.norms, *mlp)]
         return list(dict.fromkeys(path for path in paths if path is not None))
 
     def _final(self) -> str | None:
@@ -135,5 +137,6 @@ def _record(passages: list[Passage], copied: bool, module: nn.Module, forward: A
     out = forward(*args, **kw)
     x = args[0] if args else next(iter(kw.values()))
     y = (out[0] if isinstance(out, tuple) else out).detach()
-    passages.append(Passage(x.detach(), y.clone() if copied else y))
+    others = tuple(a.detach() for a in (*args, *kw.values()) if isinstance(a, Tensor) and a is not x)
+    passages.append(Passage(x.detach(), y.clone() if copied else y, others))
     return out
