@@ -17,20 +17,23 @@ const longest = Math.max(...STREAMS.map(s => s.tokens.length));
 
 // ---- tables: unpacked once, when first shown ----
 const tables = new Map();
-async function table(id, rows, columns) {
+async function table(id, rows, columns, special) { // three of four rows stay within the colours; special tokens do not count
   if (!tables.has(id)) tables.set(id, (async () => {
     const packed = atob(element(`table-${id}`).textContent), bytes = new Uint8Array(packed.length);
     for (let i = 0; i < packed.length; i++) bytes[i] = packed.charCodeAt(i);
     const buffer = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
     const scale = new Float32Array(buffer, 0, rows), whole = new Int8Array(buffer, 4 * rows, rows * columns);
-    let most = 0, least = 0;
+    const usual = Uint8Array.from({ length: columns }, (_, k) => special.size < columns && special.has(k) ? 0 : 1);
+    const highs = new Float32Array(rows);
+    let least = 0;
     for (let q = 0; q < rows; q++) {
       let high = 0, low = 0;
-      for (let k = q * columns; k < (q + 1) * columns; k++) { if (whole[k] > high) high = whole[k]; if (whole[k] < low) low = whole[k]; }
-      most = Math.max(most, high * scale[q]); least = Math.min(least, low * scale[q]);
+      for (let k = 0, i = q * columns; k < columns; k++, i++) if (usual[k]) { if (whole[i] > high) high = whole[i]; if (whole[i] < low) low = whole[i]; }
+      highs[q] = Math.max(high, -low) * scale[q]; least = Math.min(least, low * scale[q]);
     }
+    const most = highs.sort()[Math.floor(0.75 * (rows - 1))] || highs[rows - 1] || 1;
     const at = (q, k) => whole[q * columns + k] * scale[q];
-    return { rows, columns, scale, whole, at, most: Math.max(most, -least) || 1, signed: least < -0.02 * most, row: q => Array.from({ length: columns }, (_, k) => at(q, k)) };
+    return { rows, columns, scale, whole, at, most, signed: least < -0.02 * most, row: q => Array.from({ length: columns }, (_, k) => at(q, k)) };
   })());
   return tables.get(id);
 }
@@ -95,12 +98,18 @@ function holder(m, s, part, long) {
 function tokens(m, s, part) {
   const stream = STREAMS[s], box = holder(m, s, part, stream.tokens.length > 600), nodes = chips(box, stream, 0, stream.tokens.length);
   listenTokens(box, s, nodes, 1);
+  const drawn = new Int16Array(nodes.length).fill(-1); // a token is touched only when its colour changes
   let now = null;
   return {
     m, s,
     paint(values, { most, signed }) {
       const colours = signed ? palette().diverging : palette().sequential;
-      nodes.forEach((node, t) => { const c = colours[step(values[t], most)]; node.style.background = `rgb(${c})`; node.style.color = readable(c); });
+      nodes.forEach((node, t) => {
+        const at = step(values[t], most), c = colours[at], kind = signed ? at + 255 : Math.max(127, at);
+        if (drawn[t] === kind) return;
+        drawn[t] = kind;
+        node.style.cssText = `background:rgb(${c});color:${readable(c)}`;
+      });
     },
     mark(t) { now?.classList.remove("now"); now = t === null ? null : nodes[t]; now?.classList.add("now"); },
     reach(t) { nodes[t].scrollIntoView({ block: "nearest" }); },
@@ -194,16 +203,20 @@ async function drawToken() {
   element("release").hidden = !state.pinned;
   strips.forEach(x => x.mark(at && at[0] === x.s ? at[1] : null));
   const rows = new Map();
-  if (at) await Promise.all(METHODS.map(async (method, m) => { if (hasRows(m, at[0])) rows.set(m, (await tableOf(m)).row(at[1])); }));
+  if (at) await Promise.all(shownMethods().map(async m => { if (hasRows(m, at[0])) rows.set(m, (await tableOf(m)).row(at[1])); }));
   if (ticket !== drawing) return; // the pointer has moved on
   for (const x of strips) {
     const method = METHODS[x.m], sources = rows.get(x.m), values = sources && method.stream === x.s ? sources : scoresOf(x.m, x.s);
-    x.paint(values, range(values, STREAMS[x.s].special));
+    const scale = range(values, STREAMS[x.s].special);
+    x.signed = scale.signed;
+    x.paint(values, scale);
   }
   readToken(rows);
+  element("scale").innerHTML = strips.some(x => x.signed) ? `against <i style="background:${gradient(true)}"></i> for the target` : `none <i style="background:${gradient(false)}"></i> most`;
   matrixView.cursor(at && METHODS[state.method].queries === at[0] ? at[1] : null, null);
 }
-const tableOf = m => table(METHODS[m].table, METHODS[m].rows, STREAMS[METHODS[m].stream].tokens.length);
+const gradient = signed => `linear-gradient(90deg,${[0, 0.25, 0.5, 0.75, 1].map(t => `rgb(${blend(signed ? 2 * t - 1 : t, signed)})`).join()})`;
+const tableOf = m => table(METHODS[m].table, METHODS[m].rows, STREAMS[METHODS[m].stream].tokens.length, STREAMS[METHODS[m].stream].special);
 function largest(values, s, count = 5) {
   return values.map((v, t) => [v, t]).filter(([v]) => v !== 0).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, count)
     .map(([v, t]) => `${escape(quoted(STREAMS[s].tokens[t]))} ${numeral(v)}`).join(" · ");
@@ -220,12 +233,30 @@ function readToken(rows) {
   element("read-token").innerHTML = `<b>${escape(place(s, t))}</b>${score}${row ? ` · its sources: ${largest(row, method.stream)}` : ""}`;
 }
 
-// ---- a table as a canvas, with a cursor over it ----
+// ---- a table as a canvas, with the largest number of `by` x `by` cells where there are many to a pixel ----
+function pooled({ rows, columns, whole, scale, most }, colours, by) {
+  const wide = Math.ceil(columns / by), high = Math.ceil(rows / by), image = new ImageData(wide, high), words = new Uint32Array(image.data.buffer);
+  const inks = Uint32Array.from(colours, ([r, g, b]) => (255 << 24 | b << 16 | g << 8 | r) >>> 0), best = new Float32Array(wide);
+  for (let y = 0; y < high; y++) {
+    best.fill(0);
+    for (let q = y * by; q < Math.min(rows, (y + 1) * by); q++) {
+      const factor = scale[q] / most * 127;
+      for (let k = 0, i = q * columns; k < columns; k++, i++) if (whole[i]) { const v = whole[i] * factor, x = by === 1 ? k : Math.floor(k / by); if (Math.abs(v) > Math.abs(best[x])) best[x] = v; }
+    }
+    for (let x = 0; x < wide; x++) words[y * wide + x] = inks[Math.max(0, Math.min(254, Math.round(best[x]) + 127))];
+  }
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, { width: wide, height: high });
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
+}
+
+// ---- a view of a table, with a cursor over it ----
 function tableView(id, read, choose) {
   const box = element(id), canvas = document.createElement("canvas"), over = document.createElement("canvas");
   over.className = "over";
   box.append(canvas, over);
-  let now = null, cell = [null, null];
+  let now = null, cell = [null, null], size = null, ink = ""; // size and ink as they were drawn: asking for them again would lay out the page
   const sizes = () => {
     const width = room(id), { queries, keys } = now, rows = now.data.rows, columns = now.data.columns;
     const side = Math.min(width / columns, 34), labels = side >= 11 && STREAMS[keys].tokens.length <= 48 && !STREAMS[keys].patches;
@@ -242,17 +273,12 @@ function tableView(id, read, choose) {
   };
   function draw() {
     if (!now) return;
-    const size = sizes(), context = fit(canvas, size), { data } = now, colours = data.signed ? palette().diverging : palette().sequential;
-    const image = new ImageData(data.columns, data.rows), words = new Uint32Array(image.data.buffer);
-    const inks = Uint32Array.from(colours, ([r, g, b]) => (255 << 24 | b << 16 | g << 8 | r) >>> 0);
-    for (let q = 0; q < data.rows; q++) {
-      const factor = data.scale[q] / data.most * 127, at = q * data.columns;
-      for (let k = 0; k < data.columns; k++) words[at + k] = inks[Math.max(0, Math.min(254, Math.round(data.whole[at + k] * factor) + 127))];
-    }
-    const small = document.createElement("canvas");
-    Object.assign(small, { width: data.columns, height: data.rows });
-    small.getContext("2d").putImageData(image, 0, 0);
-    context.imageSmoothingEnabled = size.cell < 1; // many cells to a pixel: their mean
+    size = sizes();
+    ink = getComputedStyle(document.documentElement).getPropertyValue("--warn");
+    fit(over, size);
+    const context = fit(canvas, size), { data } = now, colours = data.signed ? palette().diverging : palette().sequential;
+    const small = pooled(data, colours, Math.max(1, Math.floor(1 / (size.cell * Math.min(2, devicePixelRatio || 1)))));
+    context.imageSmoothingEnabled = false;
     context.drawImage(small, size.left, size.top, size.cell * data.columns, size.high * data.rows);
     if (size.labels) axis(context, size);
     cursor();
@@ -276,15 +302,16 @@ function tableView(id, read, choose) {
   }
   function cursor() {
     if (!now) return;
-    const size = sizes(), context = fit(over, size), [q, k] = cell;
-    context.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--warn");
+    const context = over.getContext("2d"), [q, k] = cell;
+    context.clearRect(0, 0, size.width, size.height);
+    context.strokeStyle = ink;
     context.lineWidth = 1.5;
     if (q !== null) context.strokeRect(size.left, size.top + q * size.high, size.cell * size.columns, Math.max(1, size.high));
     if (k !== null) context.strokeRect(size.left + k * size.cell, size.top, Math.max(1, size.cell), size.high * size.rows);
     read(now, q, k);
   }
   const hit = event => {
-    const size = sizes(), edge = canvas.getBoundingClientRect(), q = Math.floor((event.clientY - edge.top - size.top) / size.high), k = Math.floor((event.clientX - edge.left - size.left) / size.cell);
+    const edge = canvas.getBoundingClientRect(), q = Math.floor((event.clientY - edge.top - size.top) / size.high), k = Math.floor((event.clientX - edge.left - size.left) / size.cell);
     return q >= 0 && q < size.rows && k >= 0 && k < size.columns ? [q, k] : null;
   };
   const set = next => { cell = next; cursor(); choose?.(now, cell[0]); };
@@ -358,7 +385,7 @@ async function drawPattern() {
   const layer = DATA.layers[pattern.layer];
   element("which").textContent = `Layer ${layer.short}, head ${pattern.head}: what it attends to`;
   element("where").textContent = `${layer.name} · ${layer.kind}-attention · rows are queries, columns keys`;
-  const data = await table(pattern.table, pattern.rows, pattern.columns);
+  const data = await table(pattern.table, pattern.rows, pattern.columns, STREAMS[pattern.keys].special);
   if (PATTERNS[state.head] === pattern) patternView.show({ data, queries: pattern.queries, keys: pattern.keys });
   readHead(pattern.layer * 65536 + pattern.head);
 }
