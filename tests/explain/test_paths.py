@@ -520,7 +520,7 @@ def test_grouped_values() -> None:
 
 EXACT = (
     "gpt_neox gpt_neox-sequential phi phi-normed falcon falcon-per-head falcon-groups falcon-groups-one-norm falcon-alibi opt opt-bare "
-    "opt-post-norm starcoder2 stablelm stablelm-parallel roberta-decoder electra-widened distilbert mpnet albert-unshared xlnet "
+    "opt-post-norm starcoder2 stablelm stablelm-parallel roberta-decoder electra-widened distilbert mpnet albert albert-unshared xlnet "
     "xlnet-causal-clamped deberta_v2-keys-only dinov2 dinov2_with_registers clip-text clip-vision clip-classifier siglip-text "
     "siglip-vision-headless locater-qwen3 locater-post locater-sandwich-alone locater-no-mlp"
 )
@@ -587,7 +587,6 @@ REFUSED = {
     "umt5": "EncDecAttention: paths go through one stack",
     "bart": "encoder_attn: paths go through one stack",
     "whisper": "encoder_attn: paths go through one stack",
-    "albert": "albert_layers.0.attention: 3 attention calls were observed in one run of the model, not one: paths need every",
     "gemma3-composite": "gemma3 has two towers with blocks of their own: pass model.model.language_model",
 }
 
@@ -647,11 +646,11 @@ def test_the_model_is_left_as_it_was() -> None:
     [
         (
             lambda: decompose(nn.Linear(2, 2), torch.zeros(1, 2)),
-            "Linear: a model without a model_type is not decomposed into paths: describe its blocks with locater.register",
+            "Linear: a model without a model_type is not split into linear steps: describe its blocks with locater.register",
         ),
         (
             lambda: decompose(BY_LABEL["bloom-slow"].build(), tokens()),
-            "BloomForCausalLM: model_type 'bloom' is not decomposed into paths: slow_but_exact",
+            "BloomForCausalLM: model_type 'bloom' is not split into linear steps: slow_but_exact",
         ),
         (lambda: decompose(gpt2(), tokens(), mlp="none"), "mlp='none' is not known: use 'source' or 'linear'"),  # type: ignore[arg-type]
         (lambda: decompose(gpt2(), {"inputs": torch.zeros(1, 2)}), "GPT2LMHeadModel: does not run on this batch"),

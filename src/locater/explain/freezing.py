@@ -38,12 +38,12 @@ class Freezer:
     mlp: Mlp
 
     def paths(self, final_norm: bool, mask: Tensor | None) -> Paths:
-        recording, layers = self.recording, self.recording.layers
+        recording = self.recording
         steps: list[Step] = []
-        for layer, site in zip(layers, recording.sites, strict=True):
-            steps += self._steps(layer, recording.call(site))
-        x = upcast(recording.once(recording.block.path(layers[0])).input)
-        output = recording.once(recording.block.path(layers[-1])).output
+        for turn, layer, call in recording.turns():
+            steps += replace(self, recording=turn)._steps(layer, call)
+        start, output = recording.ends()
+        x = upcast(start)
         final = recording.final()
         if final is not None and final_norm:
             steps.append(Step(final, after=self.norm_at(final)))

@@ -148,6 +148,20 @@ class Paths:
             x = normed(step.after, x)
         return x
 
+    def carried(self, x: Float[Tensor, "n B T d"]) -> Float[Tensor, "n B T d"]:
+        """Fields that enter the first block, carried to the end by all paths. Constants and observed outputs of MLPs
+        are left out, so this is linear.
+        """
+        for step in self.frozen:
+            x = step.onward(x)
+        return x
+
+    def pulled_back(self, g: Float[Tensor, "n B T d"]) -> Float[Tensor, "n B T d"]:
+        """Covectors at the end, carried back to the first block: <g, carried(x)> = <pulled_back(g), x>."""
+        for step in reversed(self.frozen):
+            g = step.back(g)
+        return g
+
     def sum_of(self, paths: Sequence[Path]) -> Float[Tensor, "B T d"]:
         """The sum of several paths; a path that is named twice counts twice."""
         total = torch.zeros_like(self.input)
