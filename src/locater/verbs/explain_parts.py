@@ -1,0 +1,107 @@
+"""What stands beside the scores of an explanation: shares of heads and path lengths, patterns of heads, deletion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from locater.data.text import Batch
+from locater.errors import LocaterError
+from locater.explain.explanation import Explanation
+from locater.explain.targets import Target
+from locater.observing import attention_pattern
+from locater.verbs.explain_input import TokenStream
+from locater.verbs.explain_result import HeadShare, LengthShare, Pattern
+
+PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
+
+
+def head_shares(results: Sequence[Explanation], target: Target) -> list[HeadShare]:
+    """The share of the target through each head, where a method has it; the layer first, then the head."""
+    table = _part(results, "head")
+    if table is None:
+        return []
+    return [
+        HeadShare(layer, head, value / target.value)
+        for layer, row in enumerate(table.tolist())
+        for head, value in enumerate(row)
+    ]
+
+
+def length_shares(results: Sequence[Explanation], target: Target) -> list[LengthShare]:
+    """The share of the target along paths of each length, where a method has it."""
+    values = _part(results, "length")
+    return [] if values is None else [LengthShare(k, x / target.value) for k, x in enumerate(values.tolist())]
+
+
+def _part(results: Sequence[Explanation], name: str) -> Tensor | None:
+    return next((result.parts[name] for result in results if name in result.parts), None)
+
+
+def head_patterns(
+    model: nn.Module,
+    batch: Batch,
+    streams: Sequence[TokenStream],
+    layers: Sequence[Mapping[str, Any]],
+    shares: Sequence[HeadShare],
+    heads: Sequence[tuple[int, int]] | None,
+) -> tuple[list[Pattern], str]:
+    """Patterns of all heads, or of those with the largest shares where there is no room; and which they are."""
+    every = [(entry["layer"], head) for entry in layers for head in range(entry["heads"])]
+    _check_heads(heads or (), every)
+    ends = {entry["layer"]: streams_of(entry, streams) for entry in layers}
+    sizes = {at: len(q.tokens) * len(k.tokens) for at, (q, k) in ends.items()}
+    chosen, which = list(heads) if heads else every, "chosen with --heads."
+    if heads is None and sum(sizes[layer] for layer, _ in every) > PATTERN_CELLS:
+        order = [(row.layer, row.head) for row in sorted(shares, key=lambda row: -abs(row.share))] or every[::-1]
+        chosen, left = [], PATTERN_CELLS
+        for layer, head in order:
+            left -= sizes[layer]
+            if left < 0 and chosen:
+                break
+            chosen.append((layer, head))
+        largest = "those with the largest shares" if shares else "the last ones"
+        which = f"{largest}, up to {PATTERN_CELLS / 1e6:.0f} million numbers. Choose others with --heads LAYER.HEAD,..."
+    try:
+        maps = _maps(model, batch, chosen, len(chosen) == len(every))
+    except LocaterError as error:
+        return [], f"no attention was recorded: {error}"
+    patterns = []
+    for (layer, head), weights in sorted(maps.items()):
+        queries, keys = ends[layer]
+        if weights.shape == (len(queries.tokens), len(keys.tokens)):
+            patterns.append(Pattern(layer, head, weights, queries.name, keys.name))
+    return patterns, which
+
+
+def _maps(
+    model: nn.Module, batch: Batch, chosen: Sequence[tuple[int, int]], every: bool
+) -> dict[tuple[int, int], Tensor]:
+    """(T, S) of each head; one run of the model, or one for each layer that has some of the heads."""
+    if every:
+        found = attention_pattern(model, batch)
+        return {at: weights[0].cpu() for at, weights in found.items()}
+    maps: dict[tuple[int, int], Tensor] = {}
+    for layer in sorted({layer for layer, _ in chosen}):
+        heads = [head for at, head in chosen if at == layer]
+        maps |= {at: weights[0].cpu() for at, weights in attention_pattern(model, batch, [layer], heads).items()}
+    return maps
+
+
+def _check_heads(heads: Sequence[tuple[int, int]], every: Sequence[tuple[int, int]]) -> None:
+    for layer, head in heads:
+        if (layer, head) not in every:
+            last = max(layer for layer, _ in every)
+            raise LocaterError(f"head {layer}.{head}: there are layers 0 to {last}, and no such head in them")
+
+
+def streams_of(entry: Mapping[str, Any], streams: Sequence[TokenStream]) -> tuple[TokenStream, TokenStream]:
+    """The streams of a layer's queries and keys."""
+    first, last = streams[0], streams[-1]
+    if entry["kind"] == "cross":
+        return last, first
+    second = "decoder" in entry["name"] if last.name == "decoder" else "text" in entry["name"]
+    here = last if len(streams) > 1 and second else first
+    return here, here
