@@ -13,21 +13,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-ROUNDED = (torch.float32, torch.float)
-
 
 class AllFloat64(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.tensor and kwargs.get("dtype") in ROUNDED:
+        if func is torch.tensor and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
             if func in (Tensor.to, Tensor.type):
-                args = (args[0], *(torch.float64 if a in ROUNDED else a for a in args[1:]))
-            if kwargs.get("dtype") in ROUNDED:
+                args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
+            if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)

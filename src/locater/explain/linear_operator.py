@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.explain.collapses import CONFIDENCE, Collapsed, FrozenOperator, by_norm, with_input
-from locater.explain.decomposing import tolerance
 from locater.explain.explanation import Explanation
-from locater.explain.readout import Readout, frozen_with_readout
+from locater.explain.readout import Readout, check_sum, frozen_with_readout
 from locater.explain.targets import TargetChoice
 
 Collapse = Literal["logit", "input", "input_output", "norm"]
@@ -58,9 +57,9 @@ def operator(
         T = FrozenOperator(paths)
         probes = (0 if T.x.shape[1] <= EXACT_WIDTH else PROBES) if probes is None else probes
         collapsed, offset, exact = _collapsed(T, readout, collapse, matrix, probes, seed)
-        if offset is not None:
+        if offset is not None and collapse == "logit":
             total = float(collapsed.scores.double().sum()) + offset
-            _check_complete(T, readout, collapse, total, next(model.parameters()).dtype)
+            check_sum(readout, total, paths.output[0], next(model.parameters()).dtype)
     how = f"one forward pass of the model, then {collapsed.passes} through the frozen one"
     table, interval = (None if x is None else x.cpu() for x in (collapsed.matrix, collapsed.interval))
     return Explanation(
@@ -109,12 +108,3 @@ def _collapsed(
     if collapse == "logit":
         return result, offset + readout.constant, f"scores and offset sum to the target; {readout.note}"
     return result, offset, "scores and offset sum to |y|^2, y the last stream at the tokens that are read"
-
-
-def _check_complete(T: FrozenOperator, readout: Readout, collapse: str, total: float, dtype: torch.dtype) -> None:
-    """Refuse a sum that is not the target: then padding is read, which attention does not see."""
-    y = torch.einsum("t,td->d", readout.tokens, T.paths.output[0])
-    value = readout.target.value if collapse == "logit" else float(y.square().sum())
-    size = float(readout.covector.norm() * T.y.norm()) if collapse == "logit" else value
-    if not abs(total - value) <= tolerance(dtype) * max(size, abs(value)):
-        raise LocaterError(f"scores and offset sum to {total:.6g}, the target is {value:.6g}: leave padding out")

@@ -212,6 +212,15 @@ class Paths:
             projections.append((passed * y).flatten(1).sum(1) / y.square().sum())
         return HeadShares(torch.stack(norms), torch.stack(projections))
 
+    def along_heads(self, covectors: Float[Tensor, "B T d"]) -> Float[Tensor, "L H"]:
+        """<g, c> for the sum c of all paths through each head, and covectors g at the end: one backward pass."""
+        g, rows = covectors[None], []
+        for step, x in zip(reversed(self.frozen), reversed(self.streams[:-1]), strict=True):
+            if step.longer:
+                rows.append(torch.einsum("hbtd,btd->h", step.each(x), g[0]))
+            g = step.back(g)
+        return torch.stack(rows[::-1])
+
     def _through(self, layer: int) -> Tensor:
         """(H, B, T, d): each head's output, carried to the end by all ways."""
         at = [i for i, step in enumerate(self.frozen) if step.longer][layer]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from locater.checkpoints.sources import config_of
 from locater.errors import LocaterError
-from locater.explain.decomposing import frozen_paths, recorded_run
+from locater.explain.decomposing import frozen_paths, recorded_run, tolerance
 from locater.explain.freezing import Mlp
 from locater.explain.path_sums import Paths
 from locater.explain.targets import Target, TargetChoice, choose_target, vectors
@@ -104,3 +104,11 @@ def _uncapped(numbers: Tensor, cap: float | None) -> Tensor:
     before = cap * torch.atanh(numbers / cap)
     ratio = torch.where(before == 0, 1.0, numbers / before).detach()
     return before * ratio
+
+
+def check_sum(readout: Readout, total: float, y: Float[Tensor, "T d"], dtype: torch.dtype) -> None:
+    """Refuse a sum of scores and offset that is not the target: then padding is read, which attention does not see."""
+    value = readout.target.value
+    size = max(abs(value), float(readout.covector.norm() * y.norm()))
+    if not abs(total - value) <= tolerance(dtype) * size:
+        raise LocaterError(f"scores and offset sum to {total:.6g}, the target is {value:.6g}: leave padding out")
