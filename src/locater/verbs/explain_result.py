@@ -27,19 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """How much of the explained output passes through a head."""
+    """How much of the target passes through a head. A path passes several heads, so these do not sum to the target."""
 
     layer: int
     head: int
-    share: float  # of the target, signed; a path passes several heads, so shares do not sum to 1
+    value: float  # in units of the target
+    share: float  # value / |target|: positive is for the target, negative against it
 
 
 @dataclass(frozen=True)
 class LengthShare:
-    """How much of the explained output comes along paths through this many heads; over lengths they sum to 1."""
+    """How much of the target comes along paths through this many heads. Over lengths they sum to the target, less what
+    the readout adds (a bias of the logits).
+    """
 
     length: int
-    share: float
+    value: float
+    share: float  # value / |target|
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +122,10 @@ class Explanations:
             **({"patterns": [_pattern(pattern) for pattern in self.patterns]} if matrices else {}),
         }
 
+    def document(self, matrices: bool = False) -> Document:
+        """What `--json` writes."""
+        return Document(self, matrices)
+
     def to_json(self, matrices: bool = False) -> str:
         return json.dumps(self.to_dict(matrices), indent=1, allow_nan=False)
 
@@ -151,6 +159,17 @@ class Explanations:
         if matrices:
             entry["matrix"] = None if method.matrix is None else method.matrix.tolist()
         return entry
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """The JSON of explanations, with or without matrices."""
+
+    result: Explanations
+    matrices: bool
+
+    def to_json(self) -> str:
+        return self.result.to_json(self.matrices)
 
 
 def scores_in(method: Explanation, stream: str) -> list[float] | None:

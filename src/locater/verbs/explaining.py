@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
-from locater.explain import METHODS
+import locater.explain as room
+METHODS = getattr(room, "METHODS", {"operator": room.operator, "paths": room.paths})
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target, vectors
 from locater.families import attention_layers
@@ -23,7 +24,8 @@ from locater.verbs.explain_result import Explanations
 from locater.verbs.explain_target import entries_of, find_target, predictions
 from locater.verbs.load import load_model
 
-DEFAULT = ("paths", "operator", "relevance", "integrated_gradients", "rollout")  # those of them that apply
+DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # those of them that apply
+OPERATOR_TOKENS = 256  # up to which the operator's matrix is made: it takes a pass for every token
 MATRIX_CELLS = 16_000_000  # numbers in the matrices of all methods on one page
 
 
@@ -63,7 +65,8 @@ def explanations(
         {"layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads}
         for number, layer in enumerate(attention_layers(module))
     ]
-    shares, why_no_shares = head_shares(results, chosen)
+    shares = head_shares(results, chosen)
+    why_no_shares = "" if shares else skipped.get("paths", "the method paths was not asked for")
     patterns, which = head_patterns(module, read.batch, streams, layers, shares, heads)
     curves, how = deletion_curves(module, read.batch, results)
     assumptions = {
@@ -123,7 +126,8 @@ def _explained(
     skipped: dict[str, str] = {}
     for name in progress(names, len(names)) if progress else names:
         try:
-            results.append(METHODS[name](model, read.batch, target=choice))
+            options = {"matrix": True} if name == "operator" and len(read.streams[0].tokens) <= OPERATOR_TOKENS else {}
+            results.append(METHODS[name](model, read.batch, target=choice, **options))
         except LocaterError as error:
             skipped[name] = str(error)
     if asked and skipped:

@@ -8,7 +8,7 @@ const state = { method: 0, all: true, token: null, pinned: false, head: 0, lengt
 
 // ---- numbers and words ----
 const numeral = x => x === null || x === undefined ? "–" : x === 0 ? "0" : Math.abs(x) < 0.01 ? String(Number(x.toPrecision(2))) : show(x);
-const percent = x => `${(100 * x).toFixed(Math.abs(x) < 0.1 ? 1 : 0)} %`;
+const percent = x => { const digits = Math.abs(x) < 0.0995 ? 1 : 0; return `${(Math.round(100 * x * 10 ** digits) / 10 ** digits + 0).toFixed(digits)} %`; };
 const visible = text => text.replace(/\n/g, "↵").replace(/\t/g, "⇥");
 const quoted = text => `‘${visible(text)}’`;
 const place = (stream, t) => `${quoted(STREAMS[stream].tokens[t])} (${STREAMS[stream].patches && t >= PICTURE.before ? "patch" : `${STREAMS.length > 1 ? STREAMS[stream].name + " " : ""}token`} ${t - (STREAMS[stream].patches && t >= PICTURE.before ? PICTURE.before : 0)})`;
