@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.control import LocAteR
     from locater.families import AttentionLayer, Block, Family, attention_layers, register
     from locater.monitor import Monitor
-    from locater.observing import Observation, observe, statistics
+    from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
     from locater.spectrum import Moments, moments
     from locater.verbs.comparing import Comparison, compare
@@ -42,6 +42,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_layers",
+    "attention_pattern",
     "compare",
     "control",
     "explain",
@@ -64,7 +65,7 @@ _NAMES = {  # module: what it gives to the package
     "control": ("LocAteR",),
     "families": ("AttentionLayer", "Block", "Family", "attention_layers", "register"),
     "monitor": ("Monitor",),
-    "observing": ("Observation", "observe", "statistics"),
+    "observing": ("Observation", "attention_pattern", "observe", "statistics"),
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),
     "verbs.comparing": ("Comparison", "compare"),
