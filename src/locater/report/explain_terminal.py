@@ -48,11 +48,12 @@ def _print_scores(result: Explanations, console: Console) -> None:
         title = f"{MOST_TOKENS} of {counted(len(rows), 'token')}, the largest scores of {names[first]}"
         best = sorted(rows, key=lambda row: -abs(row[first] or 0.0))[:MOST_TOKENS]
         rows = [row for row in rows if any(row is other for other in best)]
+    texts = [stream.name for stream in result.streams if stream.ids is not None]
     several = len(result.streams) > 1
     cells = {
         **({"stream": [row["stream"] for row in rows]} if several else {}),
         "": [str(row["position"]) for row in rows],
-        "token": [_shown(row["token"]) for row in rows],
+        "token": [_shown(row["token"], row["stream"] not in texts) for row in rows],
         **{label: [_score(row[name]) for row in rows] for name, label in names.items()},
     }
     if any(method.offset is not None for method in result.methods):
@@ -83,6 +84,6 @@ def _score(x: float | None) -> str:
     return "-" if x is None else f"{x:.3g}" if abs(x) >= 100 else f"{round(x, 3) + 0.0:.3f}"
 
 
-def _shown(token: str) -> str:
-    text = token.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
+def _shown(token: str, patch: bool) -> str:
+    text = token if patch else token.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
     return text if len(text) <= LONGEST_TOKEN else text[: LONGEST_TOKEN - 1] + "…"

@@ -8,6 +8,7 @@ from locater.report.tables import counted
 
 if TYPE_CHECKING:
     from locater.explain.explanation import Explanation
+    from locater.verbs.explain_input import TokenStream
     from locater.verbs.explain_result import Explanations
 
 LABELS = {  # names of methods as a reader sees them
@@ -43,15 +44,18 @@ def verdict(result: Explanations) -> str:
 
 def target_sentence(result: Explanations) -> str:
     """Which number is explained, of what input."""
-    tokens = " and ".join(
-        f"{len(stream.tokens):,} {stream.name + ' ' if len(result.streams) > 1 else ''}tokens"
-        for stream in result.streams
-    )
+    tokens = " and ".join(_counted_tokens(result, stream) for stream in result.streams)
     if result.target.index is None:
         return f"Explained: the mean of the output over its tokens, along itself ({result.target.value:.4g}); {tokens}."
     where = "" if result.target.position is None else f" at token {result.target.position}"
     what = f"the logit of {quoted(result.target_name)}{where} ({result.target.value:.4g})"
     return f"Explained: {what}; {tokens}."
+
+
+def _counted_tokens(result: Explanations, stream: TokenStream) -> str:
+    if stream.ids is None and result.picture is not None:
+        return f"{result.picture.rows} x {result.picture.columns} patches"
+    return counted(len(stream.tokens), f"{stream.name} token" if len(result.streams) > 1 else "token")
 
 
 def best_method(result: Explanations) -> str:

@@ -11,13 +11,7 @@ from locater.data.text import Batch
 from locater.errors import LocaterError
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
-try:
-    from locater.observing import attention_pattern
-except ImportError:
-    def attention_pattern(model, batch, layers=None, heads=None):
-        from locater.explain import decompose
-        p = decompose(model, batch); ms=[s.branches.maps for s in p.frozen if s.longer]
-        return {(l,h): m[:,h] for l,m in enumerate(ms) for h in range(m.shape[1]) if (layers is None or l in layers) and (heads is None or h in heads)}
+from locater.observing import attention_pattern
 from locater.verbs.explain_input import TokenStream
 from locater.verbs.explain_result import HeadShare, LengthShare, Pattern
 

@@ -126,7 +126,9 @@ def _explained(
     skipped: dict[str, str] = {}
     for name in progress(names, len(names)) if progress else names:
         try:
-            options = {"matrix": True} if name == "operator" and len(read.streams[0].tokens) <= OPERATOR_TOKENS else {}
+            per_token = target.index is None or target.position is not None  # else the other rows of a matrix are 0
+            short = len(read.streams[0].tokens) <= OPERATOR_TOKENS
+            options = {"matrix": True} if name == "operator" and per_token and short else {}
             results.append(METHODS[name](model, read.batch, target=choice, **options))
         except LocaterError as error:
             skipped[name] = str(error)

@@ -68,7 +68,7 @@ function buildStrips() {
     STREAMS.forEach((stream, s) => {
       if (!scoresOf(m, s)) return;
       if (STREAMS.length > 1) part.insertAdjacentHTML("beforeend", `<p class="stream">${escape(stream.name)}</p>`);
-      strips.push(stream.patches ? patches(m, s, part) : tokens(m, s, part));
+      strips.push({ m, ...strip(METHODS[m].label, s, part) });
     });
     box.appendChild(part);
   }
@@ -86,22 +86,23 @@ function chips(parent, stream, from, to) {
   }
   return nodes;
 }
-function holder(m, s, part, long) {
+const strip = (name, s, part) => STREAMS[s].patches ? patches(name, s, part) : tokens(name, s, part);
+function holder(name, s, part, long) {
   const box = document.createElement("div");
   box.className = "tokens" + (long ? " long" : "");
   box.tabIndex = 0;
   box.setAttribute("role", "group");
-  box.setAttribute("aria-label", `${METHODS[m].label}, ${STREAMS[s].name}: arrow keys move between tokens`);
+  box.setAttribute("aria-label", `${name}, ${STREAMS[s].name}: arrow keys move between tokens`);
   part.appendChild(box);
   return box;
 }
-function tokens(m, s, part) {
-  const stream = STREAMS[s], box = holder(m, s, part, stream.tokens.length > 600), nodes = chips(box, stream, 0, stream.tokens.length);
+function tokens(name, s, part) {
+  const stream = STREAMS[s], box = holder(name, s, part, stream.tokens.length > 600), nodes = chips(box, stream, 0, stream.tokens.length);
   listenTokens(box, s, nodes, 1);
   const drawn = new Int16Array(nodes.length).fill(-1); // a token is touched only when its colour changes
   let now = null;
   return {
-    m, s,
+    s,
     paint(values, { most, signed }) {
       const colours = signed ? palette().diverging : palette().sequential;
       nodes.forEach((node, t) => {
@@ -147,12 +148,12 @@ function pin(s, t) {
 function release() { state.pinned = false; state.token = null; drawToken(); }
 
 // a picture: grey, with the patches coloured over it; the tokens that are no patch below it
-function patches(m, s, part) {
+function patches(name, s, part) {
   const stream = STREAMS[s], { rows, columns, before } = PICTURE, canvas = document.createElement("canvas");
   canvas.width = 336; canvas.height = Math.round(336 * PICTURE.height / PICTURE.width);
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${METHODS[m].label}: arrow keys move between patches`);
+  canvas.setAttribute("aria-label", `${name}: arrow keys move between patches`);
   part.appendChild(canvas);
   const context = canvas.getContext("2d"), w = canvas.width / columns, h = canvas.height / rows;
   const patch = event => { const box = canvas.getBoundingClientRect(), c = Math.floor((event.clientX - box.left) / box.width * columns), r = Math.floor((event.clientY - box.top) / box.height * rows);
@@ -170,8 +171,8 @@ function patches(m, s, part) {
     const [values, { most, signed }] = last, colours = signed ? palette().diverging : palette().sequential;
     context.drawImage(greyPicture(), 0, 0, canvas.width, canvas.height);
     for (let i = 0; i < rows * columns; i++) {
-      const v = Math.max(-1, Math.min(1, values[before + i] / most)), c = colours[step(values[before + i], most)];
-      context.fillStyle = `rgba(${c},${(0.12 + 0.68 * Math.abs(v) ** 0.7).toFixed(3)})`;
+      const v = Math.max(-1, Math.min(1, values[before + i] / most));
+      context.fillStyle = `rgba(${colours[v < 0 ? 0 : 254]},${(0.85 * Math.abs(v) ** 0.7).toFixed(3)})`;
       context.fillRect(i % columns * w, Math.floor(i / columns) * h, w + 0.5, h + 0.5);
     }
     nodes.forEach((node, t) => { const c = colours[step(values[t], most)]; node.style.background = `rgb(${c})`; node.style.color = readable(c); node.classList.toggle("now", t === marked); });
@@ -180,7 +181,7 @@ function patches(m, s, part) {
       context.strokeRect((marked - before) % columns * w, Math.floor((marked - before) / columns) * h, w, h);
     }
   };
-  return { m, s, paint(values, scale) { last = [values, scale]; draw(); }, mark(t) { marked = t; draw(); } };
+  return { s, paint(values, scale) { last = [values, scale]; draw(); }, mark(t) { marked = t; draw(); } };
 }
 let grey = null;
 function greyPicture() {
@@ -202,6 +203,7 @@ async function drawToken() {
   const ticket = ++drawing, at = state.token;
   element("release").hidden = !state.pinned;
   strips.forEach(x => x.mark(at && at[0] === x.s ? at[1] : null));
+  drawHeadStrip();
   const rows = new Map();
   if (at) await Promise.all(shownMethods().map(async m => { if (hasRows(m, at[0])) rows.set(m, (await tableOf(m)).row(at[1])); }));
   if (ticket !== drawing) return; // the pointer has moved on
@@ -338,7 +340,7 @@ const matrixView = tableView("matrix", (view, q, k) => {
 const patternView = tableView("pattern", (view, q, k) => {
   element("read-pattern").innerHTML = q === null ? "Point at the pattern, or focus it and use the arrow keys." : k === null ? "" :
     `<b>${escape(place(view.queries, q))}</b> gives ${percent(view.data.at(q, k))} of its attention to <b>${escape(place(view.keys, k))}</b> · most to ${largest(view.data.row(q), view.keys, 3)}`;
-});
+}, (view, q) => point(q === null ? null : view.queries, q));
 async function drawMatrix() {
   const m = state.method, method = METHODS[m];
   element("matrix-note").textContent = method.table !== null ? `${method.label}: rows are output tokens, columns input tokens. Numbers are kept to 1/254 of the largest in their row.` : `${method.label} has one score per token and no matrix.${METHODS.some(x => x.table !== null) ? ` With a matrix: ${METHODS.filter(x => x.table !== null).map(x => x.label).join(", ")}.` : ""}${method.without ? " " + method.without : ""}`;
@@ -379,6 +381,16 @@ function readHead(key) {
   const l = Math.floor(key / 65536), v = shareAt.get(key), away = patternAt.has(key) ? "" : ` · its pattern is not on this page: --heads ${DATA.layers[l].short}.${key % 65536}`;
   element("read-heads").innerHTML = `<b>Layer ${escape(DATA.layers[l].short)}, head ${key % 65536}</b>${v === undefined ? "" : ` · ${percent(v)} of the target passes through it`}${escape(away)}`;
 }
+// the input coloured by one row of the chosen head: of the token that is pointed at, else of the explained one
+let headStrip = null, headData = null;
+function drawHeadStrip() {
+  const pattern = PATTERNS[state.head];
+  if (!headStrip || !headData || !pattern) return;
+  const q = state.token && state.token[0] === pattern.queries ? state.token[1] : Math.min(pattern.rows - 1, TARGET.position ?? 0), values = headData.row(q);
+  element("head-title").innerHTML = `What <b>${escape(place(pattern.queries, q))}</b> attends to`;
+  headStrip.mark(pattern.queries === pattern.keys ? q : null);
+  headStrip.paint(values, range(values, STREAMS[pattern.keys].special));
+}
 async function drawPattern() {
   const pattern = PATTERNS[state.head];
   if (!pattern) { element("which").textContent = ""; element("where").textContent = ""; patternView.show(null); return; }
@@ -386,7 +398,14 @@ async function drawPattern() {
   element("which").textContent = `Layer ${layer.short}, head ${pattern.head}: what it attends to`;
   element("where").textContent = `${layer.name} · ${layer.kind}-attention · rows are queries, columns keys`;
   const data = await table(pattern.table, pattern.rows, pattern.columns, STREAMS[pattern.keys].special);
-  if (PATTERNS[state.head] === pattern) patternView.show({ data, queries: pattern.queries, keys: pattern.keys });
+  if (PATTERNS[state.head] !== pattern) return;
+  patternView.show({ data, queries: pattern.queries, keys: pattern.keys });
+  headData = data;
+  if (longest <= 600) {
+    element("head-strip").replaceChildren();
+    headStrip = strip("chosen head", pattern.keys, element("head-strip"));
+    drawHeadStrip();
+  }
   readHead(pattern.layer * 65536 + pattern.head);
 }
 
@@ -420,6 +439,7 @@ function drawDeletion() {
 // ---- parts that never change ----
 function fill() {
   element("method").innerHTML = METHODS.map((m, i) => `<option value="${i}">${escape(m.label)}</option>`).join("");
+  element("matrix-card").hidden = METHODS.every(m => m.table === null);
   element("all-label").hidden = longest > SHORT || METHODS.length < 2;
   const most = Math.max(1e-9, ...DATA.predictions.map(p => p[2]));
   element("predictions-card").hidden = !DATA.predictions.length;
