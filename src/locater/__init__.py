@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.predict import Statistics
     from locater.spectrum import Moments, moments
     from locater.verbs.comparing import Comparison, compare
+    from locater.verbs.explain_result import Explanations
+    from locater.verbs.explaining import explanations
     from locater.verbs.probe_result import Probe
     from locater.verbs.probing import probe
     from locater.verbs.scan_result import HeadRow, Scan
@@ -29,6 +31,7 @@ __all__ = [
     "AttentionLayer",
     "Block",
     "Comparison",
+    "Explanations",
     "Family",
     "HeadRow",
     "LocAteR",
@@ -46,6 +49,7 @@ __all__ = [
     "compare",
     "control",
     "explain",
+    "explanations",
     "families",
     "integrations",
     "kernels",
@@ -69,6 +73,8 @@ _NAMES = {  # module: what it gives to the package
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),
     "verbs.comparing": ("Comparison", "compare"),
+    "verbs.explain_result": ("Explanations",),
+    "verbs.explaining": ("explanations",),
     "verbs.probe_result": ("Probe",),
     "verbs.probing": ("probe",),
     "verbs.scan_result": ("HeadRow", "Scan"),

@@ -56,7 +56,9 @@ def test_what_is_gathered_is_the_models_own(saved: Path, model: Any) -> None:
     assert result.target.index == int(logits.argmax())
     assert result.target.position == ids.shape[1] - 1
     assert [p.index for p in result.predictions] == logits.topk(8).indices.tolist()
-    assert [p.probability for p in result.predictions] == pytest.approx(logits.softmax(-1).topk(8).values.tolist(), rel=1e-4)
+    assert [p.probability for p in result.predictions] == pytest.approx(
+        logits.softmax(-1).topk(8).values.tolist(), rel=1e-4
+    )
     by_name = {method.method: method for method in result.methods}
     operator = by_name["operator"]
     assert operator.offset is not None

@@ -47,7 +47,9 @@ def command(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Method, or several with commas; may be repeated. Default: a few that apply."),
+        typer.Option(
+            metavar="NAME", help="Method, or several with commas; may be repeated. Default: a few that apply."
+        ),
     ] = None,
     heads: Annotated[
         str | None,

@@ -119,9 +119,7 @@ def _picture_data(result: Explanations) -> dict[str, int] | None:
     }
 
 
-def _method_data(
-    method: Explanation, result: Explanations, places: dict[str, int], tables: Tables
-) -> dict[str, Any]:
+def _method_data(method: Explanation, result: Explanations, places: dict[str, int], tables: Tables) -> dict[str, Any]:
     shown = method.matrix is not None and method.method not in result.assumptions.get("without_matrix", ())
     scores: list[list[float | None] | None] = [None] * len(places)
     scores[places[method.stream]] = _numbers(method.scores)
@@ -136,6 +134,7 @@ def _method_data(
         "how": sentence(method.how),
         "stream": places[method.stream],
         "scores": scores,
+        "without": "" if shown or method.matrix is None else "Its matrix has no room on this page.",
         "table": tables.add(method.matrix) if shown and method.matrix is not None else None,
         "rows": rows,
         "queries": _queries(result, method, rows, places),

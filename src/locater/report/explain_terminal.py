@@ -34,7 +34,9 @@ def print_explanations(result: Explanations, console: Console) -> None:
     if best_sentence := best_method(result):
         console.print(best_sentence, highlight=False)
     for method in result.methods:
-        console.print(f"[bold]{escape(method_label(method.method))}[/bold]: {escape(sentence(method.exact))}", highlight=False)
+        console.print(
+            f"[bold]{escape(method_label(method.method))}[/bold]: {escape(sentence(method.exact))}", highlight=False
+        )
     for note in result.assumptions["notes"]:
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
@@ -68,9 +70,7 @@ def _print_scores(result: Explanations, console: Console) -> None:
         if column.header == "token":
             column.justify = "left"
     for i in range(len(cells["token"])):
-        table.add_row(
-            *(Text(cells[name][i], style="bold" if i in strong.get(name, ()) else "") for name in shown)
-        )
+        table.add_row(*(Text(cells[name][i], style="bold" if i in strong.get(name, ()) else "") for name in shown))
     console.print(table)
 
 

@@ -97,7 +97,9 @@ def heads_note(result: Explanations) -> str:
     """What the map of heads shows, and which patterns the page has."""
     if not result.layers:
         return result.assumptions.get("patterns") or "No attention was recorded."
-    shares = "Share of the target that passes through each head." if result.heads else result.assumptions.get("heads", "")
+    shares = (
+        "Share of the target that passes through each head." if result.heads else result.assumptions.get("heads", "")
+    )
     total = sum(entry["heads"] for entry in result.layers)
     shown = len(result.patterns)
     which = (

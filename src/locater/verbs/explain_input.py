@@ -154,7 +154,9 @@ def _with_picture(model: Any, image: str | Path, text: str | None, tokenizer: An
     vision = getattr(config, "vision_config", None) or config
     patch = getattr(vision, "patch_size", None)
     if not patch:
-        raise LocaterError(f"{type(model).__name__}: its configuration names no patch size, so it has no patches to show")
+        raise LocaterError(
+            f"{type(model).__name__}: its configuration names no patch size, so it has no patches to show"
+        )
     tall, wide = (patch, patch) if isinstance(patch, int) else tuple(patch)
     rows, columns = pixels.shape[-2] // tall, pixels.shape[-1] // wide
     picture = Picture(shown_pixels(model, pixels[0]), rows, columns)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
 import locater.explain as room
+
 METHODS = getattr(room, "METHODS", {"operator": room.operator, "paths": room.paths})
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target, vectors
@@ -135,7 +136,9 @@ def _explained(
     if asked and skipped:
         name, why = next(iter(skipped.items()))
         usable = [result.method for result in results]
-        raise LocaterError(f"method {name} does not apply: {why}" + (f" (of these, {', '.join(usable)} do)" if usable else ""))
+        raise LocaterError(
+            f"method {name} does not apply: {why}" + (f" (of these, {', '.join(usable)} do)" if usable else "")
+        )
     if not results:
         raise LocaterError(next(iter(skipped.values())))
     return results, skipped
@@ -149,7 +152,9 @@ def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenS
     count = len(results[0].scores)
     before = count - picture.rows * picture.columns
     if before < 0:
-        raise LocaterError(f"{count} image tokens for {picture.rows} x {picture.columns} patches: not a grid of patches")
+        raise LocaterError(
+            f"{count} image tokens for {picture.rows} x {picture.columns} patches: not a grid of patches"
+        )
     first = ["[CLS]", *(f"[extra {i}]" for i in range(1, before))][:before]
     fitted = replace(stream, tokens=[*first, *stream.tokens], special=list(range(before)))
     return [fitted, *read.streams[1:]], replace(picture, before=before)
