@@ -177,4 +177,4 @@ def _lengths_note(result: Explanations) -> str:
         return str(result.assumptions.get("lengths", ""))
     largest = max(result.lengths, key=lambda row: row.share)
     heads = "no head" if largest.length == 0 else "1 head" if largest.length == 1 else f"{largest.length} heads"
-    return f"The target as a sum over paths, by the number of heads passed: most, {percent(largest.share)}, passes {heads}."
+    return f"The target as a sum over paths, by heads passed: most of it, {percent(largest.share)}, passes {heads}."

@@ -105,6 +105,6 @@ def heads_note(result: Explanations) -> str:
     which = (
         "Choose a head to see what it attends to."
         if shown == total
-        else f"Patterns of {shown:,} of {counted(total, 'head')} are on this page (dots); {result.assumptions['patterns']}"
+        else f"Patterns of {shown:,} of {counted(total, 'head')} are here (dots): {result.assumptions['patterns']}"
     )
     return f"{shares} {which}".strip()

@@ -3,43 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from locater.data.text import Batch
 from locater.errors import LocaterError
+from locater.explain import paths
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
+from locater.families import attention_layers
 from locater.observing import attention_pattern
 from locater.verbs.explain_input import TokenStream
-from locater.verbs.explain_result import HeadShare, LengthShare, Pattern
+from locater.verbs.explain_result import DeletionCurve, HeadShare, LengthShare, Pattern
+from locater.verbs.explain_target import choice_of
 
 PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
 
 
-def head_shares(results: Sequence[Explanation], target: Target) -> list[HeadShare]:
-    """The share of the target through each head, where a method has it; the layer first, then the head."""
-    table = _part(results, "head")
-    if table is None or target.value == 0:
-        return []
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Beside the scores; `reasons` says in words what each part is or why it is missing."""
+
+    layers: list[dict[str, Any]]
+    heads: list[HeadShare]
+    lengths: list[LengthShare]
+    patterns: list[Pattern]
+    deletion: dict[str, DeletionCurve]
+    reasons: dict[str, str]
+
+
+def parts_of(
+    model: nn.Module,
+    batch: Batch,
+    streams: Sequence[TokenStream],
+    results: Sequence[Explanation],
+    target: Target,
+    heads: Sequence[tuple[int, int]] | None,
+) -> Parts:
+    layers = [
+        {"layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads}
+        for number, layer in enumerate(attention_layers(model))
+    ]
+    split, why = _split(model, batch, results, target)
+    shares, lengths = head_shares(split, target), length_shares(split, target)
+    patterns, which = head_patterns(model, batch, streams, layers, shares, heads)
+    curves, how = deletion_curves(model, batch, results)
+    reasons = {"heads": why, "lengths": why, "patterns": which, "deletion": how}
+    return Parts(layers, shares, lengths, patterns, curves, reasons)
+
+
+def _split(
+    model: nn.Module, batch: Batch, results: Sequence[Explanation], target: Target
+) -> tuple[Mapping[str, Tensor], str]:
+    """The target by head and by path length, and why there is none."""
+    if target.value == 0:
+        return {}, "The target is 0, so nothing has a share of it."
+    for result in results:
+        if {"head", "length"} <= result.parts.keys():
+            return result.parts, ""
+    try:
+        return paths(model, batch, target=choice_of(target)).parts, ""
+    except LocaterError as error:
+        return {}, f"No shares of heads and path lengths: {error}."
+
+
+def head_shares(split: Mapping[str, Tensor], target: Target) -> list[HeadShare]:
+    """The part of the target through each head; by layer, then by head."""
     return [
         HeadShare(layer, head, value, value / abs(target.value))
-        for layer, row in enumerate(table.tolist())
+        for layer, row in enumerate(split["head"].tolist() if split else [])
         for head, value in enumerate(row)
     ]
 
 
-def length_shares(results: Sequence[Explanation], target: Target) -> list[LengthShare]:
-    """The share of the target along paths of each length, where a method has it."""
-    values = _part(results, "length")
-    if values is None or target.value == 0:
-        return []
-    return [LengthShare(k, x, x / abs(target.value)) for k, x in enumerate(values.tolist())]
-
-
-def _part(results: Sequence[Explanation], name: str) -> Tensor | None:
-    return next((result.parts[name] for result in results if name in result.parts), None)
+def length_shares(split: Mapping[str, Tensor], target: Target) -> list[LengthShare]:
+    """The part of the target along paths of each length."""
+    values = split["length"].tolist() if split else []
+    return [LengthShare(length, value, value / abs(target.value)) for length, value in enumerate(values)]
 
 
 def head_patterns(

@@ -1,4 +1,4 @@
-"""The number of an output that is explained, as a user names it: a token or a class by its text or id, and a position."""
+"""The number of an output that is explained, as a user names it: a token or a class by text or id, and a position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.explain.targets import Target, choose_target, vectors
+from locater.explain.targets import Target, TargetChoice, choose_target, vectors
 
 SPACES = ("Ġ", "▁")  # how vocabularies write the space in front of a token
 MOST_PREDICTIONS = 8
@@ -113,6 +113,13 @@ def find_target(
     if index is None:
         index = int(values[0, position].argmax())
     return choose_target(output, (position, index))
+
+
+def choice_of(target: Target) -> TargetChoice:
+    """The target as methods take it."""
+    if target.index is None or target.position is None:
+        return target.index
+    return target.position, target.index
 
 
 def _masked(tokenizer: Any, ids: list[int] | None) -> int:

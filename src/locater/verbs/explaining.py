@@ -8,19 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from locater.errors import LocaterError, first_line
-import locater.explain as room
-
-METHODS = getattr(room, "METHODS", {"operator": room.operator, "paths": room.paths})
+from locater.explain import METHODS
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target, vectors
-from locater.families import attention_layers
 from locater.observing.collecting import Progress
 from locater.observing.inputs import run
 from locater.verbs.explain_input import ExplainInput, Picture, TokenStream, read_input
-from locater.verbs.explain_parts import deletion_curves, head_patterns, head_shares, length_shares
+from locater.verbs.explain_parts import parts_of
 from locater.verbs.explain_result import Explanations
 from locater.verbs.explain_target import entries_of, find_target, predictions
 from locater.verbs.load import load_model
@@ -47,8 +44,9 @@ def explanations(
 
     `model` is a module or the folder of a checkpoint. `text` is the prompt itself. `image` is a picture, for vision
     models. An encoder-decoder reads `text` in its encoder; `decoder_text` is what the decoder has written so far.
-    `target` is a token as text, a class by its name, or a number; by default the model's first choice. `position` is the
-    output token, by default the first [MASK] or the last one. A model without logits is explained along its own output.
+    `target` is a token as text, a class by its name, or a number; by default the model's first choice. `position` is
+    the output token, by default the first [MASK] or the last one. A model without logits is explained along its own
+    output.
     `methods` are names in `locater.explain.METHODS`; by default a few that apply to the model. `heads` are the
     (layer, head) whose patterns the page shows, where there is no room for all.
     """
@@ -61,26 +59,16 @@ def explanations(
     chosen = find_target(output, entries, target, position, read.streams[-1].ids)
     results, skipped = _explained(module, read, chosen, names, methods is not None, progress)
     streams, picture = _fitted(read, results)
-    results = [_named(result, streams) for result in results]
-    layers = [
-        {"layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads}
-        for number, layer in enumerate(attention_layers(module))
-    ]
-    shares = head_shares(results, chosen)
-    why_no_shares = "" if shares else skipped.get("paths", "the method paths was not asked for")
-    patterns, which = head_patterns(module, read.batch, streams, layers, shares, heads)
-    curves, how = deletion_curves(module, read.batch, results)
+    results = [_in_streams(result, streams) for result in results]
+    parts = parts_of(module, read.batch, streams, results, chosen, heads)
     assumptions = {
         "text": text,
         "decoder_text": decoder_text,
         "image": None if image is None else str(image),
-        "output_stream": streams[-1].name if len(streams) > 1 else streams[0].name,
+        "output_stream": streams[-1].name if streams[-1].name == "decoder" else streams[0].name,
         "without_matrix": _without_matrix(results),
-        "heads": why_no_shares,
-        "lengths": why_no_shares,
-        "patterns": which,
-        "deletion": how,
-        "notes": [*read.notes, *(f"{name} was left out: {why}" for name, why in skipped.items())],
+        **parts.reasons,
+        "notes": [f"{name} was left out: {why}" for name, why in skipped.items()],
     }
     return Explanations(
         source,
@@ -89,11 +77,11 @@ def explanations(
         "the output along itself" if chosen.index is None else entries.name(chosen.index),
         predictions(output, chosen, entries),
         results,
-        layers,
-        shares,
-        length_shares(results, chosen),
-        patterns,
-        curves,
+        parts.layers,
+        parts.heads,
+        parts.lengths,
+        parts.patterns,
+        parts.deletion,
         picture,
         assumptions,
     )
@@ -119,29 +107,32 @@ def _run(model: nn.Module, read: ExplainInput) -> Any:
 
 
 def _explained(
-    model: nn.Module, read: ExplainInput, target: Target, names: list[str], asked: bool, progress: Progress | None
+    model: nn.Module, read: ExplainInput, target: Target, names: list[str], named: bool, progress: Progress | None
 ) -> tuple[list[Explanation], dict[str, str]]:
-    """One explanation per method. Methods that were not named and do not apply are left out, with the reason."""
-    choice = target.index if target.position is None else (target.position, target.index)
+    """One explanation per method. Methods that the user did not name and that do not apply are left out, with the
+    reason.
+    """
     results: list[Explanation] = []
     skipped: dict[str, str] = {}
     for name in progress(names, len(names)) if progress else names:
         try:
-            per_token = target.index is None or target.position is not None  # else the other rows of a matrix are 0
-            short = len(read.streams[0].tokens) <= OPERATOR_TOKENS
-            options = {"matrix": True} if name == "operator" and per_token and short else {}
-            results.append(METHODS[name](model, read.batch, target=choice, **options))
+            results.append(METHODS[name](model, read.batch, target=choice_of(target), **_options(name, read, target)))
         except LocaterError as error:
             skipped[name] = str(error)
-    if asked and skipped:
+    if named and skipped:
         name, why = next(iter(skipped.items()))
-        usable = [result.method for result in results]
-        raise LocaterError(
-            f"method {name} does not apply: {why}" + (f" (of these, {', '.join(usable)} do)" if usable else "")
-        )
+        others = ", ".join(result.method for result in results)
+        raise LocaterError(f"method {name} does not apply: {why}" + (f"; {others} would apply" if others else ""))
     if not results:
         raise LocaterError(next(iter(skipped.values())))
     return results, skipped
+
+
+def _options(name: str, read: ExplainInput, target: Target) -> dict[str, Any]:
+    """The operator's matrix is made for short inputs, where more than one of its rows is read."""
+    several_rows = target.index is None or target.position is not None
+    short = len(read.streams[0].tokens) <= OPERATOR_TOKENS
+    return {"matrix": True} if name == "operator" and several_rows and short else {}
 
 
 def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenStream], Picture | None]:
@@ -160,10 +151,17 @@ def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenS
     return [fitted, *read.streams[1:]], replace(picture, before=before)
 
 
-def _named(result: Explanation, streams: list[TokenStream]) -> Explanation:
-    """The explanation with the names of these streams."""
+def _in_streams(result: Explanation, streams: list[TokenStream]) -> Explanation:
+    """The explanation with the names of these streams, checked."""
     if len(streams) == 1:
-        return replace(result, stream=streams[0].name, other_streams={})
+        result = replace(result, stream=streams[0].name, other_streams={})
+    lengths = {stream.name: len(stream.tokens) for stream in streams}
+    for name, scores in ((result.stream, result.scores), *result.other_streams.items()):
+        if lengths.get(name) != len(scores):
+            raise LocaterError(
+                f"{result.method} has {len(scores)} scores of the stream {name!r}, and the input has "
+                + ", ".join(f"{count} tokens in {stream!r}" for stream, count in lengths.items())
+            )
     return result
 
 
