@@ -79,8 +79,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = was
 
 
-def run(model: nn.Module, batch: Batch) -> Any:
-    """One forward pass without gradients, on the model's device. Of a model with a text and an image tower, the tower
+def run(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
+    """One forward pass in evaluation mode, on the model's device. Of a model with a text and an image tower, the tower
     that the batch is for.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -88,7 +88,7 @@ def run(model: nn.Module, batch: Batch) -> Any:
     towers = [method for name, method in TOWERS.items() if name in arguments]
     two = all(hasattr(model, method) for method in TOWERS.values())
     forward = getattr(model, towers[0]) if two and len(towers) == 1 else model
-    with quiet(model):
+    with quiet(model), torch.set_grad_enabled(gradients):
         return forward(**arguments)
 
 
@@ -103,10 +103,10 @@ def as_keywords(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> dict[st
     return dict(inputs)
 
 
-def run_checked(model: nn.Module, batch: Batch) -> Any:
+def run_checked(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
     """`run`, with one line about inputs that the model does not take."""
     try:
-        return run(model, batch)
+        return run(model, batch, gradients)
     except LocaterError:
         raise
     except Exception as error:
