@@ -46,7 +46,7 @@ def made(tokens: int, layers: int = 2, heads: int = 3, patterns: int = 6) -> Exp
         [HeadShare(i // heads, i % heads, 0.1 * i, 0.04 * i) for i in range(layers * heads)],
         [LengthShare(0, 2.0, 0.8), LengthShare(1, 0.7, 0.28), LengthShare(2, -0.2, -0.08)],
         [Pattern(i // heads, i % heads, maps[i], "input", "input") for i in range(patterns)],
-        {name: DeletionCurve([0.0, 0.5, 1.0], [2.5, 1.0, x], x) for name, x in (("operator", 0.1), ("rollout", 0.4))},
+        {name: DeletionCurve([0.0, 0.5, 1.0], [2.5, 1.0, x], [2.5, 2.0, x], "target") for name, x in (("operator", 0.1), ("rollout", 0.4))},
         None,
         {"output_stream": "input", "patterns": "chosen", "deletion": "", "notes": []},
     )  # fmt: skip
@@ -115,7 +115,8 @@ def test_the_page_stands_alone_and_carries_the_numbers(pages: dict[str, Path]) -
     error = abs(unpack_table(packed[1], 18, 18) - matrix.numpy()).max(1)
     assert (error <= abs(matrix.numpy()).max(1) / 254 * 1.001).all()
     assert "The model&#x27;s first choice is ‘ w7’ (50 %), then ‘ w3’ (20 %)." in text
-    assert "Deleting tokens by score lowers the target fastest with operator, slowest with attention rollout." in text
+    said = "On this input, removing tokens by score lowers the target fastest with operator (area 1.1), slowest with"
+    assert said in text
 
 
 def test_words_cannot_break_the_page(pages: dict[str, Path]) -> None:

@@ -55,6 +55,9 @@ def command(
         str | None,
         typer.Option(metavar="L.H,...", help="Heads whose patterns the page shows, where there is no room for all."),
     ] = None,
+    deletion: Annotated[
+        bool, typer.Option("--deletion/--no-deletion", help="Run the model again without tokens, to test the scores.")
+    ] = True,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer, if the model's folder has none.")
     ] = None,
@@ -81,6 +84,7 @@ def command(
         methods=None if method is None else [name for part in method for name in part.split(",") if name],
         heads=None if heads is None else _heads(heads),
         tokenizer=tokenizer,
+        deletion=deletion,
         progress=partial(show_progress, label="explaining"),
     )
     if report is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from locater.explain.explanation import Explanation
-    from locater.verbs.explain_result import Explanations
+    from locater.verbs.explain_result import DeletionCurve, Explanations
 
 
 class Tables:
@@ -77,18 +77,25 @@ def page_data(result: Explanations, tables: Tables) -> dict[str, Any]:
         "first_head": _first_head(result),
         "lengths": [[row.length, significant(row.share)] for row in result.lengths],
         "lengths_note": _lengths_note(result),
-        "deletion": [
-            {
-                "label": method_label(name),
-                "area": significant(curve.area),
-                "points": [[significant(x), significant(y)] for x, y in zip(curve.removed, curve.values, strict=True)],
-            }
-            for name, curve in result.deletion.items()
-        ],
-        "deletion_axis": result.assumptions.get("deletion_axis", "target"),
+        "deletion": [_curve_data(name, curve) for name, curve in result.deletion.items()],
+        "deletion_axis": _deletion_axis(result),
         "deletion_note": result.assumptions.get("deletion", ""),
         "notes": result.assumptions.get("notes", []),
     }
+
+
+def _curve_data(name: str, curve: DeletionCurve) -> dict[str, Any]:
+    sides = (curve.largest_first, curve.smallest_first)
+    return {
+        "label": method_label(name),
+        "area": significant(curve.area),
+        "points": [[[x, significant(y)] for x, y in zip(curve.removed, side, strict=True)] for side in sides],
+    }
+
+
+def _deletion_axis(result: Explanations) -> str:
+    kinds = {curve.of for curve in result.deletion.values()}
+    return "probability" if kinds == {"probability"} else "target"
 
 
 def _data_element(name: str, text: str) -> str:
@@ -166,7 +173,9 @@ def _pattern_data(pattern: Any, places: dict[str, int], tables: Tables) -> dict[
 
 
 def _first_head(result: Explanations) -> int:
-    """The pattern to begin with: of the head with the largest share."""
+    """The pattern to begin with: of the head with the largest share, or of the last layer."""
+    if not result.heads:
+        return max(0, len(result.patterns) - 1)
     shares = {(row.layer, row.head): abs(row.share) for row in result.heads}
     sizes: Sequence[float] = [shares.get((p.layer, p.head), 0.0) for p in result.patterns]
     return sizes.index(max(sizes)) if sizes else 0

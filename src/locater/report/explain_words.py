@@ -59,12 +59,17 @@ def _counted_tokens(result: Explanations, stream: TokenStream) -> str:
 
 
 def best_method(result: Explanations) -> str:
-    """Which method's scores take the target down fastest when tokens are deleted; empty where that was not tried."""
-    if len(result.deletion) < 2:
+    """Which method's scores take the target down fastest when tokens are removed; empty where that was not tried, or
+    where methods do not differ.
+    """
+    areas = sorted((curve.area, method_label(name)) for name, curve in result.deletion.items())
+    if not areas or f"{areas[0][0]:.2g}" == f"{areas[-1][0]:.2g}":
         return ""
-    areas = sorted((curve.area, name) for name, curve in result.deletion.items())
-    names = [method_label(name) for _, name in areas]
-    return f"Deleting tokens by score lowers the target fastest with {names[0]}, slowest with {names[-1]}."
+    (low, best), (high, worst) = areas[0], areas[-1]
+    return (
+        "On this input, removing tokens by score lowers the target "
+        f"fastest with {best} (area {low:.2g}), slowest with {worst} ({high:.2g})."
+    )
 
 
 def percent(share: float) -> str:
@@ -86,7 +91,7 @@ def sentence(text: str) -> str:
 
 def unit(method: Explanation) -> str:
     """What the scores of a method add up to, in a few words."""
-    total = float(method.scores.sum())
+    total = float(method.scores.nansum())
     if method.offset is None:
         return f"scores sum to {total:.3g}"
     offset = method.offset if abs(method.offset) > 5e-4 * abs(total) else 0.0

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from locater.data.text import Batch
 from locater.errors import LocaterError
-from locater.explain import paths
+from locater.explain import deletion, paths
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
 from locater.families import attention_layers
 from locater.observing import attention_pattern
+from locater.observing.collecting import Progress
 from locater.verbs.explain_input import TokenStream
 from locater.verbs.explain_result import DeletionCurve, HeadShare, LengthShare, Pattern
 from locater.verbs.explain_target import choice_of
 
+FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # of tokens removed
 PATTERN_CELLS = 16_000_000  # numbers in the patterns of heads on one page
 
 
@@ -41,7 +43,10 @@ def parts_of(
     results: Sequence[Explanation],
     target: Target,
     heads: Sequence[tuple[int, int]] | None,
+    delete: bool = True,
+    progress: Progress | None = None,
 ) -> Parts:
+    """All of them. `delete` runs the model again without some tokens, sixteen times for each method."""
     layers = [
         {"layer": number, "name": layer.name, "kind": layer.kind, "heads": layer.heads}
         for number, layer in enumerate(attention_layers(model))
@@ -49,7 +54,7 @@ def parts_of(
     split, why = _split(model, batch, results, target)
     shares, lengths = head_shares(split, target), length_shares(split, target)
     patterns, which = head_patterns(model, batch, streams, layers, shares, heads)
-    curves, how = deletion_curves(model, batch, results)
+    curves, how = deletion_curves(model, batch, streams, results, progress) if delete else ({}, "Left out.")
     reasons = {"heads": why, "lengths": why, "patterns": which, "deletion": how}
     return Parts(layers, shares, lengths, patterns, curves, reasons)
 
@@ -151,5 +156,27 @@ def streams_of(entry: Mapping[str, Any], streams: Sequence[TokenStream]) -> tupl
     return here, here
 
 
-def deletion_curves(model, batch, results):
-    return {}, ""
+def deletion_curves(
+    model: nn.Module,
+    batch: Batch,
+    streams: Sequence[TokenStream],
+    results: Sequence[Explanation],
+    progress: Progress | None = None,
+) -> tuple[dict[str, DeletionCurve], str]:
+    """By method, and what was removed or why nothing was. Special tokens and the explained one stay."""
+    by_name = {stream.name: stream for stream in streams}
+    curves: dict[str, DeletionCurve] = {}
+    for result in progress(results, len(results)) if progress else results:
+        stream = by_name[result.stream]
+        own = len(streams) == 1 and stream.ids is not None and result.target.position is not None
+        scored = ~result.scores.isnan()  # the first tokens of a picture may have no score
+        first = len(scored) - int(scored.sum())
+        keep = sorted({*(t - first for t in stream.special if t >= first), *([result.target.position] if own else [])})
+        try:
+            tests = deletion(model, batch, replace(result, scores=result.scores[scored]), FRACTIONS, keep=keep)
+        except LocaterError as error:
+            return {}, f"Not tried: {error}."
+        shown = [x.values if x.probabilities is None else x.probabilities for x in (tests.positive, tests.negative)]
+        of = "target" if tests.positive.probabilities is None else "probability"
+        curves[result.method] = DeletionCurve(list(FRACTIONS), shown[0].tolist(), shown[1].tolist(), of)
+    return curves, "Special tokens stay, and so does the token whose output is explained."

@@ -17,6 +17,7 @@ from torch import Tensor
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
 from locater.files import write_whole
+from locater.missing import finite_or_none
 from locater.verbs.explain_input import Picture, TokenStream
 from locater.verbs.explain_target import Prediction
 from locater.version import SCHEMA, __version__
@@ -59,11 +60,18 @@ class Pattern:
 
 @dataclass(frozen=True)
 class DeletionCurve:
-    """The target while tokens are removed, those with the largest scores first."""
+    """What is left when tokens are removed in the order of their scores, and against it."""
 
-    removed: list[float]  # share of tokens
-    values: list[float]  # the target
-    area: float
+    removed: list[float]  # share of the tokens that may be removed
+    largest_first: list[float]
+    smallest_first: list[float]
+    of: str  # "probability" of the target, or the "target" itself where there are no probabilities
+
+    @property
+    def area(self) -> float:
+        """The mean of `largest_first` over `removed`: the lower, the sooner the scores point at what the model uses."""
+        steps = zip(self.removed, self.removed[1:], self.largest_first, self.largest_first[1:], strict=False)
+        return sum((b - a) * (y + z) / 2 for a, b, y, z in steps)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -154,7 +162,7 @@ class Explanations:
             "offset": method.offset,
             "exact": method.exact,
             "how": method.how,
-            "deletion": None if curve is None else asdict(curve),
+            "deletion": None if curve is None else {**asdict(curve), "area": curve.area},
         }
         if matrices:
             entry["matrix"] = None if method.matrix is None else method.matrix.tolist()
@@ -172,12 +180,12 @@ class Document:
         return self.result.to_json(self.matrices)
 
 
-def scores_in(method: Explanation, stream: str) -> list[float] | None:
-    """The scores of a method for the tokens of one stream, None where it has none there."""
-    if method.stream == stream:
-        return [float(x) for x in method.scores]
-    scores = method.other_streams.get(stream)
-    return None if scores is None else [float(x) for x in scores]
+def scores_in(method: Explanation, stream: str) -> list[float | None] | None:
+    """The scores of a method for the tokens of one stream, None where it has none there. A token without a score has
+    None.
+    """
+    scores = method.scores if method.stream == stream else method.other_streams.get(stream)
+    return None if scores is None else [finite_or_none(x) for x in scores.tolist()]
 
 
 def _pattern(pattern: Pattern) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from locater.errors import LocaterError, first_line
@@ -19,7 +20,7 @@ from locater.observing.inputs import run
 from locater.verbs.explain_input import ExplainInput, Picture, TokenStream, read_input
 from locater.verbs.explain_parts import parts_of
 from locater.verbs.explain_result import Explanations
-from locater.verbs.explain_target import entries_of, find_target, predictions
+from locater.verbs.explain_target import choice_of, entries_of, find_target, predictions
 from locater.verbs.load import load_model
 
 DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # those of them that apply
@@ -38,6 +39,7 @@ def explanations(
     methods: Sequence[str] | None = None,
     heads: Sequence[tuple[int, int]] | None = None,
     tokenizer: Any = None,
+    deletion: bool = True,
     progress: Progress | None = None,
 ) -> Explanations:
     """Explain what `model` makes of a prompt: how much each token counts, by which heads, along which paths.
@@ -48,7 +50,8 @@ def explanations(
     the output token, by default the first [MASK] or the last one. A model without logits is explained along its own
     output.
     `methods` are names in `locater.explain.METHODS`; by default a few that apply to the model. `heads` are the
-    (layer, head) whose patterns the page shows, where there is no room for all.
+    (layer, head) whose patterns the page shows, where there is no room for all. `deletion` also runs the model without
+    the tokens of largest and smallest score, to see how far the scores can be trusted.
     """
     names = _known(methods)
     source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
@@ -59,8 +62,8 @@ def explanations(
     chosen = find_target(output, entries, target, position, read.streams[-1].ids)
     results, skipped = _explained(module, read, chosen, names, methods is not None, progress)
     streams, picture = _fitted(read, results)
-    results = [_in_streams(result, streams) for result in results]
-    parts = parts_of(module, read.batch, streams, results, chosen, heads)
+    results = [_in_streams(result, streams, picture) for result in results]
+    parts = parts_of(module, read.batch, streams, results, chosen, heads, deletion, progress)
     assumptions = {
         "text": text,
         "decoder_text": decoder_text,
@@ -68,7 +71,7 @@ def explanations(
         "output_stream": streams[-1].name if streams[-1].name == "decoder" else streams[0].name,
         "without_matrix": _without_matrix(results),
         **parts.reasons,
-        "notes": [f"{name} was left out: {why}" for name, why in skipped.items()],
+        "notes": _left_out(skipped),
     }
     return Explanations(
         source,
@@ -128,6 +131,14 @@ def _explained(
     return results, skipped
 
 
+def _left_out(skipped: dict[str, str]) -> list[str]:
+    """One note for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in skipped.items():
+        reasons.setdefault(why, []).append(name)
+    return [f"left out: {', '.join(names)} ({why})" for why, names in reasons.items()]
+
+
 def _options(name: str, read: ExplainInput, target: Target) -> dict[str, Any]:
     """The operator's matrix is made for short inputs, where more than one of its rows is read."""
     several_rows = target.index is None or target.position is not None
@@ -140,22 +151,29 @@ def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenS
     if read.picture is None:
         return read.streams, None
     stream, picture = read.streams[0], read.picture
-    count = len(results[0].scores)
+    count = max(len(result.scores) for result in results)
     before = count - picture.rows * picture.columns
     if before < 0:
         raise LocaterError(
-            f"{count} image tokens for {picture.rows} x {picture.columns} patches: not a grid of patches"
+            f"{count} image tokens for {picture.rows} x {picture.columns} patches: not one token per patch"
         )
     first = ["[CLS]", *(f"[extra {i}]" for i in range(1, before))][:before]
     fitted = replace(stream, tokens=[*first, *stream.tokens], special=list(range(before)))
     return [fitted, *read.streams[1:]], replace(picture, before=before)
 
 
-def _in_streams(result: Explanation, streams: list[TokenStream]) -> Explanation:
-    """The explanation with the names of these streams, checked."""
+def _in_streams(result: Explanation, streams: list[TokenStream], picture: Picture | None) -> Explanation:
+    """The explanation with the names of these streams, checked. Tokens without a score get NaN: a method that scores
+    patches has none for the class token.
+    """
     if len(streams) == 1:
         result = replace(result, stream=streams[0].name, other_streams={})
     lengths = {stream.name: len(stream.tokens) for stream in streams}
+    if picture is not None and len(result.scores) == picture.rows * picture.columns:
+        none = result.scores.new_full((picture.before,), torch.nan)
+        result = replace(
+            result, scores=torch.cat([none, result.scores]), matrix=None if picture.before else result.matrix
+        )
     for name, scores in ((result.stream, result.scores), *result.other_streams.items()):
         if lengths.get(name) != len(scores):
             raise LocaterError(

@@ -220,7 +220,7 @@ async function drawToken() {
 const gradient = signed => `linear-gradient(90deg,${[0, 0.25, 0.5, 0.75, 1].map(t => `rgb(${blend(signed ? 2 * t - 1 : t, signed)})`).join()})`;
 const tableOf = m => table(METHODS[m].table, METHODS[m].rows, STREAMS[METHODS[m].stream].tokens.length, STREAMS[METHODS[m].stream].special);
 function largest(values, s, count = 5) {
-  return values.map((v, t) => [v, t]).filter(([v]) => v !== 0).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, count)
+  return values.map((v, t) => [v, t]).filter(([v]) => v).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, count)
     .map(([v, t]) => `${escape(quoted(STREAMS[s].tokens[t]))} ${numeral(v)}`).join(" · ");
 }
 function readToken(rows) {
@@ -229,7 +229,7 @@ function readToken(rows) {
     element("read-token").innerHTML = `<b>${escape(method.label)}</b>, largest scores: ${largest(scoresOf(m, method.stream), method.stream)}`;
     return;
   }
-  const [s, t] = state.token, scores = scoresOf(m, s), row = rows.get(m);
+  const [s, t] = state.token, all = scoresOf(m, s), scores = all && all[t] !== null ? all : null, row = rows.get(m);
   const rank = scores ? 1 + scores.filter(v => v > scores[t]).length : null;
   const score = scores ? ` · ${escape(method.label)} score ${numeral(scores[t])}, ${order(rank)} of ${scores.length}` : "";
   element("read-token").innerHTML = `<b>${escape(place(s, t))}</b>${score}${row ? ` · its sources: ${largest(row, method.stream)}` : ""}`;
@@ -358,11 +358,10 @@ function drawHeads() {
   if (!layers.length) { element("heads").setAttribute("hidden", ""); return; }
   const width = room("heads"), left = 40, top = 22, cellW = Math.min(48, (width - left - 4) / count), cellH = Math.max(width < 520 ? 22 : 15, Math.min(26, cellW * 0.8)), bottom = top + layers.length * cellH;
   const svg = clear("heads", width, bottom + (DATA.heads.length ? 42 : 6)), gap = cellW > 8 ? 1 : 0.4, chosen = PATTERNS[state.head];
-  hatch(svg);
   layers.forEach((layer, l) => {
     for (let h = 0; h < layer.heads; h++) {
       const key = l * 65536 + h, v = shareAt.get(key), here = patternAt.has(key);
-      make("rect", { class: "cell" + (here ? "" : " away"), x: left + h * cellW, y: top + l * cellH, width: cellW - gap, height: cellH - gap, rx: cellW > 14 ? 2 : 0, fill: v === undefined ? "url(#hatch-none)" : `rgb(${blend(signed ? v / most : Math.abs(v) / most, signed)})`, "data-key": key }, svg);
+      make("rect", { class: "cell" + (here ? "" : " away") + (v === undefined ? " plain" : ""), x: left + h * cellW, y: top + l * cellH, width: cellW - gap, height: cellH - gap, rx: cellW > 14 ? 2 : 0, ...(v === undefined ? {} : { fill: `rgb(${blend(signed ? v / most : Math.abs(v) / most, signed)})` }), "data-key": key }, svg);
       if (here && PATTERNS.length < layers.length * count && cellW > 7) make("circle", { class: "mark calm", cx: left + (h + 1) * cellW - gap - 5, cy: top + l * cellH + 5, r: 2.2 }, svg);
     }
     if (l % Math.ceil(13 / cellH) === 0) make("text", { x: left - 7, y: top + (l + 0.5) * cellH + 4, "text-anchor": "end" }, svg, layer.short);
@@ -412,7 +411,8 @@ async function drawPattern() {
 // ---- path lengths ----
 function drawLengths() {
   const lengths = DATA.lengths;
-  if (!lengths.length) { element("lengths").setAttribute("hidden", ""); return; }
+  element("lengths-card").hidden = !lengths.length;
+  if (!lengths.length) return;
   const width = room("lengths"), totals = lengths.map(l => l[1]), high = Math.max(0, ...totals), low = Math.min(0, ...totals), pad = (high - low) * 0.06;
   const every = Math.ceil(lengths.length / Math.floor(width / 30));
   const { svg, sx, sy } = frame("lengths", width, 190, [-0.6, lengths.length - 0.4], [low < 0 ? low - pad : 0, high + pad], ["heads passed", "share of the target"], { at: lengths.map((_, i) => i).filter(i => i % every === 0), word: String });
@@ -428,11 +428,13 @@ const INKS = { light: ["#0b6e75", "#8a3ffc", "#b4531f", "#1f5fbf", "#9b1d5a", "#
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "", "7 3", "2 3", "9 3 2 3"];
 function drawDeletion() {
   const curves = DATA.deletion, inks = INKS[dark() ? "dark" : "light"];
-  element("deletion-card").hidden = !curves.length;
+  document.querySelector("#deletion-card .charts").hidden = !curves.length;
   if (!curves.length) return;
-  const all = curves.flatMap(c => c.points.map(p => p[1])), low = Math.min(...all), high = Math.max(...all), pad = (high - low || 1) * 0.05;
-  const { svg, sx, sy } = frame("deletion", room("deletion"), 240, [0, 1], [low - pad, high + pad], ["share of tokens removed", DATA.deletion_axis]);
-  curves.forEach((c, i) => make("path", { class: "line", d: path(c.points, sx, sy), stroke: inks[i % inks.length], "stroke-dasharray": DASHES[i % DASHES.length] }, svg));
+  const all = curves.flatMap(c => c.points.flat().map(p => p[1])), low = Math.min(...all), high = Math.max(...all), pad = (high - low || 1) * 0.05;
+  for (const side of [0, 1]) {
+    const id = `deletion-${side}`, { svg, sx, sy } = frame(id, room(id), 210, [0, 1], [low - pad, high + pad], ["share of tokens removed", DATA.deletion_axis], { left: 58 });
+    curves.forEach((c, i) => make("path", { class: "line", d: path(c.points[side], sx, sy), stroke: inks[i % inks.length], "stroke-dasharray": DASHES[i % DASHES.length] }, svg));
+  }
   element("deletion-key").innerHTML = curves.map((c, i) => `<span class="key"><i class="line" style="border-color:${inks[i % inks.length]};border-top-style:${["solid", "dashed", "dotted", "dashed"][i % 4]}"></i>${escape(c.label)} ${numeral(c.area)}</span>`).join("");
 }
 
