@@ -147,7 +147,8 @@ def slopes_of(
     """
     chosen = [step for step in (steps if only is None else only) if step.event.output is not None]
     outputs = [step.event.output for step in chosen]
-    number = target.number(run.output)
+    with torch.enable_grad():  # whatever the caller has set
+        number = target.number(run.output)
     if not outputs or not number.requires_grad:
         return [None] * len(steps)
     slopes = torch.autograd.grad(number, outputs, allow_unused=True)  # type: ignore[arg-type]

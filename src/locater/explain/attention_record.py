@@ -48,7 +48,7 @@ class AttentionEvent:
     def relevance(self, gradient: Tensor | None, row: int = 0) -> Float[Tensor, "T S"]:
         """mean over heads of max(dA * A, 0), with dA = dO V^T; `gradient` is dO, None for zero."""
         if gradient is None:
-            return torch.zeros(self.call.query.shape[2], self.call.key.shape[2], device=self.call.query.device)
+            return upcast(self.call.query).new_zeros(self.call.query.shape[2], self.call.key.shape[2])
         assert self.value is not None
         values, slope = upcast(self.value[row]), upcast(gradient[row]).transpose(0, 1)  # (K, S, V), (H, T, V)
         group = slope.shape[0] // values.shape[0]

@@ -103,9 +103,8 @@ def _input_of(batch: Mapping[str, Any], stream: str) -> str:
     """The name of the input that a stream reads."""
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     pixels = [name for name, x in tensors.items() if x.ndim == 4]
-    ids = [name for name in ("input_ids", "inputs") if name in tensors and tensors[name].ndim == 2]
-    if stream == "decoder":
-        ids = [name for name in ("decoder_input_ids",) if name in tensors]
+    names = ["decoder_input_ids"] if stream == "decoder" else ["input_ids", "inputs"]
+    ids = [name for name in names if name in tensors and tensors[name].ndim == 2]
     chosen = pixels if stream == "image" or (stream == "input" and not ids) else ids
     if not chosen:
         raise LocaterError(f"no input of the stream {stream!r} whose tokens could be taken away: {', '.join(batch)}")
