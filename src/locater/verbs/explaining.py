@@ -25,6 +25,7 @@ from locater.verbs.load import load_model
 
 DEFAULT = ("operator", "relevance", "integrated_gradients", "rollout", "paths")  # those of them that apply
 OPERATOR_TOKENS = 256  # up to which the operator's matrix is made: it takes a pass for every token
+LARGEST_GAP = 0.05  # of the target, between it and the sum of scores that should add up to it
 MATRIX_CELLS = 16_000_000  # numbers in the matrices of all methods on one page
 
 
@@ -119,7 +120,10 @@ def _explained(
     skipped: dict[str, str] = {}
     for name in progress(names, len(names)) if progress else names:
         try:
-            results.append(METHODS[name](model, read.batch, target=choice_of(target), **_options(name, read, target)))
+            result = METHODS[name](model, read.batch, target=choice_of(target), **_options(name, read, target))
+            if not named:
+                _check_sum(result)
+            results.append(result)
         except LocaterError as error:
             skipped[name] = str(error)
     if named and skipped:
@@ -129,6 +133,18 @@ def _explained(
     if not results:
         raise LocaterError(next(iter(skipped.values())))
     return results, skipped
+
+
+def _check_sum(result: Explanation) -> None:
+    """Refuse scores that should add up to the target and do not."""
+    if result.offset is None:
+        return
+    total = result.offset + sum(float(x.nansum()) for x in (result.scores, *result.other_streams.values()))
+    if abs(total - result.target.value) > LARGEST_GAP * abs(result.target.value):
+        raise LocaterError(
+            f"its scores and offset sum to {total:.3g}, and the target is {result.target.value:.3g}; "
+            f"--method {result.method} shows them all the same"
+        )
 
 
 def _left_out(skipped: dict[str, str]) -> list[str]:
