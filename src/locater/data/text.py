@@ -197,7 +197,7 @@ def _cut(ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, 
 
 def positions_of(model: Any) -> int | None:
     """The longest sequence that a model has positions for; None where its configuration names none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
     if most and getattr(config, "model_type", "") in OFFSET:
@@ -207,7 +207,7 @@ def positions_of(model: Any) -> int | None:
 
 def check_ids(model: Any, ids: Tensor) -> None:
     """Refuse token ids that the model's vocabulary does not have."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     rows = getattr(text_config, "vocab_size", None)
     low, high = int(ids.min()), int(ids.max())

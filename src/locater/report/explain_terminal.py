@@ -66,9 +66,7 @@ def _print_scores(result: Explanations, console: Console) -> None:
     shown = fitting(cells, [*always, names[first]], console.width)
     strong = {label: _strongest([row[name] for row in rows]) for name, label in names.items()}
     table = empty_table(title, shown)
-    for column in table.columns:
-        if column.header == "token":
-            column.justify = "left"
+    table.columns[shown.index("token")].justify = "left"
     for i in range(len(cells["token"])):
         table.add_row(*(Text(cells[name][i], style="bold" if i in strong.get(name, ()) else "") for name in shown))
     console.print(table)

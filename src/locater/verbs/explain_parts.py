@@ -99,19 +99,14 @@ def head_patterns(
 ) -> tuple[list[Pattern], str]:
     """Patterns of all heads, or of those with the largest shares where there is no room; and which they are."""
     every = [(entry["layer"], head) for entry in layers for head in range(entry["heads"])]
-    _check_heads(heads or (), every)
     ends = {entry["layer"]: streams_of(entry, streams) for entry in layers}
-    sizes = {at: len(q.tokens) * len(k.tokens) for at, (q, k) in ends.items()}
-    chosen, which = list(heads) if heads else every, "chosen with --heads."
-    if heads is None and sum(sizes[layer] for layer, _ in every) > PATTERN_CELLS:
-        order = [(row.layer, row.head) for row in sorted(shares, key=lambda row: -abs(row.share))] or every[::-1]
-        chosen, left = [], PATTERN_CELLS
-        for layer, head in order:
-            left -= sizes[layer]
-            if left < 0 and chosen:
-                break
-            chosen.append((layer, head))
-        largest = "those with the largest shares" if shares else "the last ones"
+    chosen, which = every, "all of them."
+    if heads is not None:
+        _check_heads(heads, every)
+        chosen, which = list(heads), "those chosen with --heads."
+    elif (most := _with_room(every, ends, shares)) != every:
+        largest = "those with the largest shares" if shares else "those of the last layers"
+        chosen = most
         which = f"{largest}, up to {PATTERN_CELLS / 1e6:.0f} million numbers. Choose others with --heads LAYER.HEAD,..."
     try:
         maps = _maps(model, batch, chosen, len(chosen) == len(every))
@@ -123,6 +118,22 @@ def head_patterns(
         if weights.shape == (len(queries.tokens), len(keys.tokens)):
             patterns.append(Pattern(layer, head, weights, queries.name, keys.name))
     return patterns, which
+
+
+def _with_room(
+    every: list[tuple[int, int]], ends: Mapping[int, tuple[TokenStream, TokenStream]], shares: Sequence[HeadShare]
+) -> list[tuple[int, int]]:
+    """Heads whose patterns have at most PATTERN_CELLS numbers together, the largest shares first; at least one."""
+    sizes = {layer: len(queries.tokens) * len(keys.tokens) for layer, (queries, keys) in ends.items()}
+    if sum(sizes[layer] for layer, _ in every) <= PATTERN_CELLS:
+        return every
+    order = [(row.layer, row.head) for row in sorted(shares, key=lambda row: -abs(row.share))] or every[::-1]
+    chosen = order[:1]
+    for layer, head in order[1:]:
+        if sum(sizes[at] for at, _ in chosen) + sizes[layer] > PATTERN_CELLS:
+            break
+        chosen.append((layer, head))
+    return chosen
 
 
 def _maps(
@@ -168,10 +179,10 @@ def deletion_curves(
     curves: dict[str, DeletionCurve] = {}
     for result in progress(results, len(results)) if progress else results:
         stream = by_name[result.stream]
-        own = len(streams) == 1 and stream.ids is not None and result.target.position is not None
+        at = result.target.position if len(streams) == 1 and stream.ids is not None else None
         scored = ~result.scores.isnan()  # the first tokens of a picture may have no score
         first = len(scored) - int(scored.sum())
-        keep = sorted({*(t - first for t in stream.special if t >= first), *([result.target.position] if own else [])})
+        keep = sorted({*(t - first for t in stream.special if t >= first), *([] if at is None else [at])})
         try:
             tests = deletion(model, batch, replace(result, scores=result.scores[scored]), FRACTIONS, keep=keep)
         except LocaterError as error:

@@ -4,7 +4,7 @@
 const DATA = JSON.parse(element("data").textContent);
 const { streams: STREAMS, methods: METHODS, patterns: PATTERNS, picture: PICTURE, target: TARGET } = DATA;
 const SHORT = 200; // tokens up to which all methods are shown at once
-const state = { method: 0, all: true, token: null, pinned: false, head: 0, length: null, guide: true };
+const state = { method: 0, all: true, token: null, pinned: false, head: 0, length: null };
 
 // ---- numbers and words ----
 const numeral = x => x === null || x === undefined ? "–" : x === 0 ? "0" : Math.abs(x) < 0.01 ? String(Number(x.toPrecision(2))) : show(x);
@@ -523,7 +523,7 @@ function start() {
   STREAMS.forEach(s => { s.special = new Set(s.special); });
   recall();
   fill();
-  element("guide").open = false;
+  if (PICTURE) element("lengths-card").after(element("deletion-card")); // a picture makes the other column long
   listen();
   draw();
 }
