@@ -36,18 +36,18 @@ METHODS: dict[str, Callable[..., Any]] = {"operator": operator, "paths": paths}
 @pytest.mark.parametrize("mlp", ["source", "linear"])
 def test_paths_are_those_of_decompose_along_the_target(name: str, mlp: Any) -> None:
     model, batch = first_input(name)
-    found = paths(model, batch, (6, 5), mlp=mlp)
+    result = paths(model, batch, (6, 5), mlp=mlp)
     u = model.lm_head.weight[5].detach()  # type: ignore[union-attr, index]
     whole = decompose(model, batch, mlp=mlp)
     sums = whole.by_length()
-    assert float(found.scores.sum()) == pytest.approx(float(sums.input.sum(0)[0, 6] @ u), abs=1e-10)
-    assert found.offset == pytest.approx(float((sums.constants + sums.mlp).sum(0)[0, 6] @ u), abs=1e-10)
-    close_to(found.parts["length"], sums.total[:, 0, 6] @ u)
+    assert float(result.scores.sum()) == pytest.approx(float(sums.input.sum(0)[0, 6] @ u), abs=1e-10)
+    assert result.offset == pytest.approx(float((sums.constants + sums.mlp).sum(0)[0, 6] @ u), abs=1e-10)
+    close_to(result.parts["length"], sums.total[:, 0, 6] @ u)
     heads = [[whole.through(layer, head)[0, 6] @ u for head in range(HEADS)] for layer in range(LAYERS)]
-    close_to(found.parts["head"], torch.tensor(heads, dtype=torch.float64))
-    assert float(found.parts["length"].sum()) == pytest.approx(found.target.value, abs=1e-10)
-    assert not found.scores[7:].any(), "later tokens do not reach this one"
-    complete(found)
+    close_to(result.parts["head"], torch.tensor(heads, dtype=torch.float64))
+    assert float(result.parts["length"].sum()) == pytest.approx(result.target.value, abs=1e-10)
+    assert not result.scores[7:].any(), "later tokens do not reach this one"
+    complete(result)
 
 
 def test_scores_of_paths_are_those_of_the_enumeration() -> None:
@@ -64,9 +64,9 @@ def test_scores_of_paths_are_those_of_the_enumeration() -> None:
 
 def test_paths_through_mlps_have_the_scores_of_the_operator() -> None:
     model, batch = first_input("gpt2")
-    found = paths(model, batch, 5, mlp="linear")
-    close_to(found.scores, operator(model, batch, 5).scores)
-    assert (found.scores - paths(model, batch, 5).scores).abs().max() > 1e-3
+    result = paths(model, batch, 5, mlp="linear")
+    close_to(result.scores, operator(model, batch, 5).scores)
+    assert (result.scores - paths(model, batch, 5).scores).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("label", ["phi", "dinov2", "locater-sandwich-alone", "bert", "mixtral", "xlnet", "albert"])
@@ -74,12 +74,12 @@ def test_paths_through_mlps_have_the_scores_of_the_operator() -> None:
 def test_paths_of_other_blocks_are_complete(label: str, mlp: Any) -> None:
     model, batch = built(label)
     with AllFloat64():
-        found = paths(model, one(batch), mlp=mlp)
+        result = paths(model, one(batch), mlp=mlp)
         whole, readout = frozen_with_readout(model, one(batch), None, mlp)
-    complete(found)
-    assert float(found.parts["length"].sum()) + readout.constant == pytest.approx(found.target.value, abs=1e-9)
+    complete(result)
+    assert float(result.parts["length"].sum()) + readout.constant == pytest.approx(result.target.value, abs=1e-9)
     through = torch.stack([whole._through(layer)[:, 0] for layer in range(whole.layers)])  # (L, H, T, d)
-    close_to(found.parts["head"], torch.einsum("lhtd,td->lh", through, readout.covector))
+    close_to(result.parts["head"], torch.einsum("lhtd,td->lh", through, readout.covector))
 
 
 # Bad input
@@ -187,8 +187,8 @@ def test_nothing_is_left_behind_by_a_model_that_fails(where: str) -> None:
     complete_enough(operator(model, ids()))
 
 
-def complete_enough(found: Any) -> None:
-    assert abs(float(found.scores.sum()) + found.offset - found.target.value) < 1e-4
+def complete_enough(result: Any) -> None:
+    assert abs(float(result.scores.sum()) + result.offset - result.target.value) < 1e-4
 
 
 def state(model: nn.Module) -> Any:
@@ -217,10 +217,10 @@ def test_padding_is_no_part_of_the_target() -> None:
     model: Any = hf("Llama", "ForCausalLM", **TEXT).double().eval()
     batch = tokens()
     padded = {name: x[1:] for name, x in batch.items()}
-    found = operator(model, padded, 5)
+    result = operator(model, padded, 5)
     alone = operator(model, {"input_ids": padded["input_ids"][:, 3:]}, 5)
-    assert not found.scores[:3].any()
-    assert (found.scores[3:] - alone.scores).abs().max() < 1e-6 * alone.scores.abs().max()
+    assert not result.scores[:3].any()
+    assert (result.scores[3:] - alone.scores).abs().max() < 1e-6 * alone.scores.abs().max()
 
 
 # Names
@@ -252,9 +252,9 @@ print("same")
 
 def test_explanations_of_one_input_say_what_they_are() -> None:
     for (name, method), _ in itertools.product(METHODS.items(), range(2)):
-        found = method(model_of("gpt2"), one(tokens()), 5)
-        assert found.method == name
-        assert found.target.what == "logit 5 at token 8"
-        assert "sum to the target" in found.exact
-        assert "one forward pass of the model" in found.how
-        assert repr(found).startswith(f"<Explanation by {name} of logit 5 at token 8: 9 tokens; largest ")
+        result = method(model_of("gpt2"), one(tokens()), 5)
+        assert result.method == name
+        assert result.target.what == "logit 5 at token 8"
+        assert "sum to the target" in result.exact
+        assert "one forward pass of the model" in result.how
+        assert repr(result).startswith(f"<Explanation by {name} of logit 5 at token 8: 9 tokens; largest ")

@@ -139,4 +139,4 @@ def _check_sum(paths: Paths, dtype: torch.dtype) -> None:
 
 def tolerance(dtype: torch.dtype) -> float:
     """How far a sum may be from the output of a model in this precision, relative to it."""
-    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5  # type: ignore[no-any-return]
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5

@@ -31,7 +31,8 @@ def check_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
             raise LocaterError(
                 f"the input has {x.shape[1]} tokens and {path} has {table.num_embeddings} positions: shorten it"
             )
-    words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    words_of: Any = getattr(model, "get_input_embeddings", None)
+    words = None if words_of is None else words_of()
     low, high = int(x.min()), int(x.max())
     if isinstance(words, nn.Embedding) and not 0 <= low <= high < words.num_embeddings:
         size = words.num_embeddings
