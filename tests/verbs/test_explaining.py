@@ -112,6 +112,64 @@ def test_few_patterns_where_there_is_no_room(saved: Path, monkeypatch: pytest.Mo
     assert [(p.layer, p.head) for p in chosen.patterns] == [(1, 3)]
 
 
+def tiny(kind: str) -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration, ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    if kind == "t5":
+        shape = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=300)
+        return T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    return ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=3)).eval()
+
+
+def test_encoder_and_decoder(saved: Path) -> None:
+    """As long as each other: removing a token of one must leave the other as it is."""
+    model = tiny("t5")
+    result = explanations(model, "the cat sat", decoder_text=" on the", tokenizer=str(saved), methods=["relevance"])
+    encoder, decoder = result.streams
+    assert (encoder.name, decoder.name) == ("encoder", "decoder")
+    assert len(encoder.tokens) == len(decoder.tokens) == 3
+    assert decoder.ids is not None
+    assert decoder.ids[0] == 0
+    model.set_attn_implementation("eager")
+    ids = {"input_ids": torch.tensor([encoder.ids]), "decoder_input_ids": torch.tensor([decoder.ids])}
+    with torch.no_grad():
+        out = model(**ids, output_attentions=True)
+    assert result.target.index == int(out.logits[0, -1].argmax())
+    cross = next(entry["layer"] for entry in result.layers if entry["kind"] == "cross")
+    pattern = next(p for p in result.patterns if (p.layer, p.head) == (cross, 1))
+    assert (pattern.queries, pattern.keys) == ("decoder", "encoder")
+    assert torch.allclose(pattern.weights, out.cross_attentions[0][0, 1], atol=1e-5)
+    curve = result.deletion["relevance"]
+    probability = float(out.logits[0, -1].softmax(-1)[result.target.index])
+    assert curve.largest_first[0] == pytest.approx(probability, rel=1e-4)
+    one = int(result.methods[0].scores.argmax())  # 40 % of three tokens is one
+    left = [i for i in range(3) if i != one]
+    with torch.no_grad():
+        shorter = model(input_ids=ids["input_ids"][:, left], decoder_input_ids=ids["decoder_input_ids"]).logits[0, -1]
+    without = float(shorter.softmax(-1)[result.target.index])
+    assert curve.largest_first[curve.removed.index(0.4)] == pytest.approx(without, rel=1e-4)
+    assert (result.heads, result.lengths) == ([], [])
+    assert "cross-attention joins two" in result.assumptions["heads"]
+
+
+def test_a_picture_in_patches(tmp_path: Path) -> None:
+    np.save(tmp_path / "picture.npy", np.random.default_rng(0).integers(0, 255, (1, 32, 32, 3), dtype=np.uint8))
+    result = explanations(tiny("vit"), image=tmp_path / "picture.npy", methods=["relevance", "gradient_input"])
+    assert result.picture is not None
+    assert (result.picture.rows, result.picture.columns, result.picture.before) == (4, 4, 1)
+    assert result.streams[0].tokens[:2] == ["[CLS]", "row 1, column 1"]
+    pixels = np.load(tmp_path / "picture.npy")[0]
+    assert np.abs(result.picture.pixels.numpy().astype(int) - pixels).max() <= 1
+    relevance, gradient = ([row[name] for row in result.rows] for name in ("relevance", "gradient_input"))
+    assert relevance[0] is not None
+    assert gradient[0] is None  # the class token is no part of the picture
+    assert None not in gradient[1:]
+    result.report(tmp_path / "page.html")
+    json.loads(result.to_json(matrices=True))
+
+
 def test_packed_tables_are_off_by_one_part_in_254_of_their_row() -> None:
     table = torch.randn(7, 31, generator=torch.Generator().manual_seed(0)).numpy() * np.logspace(-9, 9, 7)[:, None]
     again = unpack_table(pack_table(table), 7, 31)

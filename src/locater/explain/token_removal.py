@@ -60,12 +60,16 @@ class TokenRemoval:
         if not left:
             raise LocaterError(f"{self.name}: no token is left: say which stay with keep=[...], or give replace=id")
         shorter = {
-            name: x[:, left] if isinstance(x, Tensor) and x.shape == given.shape else x
+            name: x[:, left] if isinstance(x, Tensor) and x.shape == given.shape and self._beside(name) else x
             for name, x in self.batch.items()
         }
         at = self.target.position
         moved = at is not None and self.stream in OWN_OUTPUT
         return shorter, changed(self.target, position=left.index(at)) if moved and at is not None else self.target
+
+    def _beside(self, name: str) -> bool:
+        """Whether another input has an entry for the same tokens: those of encoder and decoder may be as long."""
+        return name.startswith("decoder_") == self.name.startswith("decoder_")
 
     def _kept(self, model: nn.Module, given: Tensor, keep: Sequence[int] | None) -> set[int]:
         tokens = self.first + self.count

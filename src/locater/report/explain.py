@@ -57,7 +57,7 @@ def explain_page(result: Explanations) -> str:
     markup = tables.markup()
     if result.picture is not None:
         markup += "\n" + _data_element("pixels", base64.b64encode(result.picture.pixels.numpy().tobytes()).decode())
-    return assemble("explain", words, data, {"TABLES": markup})
+    return assemble("explain", words, data, {"TABLES": markup}, ("tables.js",))
 
 
 def page_data(result: Explanations, tables: Tables) -> dict[str, Any]:

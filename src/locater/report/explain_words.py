@@ -34,8 +34,10 @@ def quoted(text: str) -> str:
 
 def verdict(result: Explanations) -> str:
     """What the model predicts."""
-    if not result.predictions:
+    if result.target.index is None:
         return "The model returns no logits: its output is explained along itself."
+    if not result.predictions:
+        return f"The model scores {quoted(result.target_name)} with {result.target.value:.4g}."
     first = max(result.predictions, key=lambda p: p.probability)
     others = [p for p in result.predictions if p.index != first.index][:2]
     more = ", then " + " and ".join(f"{quoted(p.name)} ({percent(p.probability)})" for p in others) if others else ""

@@ -183,11 +183,16 @@ def deletion_curves(
         scored = ~result.scores.isnan()  # the first tokens of a picture may have no score
         first = len(scored) - int(scored.sum())
         keep = sorted({*(t - first for t in stream.special if t >= first), *([] if at is None else [at])})
+        removable = int(scored.sum()) - len(keep)
+        # a text without special tokens keeps one
+        fractions = [x for x in FRACTIONS if keep or stream.ids is None or round(x * removable) < removable]
         try:
-            tests = deletion(model, batch, replace(result, scores=result.scores[scored]), FRACTIONS, keep=keep)
+            tests = deletion(model, batch, replace(result, scores=result.scores[scored]), fractions, keep=keep)
         except LocaterError as error:
             return {}, f"Not tried: {error}."
-        shown = [x.values if x.probabilities is None else x.probabilities for x in (tests.positive, tests.negative)]
-        of = "target" if tests.positive.probabilities is None else "probability"
-        curves[result.method] = DeletionCurve(list(FRACTIONS), shown[0].tolist(), shown[1].tolist(), of)
+        known = tests.positive.probabilities is not None and bool((tests.positive.probabilities != 1).any())
+        of = "probability" if known else "target"  # of a single logit the probability is 1
+        shown = [x.probabilities if known else x.values for x in (tests.positive, tests.negative)]
+        first_curve, last_curve = ([float(y) for y in x] for x in shown if x is not None)
+        curves[result.method] = DeletionCurve(fractions, first_curve, last_curve, of)
     return curves, "Special tokens stay, and so does the token whose output is explained."

@@ -58,8 +58,8 @@ class Entries:
         for index, name in self.labels.items():
             if name.casefold() == target.casefold():
                 return index
-        some = ", ".join(list(self.labels.values())[:5])
-        raise LocaterError(f"target {target!r} is no class of the model: give a number, or one of {some}, ...")
+        some = ", ".join([*list(self.labels.values())[:5], *(["..."] if len(self.labels) > 5 else [])])
+        raise LocaterError(f"target {target!r} is no class of the model: give a number, or one of {some}")
 
     def _token(self, target: str) -> int:
         vocabulary: dict[str, int] = self.tokenizer.get_vocab()
@@ -78,8 +78,10 @@ class Entries:
         )
 
 
-def entries_of(model: Any, tokenizer: Any, count: int) -> Entries:
-    """What the `count` entries of a model's output are called."""
+def entries_of(model: Any, tokenizer: Any, count: int, text: str | None = None) -> Entries:
+    """What the `count` entries of a model's output are called. A model that scores a text for a picture has one."""
+    if count == 1 and text is not None:
+        return Entries(labels={0: text})
     config = getattr(model, "config", None)
     labels = getattr(config, "id2label", None) or {}
     words = getattr(config, "vocab_size", None)
@@ -129,10 +131,12 @@ def _masked(tokenizer: Any, ids: list[int] | None) -> int:
 
 
 def predictions(output: Any, target: Target, entries: Entries) -> list[Prediction]:
-    """The likeliest entries of the output where the target is, and the target itself."""
-    if target.index is None:
-        return []
+    """The likeliest entries of the output where the target is, and the target itself; none where there is a single
+    entry.
+    """
     values: Tensor = vectors(output)[0][0].detach().double()
+    if target.index is None or values.shape[-1] == 1:
+        return []
     row = values if target.position is None else values[target.position]
     shares = torch.softmax(row, -1)
     best = shares.topk(min(MOST_PREDICTIONS, len(shares))).indices.tolist()

@@ -59,7 +59,7 @@ def explanations(
     module = load_model(source) if isinstance(model, str | os.PathLike) else model
     read = read_input(module, text, decoder_text, image, tokenizer)
     output = _run(module, read)
-    entries = entries_of(module, read.tokenizer, vectors(output)[0].shape[-1])
+    entries = entries_of(module, read.tokenizer, vectors(output)[0].shape[-1], text)
     chosen = find_target(output, entries, target, position, read.streams[-1].ids)
     results, skipped = _explained(module, read, chosen, names, methods is not None, progress)
     streams, picture = _fitted(read, results)
