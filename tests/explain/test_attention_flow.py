@@ -342,14 +342,60 @@ def test_other_mechanisms(attention: str) -> None:
             explain.rollout(model, IDS)
 
 
+def test_attention_outside_the_interface_by_its_own_values() -> None:
+    """PyTorch's own modules and timm's: the gradient of the map, against the model with its attention written out."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
+    redraw(model, 1.0)
+    x = torch.randn(6, 1, 16, dtype=torch.float64)
+    with pytest.raises(LocaterError, match="6 inputs: explain one at a time"):  # outputs are (tokens, batch, width)
+        explain.relevance(model, x)
+    wrapped = nn.Sequential(model, Last())
+    why = explain.relevance(wrapped, x, target=3)
+    parts, h, maps = [], x, []
+    for block in model.layers:
+        q, k, v = (
+            z[:, 0].unflatten(-1, (2, 8)).transpose(0, 1)
+            for z in nn.functional.linear(h, block.self_attn.in_proj_weight, block.self_attn.in_proj_bias).split(16, -1)
+        )
+        maps.append((q @ k.mT / 8**0.5).softmax(-1))
+        h = block.norm1(h + block.self_attn.out_proj((maps[-1] @ v).transpose(0, 1).flatten(1))[:, None])
+        h = block.norm2(h + block.linear2(block.linear1(h).relu()))
+    slopes = torch.autograd.grad(h[-1, 0, 3], maps)
+    parts = [(A * dA).clamp(min=0).mean(0).detach() for A, dA in zip(maps, slopes, strict=True)]
+    R = torch.eye(6, dtype=torch.float64)
+    for Abar in parts:
+        R = R + Abar @ R
+    assert why.matrix is not None
+    assert torch.allclose(why.matrix, R, atol=1e-10)
+    assert clean(wrapped)
+    timm = next(case for case in CASES if case.label == "timm")
+    blocks = model_of(timm)
+    run = recorded_run(blocks, {k: v[:1] for k, v in timm.batch().items()}, gradients=True)
+    event = run.events[-1]
+    assert event.value is not None
+    assert event.to_heads is not None
+    y = torch.randn(1, 9, blocks.blocks[1].attn.proj.out_features, dtype=torch.float64)  # type: ignore[index, union-attr]
+    flat = event.to_heads(y).flatten(2)
+    assert torch.allclose(flat, y @ blocks.blocks[1].attn.proj.weight, atol=1e-10)  # type: ignore[index, union-attr]
+
+
+class Last(nn.Module):
+    """The output of the last token, (tokens, batch, width) to (batch, width)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[-1]
+
+
 def test_what_does_not_apply_is_one_line_and_nothing_stays_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, timm = gpt2(), next(case for case in CASES if case.label == "timm")
-    tapped = model_of(timm)
+    model, bloom = gpt2(), next(case for case in CASES if case.label == "bloom")
+    tapped = model_of(bloom)
     monkeypatch.setitem(sys.modules, "captum.attr", None)
     for subject, call, match in (
         (
             tapped,
-            lambda: explain.relevance(tapped, {k: v[:1] for k, v in timm.batch().items()}),
+            lambda: explain.relevance(tapped, {k: v[:1] for k, v in bloom.batch().items()}),
             "needs the values .* use rollout",
         ),
         (model, lambda: explain.relevance(model, IDS, target=99), "entries 0 to 39"),

@@ -59,6 +59,11 @@ def test_integrated_gradients_add_up_and_are_the_integral() -> None:
         with torch.enable_grad():
             total += torch.autograd.grad(target.number(embedded.run({"input": here})), here)[0] / 100
     assert torch.allclose(why.scores, (total * x).sum(-1)[0], atol=1e-3)
+    other = explain.integrated_gradients(model, IDS, target=3, steps=20, baseline=7)
+    assert other.offset is not None
+    with torch.no_grad():
+        assert other.offset == pytest.approx(float(model(torch.full_like(IDS, 7)).logits[0, -1, 3]))
+    assert abs(target.value - other.offset - float(other.scores.sum())) < 1e-3
     with pytest.raises(LocaterError, match="steps=0"):
         explain.integrated_gradients(model, IDS, steps=0)
     assert clean(model)

@@ -15,7 +15,7 @@ from locater.errors import LocaterError
 from locater.explain.attention_record import RecordedRun, recorded_run
 from locater.explain.explanation import Explanation
 from locater.explain.relevance_rules import RelevanceMatrices
-from locater.explain.streams import StreamsOf, StreamStep, ends_of, main_stream, read_rows, sizes_of, steps_of
+from locater.explain.streams import StreamsOf, StreamStep, ends_of, last_of, main_stream, read_rows, sizes_of, steps_of
 from locater.explain.targets import Target, TargetChoice, choose_target
 
 Inputs = Mapping[str, Any] | Tensor
@@ -152,7 +152,10 @@ def slopes_of(
     if not outputs or not number.requires_grad:
         return [None] * len(steps)
     slopes = torch.autograd.grad(number, outputs, allow_unused=True)  # type: ignore[arg-type]
-    by_step = {id(step): slope for step, slope in zip(chosen, slopes, strict=True)}
+    by_step: dict[int, Tensor | None] = {}
+    for step, slope in zip(chosen, slopes, strict=True):
+        to_heads = step.event.to_heads
+        by_step[id(step)] = slope if slope is None or to_heads is None else to_heads(slope)
     return [by_step.get(id(step)) for step in steps]
 
 
@@ -204,16 +207,18 @@ def _rows(
     run: RecordedRun, target: Target, steps: Sequence[StreamStep], slopes: Sequence[Tensor | None]
 ) -> tuple[dict[str, Tensor], str]:
     """The tokens of each stream where the target reads, and that in words."""
-    ends, at, rows, words = ends_of(steps), {id(step): n for n, step in enumerate(steps)}, {}, []
-    for name, end in ends.items():
-        tokens = read_rows(end, slopes[at[id(end)]], sequence_of(end, target))
-        size = end.event.call.query.shape[2]
-        if end.event.output is None:  # attention that gives no gradient
-            tokens = torch.tensor([target.position]) if target.position is not None else torch.arange(size)
-        if len(tokens):
-            rows[name] = tokens.to(end.event.call.query.device)
-            where = f"token {int(tokens[0])}" if len(tokens) == 1 else f"the mean of {len(tokens)} tokens"
-            words.append(where if len(ends) == 1 else f"{where} of {name}")
+    at, rows, words = {id(step): n for n, step in enumerate(steps)}, dict[str, Tensor](), list[str]()
+    # a pooling head may read the whole stream, and the target none of it: then every stream may be read
+    for ends in (ends_of(steps), last_of(steps)):
+        for name, end in ends.items() if not rows else ():
+            tokens = read_rows(end, slopes[at[id(end)]], sequence_of(end, target))
+            if end.event.output is None:  # attention that gives no gradient
+                size = end.event.call.query.shape[2]
+                tokens = torch.tensor([target.position]) if target.position is not None else torch.arange(size)
+            if len(tokens):
+                rows[name] = tokens.to(end.event.call.query.device)
+                where = f"token {int(tokens[0])}" if len(tokens) == 1 else f"the mean of {len(tokens)} tokens"
+                words.append(where if len(ends) == 1 else f"{where} of {name}")
     if not rows:
         raise LocaterError(f"{run.name}: {target.what} does not depend on its attention: there is nothing to follow")
     return rows, "read at " + " and ".join(words)
@@ -225,7 +230,7 @@ def read_only_where(
     """A run whose target says only where to read: gradients of the last calls alone."""
     run = recorded_run(model, inputs, gradients=True)
     chosen, steps = choose_target(run.output, target), steps_of(run.events, streams)
-    return run, chosen, steps, slopes_of(run, chosen, steps, list(ends_of(steps).values()))
+    return run, chosen, steps, slopes_of(run, chosen, steps, list(last_of(steps).values()))
 
 
 def _like(steps: Sequence[StreamStep]) -> Tensor:

@@ -21,12 +21,16 @@ from torch import Tensor, nn
 from locater.attention.call import Call
 from locater.attention.changes import AttentionChange, AttentionRequest, put, take
 from locater.attention.listeners import Switch
+from locater.attention.stand_ins import instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
+from locater.explain.values_behind import values_behind
 from locater.families import AttentionLayer, attention_layers
+from locater.families.listening import is_tapped
+from locater.families.registry import family_of
 from locater.numerics import upcast
 from locater.observing.hearing import heard
-from locater.observing.inputs import as_keywords, run_checked
+from locater.observing.inputs import as_keywords, attention_input, run_checked
 from locater.observing.map_of_heads import attention_maps, without_autocast
 
 AT_ONCE = 1 << 26  # numbers of the maps that are built at a time
@@ -34,12 +38,13 @@ AT_ONCE = 1 << 26  # numbers of the maps that are built at a time
 
 @dataclass(frozen=True, eq=False)
 class AttentionEvent:
-    """One attention call of a run. `value` and `output` are None for attention that does not pass the interface."""
+    """One attention call of a run. `value` and `output` are None where they were not seen."""
 
     layer: AttentionLayer
     call: Call
     value: Float[Tensor, "B K S V"] | None
-    output: Float[Tensor, "B T H V"] | None  # in the graph, where gradients are recorded
+    output: Tensor | None  # in the graph: (B, T, H, V), or what `to_heads` takes the gradient of
+    to_heads: Callable[[Tensor], Float[Tensor, "B T H V"]] | None = None  # gradient of `output` -> dO
 
     def mean_map(self, row: int = 0) -> Float[Tensor, "T S"]:
         """The mean over heads of one sequence's maps."""
@@ -81,8 +86,8 @@ class RecordedRun:
         for event in self.events:
             if event.value is None:
                 raise LocaterError(
-                    f"{event.layer.name}: {method} needs the values of attention, and this attention does not pass the "
-                    "interface of transformers: use rollout, raw_attention or gradient_input"
+                    f"{event.layer.name}: {method} needs the values of attention, and those of this module are not "
+                    "known: use rollout, raw_attention or gradient_input"
                 )
 
 
@@ -110,10 +115,15 @@ def recorded(model: nn.Module, gradients: bool) -> Iterator[list[AttentionEvent]
         if id(module) not in sites:  # one module may be several layers
             sites[id(module)] = _EventSite(layer.name, module, Switch(), layer, events, gradients)
     with ExitStack() as stack:
-        if gradients:
+        family = family_of(model)
+        tapped = {key for key, site in sites.items() if is_tapped(site.module, family)}
+        if gradients and not tapped:  # PyTorch's encoder goes past its attention where nothing needs a gradient
             stack.enter_context(frozen(model))
         stack.enter_context(heard(model, list(sites.values())))
-        for site in sites.values():
+        for key, site in sites.items():
+            if key in tapped:
+                stack.callback(instead(site.module, "forward", site.around))
+                continue
             put(site.module, site.keeper)
             stack.callback(take, site.module, site.keeper)
         yield events
@@ -172,6 +182,21 @@ class _EventSite:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Nothing, in a copy of a model or in a saved one."""
         return type(None), ()
+
+    def around(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        """In the place of the forward of a module that does not pass the interface: its values, from its input."""
+        before = len(self.events)
+        out = forward(*args, **kw)
+        read = attention_input(module, args, kw)
+        if len(self.events) == before + 1 and read is not None:
+            event, y = self.events[-1], out[0] if isinstance(out, tuple) else out
+            values = values_behind(event.layer, event.call, module, read, y)
+            if values is not None:
+                if self.gradients and not y.requires_grad:
+                    y.requires_grad_(True)
+                output = y if self.gradients else None
+                self.events[-1] = AttentionEvent(event.layer, event.call, values.value, output, values.to_heads)
+        return out
 
     def see(self, call: Call) -> None:
         value, output = self.keeper.kept

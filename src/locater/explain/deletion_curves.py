@@ -116,8 +116,8 @@ def deletion(
     ranked = [token for token, _ in explanation.ranked() if token in removal.removable]
 
     def curve(order: list[int]) -> Curve:
-        found = [_measured(model, removal, order[: round(x * len(order))]) for x in steps]
-        values, probabilities, unchanged = zip(*found, strict=True)
+        points = [_measured(model, removal, order[: round(x * len(order))]) for x in steps]
+        values, probabilities, unchanged = zip(*points, strict=True)
         return Curve(
             steps,
             torch.tensor(values),

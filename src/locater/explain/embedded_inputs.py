@@ -43,6 +43,18 @@ class EmbeddedInputs:
         with frozen(self.model), self._replaced(features):
             return run_checked(self.model, self.keywords, torch.is_grad_enabled())
 
+    def baseline(self, token: int | None) -> dict[str, Tensor]:
+        """Features to start from: zeros, or for tokens those of one token id everywhere."""
+        zeros = {stream: torch.zeros_like(x) for stream, x in self.features.items()}
+        if token is None:
+            return zeros
+        ids = {name: self.keywords[name] for name in self.names.values() if self.keywords[name].ndim == 2}
+        if not ids:
+            raise LocaterError(f"baseline={token}: the input has no tokens; leave it out for a baseline of zeros")
+        same = {name: torch.full_like(x, token) for name, x in ids.items()}
+        there = EmbeddedInputs(self.model, {**self.keywords, **same}).features
+        return {stream: there[stream] if self.names[stream] in ids else x for stream, x in zeros.items()}
+
     def by_token(self, stream: str, x: Tensor, row: int = 0) -> Tensor:
         """Sums over the channels of each token or patch of a tensor that is shaped like the features."""
         # a convolution returns (B, d, rows, columns), every other embedding (B, T, d)

@@ -38,15 +38,15 @@ def gradient_input(model: nn.Module, inputs: Inputs, target: TargetChoice = None
         for (name, x), slope in zip(features.items(), slopes, strict=True)
     }
     exact = "first order around the input: scores add up to the target only where the model is linear in its embeddings"
-    return _explained("gradient_input", embedded, chosen, products, exact, "one forward and one backward pass")
+    return _explained("gradient_input", embedded, chosen, products, exact, "two forward passes and one backward pass")
 
 
 def integrated_gradients(
-    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, steps: int = 50
+    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, steps: int = 50, baseline: int | None = None
 ) -> Explanation:
-    """Gradients integrated along the line from a zero embedding to the input, times the input (Sundararajan, Taly and
-    Yan 2017), by captum with `steps` Gauss-Legendre points. Scores add up to the target less its value at zero, but for
-    the gap that `exact` states.
+    """Gradients integrated along the line from a baseline to the input, times their difference (Sundararajan, Taly and
+    Yan 2017), by captum with `steps` Gauss-Legendre points. The baseline is a zero embedding, or that of the token id
+    `baseline`. Scores add up to the target less its value there, but for the gap that `exact` states.
     """
     try:
         from captum.attr import IntegratedGradients
@@ -61,15 +61,16 @@ def integrated_gradients(
         return chosen.number(embedded.run({name: x[0] for name, x in zip(names, features, strict=True)}))[None]
 
     whole = tuple(x[None] for x in embedded.features.values())
+    start = tuple(x[None] for x in embedded.baseline(baseline).values())
     with torch.enable_grad():
         integrated = IntegratedGradients(number, multiply_by_inputs=True).attribute(
-            whole, n_steps=steps, method="gausslegendre", internal_batch_size=1
+            whole, start, n_steps=steps, method="gausslegendre", internal_batch_size=1
         )
     with torch.no_grad():
-        offset = float(number(*(torch.zeros_like(x) for x in whole)))
+        offset = float(number(*start))
     products = {name: x[0].detach() for name, x in zip(names, integrated, strict=True)}
     gap = chosen.value - offset - float(sum(x.sum() for x in products.values()))
-    exact = f"scores add up to the target less its value at a zero input, {offset:.4g}, but for a gap of {gap:.1e}"
+    exact = f"scores add up to the target less its value at the baseline, {offset:.4g}, but for a gap of {gap:.1e}"
     how = f"captum, {steps} forward and backward passes"
     return _explained("integrated_gradients", embedded, chosen, products, exact, how, offset)
 

@@ -23,7 +23,7 @@ METHODS: dict[str, Callable[..., Explanation]] = {
     "paths": paths,
 }
 APPLIES_TO: dict[str, str] = {
-    "relevance": f"attention that passes the interface of transformers, and models of locater train: {_STACKS}",
+    "relevance": f"attention whose output is its map times values: {_STACKS}",
     "rollout": f"attention with weights of at least 0: {_STACKS}",
     "raw_attention": f"any attention that has a map: {_STACKS}",
     "attention_norms": "as relevance, where the output map is known",

@@ -65,9 +65,14 @@ def sizes_of(steps: Sequence[StreamStep]) -> dict[str, int]:
     return sizes
 
 
+def last_of(steps: Sequence[StreamStep]) -> dict[str, StreamStep]:
+    """The last step of every stream."""
+    return {step.reader: step for step in steps}
+
+
 def ends_of(steps: Sequence[StreamStep]) -> dict[str, StreamStep]:
     """The last step of every stream that nothing reads afterwards: the target can only read there."""
-    last = {step.reader: step for step in steps}
+    last = last_of(steps)
     reads = [(step.read, step.at) for step in steps if step.is_cross]
     return {name: end for name, end in last.items() if not any(read == name and at > end.at for read, at in reads)}
 

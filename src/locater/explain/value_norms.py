@@ -13,6 +13,7 @@ from locater.explain.explanation import Explanation
 from locater.explain.streams import StreamsOf
 from locater.explain.targets import TargetChoice
 from locater.observing.map_of_heads import attention_maps
+from locater.observing.tally import wide
 
 
 def attention_norms(
@@ -40,11 +41,11 @@ def carried_norms(event: AttentionEvent, row: int = 0) -> Float[Tensor, "T S"]:
         )
     H = layer.heads
     with torch.no_grad():
-        v = values[row].double().repeat_interleave(H // values.shape[1], 0)  # (H, S, V)
+        v = values[row].to(wide(values.device)).repeat_interleave(H // values.shape[1], 0)  # (H, S, V)
         W_O = layer.out.weight().detach().to(v).unflatten(1, (H, -1))  # (d, H, V)
         carried = torch.einsum("hsv,dhv->shd", v, W_O)
         gram = carried @ carried.mT  # (S, H, H)
-        A = attention_maps(event.call)[row].double()  # (H, T, S)
+        A = attention_maps(event.call)[row].to(v)  # (H, T, S)
         squared = sum(A[h] * torch.einsum("gts,sg->ts", A, gram[:, h]) for h in range(H))
         assert isinstance(squared, Tensor)
         return squared.clamp_min(0).sqrt().to(torch.promote_types(values.dtype, torch.float32))
