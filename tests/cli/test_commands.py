@@ -257,7 +257,7 @@ def test_the_options_of_train_stand_in_groups(run: Run) -> None:
     text = run("train", "--help").out
     assert all(f"─ {group} ─" in text for group in PANELS)
     assert "Train a small transformer" in text
-    assert "causal|masked|image|sort|copy" in text
+    assert "causal|masked|classify|image|sort|copy" in text
 
 
 def test_flags_stay_in_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

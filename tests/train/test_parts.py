@@ -60,7 +60,7 @@ def test_a_plan_goes_to_json_and_back() -> None:
         ({"steps": 0}, "steps=0: must be at least 1"),
         ({"rate": float("nan")}, "rate=nan: give a finite number"),
         ({"corpus": "a.txt"}, "corpus='a.txt'"),
-        ({"task": "translate"}, "choose causal or masked or image"),
+        ({"task": "translate"}, "choose causal or masked or classify or image"),
         ({"width": 100, "heads": 3}, "width=100, heads=3: each must be a multiple of the next"),
         ({"width": 12, "heads": 4}, "give heads an even size"),
         ({"heads": 4, "kv_heads": 3}, "heads=4, kv_heads=3: each must be a multiple of the next"),

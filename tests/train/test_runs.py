@@ -24,6 +24,7 @@ from locater.tracking.loggers import read_run
 from locater.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater.train import checkpoint as checkpoints
 from locater.train.controls import controls
+from locater.train.data import open_data
 from locater.train.display import Live
 from locater.train.sweep import RESULTS, parse_sweep, read_results
 from tests.conftest import Result as Ran
@@ -202,6 +203,36 @@ def test_masked_text_with_merged_bytes(tmp_path: Path) -> None:
     assert result.bits_per_byte is None
     assert load(result.model).shape.vocabulary == 301
     assert locater.scan(result.model).rows[0].kind == "self"
+
+
+def test_texts_are_told_apart(tmp_path: Path) -> None:
+    for name, letters in (("early", "abcdef "), ("late", "abcxyz ")):
+        lines = ("".join(random.Random(f"{name}{n}").choices(letters, k=100)) for n in range(200))
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    sources = (str(tmp_path / "early.txt"), str(tmp_path / "late.txt"))
+    result = run(plan(tmp_path, task="classify", corpus=sources, steps=60, rate=1e-2, checkpoint=0))
+    assert result.accuracy is not None
+    assert result.accuracy > 0.95
+    assert result.bits_per_byte is None
+    assert result.data["classes"] == 2
+    model = load(result.model)
+    assert model.shape.classes == 2
+    data = open_data(result.plan, Path(result.plan.out), torch.device("cpu"))
+    right = [model(inputs).argmax(-1) == labels for inputs, labels in data.windows("report")]
+    assert float(torch.cat(right).double().mean()) == result.accuracy  # the output map was saved too
+    assert locater.scan(result.model).rows[0].kind == "self"
+
+
+def test_classes_need_texts_of_their_own(tmp_path: Path) -> None:
+    for name, text in (("a", "one text\n" * 400), ("b", "one text\n" * 400), ("c", "few")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    a, b, c = (str(tmp_path / f"{name}.txt") for name in "abc")
+    with pytest.raises(LocaterError, match="give --corpus twice or more"):
+        plan(tmp_path, task="classify", corpus=(a,))
+    with pytest.raises(LocaterError, match=r"b\.txt: the same text as .*a\.txt"):
+        run(plan(tmp_path, task="classify", corpus=(a, b)))
+    with pytest.raises(LocaterError, match=r"c\.txt: its train split has \d+ tokens, too few"):
+        run(plan(tmp_path, task="classify", corpus=(a, c)))
 
 
 def test_images_are_told_apart(tmp_path: Path) -> None:

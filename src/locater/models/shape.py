@@ -33,7 +33,9 @@ class Config(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and kinds of a model. `image` is (height, width, channels), and `vocabulary` then counts classes."""
+    """Sizes and kinds of a model. `image` is (height, width, channels), and `vocabulary` then counts classes. A model
+    that classifies text has `classes` beside its `vocabulary`. Classifiers read the mean over tokens.
+    """
 
     vocabulary: int = 256
     layers: int = 4
@@ -51,6 +53,7 @@ class Shape:
     attention: str = "softmax"  # as `parse_attention` reads it
     norm: str = "pre"
     fusion: str | None = None
+    classes: int | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -58,8 +61,12 @@ class Shape:
         return self.norm == "pre" and self.fusion is None and self.mlp in ("swiglu", "gelu")
 
     @property
+    def is_classifier(self) -> bool:
+        return self.image is not None or self.classes is not None
+
+    @property
     def is_llama(self) -> bool:
-        plain = self.attention == "softmax" and self.image is None and self.is_plain
+        plain = self.attention == "softmax" and not self.is_classifier and self.is_plain
         return plain and self.causal and self.positions == "rotary" and self.mlp == "swiglu"
 
     @property
@@ -105,6 +112,8 @@ class Shape:
             patch=self.patch,
             attention=self.attention,
         )
+        if self.classes is not None:
+            config["classes"] = self.classes
         return config if self.is_plain else Config(config, norm=self.norm, fusion=self.fusion)
 
     def _model_type(self) -> str:
@@ -122,5 +131,5 @@ class Shape:
             fields |= {name: config[name] for name in ("positions", "mlp", "patch")}
             fields |= {"causal": config["is_causal"], "image": None if image is None else tuple(image)}
             fields |= {"attention": config.get("attention", "softmax"), "norm": config.get("norm", "pre")}
-            fields["fusion"] = config.get("fusion")
+            fields |= {"fusion": config.get("fusion"), "classes": config.get("classes")}
         return cls(**fields)

@@ -1,4 +1,4 @@
-"""One set of blocks for a causal language model, a masked one and an image classifier.
+"""One set of blocks for a causal language model, a masked one, and classifiers of text and images.
 
 Names and numbers are those of Llama. A causal model with rotary positions and SwiGLU is saved as a Llama, with QK-norm
 as a Qwen3, and transformers loads it. All others have the model type `locater`; with other norms, without MLPs or with
@@ -237,13 +237,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape, self.config = shape, shape.config()
         self.model = Stack(shape)
-        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.lm_head = nn.Linear(shape.width, shape.classes or shape.vocabulary, bias=False)
         for name, p in self.named_parameters():
             if p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name:
                 # maps whose output is added to the stream start smaller, so that its size does not grow with depth
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=scale / (2 * shape.layers) ** 0.5 if adds else scale)
-        if isinstance(self.model.embed_tokens, nn.Embedding):
+        if not shape.is_classifier:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
@@ -261,7 +261,7 @@ class Transformer(nn.Module):
         if inputs is None or (attention_mask is not None and not bool(attention_mask.all())):
             raise LocaterError("this model takes inputs of one length, token ids or images, and no padding")
         x = self.model(inputs)
-        logits = self.lm_head(x if self.shape.image is None else x.mean(1))
+        logits = self.lm_head(x.mean(1) if self.shape.is_classifier else x)
         if targets is None:
             return logits
         return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())

@@ -31,6 +31,7 @@ from locater.train.randomness import deterministic, own_randomness, random_state
 from locater.train.recipe import device_of, optimizer_for, rate_at, shape_of, uses_bfloat16
 from locater.train.result import Result
 from locater.train.run_folder import RESULT, claimed, run_folder
+from locater.train.text_classes import ClassData
 from locater.train.text_data import TextData
 
 logger = logging.getLogger("locater")
@@ -118,7 +119,7 @@ class Training:
     def go_on(self) -> None:
         """Start from the last checkpoint in the folder, or from the first step, and open the log."""
         self._resume()
-        if isinstance(self.data, TextData) and self.step == 0:
+        if isinstance(self.data, TextData | ClassData) and self.step == 0:
             self.data.keep_tokenizer(self.folder)
         if self.monitor is not None:
             self.monitor.step = self.step
@@ -171,7 +172,7 @@ class Training:
             report_loss=report,
             report_entropy=sum(entropies) / len(entropies) if entropies else None,
             bits_per_byte=bits_per_byte,
-            accuracy=accuracy if self.plan.task in ("image", "sort") else None,
+            accuracy=accuracy if self.plan.task in ("image", "classify", "sort") else None,
             history=tuple(self.history),
             parameters=sum(p.numel() for p in self.model.parameters()),
             tokens=self.step * self._tokens_per_step,
@@ -227,7 +228,7 @@ class Training:
                 "step": self.step,
                 "steps": self.plan.steps,
                 "loss": self.loss,
-                "perplexity": None if self.plan.task == "image" else math.exp(min(self.loss, 700.0)),
+                "perplexity": None if self.plan.task in ("image", "classify") else math.exp(min(self.loss, 700.0)),
                 "select_loss": self.history[-1][1] if self.history else None,
                 "entropy": self.last_entropy.value,
                 "tokens_per_second": self._tokens_per_step / pace,

@@ -35,9 +35,13 @@ class Plan:
     """
 
     out: str = option("run", "Folder of the run.")
-    task: str = option("causal", "What the model learns.", choices=("causal", "masked", "image", "sort", "copy"))
+    task: str = option(
+        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", "sort", "copy")
+    )
     corpus: tuple[str, ...] = option(
-        (), "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation."
+        (),
+        "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation. "
+        "With --task classify, each is one class.",
     )
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
     vocabulary: int = option(
@@ -123,6 +127,8 @@ class Plan:
             raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
         if (self.task == "image") != (self.images is not None):
             raise LocaterError("task=image and images=PATH go together: give both or neither")
+        if self.task == "classify" and len(self.corpus) < 2:
+            raise LocaterError("task=classify needs a corpus for each class: give --corpus twice or more")
         if self.task not in GENERATED and self.vocabulary < BYTES:
             raise LocaterError(
                 f"vocabulary={self.vocabulary}: must be at least {BYTES}, except with task=copy and task=sort"

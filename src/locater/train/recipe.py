@@ -35,6 +35,7 @@ def shape_of(plan: Plan, data: Data) -> Shape:
         attention=plan.attention,
         norm=plan.norm,
         fusion=plan.fusion,
+        classes=facts["classes"] if plan.task == "classify" else None,
     )
 
 

@@ -27,7 +27,7 @@ class Result:
     report_loss: float
     report_entropy: float | None  # of attention, mean over heads, nats
     bits_per_byte: float | None = None  # of text that was learned causally
-    accuracy: float | None = None  # of images, and of sorted numbers
+    accuracy: float | None = None  # of images and texts by class, and of sorted numbers
     history: tuple[tuple[int, float], ...] = ()  # step and loss on the select split
     parameters: int = 0
     tokens: int = 0  # seen in training

@@ -26,6 +26,7 @@ from locater.errors import LocaterError, first_line
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
 from locater.version import __version__
+from locater_papers.engine.rounding import rounded
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
 
@@ -79,7 +80,7 @@ class Runs:
         whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
         self.lines[row.key] = whole
         if self.path is not None:
-            append_line(self.path, _short(whole))
+            append_line(self.path, rounded(whole, 6))
 
 
 def complete(
@@ -167,12 +168,16 @@ def moments(model: str) -> dict[str, float] | None:
 
 
 def machine(plan: Plan) -> dict[str, str]:
-    """What a number may depend on besides its plan: device, versions, and the code (a hash of the package's files)."""
-    import torch
-
+    """What a number may depend on besides its plan."""
     from locater.train.recipe import device_of
 
-    kind = device_of(plan.device).type
+    return versions(device_of(plan.device).type)
+
+
+def versions(kind: str) -> dict[str, str]:
+    """The device of this kind (`cuda`, `cpu`), versions, and the code (a hash of the package's files)."""
+    import torch
+
     device = torch.cuda.get_device_name() if kind == "cuda" else kind
     known = {
         "device": device,
@@ -215,15 +220,6 @@ def _present(rows: Sequence[Row], data: Path) -> None:
 
 def _outcome(line: Mapping[str, Any]) -> str:
     return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
-
-
-def _short(x: Any) -> Any:
-    """Six digits."""
-    if isinstance(x, float):
-        return float(f"{x:.6g}")
-    if isinstance(x, Mapping):
-        return {k: _short(v) for k, v in x.items()}
-    return [_short(v) for v in x] if isinstance(x, list | tuple) else x
 
 
 def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:
