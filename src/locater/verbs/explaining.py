@@ -120,10 +120,11 @@ def _explained(
     skipped: dict[str, str] = {}
     for name in progress(names, len(names)) if progress else names:
         try:
-            result = METHODS[name](model, read.batch, target=choice_of(target), **_options(name, read, target))
+            options = _options(name, read, target)
+            result = METHODS[name](model, read.batch, target=choice_of(target), **options)
             if not named:
                 _check_sum(result)
-            results.append(result)
+            results.append(_with_baseline(result, read, options))
         except LocaterError as error:
             skipped[name] = str(error)
     if named and skipped:
@@ -133,6 +134,14 @@ def _explained(
     if not results:
         raise LocaterError(next(iter(skipped.values())))
     return results, skipped
+
+
+def _with_baseline(result: Explanation, read: ExplainInput, options: dict[str, Any]) -> Explanation:
+    """Says which token the baseline is."""
+    if "baseline" not in options:
+        return result
+    token = read.tokenizer.convert_ids_to_tokens([options["baseline"]])[0]
+    return replace(result, how=f"{result.how}; the baseline has {token} in place of every token")
 
 
 def _check_sum(result: Explanation) -> None:
@@ -156,10 +165,19 @@ def _left_out(skipped: dict[str, str]) -> list[str]:
 
 
 def _options(name: str, read: ExplainInput, target: Target) -> dict[str, Any]:
-    """The operator's matrix is made for short inputs, where more than one of its rows is read."""
-    several_rows = target.index is None or target.position is not None
-    short = len(read.streams[0].tokens) <= OPERATOR_TOKENS
-    return {"matrix": True} if name == "operator" and several_rows and short else {}
+    """The operator's matrix is made for short inputs, where more than one of its rows is read. Integrated gradients of
+    a text start at a token that means nothing: from zero they do not converge in models with RMSNorm.
+    """
+    if name == "operator":
+        several_rows = target.index is None or target.position is not None
+        return {"matrix": several_rows and len(read.streams[0].tokens) <= OPERATOR_TOKENS}
+    tok = read.tokenizer
+    empty = (
+        [number for number in (tok.pad_token_id, tok.unk_token_id, tok.eos_token_id) if number is not None]
+        if tok
+        else []
+    )
+    return {"baseline": empty[0]} if name == "integrated_gradients" and empty else {}
 
 
 def _fitted(read: ExplainInput, results: list[Explanation]) -> tuple[list[TokenStream], Picture | None]:
