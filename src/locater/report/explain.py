@@ -109,7 +109,7 @@ def _stream_data(result: Explanations, place: int) -> dict[str, Any]:
         "tokens": stream.tokens,
         "special": sorted(stream.special),
         "patches": stream.ids is None and result.picture is not None,
-        "explained": stream.name in (result.assumptions.get("output_stream"), None),
+        "explained": stream.name == result.assumptions.get("output_stream"),
     }
 
 

@@ -24,7 +24,7 @@ function buildStrips() {
   const box = element("strips");
   strips = [];
   box.replaceChildren();
-  box.className = PICTURE && STREAMS.length === 1 ? "pictures" : "";
+  box.className = PICTURE ? "pictures" : "";
   for (const m of shownMethods()) {
     const part = document.createElement("div");
     part.className = "strip";
