@@ -50,6 +50,7 @@ def summary(scan: locater.Scan) -> dict[str, Any]:
         "sqrt_F": quartiles([f**0.5 for f in column("F")]),
         "key_bias_over_sqrt_F": quartiles([r.key_bias / r.F**0.5 for r in rows]),
         "stable_rank_share": quartiles([r.stable_rank / r.head_dim for r in rows]),
+        "effective_rank_share": quartiles([r.effective_rank / r.head_dim for r in rows]),
         "localized": sum(abs(x) >= 0.1 for x in column("localization")) / len(rows),
         "mixture": sum(a == "mixture" for a in column("approximation")) / len(rows),
     }
@@ -89,6 +90,7 @@ COLUMNS = {
     "concentration": "concentration κ",
     "localization": "localization Λ",
     "stable_rank_share": "stable rank / head size",
+    "effective_rank_share": "effective rank / head size",
     "key_bias_over_sqrt_F": "key bias / √F",
 }
 
@@ -128,11 +130,18 @@ def conclusions(entries: list[dict[str, Any]]) -> list[str]:
     def shares(name: str) -> str:
         return "; ".join(f"{e['model']} {e['initial'][name]:.0%} to {e['trained'][name]:.0%}" for e in entries)
 
+    used = [
+        f"{e['model']} {e['trained']['stable_rank_share'][1] * e['trained']['head_dim']:.1f} by stable rank and "
+        f"{e['trained']['effective_rank_share'][1] * e['trained']['head_dim']:.1f} by effective rank of {e['trained']['head_dim']}"
+        for e in entries
+    ]
     grew = sum(e["trained"]["sqrt_F"][1] > e["initial"]["sqrt_F"][1] for e in entries)
     narrowed = sum(e["trained"]["stable_rank_share"][1] < e["initial"]["stable_rank_share"][1] for e in entries)
     return [
         f"The scale of logits grows in {grew} of {len(entries)} models. Median √F: {pairs('sqrt_F')}.",
         f"Fewer directions carry it in {narrowed} of {len(entries)}. Median stable rank over head size: {pairs('stable_rank_share')}.",
+        f"Directions that trained heads use, median over heads: {'; '.join(used)}. The stable rank counts those as strong as the "
+        "strongest, the effective rank all by their share.",
         f"Share of heads with a positive trace: {shares('positive')}.",
         f"W stays far from symmetric. Median S/F: {pairs('S_over_F')} (a symmetric map has 1, an antisymmetric one -1).",
         f"Share of heads that the theory calls localized by position (|Λ| at least 0.1): {shares('localized')}.",

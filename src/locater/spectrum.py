@@ -19,6 +19,8 @@ from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.markup import display, heat_map, range_table, range_words
+from locater.missing import finite_or_none
 from locater.numerics import spread_over_workers, upcast
 
 Batched = Float[Tensor, "*heads"]
@@ -29,7 +31,7 @@ TIED = 64
 SINGLE = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Moments:
     """The three small matrices of a batch of heads. Every moment is computed from them on first use.
 
@@ -41,6 +43,43 @@ class Moments:
     query_gram: Float[Tensor, "*heads h h"]  # A
     key_gram: Float[Tensor, "*heads h h"]  # B
     cross: Float[Tensor, "*heads h h"] | None  # G
+
+    def __repr__(self) -> str:
+        """Shapes and ranges, in one line.
+
+        >>> moments(torch.eye(2, 3), torch.eye(2, 3))
+        Moments(1 head of size 2, float32, trace 2, frobenius_sq 2, concentration 1)
+        """
+        ranges = (f"{name} {range_words(values)}" for name, values in self._shown().items())
+        return f"Moments({', '.join([self._shape(), *ranges])})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the map of the first number over heads, and the ranges of all."""
+        shown = self._shown()
+        if not shown:
+            return display("Moments", [f"{self._shape()}."])
+        name, values = next(iter(shown.items()))
+        width = max(1, self.query_gram.shape[-3]) if self.query_gram.ndim > 2 else 1
+        rows = [values[i : i + width] for i in range(0, len(values), width)]
+        return display(
+            "Moments", [f"{self._shape()}."], heat_map(rows, name, rows="row", columns="head"), range_table(shown)
+        )
+
+    def _shape(self) -> str:
+        """`12 x 8 heads of size 64, float32 on cuda:0`."""
+        heads = " x ".join(map(str, self.query_gram.shape[:-2])) or "1"
+        device, dtype = self.query_gram.device, str(self.query_gram.dtype).removeprefix("torch.")
+        where = "" if device.type == "cpu" else f" on {device}"
+        kind = " of cross-attention" if self.cross is None else ""
+        return f"{heads} head{'s' * (heads != '1')} of size {self.head_dim}{kind}, {dtype}{where}"
+
+    def _shown(self) -> dict[str, list[float | None]]:
+        """The numbers of a display, head after head; None where one is not finite. Empty for tensors without data."""
+        if type(self.query_gram) is not Tensor or self.query_gram.is_meta:
+            return {}
+        names = ("frobenius_sq",) if self.cross is None else ("trace", "frobenius_sq", "concentration")
+        columns = {name: getattr(self, name).detach().cpu().double().flatten().tolist() for name in names}
+        return {name: [finite_or_none(x) for x in values] for name, values in columns.items()}
 
     @property
     def head_dim(self) -> int:

@@ -172,7 +172,8 @@ def _rests_on_runs(paper: Paper, claim: Claim) -> bool:
 def kept_runs(paper: Paper) -> list[Path]:
     """The training runs that the tree keeps for a paper: a file of its own, or the shared ones; the last counts most."""
     own = KEPT / f"{paper.name}-runs.jsonl"
-    return [own] if own.is_file() else [path for name in SHARED if (path := KEPT / name).is_file()]
+    shared = [KEPT / name for name in SHARED if any(study.on_runs and study.needs_data for study in paper.studies)]
+    return [own] if own.is_file() else [path for path in shared if path.is_file()]
 
 
 def _kept(paper: Paper, claim: str | None, tell: Callable[[str], None]) -> list[Path]:

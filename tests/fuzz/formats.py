@@ -195,7 +195,7 @@ def read_compare(folder: Path) -> None:
     found = compare(folder / "scan.json", folder / "good.json")
     json.loads(found.to_json())
     print_comparison(found, Console(file=StringIO(), width=140))
-    compare_page(found.a, found.b, found.aligned)
+    compare_page(found)
 
 
 def read_statistics(folder: Path) -> None:

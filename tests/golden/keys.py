@@ -36,8 +36,17 @@ CHANGED: dict[str, dict[str, object]] = {
 
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
 NEW: dict[str, tuple[str, ...]] = {
-    "names": ("public.Block", "public.Family", "public.Explanations", "public.explanations", "commands.explain"),
-    "train": ("result.plan.deterministic",),  # of no effect on a CPU
+    "names": (
+        *("public.Block", "public.Family", "public.Explanations", "public.explanations"),
+        *("commands.explain", "columns.scan.effective_rank"),
+    ),
+    "scan": ("heads[*].effective_rank",),
+    "compare": (
+        *("changes",),  # what changed most
+        *("heads[*].difference.effective_rank", "medians.effective_rank"),
+    ),
+    "probe": ("roles",),  # the heads of each role
+    "train": ("result.plan.deterministic", "scan.heads[*].effective_rank"),  # deterministic: of no effect on a CPU
 }
 
 # Keys that were removed on purpose, each with a reason in a comment.

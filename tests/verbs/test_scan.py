@@ -30,7 +30,7 @@ MODELS = [
 ]
 COLUMNS = (
     "layer head kv_head kind width head_dim scale trace trace_of_square frobenius_sq symmetric_sq mean variance concentration "
-    "spectral_norm stable_rank M S F skew key_bias localization approximation expected_entropy residual_kept flags"
+    "spectral_norm stable_rank effective_rank M S F skew key_bias localization approximation expected_entropy residual_kept flags"
 ).split()
 
 
@@ -65,6 +65,10 @@ def test_moments_within_tolerance_of_float64(folder: Path) -> None:
         ):
             assert abs(ours - exact) <= 1e-5 * norm**2
         assert row.spectral_norm == pytest.approx(np.linalg.norm(W, 2), rel=1e-5)
+        s = np.linalg.svd(W, compute_uv=False)[: row.head_dim]
+        share = s / s.sum()
+        assert row.stable_rank == pytest.approx((s**2).sum() / s[0] ** 2, rel=1e-5)
+        assert row.effective_rank == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-5)
         assert row.M == pytest.approx(np.trace(W) * row.head_dim**-0.5, abs=1e-5 * norm)
         close_spectra(np.array([complex(*pair) for pair in row.eigenvalues]), np.linalg.eigvals(W), norm)
 

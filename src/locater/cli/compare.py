@@ -7,14 +7,16 @@ from typing import Annotated
 import typer
 
 from locater.cli.options import JsonPath, Length, Raw, ReportPath
-from locater.cli.output import deliver
+from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
-from locater.verbs.scan_result import LENGTH
+from locater.findings import parse_conditions
+from locater.verbs.scan_result import LENGTH, SCAN_FLAGS
 
 HELP = "Compare two models, or two checkpoints of one run, head by head."
 EXAMPLES = (
     "locater compare base finetuned --report compare.html",
     "locater compare step-100.json step-200.json --json -",
+    "locater compare base finetuned --fail-on 'fault, change_F>10'",
 )
 
 
@@ -25,13 +27,26 @@ def command(
     report: ReportPath = None,
     length: Length = LENGTH,
     raw: Raw = False,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONDITIONS",
+            help="Exit with status 1 if a head of B has a flag (sharp,nonfinite) that it has not in A, has a new fault "
+            "of any kind (fault), or if a column changed so much ('change_F>10', B minus A).",
+        ),
+    ] = None,
 ) -> None:
     from locater.report.terminal import print_comparison
-    from locater.verbs.comparing import compare
+    from locater.verbs.comparing import CHANGE_COLUMNS, FAULT, compare
 
+    conditions = []
+    if fail_on is not None:
+        conditions = parse_conditions(fail_on, CHANGE_COLUMNS, (FAULT, *SCAN_FLAGS), example="change_M<-1")
     check_writable(json, report)
     result = compare(a, b, length=length, raw=raw, progress=show_progress)
+    rows = result.condition_rows() if conditions else []
     if report is not None:
         result.report(report)
     title = f"A: {a} ({len(result.a.rows)} heads)\nB: {b} ({len(result.b.rows)} heads)"
     deliver(result, title, lambda console: print_comparison(result, console), json, report)
+    exit_if_crossed(conditions, rows)

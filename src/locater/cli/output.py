@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,13 +41,13 @@ def deliver(
             console.print(f"{label} written to {path}", markup=False, highlight=False)
 
 
-def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Any]) -> None:
+def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> None:
     """End with status 1 if a head meets a condition of --fail-on, and name the first that does."""
-    crossed = [(condition.text, row) for condition in conditions for row in rows if condition.test(vars(row))]
+    crossed = [(condition.text, row) for condition in conditions for row in rows if condition.test(row)]
     if not crossed:
         return
     text, row = crossed[0]
-    count = len({(r.layer, r.head) for _, r in crossed})
+    count = len({(r["layer"], r["head"]) for _, r in crossed})
     heads = "1 head crosses" if count == 1 else f"{count} heads cross"
-    print(f"locater: {heads} --fail-on, first {text} at layer {row.layer} head {row.head}", file=sys.stderr)
+    print(f"locater: {heads} --fail-on, first {text} at layer {row['layer']} head {row['head']}", file=sys.stderr)
     raise typer.Exit(1)

@@ -84,7 +84,7 @@ def command(
     if report is not None:
         result.report(report)
     deliver(result, result.source, lambda console: print_probe(result, console), json, report, save_statistics)
-    exit_if_crossed(conditions, result.rows)
+    exit_if_crossed(conditions, [vars(row) for row in result.rows])
 
 
 def _text(text: str | None, corpus: bool, images: str | None) -> tuple[str | Path | None, str | None]:

@@ -13,13 +13,21 @@ from locater.cli.shell import check_writable
 from locater.files import write_whole
 
 HELP = "Watch a training run live in a browser, or write it as a page (--report) or as data (--json)."
-EXAMPLES = ("locater watch runs/first --open", "locater watch runs/first --report run.html")
+EXAMPLES = (
+    "locater watch runs/first --open",
+    "locater watch runs/first --report run.html",
+    "locater watch runs/first runs/second --report both.html",
+)
 
 
 def command(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="The log of a run (.jsonl), or the folder that contains it.")
     ],
+    other: Annotated[
+        str | None,
+        typer.Argument(metavar="OTHER", help="Another run; its curves are drawn dashed over those of RUN."),
+    ] = None,
     json: JsonPath = None,
     report: ReportPath = None,
     port: Annotated[
@@ -28,14 +36,20 @@ def command(
     ] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the live page in a browser.")] = False,
 ) -> None:
-    from locater.report.watch import serve, watch_page
+    from locater.report.watch import names_of_two, serve, watch_page
+    from locater.tracking.logged_run import TwoRuns
     from locater.tracking.run_log import read_run
 
     check_writable(json, report)
     if json is None and report is None:
-        serve(run, port, open_browser)
+        serve(run, port, open_browser, other)
         return
     log = read_run(run)
+    second = None if other is None else read_run(other)
     if report is not None:
-        write_whole(Path(report), watch_page(log))
-    deliver(log, f"{run}: {log.summary()}", lambda console: None, json, report)
+        write_whole(Path(report), watch_page(log, other=second, names=names_of_two(run, other or "")))
+    title = f"{run}: {log.summary()}"
+    if second is None:
+        deliver(log, title, lambda console: None, json, report)
+    else:
+        deliver(TwoRuns(log, second), f"{title}\n{other}: {second.summary()}", lambda console: None, json, report)

@@ -12,7 +12,7 @@ from locater.findings.flags import (
     flags_of,
     key_variance,
 )
-from locater.findings.verdicts import UNTRAINED, Verdict, judge, near_uniform, untrained
+from locater.findings.verdicts import UNTRAINED, Verdict, heads_by_role, judge, near_uniform, untrained
 
 __all__ = [
     "EXPLODING",
@@ -29,6 +29,7 @@ __all__ = [
     "comparison",
     "explain",
     "flags_of",
+    "heads_by_role",
     "judge",
     "key_variance",
     "near_uniform",

@@ -33,11 +33,12 @@ def parse_conditions(
     measured: Sequence[str],
     option: str = "--fail-on",
     old_names: Mapping[str, str] | None = None,
+    example: str = "M<-1",
 ) -> list[Condition]:
     """Read conditions such as `sharp,nonfinite` or `M<-1, stable_rank<2`.
 
     `columns` and `measured` are the numbers and flags that exist; `option` names the culprit in errors. `old_names`
-    are columns that were renamed: they still work, with a warning.
+    are columns that were renamed: they still work, with a warning. `example` is a comparison that errors show.
 
     >>> [c.text for c in parse_conditions("sharp, M<-1", {"M"}, ["sharp"])]
     ['sharp', 'M<-1']
@@ -46,7 +47,8 @@ def parse_conditions(
     if not parts:
         raise LocaterError(f"{option} {text!r} names nothing; flags are {', '.join(measured)}")
     return [
-        _flag(part, measured, option) or _comparison(part, columns, measured, option, old_names or {}) for part in parts
+        _flag(part, measured, option) or _comparison(part, columns, measured, option, old_names or {}, example)
+        for part in parts
     ]
 
 
@@ -60,11 +62,18 @@ def _flag(part: str, measured: Sequence[str], option: str) -> Condition | None:
 
 
 def _comparison(
-    part: str, columns: Collection[str], measured: Sequence[str], option: str, old_names: Mapping[str, str]
+    part: str,
+    columns: Collection[str],
+    measured: Sequence[str],
+    option: str,
+    old_names: Mapping[str, str],
+    example: str,
 ) -> Condition:
     match = re.fullmatch(COMPARISON, part)
     if match is None:
-        raise LocaterError(f"{option} {part!r}: neither a flag ({', '.join(measured)}) nor a comparison such as 'M<-1'")
+        raise LocaterError(
+            f"{option} {part!r}: neither a flag ({', '.join(measured)}) nor a comparison such as {example!r}"
+        )
     column, sign, number = match.groups()
     if column in old_names:
         message = f"{option} {part!r}: column {column} is now {old_names[column]}"

@@ -48,6 +48,21 @@ def near_uniform(row: Numbers) -> bool:
     return key_variance(F, key_bias) < NEAR_UNIFORM
 
 
+def heads_by_role(rows: Sequence[Numbers], verdicts: Sequence[Verdict]) -> dict[str, list[tuple[int, int]]]:
+    """(layer, head) of the heads with each role. A role whose columns no head has was not measured, and is left out.
+
+    >>> rows = [{"layer": 0, "head": 3, "flags": (), "previous": 0.9, "induction": 0.1}]
+    >>> heads_by_role(rows, judge(rows, length=256))
+    {'previous-token': [(0, 3)], 'induction': []}
+    """
+    measured = [role for role in ROLES if any(all(row.get(x) is not None for x in role.needs) for row in rows)]
+    pairs = list(zip(rows, verdicts, strict=True))
+    return {
+        role.name: [(row["layer"], row["head"]) for row, verdict in pairs if verdict.role == role.name]
+        for role in measured
+    }
+
+
 def _verdict(row: Numbers, length: int, alike: bool) -> Verdict:
     role = next((role for role in ROLES if applies(role, row, length)), None)
     reasons = {flag.name: _excuse(flag, row, role, alike) for flag in FLAGS if flag.name in row["flags"]}

@@ -104,6 +104,26 @@ class Observation:
         self.over = True
         self._open: ExitStack | None = None
 
+    def __repr__(self) -> str:
+        name, heads = type(self.model).__name__, sum(len(site.heads) for site in self.sites)
+        return f"Observation({name}, {heads} heads in {len(self.sites)} layers, {self.passes} forward passes)"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from locater.report.notebook import observation_in_notebook
+
+        return observation_in_notebook(self)
+
+    def plot(self, column: str | None = None) -> Any:
+        """One column of all heads, heads by layers; without a name the entropy.
+
+        A matplotlib Figure, or an altair Chart where only altair is installed.
+        """
+        from locater.report.drawn import of_observation
+        from locater.report.plots import plot
+
+        return plot(of_observation(self, column))
+
     def __enter__(self) -> Self:
         if self._open is not None:
             raise LocaterError("this observation is already under way: make another with observe(model)")

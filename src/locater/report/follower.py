@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from locater.errors import LocaterError
-from locater.report.packing import Curve, pack, thin
+from locater.report.packing import VALUES, Curve, pack, thin
 from locater.tracking.records import Record
 from locater.tracking.run_log import find_log
 from locater.tracking.run_reader import RunReader
@@ -22,8 +22,9 @@ FINGERPRINT = 4_096  # bytes at both ends of the part that was read, by which th
 class Follower:
     """Follows one log. Each look costs as much as what was appended since the last, not as the whole file."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], room: int = VALUES) -> None:
         self.path = Path(path)
+        self.room = room  # numbers that a page has room for
         self._lock = threading.Lock()
         self._revision = time.time_ns() // 1_000_000  # differs from those of an earlier server, whose pages may be open
         self._log: Path | None = None  # the log in the folder; stays the same if others appear beside it
@@ -124,7 +125,7 @@ class Follower:
             curve = self._curves.setdefault(name, Curve())
             for point in points[curve.count :]:
                 curve.add(point)
-        drawn, stride = thin(run)
+        drawn, stride = thin(run, self.room)
         pairs = zip(self._sent.get(after, []), drawn, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
         self._sent = {**dict(list(self._sent.items())[-3:]), self._revision: drawn}

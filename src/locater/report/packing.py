@@ -78,10 +78,10 @@ def _widen(stretch: list[Any], point: tuple[int, float]) -> None:
         stretch[1] = point
 
 
-def thin(run: Run) -> tuple[list[Record], int]:
-    """The observed steps to draw (every n-th, the last, and those where a warning began), and n."""
+def thin(run: Run, room: int = VALUES) -> tuple[list[Record], int]:
+    """The observed steps to draw (every n-th, the last, and those where a warning began), and n, for `room` numbers."""
     heads = sum(entry["heads"] for entry in run.header["layers"])
-    most = max(2, min(MOST_STEPS, VALUES // max(1, heads * len(columns(run)))))
+    most = max(2, min(MOST_STEPS, room // max(1, heads * len(columns(run)))))
     last = len(run.steps) - 1
     stride = math.ceil(len(run.steps) / most) if len(run.steps) > most else 1
     if stride == 1:

@@ -1,4 +1,4 @@
-"""A probe as a self-contained page and in a notebook: measured numbers beside predicted ones."""
+"""A probe as a self-contained page: measured numbers beside predicted ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from locater.findings import FLAGS
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
 from locater.report.probe_columns import COLUMNS, PAIRS, Pair
 from locater.report.probe_words import agreement_of, agreement_sentence, collapse, data_sentence, notes
-from locater.report.tables import PROBE, notebook, noted, roles, summary
+from locater.report.tables import noted, roles_sentence, summary
 from locater.version import __version__
 
 if TYPE_CHECKING:
@@ -30,22 +30,11 @@ def probe_page(probe: Probe) -> str:
         "AGREEMENT": agreement_sentence(probe),
         "COLLAPSE": collapse(probe),
         "VERDICT": summary(probe.rows, probe.verdicts),
-        "ROLES": roles(probe.rows, probe.verdicts),
+        "ROLES": roles_sentence(probe.roles),
         "NOTED": noted(probe.rows, probe.verdicts),
         "FOOTER": f"Made by Locater {__version__}: measured while the model ran.",
     }
     return assemble("probe", words, page_data(probe))
-
-
-def probe_in_notebook(probe: Probe) -> str:
-    """A small table, heads that deserve a look first."""
-    sentences = (
-        summary(probe.rows, probe.verdicts),
-        roles(probe.rows, probe.verdicts),
-        noted(probe.rows, probe.verdicts),
-        data_sentence(probe),
-    )
-    return notebook(short_name(probe.source), sentences, PROBE, probe.rows, probe.verdicts)
 
 
 def page_data(probe: Probe) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A scan, or two scans side by side, as a self-contained page and in a notebook."""
+"""A scan, or two scans side by side, as a self-contained page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from locater.findings import Verdict
+from locater.report.change_words import changes_sentences
 from locater.report.pages import assemble, excuses, flag_table, layer_note, short_name, significant
-from locater.report.tables import SCAN, collapse_risk, moved, notebook, noted, origin, summary
+from locater.report.scan_columns import by_column, changes, quantities, telling
+from locater.report.tables import NO_ROLES, collapse_risk, directions, moved, noted, origin, summary
 from locater.version import __version__
 
 if TYPE_CHECKING:
+    from locater.verbs.comparing import Comparison
     from locater.verbs.scan_result import HeadRow, Scan
 
 NUMBERS = (
     *("M", "S", "F", "mean", "concentration", "localization", "expected_entropy"),
-    *("residual_kept", "key_bias", "stable_rank", "spectral_norm", "skew"),
+    *("residual_kept", "key_bias", "stable_rank", "effective_rank", "spectral_norm", "skew"),
 )
 
 
@@ -23,29 +26,26 @@ def scan_page(scan: Scan) -> str:
     """The page of one scan."""
     heads = f"{len(scan.rows)} heads in {len(scan.layers)} attention layer{'s' * (len(scan.layers) != 1)}"
     risk = collapse_risk(scan.layers, scan.assumptions["length"])
-    counts = " ".join(filter(None, (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk)))
+    sentences = (f"{heads}, head size {_sizes(scan)}.", noted(scan.rows, scan.verdicts), risk, directions(scan.rows))
+    counts = " ".join(filter(None, sentences))
     return _page(short_name(scan.source), summary(scan.rows, scan.verdicts), counts, [scan], aligned=True)
 
 
-def scan_in_notebook(scan: Scan) -> str:
-    """A small table, heads that deserve a look first."""
-    title = f"{short_name(scan.source)}: {len(scan.rows)} heads in {len(scan.layers)} attention layers"
-    sentences = (summary(scan.rows, scan.verdicts), noted(scan.rows, scan.verdicts), origin(scan.assumptions))
-    return notebook(title, sentences, SCAN, scan.rows, scan.verdicts)
-
-
-def compare_page(a: Scan, b: Scan, aligned: bool) -> str:
-    """The page of two scans; `aligned` when they have the same heads, so that differences can be shown."""
+def compare_page(comparison: Comparison) -> str:
+    """The page of two scans, with differences where they have the same heads."""
+    a, b, aligned = comparison.a.with_details(), comparison.b.with_details(), comparison.aligned
     counts = f"A: {len(a.rows)} heads in {len(a.layers)} layers. B: {len(b.rows)} heads in {len(b.layers)} layers."
+    changed = ""
     if aligned:
         verdict = moved(a.verdicts, b.verdicts)
+        changed = " ".join(changes_sentences(comparison))
     else:
         verdict = " ".join(f"{letter}: {summary(x.rows, x.verdicts)}" for letter, x in (("A", a), ("B", b)))
         counts += " Their shapes differ, so heads are shown one model at a time and not subtracted."
-    return _page(f"{short_name(a.source)} against {short_name(b.source)}", verdict, counts, [a, b], aligned)
+    return _page(f"{short_name(a.source)} against {short_name(b.source)}", verdict, counts, [a, b], aligned, changed)
 
 
-def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned: bool) -> str:
+def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned: bool, changed: str = "") -> str:
     assumed = scans[0].assumptions
     notes = "; ".join(assumed["notes"])
     with_statistics = assumed.get("prediction") == "predicted"
@@ -53,19 +53,33 @@ def _page(title: str, verdict: str, counts: str, scans: Sequence[Scan], aligned:
         "TITLE": f"{title} · Locater",
         "HEADING": title,
         "VERDICT": verdict,
+        "CHANGED": changed,
         "COUNTS": counts,
         "ORIGIN": origin(assumed),
         "ASSUMED": f"For {assumed['length']} {assumed['tokens']}; weights {assumed['weights']}."
-        + (f" {notes}." if notes else ""),
+        + (f" {notes}." if notes else "")
+        + f" {NO_ROLES[0].upper()}{NO_ROLES[1:]}.",
         "FOOTER": f"Made by Locater {__version__} from weights {'and statistics' if with_statistics else 'alone'}.",
     }
     data = {
         "length": assumed["length"],
         "aligned": aligned,
+        "metrics": {
+            name: {"label": x.label, "diverging": x.diverging, "least": x.least, "meaning": x.meaning}
+            for name, x in quantities(assumed["length"]).items()
+        },
+        "opening": _opening(scans, aligned, assumed["length"]),
         "flags": flag_table(),
         "scans": [_scan_data(scan, letter) for scan, letter in zip(scans, "AB", strict=False)],
     }
     return assemble("scan", words, data)
+
+
+def _opening(scans: Sequence[Scan], aligned: bool, length: int) -> str:
+    """The metric to open on: of two scans what changed most, of one the first whose map is not blank."""
+    if len(scans) == 2 and aligned:
+        return next(iter(by_column(changes(scans[0].rows, scans[1].rows, length))), "sqrtF")
+    return telling(scans[0].rows, length).name
 
 
 def _scan_data(scan: Scan, letter: str) -> dict[str, Any]:

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from locater.findings import FLAGS, ROLES, Verdict, near_uniform, untrained
+from locater.findings import FLAGS, Verdict, near_uniform, untrained
+from locater.report.scan_columns import Read, column, root_of_F, symmetry
 
 NAMED = 6  # heads that a sentence names for each flag
 MOST_SHOWN = 20  # heads of a large model that a table lists
-Read = Callable[[Any], float | None]
-
-
-def _column(name: str) -> Read:
-    return lambda row: row[name]
-
-
-def _root(row: Any) -> float | None:
-    return None if row.F is None else row.F**0.5
-
-
-def _symmetry(row: Any) -> float | None:
-    return row.S / row.F if row.S is not None and row.F else None
-
-
 # Heading: how it is read from a row. Where there is no room, the last columns are left out first.
 SCAN: dict[str, Read] = {
-    "M": _column("M"),
-    "√F": _root,
-    "H": _column("expected_entropy"),
-    "Λ": _column("localization"),
-    "κ": _column("concentration"),
-    "S/F": _symmetry,
-    "key bias": _column("key_bias"),
-    "kept": _column("residual_kept"),
+    "M": column("M"),
+    "√F": root_of_F,
+    "H": column("expected_entropy"),
+    "Λ": column("localization"),
+    "κ": column("concentration"),
+    "S/F": symmetry,
+    "key bias": column("key_bias"),
+    "kept": column("residual_kept"),
 }
 PROBE: dict[str, Read] = {
-    "H": _column("entropy"),
-    "first": _column("sink"),
-    "max logit": _column("max_logit"),
-    "pred. H": _column("predicted_entropy"),
-    "prior H": _column("prior_entropy"),
-    "distance": _column("distance"),
-    "top": _column("max_probability"),
-    "Λ": _column("predicted_localization"),
-    "pred. first": _column("predicted_sink"),
+    "H": column("entropy"),
+    "first": column("sink"),
+    "max logit": column("max_logit"),
+    "pred. H": column("predicted_entropy"),
+    "prior H": column("prior_entropy"),
+    "distance": column("distance"),
+    "top": column("max_probability"),
+    "Λ": column("predicted_localization"),
+    "pred. first": column("predicted_sink"),
 }
 
 
@@ -84,24 +70,31 @@ def _named(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> list[str]:
     parts = []
     for flag in FLAGS:
         pairs = zip(rows, verdicts, strict=True)
-        where = [f"{row.layer}.{row.head}" for row, verdict in pairs if flag.name in verdict.faults]
-        if where:
-            more = f" and {len(where) - NAMED:,} more" if len(where) > NAMED else ""
-            parts.append(f"{flag.name} {', '.join(where[:NAMED])}{more}")
+        heads = [(row.layer, row.head) for row, verdict in pairs if flag.name in verdict.faults]
+        if heads:
+            parts.append(f"{flag.name} {head_list(heads)}")
     return parts
 
 
-def roles(rows: Sequence[Any], verdicts: Sequence[Verdict]) -> str:
-    """How many heads have which role, and the first few of them; empty if none has one."""
-    parts = []
-    for role in ROLES:
-        pairs = zip(rows, verdicts, strict=True)
-        where = [f"{row.layer}.{row.head}" for row, verdict in pairs if verdict.role == role.name]
-        if where:
-            more = ", …" if len(where) > NAMED else ""
-            parts.append(f"{counted(len(where), f'{role.name} head')} ({', '.join(where[:NAMED])}{more})")
-    rest = sum(verdict.role is None for verdict in verdicts)
-    return f"What heads do: {', '.join(parts)}; {rest:,} without one of these roles." if parts else ""
+def roles_sentence(roles: Mapping[str, Sequence[tuple[int, int]]]) -> str:
+    """Which heads have which role, in one line; empty where no role was measured.
+
+    >>> roles_sentence({"previous-token": [(0, 2)], "induction": [(5, 1), (5, 5)], "local": []})
+    'Roles (layer.head): previous-token: 0.2; induction: 5.1, 5.5; none: local.'
+    """
+    if not roles:
+        return ""
+    parts = [f"{role}: {head_list(heads)}" for role, heads in roles.items() if heads]
+    without = [role for role, heads in roles.items() if not heads]
+    if without:
+        parts.append(f"none: {', '.join(without)}")
+    return f"Roles (layer.head): {'; '.join(parts)}."
+
+
+def head_list(heads: Sequence[tuple[int, int]]) -> str:
+    """`0.2, 1.4 and 3 more`."""
+    more = f" and {len(heads) - NAMED:,} more" if len(heads) > NAMED else ""
+    return ", ".join(f"{layer}.{head}" for layer, head in heads[:NAMED]) + more
 
 
 def moved(before: Sequence[Verdict], after: Sequence[Verdict]) -> str:
@@ -114,6 +107,9 @@ def moved(before: Sequence[Verdict], after: Sequence[Verdict]) -> str:
         return "No head gained a fault, none lost one."
     heads = counted(gained, "head") if gained else "No head"
     return f"{heads} gained a fault, {f'{lost:,}' if lost else 'none'} lost one."
+
+
+NO_ROLES = "which role a head has (induction, previous-token, ...) is not in its weights alone: locater probe tells"
 
 
 def origin(assumptions: Mapping[str, Any]) -> str:
@@ -134,6 +130,25 @@ def collapse_risk(layers: Sequence[Mapping[str, Any]], length: int) -> str:
         f"Rank-collapse risk: attention alone keeps {span} of what differs between tokens; "
         f"uniform attention over {length} tokens keeps {length**-0.5:.3g}, a row with a single token 1."
     )
+
+
+def directions(rows: Sequence[Any]) -> str:
+    """How many of its directions a head uses, as medians over the heads of each size; empty where it is not known.
+
+    >>> from types import SimpleNamespace
+    >>> directions([SimpleNamespace(head_dim=64, stable_rank=3.2, effective_rank=21.7)])
+    'Heads of size 64 use 3.2 directions by stable rank, 21.7 by effective rank (medians).'
+    """
+    sizes: dict[int, list[Any]] = {}
+    for row in rows:
+        if row.effective_rank is not None:
+            sizes.setdefault(row.head_dim, []).append(row)
+    parts = [
+        f"eads of size {size} use {median(row.stable_rank for row in some):.1f} directions by stable rank, "
+        f"{median(row.effective_rank for row in some):.1f} by effective rank"
+        for size, some in sorted(sizes.items())
+    ]
+    return f"H{'; h'.join(parts)} (medians)." if parts else ""
 
 
 def chosen(rows: Sequence[Any], verdicts: Sequence[Verdict], most: int) -> list[tuple[Any, Verdict]]:
@@ -158,26 +173,3 @@ def number(x: float | None) -> str:
 
 def counted(count: int, word: str) -> str:
     return f"{count:,} {word}" + ("" if count == 1 else "s")
-
-
-def notebook(
-    title: str, sentences: Sequence[str], columns: Mapping[str, Read], rows: Sequence[Any], verdicts: Sequence[Verdict]
-) -> str:
-    """A result in a notebook: its name, sentences about it, and a small table. The style suits dark themes too."""
-    shown = chosen(rows, verdicts, MOST_SHOWN)
-    headings = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", "head", *columns, "flags"))
-    lines = []
-    for row, verdict in shown:
-        numbers = (row.layer, row.head, *(number(read(row)) for read in columns.values()))
-        cells = "".join(f"<td>{text}</td>" for text in numbers)
-        lines.append(f"<tr>{cells}<td style='text-align:left'>{_flags(verdict)}</td></tr>")
-    whole = f"{len(shown):,} of {counted(len(rows), 'head')}; <code>.report(path)</code> writes all."
-    more = f"<p>{whole}</p>" if len(shown) < len(rows) else ""
-    text = html.escape(" ".join(filter(None, sentences)))
-    return f"<p><b>{html.escape(title)}</b><br>{text}</p><table><tr>{headings}</tr>{''.join(lines)}</table>{more}"
-
-
-def _flags(verdict: Verdict) -> str:
-    faults, notes = (html.escape(" ".join(names)) for names in (verdict.faults, verdict.notes))
-    parts = (f"<b>{faults}</b>" if faults else "", f"<span style='opacity:0.6'>{notes}</span>" if notes else "")
-    return " ".join(filter(None, parts))

@@ -16,21 +16,24 @@ from rich.text import Text
 
 from locater.findings import FLAGS, Verdict
 from locater.missing import known_median
+from locater.report.change_words import changes_sentences
 from locater.report.probe_columns import KINDS
 from locater.report.probe_words import agreement_sentence, collapse, data_sentence
+from locater.report.scan_columns import Read
 from locater.report.tables import (
     MOST_SHOWN,
+    NO_ROLES,
     PROBE,
     SCAN,
-    Read,
     chosen,
     collapse_risk,
     counted,
+    directions,
     moved,
     noted,
     number,
     origin,
-    roles,
+    roles_sentence,
     summary,
 )
 
@@ -87,9 +90,11 @@ def print_scan(scan: Scan, console: Console) -> None:
     _print_heads(scan, SCAN, LEGEND, {"kept": "residual_kept"}, console)
     if risk := collapse_risk(scan.layers, scan.assumptions["length"]):
         console.print(risk, highlight=False)
+    if used := directions(scan.rows):
+        console.print(used, highlight=False)
     a = scan.assumptions
     console.print(origin(a), highlight=False)
-    for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"]):
+    for note in (f"for {a['length']} {a['tokens']}; weights {a['weights']}", *a["notes"], NO_ROLES):
         console.print(f"[dim]- {escape(note)}[/dim]", highlight=False)
 
 
@@ -97,7 +102,7 @@ def print_probe(probe: Probe, console: Console) -> None:
     """What heads do and which deserve a look, the tables, how well predictions agree, and the kinds of numbers."""
     rows, verdicts = probe.rows, probe.verdicts
     console.print(f"{escape(data_sentence(probe))}\n[bold]{summary(rows, verdicts)}[/bold]", highlight=False)
-    for sentence in filter(None, (roles(rows, verdicts), noted(rows, verdicts), collapse(probe))):
+    for sentence in filter(None, (roles_sentence(probe.roles), noted(rows, verdicts), collapse(probe))):
         console.print(escape(sentence), highlight=False)
     _print_heads(probe, PROBE, PROBE_LEGEND, {}, console)
     _print_residuals(probe, console)
@@ -111,9 +116,17 @@ def print_probe(probe: Probe, console: Console) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Medians of both, then the heads that changed most."""
+    """What changed most in words, medians of both, then the heads that changed most."""
     a, b = comparison.a, comparison.b
-    columns: dict[str, Read] = {**SCAN, "stable rank": lambda row: row.stable_rank}
+    if comparison.aligned:
+        console.print(f"[bold]{moved(a.verdicts, b.verdicts)}[/bold]", highlight=False)
+    for sentence in changes_sentences(comparison):
+        console.print(sentence, highlight=False)
+    columns: dict[str, Read] = {
+        **SCAN,
+        "stable rank": lambda row: row.stable_rank,
+        "effective rank": lambda row: row.effective_rank,
+    }
     table = empty_table("medians over heads", ("", "A", "B"))
     for name, read in columns.items():
         table.add_row(name, *(number(known_median(read(row) for row in scan.rows)) for scan in (a, b)))
@@ -123,13 +136,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         return
     lines = _change_lines(comparison)[:MOST_SHOWN]
     _print_tables([_line_table("heads that changed most (B - A)", list(SCAN), lines, console.width)], LEGEND, console)
-    console.print(moved(a.verdicts, b.verdicts), highlight=False)
 
 
 def _change_lines(comparison: Comparison) -> list[Line]:
     """A line per head with its differences and the flags it gained (+) or lost (-), the largest change first."""
     a, b = comparison.a, comparison.b
-    lines: list[tuple[float, Line]] = []
+    lines: dict[tuple[int, int], Line] = {}
     for change, row_a, row_b, before, after in zip(
         comparison.rows, a.rows, b.rows, a.verdicts, b.verdicts, strict=True
     ):
@@ -137,10 +149,11 @@ def _change_lines(comparison: Comparison) -> list[Line]:
             [f"+{x}" for x in change.gained if x in gained] + [f"-{x}" for x in change.lost if x in lost]
             for gained, lost in ((after.faults, before.faults), (after.notes, before.notes))
         )
-        differences = {name: _minus(read(row_b), read(row_a)) for name, read in SCAN.items()}
-        size = abs(differences["Λ"] or 0) + abs(differences["√F"] or 0)
-        lines.append((size, ((change.layer, change.head), [_signed(x) for x in differences.values()], faults, notes)))
-    return [line for _, line in sorted(lines, key=lambda pair: -pair[0])]
+        differences = [_signed(_minus(read(row_b), read(row_a))) for read in SCAN.values()]
+        lines[change.layer, change.head] = ((change.layer, change.head), differences, faults, notes)
+    broken = [(x.layer, x.head) for x in comparison.rows if "nonfinite" in (*x.gained, *x.lost)]  # no number to compare
+    order = dict.fromkeys([*broken, *((x.layer, x.head) for x in comparison.head_changes()), *lines])
+    return [lines[head] for head in order]
 
 
 def _print_heads(

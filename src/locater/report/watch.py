@@ -14,26 +14,47 @@ import sys
 import threading
 import time
 import webbrowser
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from locater.errors import LocaterError
 from locater.findings import EXPLODING, FLAGS
 from locater.report.follower import Follower
-from locater.report.packing import pack, thin
+from locater.report.packing import VALUES, pack, thin
 from locater.report.pages import assemble, flag_table, short_name
 from locater.tracking.logged_run import Run
 from locater.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+FILES = ("/run.json", "/other.json")  # what is new in the first run, and in the second
 THREADS = 64  # clients that are answered at the same time; others wait in the backlog
 
 
-def watch_page(run: Run, live: bool = False) -> str:
-    """One self-contained page. With `live` it polls the server that `serve` starts; without, it is a document."""
-    drawn, stride = thin(run)
-    return run_page(short_name(str(run.header.get("source", "run"))), pack(run, drawn, stride), live)
+def watch_page(
+    run: Run, live: bool = False, other: Run | None = None, names: Sequence[str] = ("first run", "second run")
+) -> str:
+    """One self-contained page. With `live` it polls the server that `serve` starts; without, it is a document.
+
+    The curves of `other` are drawn dashed over those of `run`; `names` tell the two apart. Both share the room that a
+    page has for numbers.
+    """
+    if other is None:
+        return run_page(short_name(str(run.header.get("source", "run"))), pack(run, *thin(run)), live)
+    first, second = (pack(x, *thin(x, VALUES // 2)) for x in (run, other))
+    return run_page(" and ".join(names), {**first, "other": second, "names": list(names)}, live)
+
+
+def names_of_two(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> tuple[str, str]:
+    """What to call two runs: the last part of their paths that differs.
+
+    >>> names_of_two("runs/small/run.jsonl", "runs/large/run.jsonl"), names_of_two("run", "run")
+    (('small', 'large'), ('first run', 'second run'))
+    """
+    pairs = zip(reversed(Path(first).parts), reversed(Path(second).parts), strict=False)
+    return next(((a, b) for a, b in pairs if a != b), ("first run", "second run"))
 
 
 def run_page(name: str, data: dict[str, Any], live: bool) -> str:
@@ -52,16 +73,23 @@ def run_page(name: str, data: dict[str, Any], live: bool) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page at / and news for it at /run.json?after=REVISION, to this machine only."""
+    """Serves the page at / and news for it at /run.json?after=REVISION, to this machine only.
+
+    News of a second run are at /other.json.
+    """
 
     daemon_threads = True
     patience = 10.0  # seconds for a client to send its request and take the answer
     request_queue_size = 1_024  # connections that wait to be accepted; the operating system may allow fewer
 
-    def __init__(self, path: str | os.PathLike[str], port: int = 0) -> None:
-        self.follower = Follower(path)
-        self.follower.look()  # refuses a file that is not a log before anything is served
-        self.waiting = self.follower.waiting()
+    def __init__(
+        self, path: str | os.PathLike[str], port: int = 0, other: str | os.PathLike[str] | None = None
+    ) -> None:
+        paths = [path] if other is None else [path, other]
+        self.followers = [Follower(x, VALUES // len(paths)) for x in paths]
+        for follower in self.followers:
+            follower.look()  # refuses a file that is not a log before anything is served
+        self.waiting = "; ".join(filter(None, (follower.waiting() for follower in self.followers)))
         self._free = threading.BoundedSemaphore(THREADS)
         self._since: dict[socket.socket, float] = {}  # when each open connection began
         try:
@@ -70,6 +98,11 @@ class Server(ThreadingHTTPServer):
             raise LocaterError(
                 f"port {port} cannot be opened ({error}): choose another with --port, or 0 for any"
             ) from None
+
+    @property
+    def follower(self) -> Follower:
+        """Of the first run."""
+        return self.followers[0]
 
     @property
     def address(self) -> str:
@@ -128,10 +161,14 @@ class _Handler(BaseHTTPRequestHandler):
         if not re.fullmatch("[0-9]{1,20}", after):
             self._send(400, "text/plain", "not an address of this page")
         elif url.path == "/":
-            name = self.server.follower.path.name
-            self._send(200, "text/html", run_page(name, {"waiting": str(self.server.follower.path)}, live=True))
-        elif url.path == "/run.json":
-            answer = self.server.follower.answer(int(after))
+            empty = [{"waiting": str(follower.path)} for follower in self.server.followers]
+            data: dict[str, Any] = {**empty[0]}
+            if len(empty) == 2:
+                names = names_of_two(*(follower.path for follower in self.server.followers))
+                data |= {"other": empty[1], "names": list(names)}
+            self._send(200, "text/html", run_page(self.server.follower.path.name, data, live=True))
+        elif url.path in FILES[: len(self.server.followers)]:
+            answer = self.server.followers[FILES.index(url.path)].answer(int(after))
             self._send(200, "application/json", json.dumps(answer, separators=(",", ":"), allow_nan=False))
         else:
             self._send(404, "text/plain", "nothing here")
@@ -150,10 +187,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: the page asks every two seconds, and a line for each would be noise."""
 
 
-def serve(path: str | os.PathLike[str], port: int = 0, open_browser: bool = False) -> None:
-    """Serve the page of a run at 127.0.0.1 until Ctrl-C. The log may not exist yet: the page waits for it."""
-    with Server(path, port) as server:
-        print(f"Watching {path} at {server.address} (Ctrl-C stops)", flush=True)
+def serve(
+    path: str | os.PathLike[str],
+    port: int = 0,
+    open_browser: bool = False,
+    other: str | os.PathLike[str] | None = None,
+) -> None:
+    """Serve the page of a run, or of two, at 127.0.0.1 until Ctrl-C. A log may not exist yet: the page waits for it."""
+    with Server(path, port, other) as server:
+        both = f"{path} and {other}" if other is not None else path
+        print(f"Watching {both} at {server.address} (Ctrl-C stops)", flush=True)
         if server.waiting:
             print(f"Waiting for the first line: {server.waiting}", flush=True)
         if open_browser:

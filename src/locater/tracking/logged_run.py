@@ -58,3 +58,14 @@ class Run:
 
     def to_json(self) -> str:
         return json.dumps(plain(self.to_dict()), allow_nan=False)
+
+
+@dataclass(frozen=True)
+class TwoRuns:
+    """A run, and another to compare it with. The document is that of the first, with the second as `other`."""
+
+    first: Run
+    other: Run
+
+    def to_json(self) -> str:
+        return json.dumps(plain({**self.first.to_dict(), "other": self.other.to_dict()}), allow_nan=False)

@@ -116,7 +116,8 @@ def _columns(layer: AttentionLayer, m: Moments, key_bias: Tensor, options: ScanO
 
 def _moment_columns(m: Moments, scale: float, key_bias: Tensor, length: int) -> dict[str, list[Any]]:
     """What follows from moments alone; without the traces for cross-attention, where they have no meaning."""
-    table: dict[str, Tensor] = {name: getattr(m, name) for name in ("frobenius_sq", "spectral_norm", "stable_rank")}
+    names = ("frobenius_sq", "spectral_norm", "stable_rank", "effective_rank")
+    table: dict[str, Tensor] = {name: getattr(m, name) for name in names}
     table["F"], table["key_bias"] = m.frobenius_sq * scale**2, key_bias
     pairs = zip(table["F"].tolist(), key_bias.tolist(), strict=True)
     variance = torch.tensor([key_variance(f, b) for f, b in pairs], dtype=torch.float64)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.files import write_whole
-from locater.findings import FLAGS, Verdict, judge
+from locater.findings import FLAGS, Verdict, heads_by_role, judge
 from locater.observing.rows import MeasuredHead
 from locater.observing.stream import SeenLayer
 from locater.predict.input_statistics import Statistics
@@ -103,14 +103,29 @@ class Probe:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.probe import probe_in_notebook
+        from locater.report.notebook import probe_in_notebook
 
         return probe_in_notebook(self)
+
+    def plot(self, column: str | None = None) -> Any:
+        """One column of all heads, heads by layers; without a name the entropy.
+
+        A matplotlib Figure, or an altair Chart where only altair is installed.
+        """
+        from locater.report.drawn import of_probe
+        from locater.report.plots import plot
+
+        return plot(of_probe(self, column))
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """For each row: its role, which of its flags are faults, and why the others are not."""
         return judge([vars(row) for row in self.rows], self.assumptions["length"])
+
+    @property
+    def roles(self) -> dict[str, list[tuple[int, int]]]:
+        """(layer, head) of the heads with each role; a role that was not measured is no key."""
+        return heads_by_role([vars(row) for row in self.rows], self.verdicts)
 
     def stream_after(self, layer_name: str) -> SeenLayer | None:
         """The residual stream after the block that contains the attention layer of this name."""
@@ -122,13 +137,14 @@ class Probe:
         return [{**asdict(row), "faults": verdict.faults, "role": verdict.role} for row, verdict in pairs]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON document: schema, locater, source, assumptions, agreement, layers, streams, heads."""
+        """The JSON document: schema, locater, source, assumptions, agreement, roles, layers, streams, heads."""
         return {
             "schema": PROBE_SCHEMA,
             "locater": __version__,
             "source": self.source,
             "assumptions": self.assumptions,
             "agreement": self.agreement,
+            "roles": self.roles,
             "layers": self.layers,
             "streams": [asdict(stream) for stream in self.streams],
             "heads": self.records(),

@@ -50,6 +50,7 @@ class HeadRow:
     concentration: float | None = None
     spectral_norm: float | None = None
     stable_rank: float | None = None
+    effective_rank: float | None = None
     M: float | None = None
     S: float | None = None
     F: float | None = None
@@ -70,7 +71,7 @@ class HeadRow:
 
 
 OPTIONAL = ("eigenvalues", "drive", "profile")  # columns that are computed on request
-ADDED = ("residual_kept",)  # columns that documents of earlier versions do not have
+ADDED = ("residual_kept", "effective_rank")  # columns that documents of earlier versions do not have
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})
 
@@ -91,9 +92,19 @@ class Scan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from locater.report.scan import scan_in_notebook
+        from locater.report.notebook import scan_in_notebook
 
         return scan_in_notebook(self)
+
+    def plot(self, column: str | None = None) -> Any:
+        """One column of all heads, heads by layers; without a name the one that the page opens on.
+
+        A matplotlib Figure, or an altair Chart where only altair is installed.
+        """
+        from locater.report.drawn import of_scan
+        from locater.report.plots import plot
+
+        return plot(of_scan(self, column))
 
     def title(self) -> str:
         return f"{self.source}: {len(self.rows)} heads in {len(self.layers)} attention layers"

@@ -1,8 +1,8 @@
 """What is trained: encoders that give every point the point farthest from it, all seeds of an arm as one batched model.
 
 A layer is that of the paper's code: `copies` multi-head attentions side by side, averaged, each with all of its heads of
-one rank; a sum with the input; an MLP with ReLU; a sum again. After each sum a token is scaled to length 1 times one
-learned number. Points have no positions, or learned ones in channels of their own. Weights do not depend on the rank: a
+one rank; a sum with the input; an MLP with ReLU; a sum again. After each sum a token is scaled to a length that is one
+learned number. It begins at 1, or at sqrt(d) as in ScaleNorm: begun at 1, encoders of several layers learn the length 0. Points have no positions, or learned ones in channels of their own. Weights do not depend on the rank: a
 head of rank r reads r channels of its copy, so that arms of one width and number of copies have equal parameters.
 
 The loss is the squared distance from the answer. AdamW, no decay; the rate rises over the first 5 % of the steps and
@@ -55,6 +55,7 @@ class Encoder:
     batch: int = 128
     steps: int = 10_000
     rate: float = 0.01
+    length: float = 1.0  # that the learned lengths of tokens begin with
 
     @property
     def channels(self) -> int:
@@ -71,7 +72,8 @@ class Encoder:
 
     @property
     def options(self) -> dict[str, Any]:
-        return asdict(self)
+        """What decides a run; a length of 1 is not mentioned."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("length", 1.0)}
 
 
 class Encoders:
@@ -91,7 +93,8 @@ class Encoders:
             return self._own(torch.full((arm.seeds, *shape), value, device=device, dtype=dtype))
 
         D, wide, hidden = arm.channels, arm.copies * arm.channels, arm.hidden
-        self.places = even(arm.points, arm.positions, bound=math.sqrt(3 / max(1, arm.positions)))
+        if arm.positions:
+            self.places = even(arm.points, arm.positions, bound=math.sqrt(3 / arm.positions))  # of length about 1
         self.layers = [
             {
                 **{name: even(D, wide, bound=math.sqrt(6 / (4 * D))) for name in "qkv"},  # Xavier, of the three as one
@@ -102,8 +105,8 @@ class Encoders:
                 "up_bias": even(1, hidden, bound=D**-0.5),
                 "down": even(hidden, D, bound=hidden**-0.5),
                 "down_bias": even(1, D, bound=hidden**-0.5),
-                "size": full(1, 1, value=1.0),
-                "last_size": full(1, 1, value=1.0),
+                "size": full(1, 1, value=arm.length),
+                "last_size": full(1, 1, value=arm.length),
             }
             for _ in range(arm.layers)
         ]
@@ -216,10 +219,11 @@ def losses(model: Encoders, points: Float[Tensor, "S B N d"]) -> Float[Tensor, "
 def judged(model: Encoders, device: str) -> Float[Tensor, " S"]:
     """Losses on new points, with products in float32."""
     torch.manual_seed(1)
-    parts = max(1, JUDGED // model.arm.batch)
+    batch = 64
     if device != "cpu":
-        model.attend = attend
-    return torch.stack([losses(model, drawn(model.arm, model.arm.batch, device)) for _ in range(parts)]).mean(0).cpu()
+        batch, model.attend = model.arm.batch, attend
+    parts = max(1, JUDGED // batch)
+    return torch.stack([losses(model, drawn(model.arm, batch, device)) for _ in range(parts)]).mean(0).cpu()
 
 
 def share_of_rate(step: int, steps: int) -> float:

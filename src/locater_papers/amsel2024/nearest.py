@@ -45,7 +45,7 @@ CLAIMS = (
         "largest of distance less bound, all temperatures", "at most", 1e-12, by="ours",
     ),
     Claim(
-        "a4", "Training needs a W of the published size: at ||W||_F = 2400 over sqrt(d), as in a head of size d, the error is the published one",
+        "a4", "A W of the published norm, 2400, is enough for the published loss of one head, where scores are divided by sqrt(d)",
         f"squared error of -beta I, ||beta I||_F = 2400 / sqrt({WIDTH}), d = {WIDTH}, N = {POINTS}", "at most", 0.015, by="ours",
     ),
 )  # fmt: skip

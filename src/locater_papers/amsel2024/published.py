@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,118 +19,27 @@ import torch
 from locater.errors import LocaterError, first_line
 from locater.train.sweep import append_line
 from locater_papers.amsel2024.encoder import Encoder, trained
+from locater_papers.amsel2024.plan import (
+    AGAIN,
+    DEPTH,
+    FIRST,
+    LOST,
+    MORE,
+    NUMBER,
+    ONE,
+    ONE_LAYER,
+    POSITIONS,
+    PUBLISHED,
+    TOO_SHORT,
+    UNTRAINED,
+    WIDTH,
+)
+from locater_papers.engine.arms import mark_inconclusive
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.rounding import rounded
 from locater_papers.engine.runs import Runs, versions
 
-WIDTH = 64
-RANKS = (1, 2, 4, 8, 16, 32, 64)
-SETS = 1024  # points of a step and a seed: 64 sets of 16
-SHORT = "as seen after fewer steps"
-
-
-def _arm(rank: int, points: int = 16, **changes: Any) -> Encoder:
-    return Encoder(rank=rank, points=points, batch=SETS // points, **changes)
-
-
-ONE = tuple(_arm(r, copies=1, steps=12_000) for r in RANKS) + tuple(
-    _arm(r, copies=WIDTH, steps=3_000) for r in reversed(RANKS)
-)
-THREE = tuple(_arm(r, copies=WIDTH, layers=3, steps=2_500, seeds=6) for r in (64, 4, 1))
-COUNTS = tuple(
-    _arm(r, points, copies=WIDTH, layers=2, steps=1_500, seeds=6, rate=0.005) for r in (64, 1) for points in (4, 16, 64)
-)
-PLACES = tuple(
-    _arm(rank or WIDTH + positions, copies=8, layers=3, positions=positions, steps=2_000, seeds=6, rate=0.005)
-    for positions in (0, 64)
-    for rank in (0, 1)
-)
-
-# What the paper's figures show, read off the pictures: least loss of 5 seeds, by layers, copies, points and rank.
-PUBLISHED: Mapping[tuple[int, int, int], Mapping[int, float]] = {
-    (1, 1, 16): {1: 0.87, 2: 0.87, 4: 0.87, 8: 0.87, 16: 0.87, 32: 0.70, 64: 0.015},
-    (1, 64, 16): {1: 0.65, 32: 0.31, 64: 0.002},
-    (3, 64, 16): {1: 0.52, 2: 0.38, 4: 0.055, 8: 0.042, 16: 0.053, 32: 0.055, 64: 0.0008},
-    (5, 64, 16): {1: 0.42, 32: 0.014, 64: 0.002},
-    (2, 64, 4): {1: 0.02},
-    (2, 64, 16): {1: 0.63},
-    (2, 64, 64): {1: 0.81},
-    (2, 64, 256): {1: 1.16},
-}
-
-ONE_LAYER = (
-    Claim(
-        "d1", f"With d^2 parameters full rank is far better than half of it, {SHORT}",
-        "loss at rank 64 over loss at rank 32, one layer, one copy", "at most", 0.1, where="Figure 1", bound="ours",
-    ),
-    Claim(
-        "d2", f"With d^3 parameters too, {SHORT}",
-        "loss at rank 64 over loss at rank 32, one layer, 64 copies", "at most", 0.1, where="Figure 1", bound="ours",
-    ),
-    Claim(
-        "d3", f"With d^2 parameters ranks 1 to 16 are equally bad, {SHORT}",
-        "loss at rank 1, one layer, one copy", "about", 0.87, 0.05, where="Figure 1",
-    ),
-    Claim(
-        "d4", f"With d^3 parameters rank one stays bad, {SHORT}",
-        "loss at rank 1, one layer, 64 copies", "about", 0.65, 0.05, where="Figure 1",
-    ),
-    Claim(
-        "d5", f"One full-rank head beats rank one with d times its parameters, {SHORT}",
-        "loss at rank 64 with one copy less loss at rank 1 with 64 copies", "at most", 0.0, where="Figure 1",
-    ),
-    Claim(
-        "d6", f"More heads help rank one, {SHORT}",
-        "loss at rank 1, 64 copies less one copy", "at most", 0.0, where="Figure 1",
-    ),
-    Claim(
-        "d7", f"One full-rank head comes as near as published, {SHORT}",
-        "loss at rank 64, one layer, one copy", "at most", 0.015, where="Figure 1",
-    ),
-    Claim(
-        "d8", f"The W that one full-rank head learns is a multiple of -I, {SHORT}",
-        "angle of W to the identity in degrees, rank 64, one copy", "at least", 175.0, where="", bound="ours",
-    ),
-    Claim(
-        "d9", f"The W of 64 full-rank heads are near it, {SHORT}",
-        "angle of W to the identity in degrees, rank 64, 64 copies", "about", 168.0, 5.0, where="", bound="ours",
-    ),
-)  # fmt: skip
-DEPTH = (
-    Claim(
-        "e1", f"Three layers help rank one, {SHORT}",
-        "loss at rank 1, 64 copies, three layers less one layer", "at most", 0.0, where="Figure 1",
-    ),
-    Claim(
-        "e2", f"Three layers make rank 4 good, {SHORT}",
-        "loss at rank 4 over loss at rank 1, three layers, 64 copies", "at most", 0.2, where="Figure 1", bound="ours",
-    ),
-    Claim(
-        "e3", f"Full rank stays far better than rank one in three layers, {SHORT}",
-        "loss at rank 64 over loss at rank 1, three layers, 64 copies", "at most", 0.1, where="Figure 1", bound="ours",
-    ),
-)  # fmt: skip
-NUMBER = (
-    Claim(
-        "f1", f"Rank one gets worse with more points, {SHORT}",
-        "loss at rank 1, two layers, 64 copies: N = 64 less N = 4", "at least", 0.3, where="", bound="ours",
-    ),
-    Claim(
-        "f2", f"Full rank does not, {SHORT}",
-        "loss at rank 64, two layers, 64 copies, N = 64", "at most", 0.04, where="",
-    ),
-)  # fmt: skip
-POSITIONS = (
-    Claim(
-        "g1", f"Positions in channels of their own help rank one, {SHORT}",
-        "loss at rank 1, three layers, 8 copies: with positions less without", "at most", 0.0, where="",
-    ),
-    Claim(
-        "g2", f"Full rank with positions stays far better than rank one with them, {SHORT}",
-        "loss at full rank over loss at rank 1, three layers, 8 copies, positions", "at most", 0.1, where="", bound="ours",
-    ),
-)  # fmt: skip
 NEEDS = (
     "training runs: --runs docs/results/amsel2024-runs.jsonl; `locater reproduce amsel2024 --claim d --runs FILE --jobs 1` "
     "makes those that it lacks, on a GPU"
@@ -170,7 +80,7 @@ def complete(letter: str, arms: Sequence[Encoder], runs: Runs, setting: Setting)
 def name_of(arm: Encoder) -> str:
     """In words, for a line of progress.
 
-    >>> name_of(_arm(1, 4, copies=64, layers=2))
+    >>> name_of(Encoder(rank=1, points=4, copies=64, layers=2))
     '2 layers, 4096 heads of rank 1, N = 4'
     """
     layers = "1 layer" if arm.layers == 1 else f"{arm.layers} layers"
@@ -213,32 +123,41 @@ def rows_of(arms: Sequence[Encoder], runs: Runs) -> list[dict[str, Any]]:
         means = {name: None if None in values else sum(values) / len(values) for name, values in line["heads"].items()}
         rows.append(
             {
-                **{name: arm.options[name] for name in ("layers", "copies", "points", "rank", "positions", "steps")},
+                **{
+                    name: arm.options[name]
+                    for name in ("layers", "copies", "points", "rank", "positions", "steps", "rate")
+                },
+                "length": arm.length,
                 "seeds": arm.seeds,
                 "heads": arm.heads,
                 "losses": losses,
-                "mean": sum(losses) / len(losses) if losses else None,
+                "mean_loss": sum(losses) / len(losses) if losses else None,
                 "least": min(losses) if losses else None,
                 "published": published.get(arm.rank),
                 "milliseconds": 1000 * line["seconds"] / arm.steps,
                 **means,
-                "curve": line["curve"],
+                "of_scores": None if means["frobenius"] is None else means["frobenius"] / math.sqrt(arm.rank),
                 "device": line["device"],
             }
         )
     return rows
 
 
+def line_of(arms: Sequence[Encoder], runs: Runs, **options: int) -> Line | None:
+    """The line of the arm with these options; of several the longest that was trained."""
+    fitting = (x for x in arms if all(x.options[name] == value for name, value in options.items()))
+    known = [arm for arm in fitting if key_of(arm) in runs.lines]
+    return runs.lines[key_of(max(known, key=lambda arm: arm.steps))] if known else None
+
+
 def one_layer(runs: Runs) -> Results:
-    def line(rank: int, copies: int) -> Line | None:
-        (arm,) = (x for x in ONE if (x.rank, x.copies) == (rank, copies))
-        return runs.lines.get(key_of(arm))
+    arms = ONE + MORE
 
     def loss(rank: int, copies: int) -> list[float] | None:
-        return losses_of(line(rank, copies))
+        return losses_of(line_of(arms, runs, rank=rank, copies=copies))
 
     def angle(copies: int) -> Measured | None:
-        of = line(WIDTH, copies)
+        of = line_of(arms, runs, rank=WIDTH, copies=copies)
         return None if of is None or None in of["heads"]["angle"] else by_seed(of["heads"]["angle"])
 
     measured = {
@@ -252,33 +171,50 @@ def one_layer(runs: Runs) -> Results:
         "d8": angle(1),
         "d9": angle(64),
     }
-    return Results(measured, {"one_layer": rows_of(ONE, runs)})
+    # a loss that is too high decides nothing; one that is low enough would have
+    high = [c.id for c in ONE_LAYER if c.id in ("d1", "d2", "d4", "d7") and _above(c, measured[c.id])]
+    return Results(mark_inconclusive(measured, high, TOO_SHORT), {"one_layer": rows_of(arms, runs)})
 
 
-def depth(runs: Runs) -> Results:
-    three = {arm.rank: losses_of(runs.lines.get(key_of(arm))) for arm in THREE}
-    (one,) = (losses_of(runs.lines.get(key_of(x))) for x in ONE if (x.rank, x.copies) == (1, WIDTH))
-    measured = {
+def _above(claim: Claim, measured: Measured | None) -> bool:
+    return measured is not None and measured.value > claim.stated + claim.tolerance
+
+
+def depth(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+    one = losses_of(line_of(ONE + MORE, runs, rank=1, copies=WIDTH))
+    three = {rank: losses_of(line_of(arms, runs, rank=rank)) for rank in (1, 4, 64)}
+    return {
         "e1": compared(three[1], one, less),
         "e2": compared(three[4], three[1], over),
         "e3": compared(three[64], three[1], over),
     }
-    return Results(measured, {"three_layers": rows_of(THREE, runs)})
 
 
-def number(runs: Runs) -> Results:
-    of = {(arm.rank, arm.points): losses_of(runs.lines.get(key_of(arm))) for arm in COUNTS}
-    measured = {"f1": compared(of[1, 64], of[1, 4], less), "f2": level(of[64, 64])}
-    return Results(measured, {"points": rows_of(COUNTS, runs)})
-
-
-def positions(runs: Runs) -> Results:
-    of = {(arm.rank == 1, arm.positions > 0): losses_of(runs.lines.get(key_of(arm))) for arm in PLACES}
-    measured = {
-        "g1": compared(of[True, True], of[True, False], less),
-        "g2": compared(of[False, True], of[True, True], over),
+def number(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+    of = {n: losses_of(line_of(arms, runs, rank=1, points=n)) for n in (4, 64)}
+    return {
+        "f1": compared(of[64], of[4], less),
+        "f2": level(losses_of(line_of(arms, runs, rank=64, points=64))),
     }
-    return Results(measured, {"positions": rows_of(PLACES, runs)})
+
+
+def positions(arms: Sequence[Encoder], runs: Runs) -> dict[str, Measured | None]:
+    with_, without = (losses_of(line_of(arms, runs, rank=1, positions=n)) for n in (WIDTH, 0))
+    full = losses_of(line_of(arms, runs, rank=2 * WIDTH))
+    return {"g1": compared(with_, without, less), "g2": compared(full, with_, over)}
+
+
+def several_layers(letter: str, table: str, judge: Callable[..., dict[str, Measured | None]], runs: Runs) -> Results:
+    """Claims on encoders of several layers: the arms planned anew where there are any, else those of the first plan.
+    All are open where one of the arms has learned nothing with most of its seeds.
+    """
+    again = any(key_of(arm) in runs.lines for arm in AGAIN[letter])
+    arms = AGAIN[letter] if again else FIRST[letter]
+    measured = judge(arms, runs)
+    ends = [losses for arm in arms if (losses := losses_of(runs.lines.get(key_of(arm))))]
+    lost = any(sum(x > LOST for x in losses) > len(losses) / 2 for losses in ends)
+    rows = rows_of(FIRST[letter] + AGAIN[letter], runs)
+    return Results(mark_inconclusive(measured, measured if lost else (), UNTRAINED), {table: rows})
 
 
 def _study(title: str, claims: tuple[Claim, ...], arms: Sequence[Encoder], judge: Callable[[Runs], Results]) -> Study:
@@ -296,8 +232,8 @@ def _study(title: str, claims: tuple[Claim, ...], arms: Sequence[Encoder], judge
 
 
 STUDIES = (
-    _study("one layer at the published size", ONE_LAYER, ONE, one_layer),
-    _study("three layers", DEPTH, THREE, depth),
-    _study("number of points", NUMBER, COUNTS, number),
-    _study("positions", POSITIONS, PLACES, positions),
+    _study("one layer at the published size", ONE_LAYER, ONE + MORE, one_layer),
+    _study("three layers", DEPTH, AGAIN["e"], partial(several_layers, "e", "three_layers", depth)),
+    _study("number of points", NUMBER, AGAIN["f"], partial(several_layers, "f", "points", number)),
+    _study("positions", POSITIONS, AGAIN["g"], partial(several_layers, "g", "positions", positions)),
 )

@@ -1,7 +1,9 @@
 """The same encoders at a small size, on a CPU: study c.
 
-d and N are 8, the MLP has 64 channels, and steps are counted in hundreds; everything else is as in `encoder.py`. It says
-whether the order of the ranks is there already at this size, at equal parameters and by the time that a step takes.
+d and N are 8, the MLP has 64 channels, the lengths of tokens begin at sqrt(d), and there are 1,200 steps; everything else
+is as in `encoder.py`. It says whether the order of the ranks is there already at this size, at equal parameters and by
+the time that a step takes. Several layers are left to the published size: at this rate encoders of three layers learn
+nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +23,10 @@ from locater_papers.engine.papers import Results, Setting, Study
 WIDTH = POINTS = 8
 RANKS = (1, 2, 4, 8)
 STEPS = {True: 1, False: 3}  # times those of the arms
-BASE = Encoder(rank=1, width=WIDTH, points=POINTS, hidden=64, seeds=8, batch=8, rate=0.03)
+BASE = Encoder(rank=1, width=WIDTH, points=POINTS, hidden=64, seeds=8, batch=8, rate=0.03, length=WIDTH**0.5)
 NARROW = tuple(replace(BASE, rank=r, steps=1200) for r in RANKS)  # d^2 parameters
-WIDE = tuple(replace(BASE, rank=r, copies=WIDTH, steps=600) for r in (1, 4, 8))  # d^3
-DEEP = tuple(replace(BASE, rank=r, layers=3, steps=500) for r in (1, 8))
-SHALLOW = replace(BASE, rank=1, steps=500)
-REPEATS = 12  # of each timing, the two in turns
+WIDE = tuple(replace(BASE, rank=r, copies=WIDTH, steps=1200) for r in (1, 4, 8))  # d^3
+REPEATS = 24  # of each timing, the two in turns
 TIMED = 8  # steps of one
 
 SEEN = f"as seen at d = {WIDTH}, N = {POINTS}"
@@ -55,20 +55,12 @@ CLAIMS = (
         "c6", f"A step of one full-rank head takes no longer than one of d heads of rank one, {SEEN}",
         "seconds of a training step, rank d over rank 1, one copy each, in turns", "at most", 1.0, by="ours",
     ),
-    Claim(
-        "c7", f"Three layers help rank one, {SEEN}",
-        "loss at rank 1, one copy, three layers less one layer, 500 steps each", "at most", 0.0, by="ours",
-    ),
-    Claim(
-        "c8", f"Full rank stays better than rank one in three layers, {SEEN}",
-        "loss at rank d less loss at rank 1, three layers, one copy", "at most", 0.0, by="ours",
-    ),
 )  # fmt: skip
 
 
 def measure(setting: Setting) -> Results:
     """Every arm, all seeds at once; then steps of two arms timed in turns."""
-    arms = (*NARROW, *WIDE, *DEEP, SHALLOW)
+    arms = (*NARROW, *WIDE)
     results = {arm: trained(replace(arm, steps=arm.steps * STEPS[setting.quick])) for arm in setting.each(list(arms))}
 
     def loss(arm: Encoder) -> list[float]:
@@ -89,8 +81,6 @@ def measure(setting: Setting) -> Results:
         "c4": over(half, one),
         "c5": by_seed(results[full]["heads"]["angle"]),
         "c6": by_seed([a / b for a, b in times], of="repeats"),
-        "c7": less(DEEP[0], SHALLOW),
-        "c8": less(DEEP[1], DEEP[0]),
     }
     rows = [_row(arm, result) for arm, result in results.items()]
     table = {
@@ -130,10 +120,10 @@ def _row(arm: Encoder, result: dict[str, Any]) -> dict[str, Any]:
         "steps": arm.steps,
         "heads": arm.heads,
         "losses": result["loss"],
-        "mean": fmean(result["loss"]),
+        "mean_loss": fmean(result["loss"]),
         "least": min(result["loss"]),
         **means,
-        "curve": result["curve"],
+        "curve": [[100 * (n + 0.5), loss] for n, loss in enumerate(result["curve"])],
     }
 
 

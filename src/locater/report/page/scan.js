@@ -6,29 +6,13 @@ const SCANS = DATA.scans;
 const TWO = SCANS.length === 2;
 const state = { layer: 0, head: 0, metric: null, side: TWO && DATA.aligned ? "difference" : 0, flag: null, guide: true };
 
-// name, palette, least range of the colours (so that noise stays pale), how to read it from a head, what it means
-const METRICS = {
-  localization: ["Λ localization by position", "diverging", 0.1, h => h.localization,
-    "How much of whether a token's signal gets through is explained by its position. 0: position does not matter. Towards 1: near tokens win. Negative: far tokens win."],
-  M: ["M mean self-logit", "diverging", 1, h => h.M,
-    "Mean logit of a token with itself. Around 2 and above, the theory lets attention localize; below -1 a token looks away from tokens like itself."],
-  sqrtF: ["√F spread of logits", "sequential", 0.5, h => h.F === null ? null : Math.sqrt(h.F),
-    "How far logits spread over keys. Near 0 attention is uniform (rank collapse); above √(2 log T) it locks onto single tokens (entropy collapse)."],
-  concentration: ["κ concentration of the spectrum", "diverging", 0.1, h => h.concentration,
-    "1 or -1: all eigenvalues are equal. 0: they spread around zero, or the map only rotates."],
-  symmetry: ["S/F symmetry", "diverging", 0.2, h => h.S === null || !h.F ? null : h.S / h.F,
-    "1: the query-key map is symmetric, tokens look at each other. -1: antisymmetric, one-way. Trained maps sit near 0."],
-  expected_entropy: ["expected entropy (nats)", "sequential", Math.log(DATA.length), h => h.expected_entropy,
-    "Entropy of a row of attention if logits were normal over keys. 0 is one-hot."],
-  residual_kept: ["differences kept by attention", "sequential", 0.2, h => h.residual_kept,
-    `Share of the differences between tokens that attention alone passes on. Near ${Number((DATA.length ** -0.5).toPrecision(3))}, as uniform attention over ${DATA.length} tokens, the head mixes them into one: layer upon layer, that is rank collapse. 1: each row copies one token. Skip connections keep the stream itself; this is about what the head adds to it.`],
-  key_bias: ["key bias", "sequential", 0.2, h => h.key_bias,
-    "Spread of the part of a logit that depends on the key alone: every query is drawn to the same keys."],
-  stable_rank: ["stable rank", "sequential", 4, h => h.stable_rank,
-    "How many directions carry the map: 1 is a single one, the head size is all of them."],
-  spectral_norm: ["spectral norm of W", "sequential", 1, h => h.spectral_norm, "Largest stretch of the query-key map, before the logit scale."],
-  skew: ["skew g₁", "diverging", 0.75, h => h.skew, "Beyond 0.75 a few directions dominate and the exact mixture replaces the closed form."],
+// by name: {label, diverging, least, meaning}; least is the smallest range of the colours, so that noise stays pale
+const METRICS = DATA.metrics;
+const DERIVED = { // the others are read from a head by their name
+  sqrtF: h => h.F === null ? null : Math.sqrt(h.F),
+  symmetry: h => h.S === null || !h.F ? null : h.S / h.F,
 };
+const reader = name => DERIVED[name] || (h => h[name]);
 
 // ---- numbers ----
 function erf(x) { // Abramowitz and Stegun 7.1.26, error below 2e-7
@@ -75,7 +59,7 @@ const shown = () => state.side === "difference" ? SCANS : [SCANS[state.side]];
 const flagsAt = (layer, head) => [...new Set(shown().flatMap(s => headAt(s, layer, head)?.flags || []))]; // of the scans shown
 
 function value(layer, head) {
-  const read = METRICS[state.metric][3];
+  const read = reader(state.metric);
   if (state.side === "difference") {
     const [a, b] = SCANS.map(s => headAt(s, layer, head)).map(h => h ? read(h) : null);
     return a === null || b === null ? null : b - a;
@@ -83,16 +67,15 @@ function value(layer, head) {
   const entry = headAt(SCANS[state.side], layer, head);
   return entry ? read(entry) : null;
 }
-const diverging = () => state.side === "difference" || METRICS[state.metric][1] === "diverging";
+const diverging = () => state.side === "difference" || METRICS[state.metric].diverging;
 
 const colour = t => `rgb(${blend(t, diverging()).join(",")})`;
-const VARIES = 0.25; // of the colours: a map that uses less of them is blank
 function quantile(values, share) {
   const known = [...values].sort((a, b) => a - b);
   return known.length ? known[Math.min(known.length - 1, Math.floor(known.length * share))] : 0;
 }
 function range(values) { // the 98th percentile: one extreme head does not hide the others
-  const floor = METRICS[state.metric][2] * (state.side === "difference" ? 0.5 : 1);
+  const floor = METRICS[state.metric].least * (state.side === "difference" ? 0.5 : 1);
   return Math.max(floor, quantile(values.filter(v => v !== null).map(Math.abs), 0.98));
 }
 
@@ -116,7 +99,7 @@ function heatmap() {
       class: "cell" + dim + (bad ? " broken" : ""), x, y, width: cellW - gap, height: cellH - gap, rx: cellW > 14 ? 2 : 0,
       fill: bad ? "url(#hatch-broken)" : v === null ? "url(#hatch-none)" : colour(v / most), "data-layer": h.layer, "data-head": h.head,
     }, svg);
-    make("title", {}, cell, `layer ${scan.layers[h.layer].short}, head ${h.head}: ${METRICS[state.metric][0]} ${show(v)}${flags.length ? " · " + flags.join(", ") : ""}`);
+    make("title", {}, cell, `layer ${scan.layers[h.layer].short}, head ${h.head}: ${METRICS[state.metric].label} ${show(v)}${flags.length ? " · " + flags.join(", ") : ""}`);
     if ((look || flags.some(name => name !== "uniform")) && cellW > 7) { // uniform without a fault is a property of the model, named above
       marks.push(["mark" + dim + (look ? "" : " calm"), x + cellW - gap - (cellW > 14 ? 5.5 : 3), y + (cellW > 14 ? 5.5 : 3), cellW > 14 ? 1 : 0.6]);
     }
@@ -195,8 +178,8 @@ function panels() {
   const both = sides(), layer = both.length ? both[0][1].layers[state.layer] : null;
   element("which").textContent = layer ? `Layer ${layer.short}, head ${state.head}` : "No head";
   element("where").textContent = layer ? layer.name + (layer.note ? " · " + layer.note : "") : "This scan holds no attention head.";
-  element("facts").innerHTML = both.length ? [["self-logit M", h => h.M], ["spread √F", METRICS.sqrtF[3]], ["symmetry S/F", METRICS.symmetry[3]],
-    ["concentration κ", h => h.concentration], ["localization Λ", h => h.localization], ["stable rank", h => h.stable_rank],
+  element("facts").innerHTML = both.length ? [["self-logit M", h => h.M], ["spread √F", DERIVED.sqrtF], ["symmetry S/F", DERIVED.symmetry],
+    ["concentration κ", h => h.concentration], ["localization Λ", h => h.localization], ["stable rank", h => h.stable_rank], ["effective rank", h => h.effective_rank],
     ["key bias", h => h.key_bias], ["entropy", h => h.expected_entropy], ["differences kept", h => h.residual_kept]]
     .map(([name, read]) => `<div><b>${both.map(([h]) => show(read(h))).join(" → ")}</b>${name}</div>`).join("") : "";
   findings(both);
@@ -278,7 +261,7 @@ function phases() {
 }
 
 function controls() { // controls show what is chosen
-  element("explain").textContent = METRICS[state.metric][4];
+  element("explain").textContent = METRICS[state.metric].meaning;
   element("metric").value = state.metric;
   if (TWO) element("side").value = String(state.side);
   element("flags").querySelectorAll("button").forEach(b => b.setAttribute("aria-pressed", String(b.dataset.flag === state.flag)));
@@ -317,18 +300,6 @@ function toFlag(flag) { // to the first head that has it, in the scans shown; to
   if (head) Object.assign(state, { layer: head.layer, head: head.head });
   return Boolean(head);
 }
-function telling() { // the metric to open on: of two scans what moved most, of one the first whose map is not blank
-  const span = name => {
-    const read = METRICS[name][3], known = list => list.map(read).filter(v => v !== null), all = SCANS.flatMap(s => known(s.heads));
-    const scale = Math.max(METRICS[name][2], quantile(all.map(Math.abs), 0.98));
-    if (state.side !== "difference") return (quantile(known(shown()[0].heads), 0.98) - quantile(known(shown()[0].heads), 0.02)) / scale;
-    const moved = SCANS[0].heads.map(h => [read(h), read(headAt(SCANS[1], h.layer, h.head))]).filter(pair => !pair.includes(null));
-    return quantile(moved.map(([a, b]) => Math.abs(b - a)), 0.98) / scale;
-  };
-  const wide = state.side === "difference" ? undefined : Object.keys(METRICS).find(name => span(name) >= VARIES);
-  if (wide) return wide;
-  return Object.keys(METRICS).reduce((a, b) => span(b) > span(a) ? b : a);
-}
 function standout() { // the head with the largest value of the metric
   const size = h => Math.abs(value(h.layer, h.head) ?? 0);
   const best = shown()[0].heads.reduce((a, b) => a && size(a) >= size(b) ? a : b, null);
@@ -348,7 +319,7 @@ function listen() {
     if (shown().some(s => headAt(s, layer, head))) change({ layer, head });
   });
   const metric = element("metric");
-  metric.innerHTML = Object.entries(METRICS).map(([k, m]) => `<option value="${k}">${m[0]}</option>`).join("");
+  metric.innerHTML = Object.entries(METRICS).map(([k, m]) => `<option value="${k}">${m.label}</option>`).join("");
   metric.addEventListener("change", () => change({ metric: metric.value }));
   const side = element("side");
   side.parentElement.hidden = !TWO;
@@ -391,7 +362,7 @@ function flagButtons() {
 }
 
 function start() { // on the head in the address, else on one that deserves a look, else on the one that stands out most
-  state.metric = telling();
+  state.metric = DATA.opening;
   const worst = TWO ? "nonfinite" : Object.keys(DATA.flags).find(name => SCANS[0].heads.some(h => isFault(h, name)));
   if (!recall() && !toFlag(worst)) standout();
   element("guide").open = state.guide && innerWidth >= 980;

@@ -1,8 +1,10 @@
 // The page of a training run: layers over steps, the loss above on the same axis, one layer's heads beside it, warnings.
-// Its data is in <script id="data">; a live page asks its server for news every two seconds.
+// Its data is in <script id="data">; a live page asks its server for news every two seconds. DATA.other is a second run.
 
 const DATA = JSON.parse(element("data").textContent);
-const run = { steps: [], columns: [], layers: [], offsets: [], heads: 0, values: {}, scalars: {}, curves: {}, warnings: [], comparisons: {}, revision: 0 };
+const blank = () => ({ name: "", steps: [], columns: [], layers: [], offsets: [], heads: 0, values: {}, scalars: {}, curves: {}, warnings: [], comparisons: {}, resumed: [], revision: 0 });
+const runs = DATA.other ? [blank(), blank()] : [blank()]; // the second is drawn dashed over the first, on the same axes
+let run = runs[0]; // the one that maps, numbers and warnings show
 const state = { metric: "", over: "mean", curve: "loss", layer: 0, head: 0, step: null, flag: null, guide: true, all: false }; // step null: the last
 const LEFT = 64; // room for labels, the same for all charts, so that their steps are aligned
 const charts = {}; // the geometry of each chart, for the pointer: {sx, box, rows, cell}
@@ -46,7 +48,7 @@ function decode([base, scale, text, size], width) { // base64 of numbers in half
   for (let at = 0; at < bytes.length; at += size * width) rows.push(Float64Array.from({ length: width }, (_, i) => base + scale * read(at + size * i)));
   return rows;
 }
-function take(data) { // the whole run, or what is new
+function take(data, run) { // the whole run, or what is new
   const { steps, values, scalars, keep, ...rest } = data;
   Object.assign(run, rest);
   run.offsets = run.layers.map((_, i) => run.layers.slice(0, i).reduce((sum, l) => sum + l.heads, 0));
@@ -60,10 +62,10 @@ function take(data) { // the whole run, or what is new
       stored[name] = before.concat(Object.hasOwn(fresh, name) ? read(fresh[name]) : steps.map(() => gap));
     }
   }
-  state.step = state.step !== null && state.step < run.steps.length - 1 ? state.step : null;
 }
 const now = () => state.step ?? run.steps.length - 1;
-const number = (metric, step, layer, head) => Object.hasOwn(run.values, metric) && step >= 0 && head < run.layers[layer].heads ? run.values[metric][step][run.offsets[layer] + head] : NaN;
+const number = (metric, step, layer, head, of = run) => numberOf(of, metric, step, layer, head);
+const numberOf = (run, metric, step, layer, head) => Object.hasOwn(run.values, metric) && step >= 0 && head < (run.layers[layer]?.heads ?? 0) ? run.values[metric][step][run.offsets[layer] + head] : NaN;
 function over(metric, step, layer, how) { // mean, min or max over the heads that have a number
   let sum = 0, count = 0, low = Infinity, high = -Infinity;
   const row = Object.hasOwn(run.values, metric) ? run.values[metric][step] : [], from = run.offsets[layer];
@@ -74,11 +76,14 @@ function over(metric, step, layer, how) { // mean, min or max over the heads tha
   }
   return !count ? NaN : how === "mean" ? sum * (run.layers[layer].heads / count) : how === "min" ? low : high;
 }
-function scale(metric) { // ends of the colours, for both maps; the 98th percentile: one extreme head does not hide the others
-  const steps = Object.hasOwn(run.values, metric) ? run.values[metric] : [], known = [], skip = Math.ceil(steps.length * run.heads / 20000) || 1;
-  for (let i = 0; i < steps.length * run.heads; i += skip) {
-    const v = steps[Math.floor(i / run.heads)][i % run.heads];
-    if (v === v) known.push(v);
+function scale(metric) { // ends of the colours, for both maps and both runs; the 98th percentile: one extreme head does not hide the others
+  const known = [];
+  for (const { values, heads } of runs) {
+    const steps = Object.hasOwn(values, metric) ? values[metric] : [], skip = Math.ceil(steps.length * heads / 20000) || 1;
+    for (let i = 0; i < steps.length * heads; i += skip) {
+      const v = steps[Math.floor(i / heads)][i % heads];
+      if (v === v) known.push(v);
+    }
   }
   known.sort((a, b) => a - b);
   const at = share => known.length ? known[Math.floor(known.length * share)] : 0, [, floor, fixed] = about(metric);
@@ -87,11 +92,14 @@ function scale(metric) { // ends of the colours, for both maps; the 98th percent
 }
 
 // ---- the axis of steps, the same for all charts ----
-function axis() {
-  const s = run.steps, points = Object.values(run.curves).filter(c => c.length);
+function edgesOf(s) { // between observed steps, and around the first and the last
   const edges = s.map((x, i) => i ? (s[i - 1] + x) / 2 : x - (s.length > 1 ? (s[1] - x) / 2 : 0.5));
   if (s.length) edges.push(s.at(-1) + (s.length > 1 ? (s.at(-1) - s.at(-2)) / 2 : 0.5));
-  const all = [...edges.slice(0, 1), ...edges.slice(-1), ...points.flatMap(c => [c[0][0], c.at(-1)[0]])];
+  return edges;
+}
+function axis() {
+  const points = runs.flatMap(r => Object.values(r.curves)).filter(c => c.length), edges = edgesOf(run.steps);
+  const all = [...runs.flatMap(r => { const e = edgesOf(r.steps); return [...e.slice(0, 1), ...e.slice(-1)]; }), ...points.flatMap(c => [c[0][0], c.at(-1)[0]])];
   const low = Math.min(...all), high = Math.max(...all);
   return { edges, domain: all.length ? [low, high > low ? high : low + 1] : [0, 1] };
 }
@@ -167,11 +175,12 @@ function reach(values, pad) {
   const more = (high - low || Math.abs(high) || 1) * pad, inside = v => Math.max(-Number.MAX_VALUE, Math.min(Number.MAX_VALUE, v));
   return high >= low ? [inside(low - more), inside(high + more)] : [0, 1];
 }
+const DASHED = ["", " second dashed"];
 function curve() {
-  const points = Object.hasOwn(run.curves, state.curve) ? run.curves[state.curve] : [];
-  const time = axis(), { svg, sx, sy, box } = frame("loss", room("loss"), 132, time.domain, reach(points.map(p => p[1]), 0.06), ["", state.curve.slice(0, 16)], { ends: ["", ""], below: -24, left: LEFT });
+  const every = runs.map(r => Object.hasOwn(r.curves, state.curve) ? r.curves[state.curve] : []), points = every[runs.indexOf(run)];
+  const time = axis(), { svg, sx, sy, box } = frame("loss", room("loss"), 132, time.domain, reach(every.flat().map(p => p[1]), 0.06), ["", state.curve.slice(0, 16)], { ends: ["", ""], below: -24, left: LEFT });
   charts.loss = { svg, sx, box, domain: time.domain };
-  make("path", { class: "curve", d: route(points, sx, sy), "stroke-linecap": "round" }, svg);
+  every.forEach((points, i) => make("path", { class: "curve" + DASHED[i], d: route(points, sx, sy), "stroke-linecap": "round" }, svg));
   if (!points.some(p => known(p[1]))) make("text", { x: (box.left + box.right) / 2, y: 60, "text-anchor": "middle" }, svg, points.length ? `${state.curve} is not a number` : `this log holds no ${state.curve}`);
   points.filter(p => !known(p[1])).slice(0, 200).forEach(p => make("title", {}, make("path", { class: "threshold", d: `M${sx(p[0])} ${box.top}V${box.bottom}` }, svg), `step ${p[0]}: ${state.curve} is not a number`));
   run.resumed.forEach(step => { make("title", {}, make("path", { class: "rule", d: `M${sx(step)} ${box.top}V${box.bottom}` }, svg), `resumed at step ${step}`); });
@@ -202,7 +211,7 @@ function overview() {
 function layerPanel() {
   const layer = run.layers[state.layer], step = run.steps[now()], kind = layer.kind === "self" ? "" : ` · ${layer.kind}-attention`;
   element("which").textContent = `Layer ${layer.short}, ${layer.heads ? `head ${state.head}` : "no heads"}` + (step === undefined ? "" : `, step ${step}`);
-  element("where").textContent = `${layer.name}${kind} · ${plural(layer.heads, "head")} · ${about(state.metric)[0]}`;
+  element("where").textContent = `${runs.length > 1 ? `${labelOf(runs.indexOf(run))} · ` : ""}${layer.name}${kind} · ${plural(layer.heads, "head")} · ${about(state.metric)[0]}`;
   const values = Array.from({ length: layer.heads }, (_, h) => run.steps.map((_, s) => number(state.metric, s, state.layer, h)));
   const own = g => g.layer === state.layer ? g.head : null;
   grid("heads", values.map((_, h) => String(h)), "head", values, scale(state.metric), state.head, marks(own));
@@ -211,27 +220,34 @@ function layerPanel() {
 }
 function lines(values) {
   const rules = new Map(run.warnings.filter(g => g.threshold !== null && meaning(g).needs.includes(state.metric)).map(g => [g.threshold, g.flag]));
-  const time = axis(), y = reach([...values.flat(), ...(values.flat().some(v => v === v) ? rules.keys() : [])], 0.06);
+  const every = runs.map(r => r === run ? values : Array.from({ length: r.layers[state.layer]?.heads ?? 0 }, (_, h) => r.steps.map((_, s) => number(state.metric, s, state.layer, h, r))));
+  const all = every.flat(2), some = all.some(v => v === v);
+  const time = axis(), y = reach([...all, ...(some ? rules.keys() : [])], 0.06);
   const { svg, sx, sy, box } = frame("lines", room("lines"), 210, time.domain, y, ["training step", about(state.metric)[0].slice(0, 28)], { left: LEFT });
   charts.lines = { svg, sx, box, domain: time.domain };
   rules.forEach((flag, v) => {
     make("path", { class: "threshold", d: `M${box.left} ${sy(v)}H${box.right}` }, svg);
     make("text", { x: box.left + 4, y: sy(v) - 4 }, svg, `${flag}: ${numeral(v)}`);
   });
-  values.map((_, h) => h).sort((a, b) => (a === state.head) - (b === state.head)).forEach(h => { // the chosen one on top
-    const line = make("path", { class: "line" + (h === state.head ? " chosen" : ""), d: route(run.steps.map((s, i) => [s, values[h][i]]), sx, sy), "stroke-linecap": "round", "data-head": h }, svg);
-    make("title", {}, line, `head ${h}`);
+  const drawn = every.flatMap((heads, i) => heads.map((line, h) => [i, h, line])).sort((a, b) => (a[1] === state.head) - (b[1] === state.head)); // the chosen one on top
+  drawn.forEach(([i, h, line]) => {
+    const path = make("path", { class: "line" + DASHED[i] + (h === state.head ? " chosen" : ""), d: route(runs[i].steps.map((s, at) => [s, line[at]]), sx, sy), "stroke-linecap": "round", "data-head": h }, svg);
+    make("title", {}, path, `head ${h}` + (runs.length > 1 ? ` of ${labelOf(i)}` : ""));
   });
-  element("lines-note").textContent = values.flat().some(v => v === v) ? `A line per head; head ${state.head} is drawn strong.` : "No number of this metric for this layer.";
+  const strong = runs.length > 1 ? `A line per head: ${labelOf(0)} solid, ${labelOf(1)} dashed; head ${state.head} is drawn strong.` : `A line per head; head ${state.head} is drawn strong.`;
+  const without = runs.findIndex(r => r !== run && r.layers.length && !r.layers[state.layer]);
+  const lacking = without >= 0 ? ` ${labelOf(without)} has no layer ${run.layers[state.layer].short}.` : "";
+  element("lines-note").textContent = (some ? strong : "No number of this metric for this layer.") + lacking;
   if (run.steps.length) make("line", { class: "here", x1: sx(run.steps[now()]), x2: sx(run.steps[now()]), y1: box.top, y2: box.bottom }, svg);
 }
+const labelOf = i => DATA.names[i]; // of two runs
 function numbers(layer) {
-  const at = now(), step = run.steps[at];
+  const at = now(), step = run.steps[at], other = runs.find(r => r !== run), beside = other ? other.steps.indexOf(step) : -1;
   const facts = Object.keys(run.scalars).map(name => [name.replaceAll("_", " "), run.scalars[name][at] ?? null]).filter(([, v]) => v !== null);
   element("facts").innerHTML = facts.map(([name, v]) => `<div><b>${numeral(v)}</b>${escape(name)}</div>`).join("");
-  document.querySelector(".numbers thead").innerHTML = `<tr><th>at step ${step ?? "–"}</th><th>head ${state.head}</th><th>mean</th><th>lowest</th><th>highest</th></tr>`;
+  document.querySelector(".numbers thead").innerHTML = `<tr><th>at step ${step ?? "–"}</th><th>head ${state.head}</th>${other ? `<th>${escape(`head ${state.head} of ${labelOf(runs.indexOf(other))}`)}</th>` : ""}<th>mean</th><th>lowest</th><th>highest</th></tr>`;
   element("numbers").innerHTML = run.columns.map(name => {
-    const row = [number(name, at, state.layer, state.head), ...["mean", "min", "max"].map(how => at < 0 ? NaN : over(name, at, state.layer, how))];
+    const row = [number(name, at, state.layer, state.head), ...(other ? [number(name, beside, state.layer, state.head, other)] : []), ...["mean", "min", "max"].map(how => at < 0 ? NaN : over(name, at, state.layer, how))];
     return `<tr${name === state.metric ? ' class="chosen"' : ""}><td>${escape(about(name)[0])}</td>${row.map(v => `<td>${numeral(v)}</td>`).join("")}</tr>`;
   }).join("");
 }
@@ -270,14 +286,23 @@ function controls() {
   fill("curve", Object.keys(run.curves).map(name => [name, name.replaceAll("_", " ")]));
   element("curve").parentElement.hidden = Object.keys(run.curves).length < 2;
   for (const id of ["metric", "over", "curve"]) element(id).value = state[id];
+  for (const part of [element("run").parentElement, element("keys"), element("two-runs")]) part.hidden = runs.length < 2;
+  if (runs.length > 1) {
+    fill("run", runs.map((_, i) => [String(i), labelOf(i)]));
+    element("run").value = String(runs.indexOf(run));
+    element("keys").innerHTML = runs.map((_, i) => `<span class="key"><i class="${DASHED[i]}"></i>${escape(labelOf(i))}</span>`).join("");
+  }
   element("explain").textContent = about(state.metric)[3];
 }
 function words() {
   const observed = `${plural(run.observed, "step")} observed${run.every ? `, one in ${run.every}` : ""}`;
   const drawn = run.stride > 1 ? ` Drawn: one in ${run.stride} of them, the last, and those where a warning began (${run.steps.length} in all).` : "";
-  element("counts").textContent = `${plural(run.heads, "head")} in ${plural(run.layers.length, "attention layer")}, ${observed}.${drawn}`
+  element("counts").textContent = `${runs.length > 1 ? `${labelOf(runs.indexOf(run))}: ` : ""}${plural(run.heads, "head")} in ${plural(run.layers.length, "attention layer")}, ${observed}.${drawn}`
     + (run.resumed.length ? ` Resumed at step ${run.resumed.join(", ")}.` : "");
-  if (DATA.live) { element("heading").textContent = run.name; document.title = `${run.name} · Locater`; }
+  if (DATA.live) {
+    element("heading").textContent = runs.length > 1 ? `${labelOf(0)} and ${labelOf(1)}` : run.name;
+    document.title = `${element("heading").textContent} · Locater`;
+  }
 }
 let drawnAt = 0;
 function draw() {
@@ -313,7 +338,18 @@ function read(at) { // the read-out under both maps, and a line through all char
 }
 function lossAt(step) {
   const loss = Object.hasOwn(run.scalars, "loss") ? run.scalars.loss[run.steps.indexOf(step)] ?? null : null;
-  return loss === null ? "" : `, loss <b>${numeral(loss)}</b>`;
+  const other = runs.find(r => r !== run), beside = other && Object.hasOwn(other.scalars, "loss") ? other.scalars.loss[other.steps.indexOf(step)] ?? null : null;
+  const more = beside === null ? "" : ` (${escape(labelOf(runs.indexOf(other)))} <b>${numeral(beside)}</b>)`;
+  return loss === null ? "" : `, loss <b>${numeral(loss)}</b>${more}`;
+}
+function showRun(at) { // the same step and layer of the other run, where it has them
+  const step = run.steps[now()];
+  if (at === runs.indexOf(run) || !runs[at]?.layers.length) { draw(); return; }
+  run = runs[at];
+  if (!run.columns.includes(state.metric)) state.metric = run.columns[0] ?? "";
+  if (!Object.hasOwn(run.curves, state.curve)) state.curve = "loss";
+  change({ layer: Math.min(state.layer, run.layers.length - 1), step: state.step === null ? null : nearest(step) });
+  status();
 }
 function listen() {
   for (const id of ["loss", "heatmap", "heads", "lines"]) {
@@ -335,6 +371,7 @@ function listen() {
     });
   }
   for (const id of ["metric", "over", "curve"]) element(id).addEventListener("change", () => change({ [id]: element(id).value }));
+  element("run").addEventListener("change", () => showRun(Number(element("run").value)));
   element("flags").addEventListener("click", event => {
     const flag = event.target.closest("button")?.dataset.flag;
     if (flag === undefined) return;
@@ -363,10 +400,13 @@ function remember() {
   const choice = new URLSearchParams({ layer: run.layers[state.layer]?.short ?? 0, head: state.head, metric: state.metric, over: state.over });
   if (state.step !== null) choice.set("step", run.steps[state.step]);
   if (state.curve !== "loss") choice.set("curve", state.curve);
+  if (run !== runs[0]) choice.set("run", runs.indexOf(run) + 1);
   if (!state.guide) choice.set("guide", "closed");
   storeChoice(choice);
 }
 function recall() {
+  const chosen = runs[(choiceInAddress().get("run") ?? 1) - 1];
+  if (chosen?.layers.length) run = chosen;
   const choice = choiceInAddress(), layer = run.layers.findIndex(l => l.short === choice.get("layer")), head = Number(choice.get("head"));
   const first = run.warnings.find(g => g.layer !== null);
   state.metric = run.columns.includes(choice.get("metric")) ? choice.get("metric") : ["entropy_ratio", ...run.columns].find(name => run.columns.includes(name)) ?? "";
@@ -389,27 +429,31 @@ function status() {
   element("status").textContent = text;
   element("status").className = lost ? "lost" : DATA.live && run.layers.length && !run.ended ? "live" : "";
 }
-function receive(data) {
-  const fresh = !run.layers.length;
+function receive(data, into = runs[0]) {
+  const fresh = !into.layers.length, second = into !== runs[0];
   const empty = data.error || (data.waiting ? `Nothing in ${data.waiting} yet. This page fills as soon as the run writes its first line.`
     : data.steps && !data.layers.length ? "This run observes no attention layer." : "");
   receivedAt = Date.now();
-  element("empty").hidden = !empty;
-  element("empty").textContent = empty;
+  const note = element(second ? "empty-other" : "empty");
+  note.hidden = !empty;
+  note.textContent = empty;
   if (data.steps) {
-    if (JSON.stringify(data.layers) !== JSON.stringify(run.layers)) Object.assign(run, { steps: [], values: {}, scalars: {} }); // another run
-    take(data);
-    if (fresh) recall();
+    if (JSON.stringify(data.layers) !== JSON.stringify(into.layers)) Object.assign(into, { steps: [], values: {}, scalars: {} }); // another run
+    take(data, into);
+    if (fresh && runs[0].layers.length) recall();
+    state.step = state.step !== null && state.step < run.steps.length - 1 ? state.step : null;
     state.layer = Math.min(state.layer, Math.max(0, run.layers.length - 1));
     draw();
-  } else Object.assign(run, data);
+  } else Object.assign(into, data);
   status();
 }
 async function poll() {
   try {
-    const answer = await fetch(`run.json?after=${run.revision || 0}`, { cache: "no-store" });
-    lost = !answer.ok;
-    if (answer.ok) receive(await answer.json());
+    for (const [i, file] of ["run.json", "other.json"].slice(0, runs.length).entries()) {
+      const answer = await fetch(`${file}?after=${runs[i].revision || 0}`, { cache: "no-store" });
+      lost = !answer.ok;
+      if (answer.ok) receive(await answer.json(), runs[i]);
+    }
   } catch { lost = true; }
   status();
   setTimeout(poll, 2000);
@@ -419,7 +463,9 @@ function start() {
   state.guide = choiceInAddress().get("guide") !== "closed";
   element("guide").open = state.guide && innerWidth >= 980;
   listen();
-  receive(DATA);
+  const { other, ...first } = DATA;
+  if (other) receive(other, runs[1]);
+  receive(first);
   if (DATA.live) { poll(); setInterval(status, 1000); }
 }
 start();
