@@ -141,8 +141,7 @@ def _maps(
 ) -> dict[tuple[int, int], Tensor]:
     """(T, S) of each head; one run of the model, or one for each layer that has some of the heads."""
     if every:
-        found = attention_pattern(model, batch)
-        return {at: weights[0].cpu() for at, weights in found.items()}
+        return {at: weights[0].cpu() for at, weights in attention_pattern(model, batch).items()}
     maps: dict[tuple[int, int], Tensor] = {}
     for layer in sorted({layer for layer, _ in chosen}):
         heads = [head for at, head in chosen if at == layer]
@@ -180,19 +179,26 @@ def deletion_curves(
     for result in progress(results, len(results)) if progress else results:
         stream = by_name[result.stream]
         at = result.target.position if len(streams) == 1 and stream.ids is not None else None
-        scored = ~result.scores.isnan()  # the first tokens of a picture may have no score
-        first = len(scored) - int(scored.sum())
-        keep = sorted({*(t - first for t in stream.special if t >= first), *([] if at is None else [at])})
-        removable = int(scored.sum()) - len(keep)
-        # a text without special tokens keeps one
-        fractions = [x for x in FRACTIONS if keep or stream.ids is None or round(x * removable) < removable]
         try:
-            tests = deletion(model, batch, replace(result, scores=result.scores[scored]), fractions, keep=keep)
+            curves[result.method] = _curve(model, batch, stream, result, at)
         except LocaterError as error:
             return {}, f"Not tried: {error}."
-        known = tests.positive.probabilities is not None and bool((tests.positive.probabilities != 1).any())
-        of = "probability" if known else "target"  # of a single logit the probability is 1
-        shown = [x.probabilities if known else x.values for x in (tests.positive, tests.negative)]
-        first_curve, last_curve = ([float(y) for y in x] for x in shown if x is not None)
-        curves[result.method] = DeletionCurve(fractions, first_curve, last_curve, of)
     return curves, "Special tokens stay, and so does the token whose output is explained."
+
+
+def _curve(
+    model: nn.Module, batch: Batch, stream: TokenStream, result: Explanation, explained: int | None
+) -> DeletionCurve:
+    """`explained` is the token whose output is explained, where it is one of the stream."""
+    scored = ~result.scores.isnan()  # the first tokens of a picture may have no score
+    first = len(scored) - int(scored.sum())
+    keep = {t - first for t in stream.special if t >= first} | ({explained} if explained is not None else set())
+    removable = int(scored.sum()) - len(keep)
+    # a text without special tokens keeps one
+    fractions = [x for x in FRACTIONS if keep or stream.ids is None or round(x * removable) < removable]
+    tests = deletion(model, batch, replace(result, scores=result.scores[scored]), fractions, keep=sorted(keep))
+    sides = (tests.positive, tests.negative)
+    probabilities = [side.probabilities.tolist() for side in sides if side.probabilities is not None]
+    if not probabilities or set(probabilities[0]) == {1.0}:  # of a single logit the probability is 1
+        return DeletionCurve(fractions, sides[0].values.tolist(), sides[1].values.tolist(), "target")
+    return DeletionCurve(fractions, probabilities[0], probabilities[1], "probability")

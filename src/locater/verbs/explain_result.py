@@ -71,7 +71,7 @@ class DeletionCurve:
     def area(self) -> float:
         """The mean of `largest_first` over `removed`: the lower, the sooner the scores point at what the model uses."""
         steps = zip(self.removed, self.removed[1:], self.largest_first, self.largest_first[1:], strict=False)
-        return sum((b - a) * (y + z) / 2 for a, b, y, z in steps)
+        return sum((b - a) * (y + z) / 2 for a, b, y, z in steps) / (self.removed[-1] - self.removed[0])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
