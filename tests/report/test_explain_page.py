@@ -126,6 +126,14 @@ def test_words_cannot_break_the_page(pages: dict[str, Path]) -> None:
     assert data_of(pages["hostile"])["streams"][0]["tokens"][0] == HOSTILE
 
 
+def test_a_notebook_shows_a_line_of_tokens_per_method() -> None:
+    shown = made(18)._repr_html_()
+    assert shown.count("<span") == 18 * 3
+    assert "integrated gradients" in shown
+    hostile = replace(made(18), streams=[replace(made(18).streams[0], tokens=[HOSTILE] * 18)])._repr_html_()
+    assert "<img" not in hostile
+
+
 def test_a_matrix_without_room_is_left_out_and_said(pages: dict[str, Path]) -> None:
     result = made(18)
     result = replace(result, assumptions={**result.assumptions, "without_matrix": ["rollout"]})

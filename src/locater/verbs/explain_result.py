@@ -97,6 +97,12 @@ class Explanations:
         names = ", ".join(method.method for method in self.methods)
         return f"Explanations({self.source!r}, {self.target_name!r}, {tokens} tokens, by {names})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from locater.report.explain_notebook import explain_in_notebook
+
+        return explain_in_notebook(self)
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One row per token: stream, position, token, and the score of each method."""
