@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -36,7 +36,7 @@ TINY = dict(
     LLAMA_1B, vocab_size=1024, hidden_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
     intermediate_size=512,
 )  # fmt: skip
-TURNS = 5
+TURNS = 15
 
 
 def llama(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
@@ -163,9 +163,14 @@ def _peak(device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
 
 
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
 def measured(device: str, out: Path) -> dict[str, Any]:
     results: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, one thread"
+    machine = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, one thread"
     results |= {"machine": machine, "torch": torch.__version__}
     shape, tokens = (LLAMA_1B, 1024) if device == "cuda" else (TINY, 128)
     results["shape"] = {key: value for key, value in shape.items() if key != "max_position_embeddings"}

@@ -16,7 +16,8 @@ from pathlib import Path
 import locater
 
 ROOT = Path(__file__).parents[1]
-Page = Callable[[], locater.Scan | locater.Probe]
+Page = Callable[[], locater.Scan | locater.Probe | locater.Explanations]
+PROMPT = "Once upon a time, there was a little girl named Lily. She loved to"
 
 
 def main() -> None:
@@ -44,6 +45,7 @@ def main() -> None:
         ("all-MiniLM-L6-v2-dark", lambda: locater.scan(minilm), "dark"),
         ("probe-stories260K", lambda: locater.probe(str(stories), args.text, label=label), "light"),
         ("probe-all-MiniLM-L6-v2-dark", lambda: locater.probe(str(minilm), args.text, label=label), "dark"),
+        ("explain-stories260K", lambda: locater.explanations(stories, PROMPT), "light"),
     ]
     out = ROOT / "docs" / "images"
     out.mkdir(exist_ok=True)

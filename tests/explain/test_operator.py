@@ -83,23 +83,23 @@ def test_every_collapse_is_that_of_the_operator_written_out(name: str) -> None:
         row, u = T[-1:], model.lm_head.weight[5].detach()  # type: ignore[union-attr, index]
         y_read, rows = y[-1], u.expand(length, -1)
     target = None if name == "bert" else 5
-    found = {
+    result = {
         c: operator(model, batch, target, collapse=c, matrix=True) for c in ("logit", "input", "input_output", "norm")
     }
     carried = torch.einsum("idje,je->ijd", T, x)  # T_ij x_j
     mean = torch.einsum("idje,je->ijd", row, x)[0]
-    close_to(found["logit"].scores, mean @ u)
-    close_to(found["input_output"].scores, mean @ y_read)
-    close_to(found["input"].scores, mean.norm(dim=-1))
-    close_to(found["norm"].scores, row[0].permute(1, 0, 2).flatten(1).norm(dim=1))
-    close_to(found["logit"].matrix, torch.einsum("ijd,id->ij", carried, rows))
-    close_to(found["input_output"].matrix, torch.einsum("ijd,id->ij", carried, y))
-    close_to(found["input"].matrix, carried.norm(dim=-1))
-    close_to(found["norm"].matrix, T.permute(0, 2, 1, 3).flatten(2).norm(dim=2))
-    assert found["logit"].offset == pytest.approx(found["logit"].target.value - float((mean @ u).sum()), abs=1e-10)
-    assert found["input_output"].offset == pytest.approx(float(y_read @ y_read - (mean @ y_read).sum()), abs=1e-9)
-    assert found["norm"].offset is found["input"].offset is found["norm"].interval is None
-    assert abs(found["logit"].offset) > 1e-2
+    close_to(result["logit"].scores, mean @ u)
+    close_to(result["input_output"].scores, mean @ y_read)
+    close_to(result["input"].scores, mean.norm(dim=-1))
+    close_to(result["norm"].scores, row[0].permute(1, 0, 2).flatten(1).norm(dim=1))
+    close_to(result["logit"].matrix, torch.einsum("ijd,id->ij", carried, rows))
+    close_to(result["input_output"].matrix, torch.einsum("ijd,id->ij", carried, y))
+    close_to(result["input"].matrix, carried.norm(dim=-1))
+    close_to(result["norm"].matrix, T.permute(0, 2, 1, 3).flatten(2).norm(dim=2))
+    assert result["logit"].offset == pytest.approx(result["logit"].target.value - float((mean @ u).sum()), abs=1e-10)
+    assert result["input_output"].offset == pytest.approx(float(y_read @ y_read - (mean @ y_read).sum()), abs=1e-9)
+    assert result["norm"].offset is result["input"].offset is result["norm"].interval is None
+    assert abs(result["logit"].offset) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
@@ -149,28 +149,28 @@ def test_mixtures_with_several_experts_per_token(label: str) -> None:
 def exact(model: nn.Module, batch: dict[str, Tensor], bias_free: bool) -> None:
     with AllFloat64(), torch.no_grad():
         own = vectors(model(**batch))[0][0]
-        found = operator(model, batch, matrix=True)
+        result = operator(model, batch, matrix=True)
         paths, readout = frozen_with_readout(model, batch, None, "linear")
-    target, length = found.target, len(found.scores)
+    target, length = result.target, len(result.scores)
     if target.index is None:
         value = own.mean(0).norm() if own.ndim == 2 else own.norm()
     else:
         value = own[target.index] if target.position is None else own[target.position, target.index]
-    total = float(found.scores.sum()) + found.offset  # type: ignore[operator]
+    total = float(result.scores.sum()) + result.offset  # type: ignore[operator]
     assert abs(total - float(value)) < 1e-10 * max(1, abs(float(value)))
     T = FrozenOperator(paths)
     carried = torch.cat([mean for _, mean, _ in T.contributions(readout.tokens)])
     assert carried.shape == paths.input.shape[1:]
     close_to(carried.sum(0) + readout.tokens @ T.constants(), readout.tokens @ paths.output[0])
-    assert found.matrix is not None
+    assert result.matrix is not None
     if target.position is not None:
-        close_to(found.matrix[target.position], found.scores)
+        close_to(result.matrix[target.position], result.scores)
     if all(layer.causal for layer in attention_layers(model)):
-        assert not found.matrix.triu(1).any()
-        assert found.matrix.diagonal().all()
+        assert not result.matrix.triu(1).any()
+        assert result.matrix.diagonal().all()
     if bias_free:
-        assert abs(found.offset) < 1e-10  # type: ignore[arg-type]
-        close_to(found.matrix.sum(1), own[:, target.index])
+        assert abs(result.offset) < 1e-10  # type: ignore[arg-type]
+        close_to(result.matrix.sum(1), own[:, target.index])
     assert length == paths.input.shape[1]
 
 
@@ -212,7 +212,7 @@ def test_of_a_model_of_maps_alone_it_is_their_product() -> None:
     locater.register(FAMILY)
     try:
         ids = torch.randint(64, (1, 7), generator=torch.Generator().manual_seed(1))
-        found = {c: operator(model, ids, 2, collapse=c, matrix=True) for c in ("logit", "input", "norm")}
+        result = {c: operator(model, ids, 2, collapse=c, matrix=True) for c in ("logit", "input", "norm")}
     finally:
         registry.BY_TYPE.remove("maps_only")
     with torch.no_grad():
@@ -223,11 +223,11 @@ def test_of_a_model_of_maps_alone_it_is_their_product() -> None:
             product = (torch.eye(7) + A) @ product
             rollout = (torch.eye(7) + A) / 2 @ rollout
             x = layer(x)
-    close_to(found["norm"].matrix, product * 8**0.5)
-    close_to(found["norm"].matrix / 8**0.5, 2**LAYERS * rollout)
-    close_to(found["input"].matrix, product * start[0].norm(dim=-1))
-    close_to(found["logit"].matrix, product * start[0, :, 2])
-    assert found["logit"].offset == pytest.approx(0, abs=1e-12)
+    close_to(result["norm"].matrix, product * 8**0.5)
+    close_to(result["norm"].matrix / 8**0.5, 2**LAYERS * rollout)
+    close_to(result["input"].matrix, product * start[0].norm(dim=-1))
+    close_to(result["logit"].matrix, product * start[0, :, 2])
+    assert result["logit"].offset == pytest.approx(0, abs=1e-12)
 
 
 # Readouts
@@ -237,12 +237,12 @@ def test_a_linear_classifier_reads_its_class_token() -> None:
     model = hf("ViT", "ForImageClassification", **{**SIZES, "num_labels": 5})
     model = drawn(model)
     pixels = torch.randn(1, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = operator(model, {"pixel_values": pixels}, 3, matrix=True)
-    assert found.target.position is None
-    assert "the readout is linear" in found.exact
-    close_to(found.scores, found.matrix[0])  # type: ignore[index]
-    assert not found.matrix[1:].any()  # type: ignore[index]
-    complete(found)
+    result = operator(model, {"pixel_values": pixels}, 3, matrix=True)
+    assert result.target.position is None
+    assert "the readout is linear" in result.exact
+    close_to(result.scores, result.matrix[0])  # type: ignore[index]
+    assert not result.matrix[1:].any()  # type: ignore[index]
+    complete(result)
 
 
 SIZES: dict[str, Any] = dict(
@@ -253,9 +253,9 @@ SIZES: dict[str, Any] = dict(
 
 def test_a_pooler_that_is_not_linear_is_said_to_be_its_tangent() -> None:
     model = drawn(hf("Bert", "ForSequenceClassification", **TEXT, layer_norm_eps=EPS, num_labels=3))
-    found = operator(model, one(tokens()), 1)
-    assert "replaced by its tangent" in found.exact
-    complete(found)
+    result = operator(model, one(tokens()), 1)
+    assert "replaced by its tangent" in result.exact
+    complete(result)
     # moving the last stream a little moves the logit by the tangent
     paths, readout = frozen_with_readout(model, one(tokens()), 1, "linear")
     pooled = torch.tanh(model.bert.pooler.dense(paths.output[0, 0]))  # type: ignore[union-attr, operator]
@@ -269,17 +269,17 @@ def test_a_soft_cap_is_frozen_at_its_ratio() -> None:
     batch = one(batch)
     cap = model.config.final_logit_softcapping  # type: ignore[union-attr]
     with AllFloat64():
-        found = operator(model, batch, 9)
+        result = operator(model, batch, 9)
         model.config.final_logit_softcapping = None  # type: ignore[union-attr]
         try:
             plain = operator(model, batch, 9)
         finally:
             model.config.final_logit_softcapping = cap  # type: ignore[union-attr]
-    ratio = found.target.value / plain.target.value
+    ratio = result.target.value / plain.target.value
     assert 0.01 < ratio < 0.99
-    close_to(found.scores, plain.scores * ratio)
-    assert "soft cap" in found.exact
-    complete(found)
+    close_to(result.scores, plain.scores * ratio)
+    assert "soft cap" in result.exact
+    complete(result)
 
 
 def drawn(model: nn.Module) -> nn.Module:
@@ -288,8 +288,10 @@ def drawn(model: nn.Module) -> nn.Module:
     return model
 
 
-def complete(found: Any) -> None:
-    assert abs(float(found.scores.sum()) + found.offset - found.target.value) < 1e-10 * max(1, abs(found.target.value))
+def complete(result: Any) -> None:
+    assert abs(float(result.scores.sum()) + result.offset - result.target.value) < 1e-10 * max(
+        1, abs(result.target.value)
+    )
 
 
 def test_targets_are_the_logits_of_the_model() -> None:
@@ -297,9 +299,9 @@ def test_targets_are_the_logits_of_the_model() -> None:
     logits = model(**batch).logits[0].detach()
     assert operator(model, batch).target.index == int(logits[-1].argmax())
     for target, row, index in ((17, -1, 17), ((4, 5), 4, 5), ((-2, 5), -2, 5)):
-        found = operator(model, batch, target)  # type: ignore[arg-type]
-        assert found.target.value == pytest.approx(float(logits[row, index]), rel=1e-12)
-        complete(found)
+        result = operator(model, batch, target)  # type: ignore[arg-type]
+        assert result.target.value == pytest.approx(float(logits[row, index]), rel=1e-12)
+        complete(result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -309,10 +311,10 @@ def test_other_precisions_are_carried_in_float32(dtype: torch.dtype) -> None:
     want = operator(model, batch, 5)
     lower = gpt2().eval()
     lower.load_state_dict(model.state_dict())
-    found = operator(lower.to(dtype), batch, 5)
-    assert found.scores.dtype == torch.float32
+    result = operator(lower.to(dtype), batch, 5)
+    assert result.scores.dtype == torch.float32
     most = {torch.float32: 1e-4, torch.bfloat16: 0.15}[dtype]
-    assert (found.scores - want.scores).norm() < most * want.scores.norm()
+    assert (result.scores - want.scores).norm() < most * want.scores.norm()
 
 
 # Probes
@@ -321,16 +323,16 @@ def test_other_precisions_are_carried_in_float32(dtype: torch.dtype) -> None:
 def test_probes_are_unbiased_for_the_square_and_their_intervals_hold() -> None:
     model, batch = first_input("gpt2")
     want = operator(model, batch, collapse="norm", probes=0).scores
-    found = [operator(model, batch, collapse="norm", probes=16, seed=seed) for seed in range(24)]
-    assert all(e.offset is None and "16 random probes" in e.exact for e in found)
-    squares = torch.stack([e.scores.square() for e in found])
-    error = squares.std(0) / len(found) ** 0.5
+    result = [operator(model, batch, collapse="norm", probes=16, seed=seed) for seed in range(24)]
+    assert all(e.offset is None and "16 random probes" in e.exact for e in result)
+    squares = torch.stack([e.scores.square() for e in result])
+    error = squares.std(0) / len(result) ** 0.5
     assert ((squares.mean(0) - want.square()).abs() < 4.5 * error).all()
     assert (squares.mean(0) / want.square() - 1).abs().max() > 1e-6, "these are estimates"
-    inside = torch.stack([(e.interval[0] <= want) & (want <= e.interval[1]) for e in found])  # type: ignore[index]
+    inside = torch.stack([(e.interval[0] <= want) & (want <= e.interval[1]) for e in result])  # type: ignore[index]
     assert inside.double().mean() >= CONFIDENCE
     again = operator(model, batch, collapse="norm", probes=16, seed=3)
-    assert torch.equal(again.scores, found[3].scores)
+    assert torch.equal(again.scores, result[3].scores)
 
 
 def test_intervals_hold_with_95_percent_whatever_the_operator() -> None:
@@ -357,6 +359,6 @@ def test_wide_models_take_probes_unless_told_otherwise(monkeypatch: pytest.Monke
 
 
 def test_bert_has_no_logits_and_is_explained_along_its_mean() -> None:
-    found = operator(drawn(bert()), one(tokens()))
-    assert (found.target.index, found.target.position) == (None, None)
-    complete(found)
+    result = operator(drawn(bert()), one(tokens()))
+    assert (result.target.index, result.target.position) == (None, None)
+    complete(result)

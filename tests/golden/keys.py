@@ -36,7 +36,10 @@ CHANGED: dict[str, dict[str, object]] = {
 
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
 NEW: dict[str, tuple[str, ...]] = {
-    "names": ("public.Block", "public.Family", "columns.scan.effective_rank"),
+    "names": (
+        *("public.Block", "public.Family", "public.Explanations", "public.explanations"),
+        *("commands.explain", "columns.scan.effective_rank"),
+    ),
     "scan": ("heads[*].effective_rank",),
     "compare": (
         *("changes",),  # what changed most

@@ -14,6 +14,7 @@ from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.explain.freezing import Freezer, Mlp
+from locater.explain.input_checks import check_inputs
 from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
 from locater.families import AttentionLayer, Block, attention_layers
@@ -64,7 +65,7 @@ def recorded_run(
     """
     if not isinstance(batch, Mapping | Tensor):
         raise LocaterError(
-            f"batch is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes"
+            f"the input is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes"
         )
     block = _block_of(model)
     layers = attention_layers(model)
@@ -72,7 +73,7 @@ def recorded_run(
     recording = Recording(ModuleWeights(model), family_of(model), block, layers)
     with recording.listening(readout):
         keywords = _keywords(model, batch)
-        _check_length(model, keywords)
+        check_inputs(model, keywords)
         try:
             output = run(model, keywords)
         except LocaterError:
@@ -100,7 +101,7 @@ def _block_of(model: nn.Module) -> Block:
     if block is None:
         raise LocaterError(
             f"{name} is not split into linear steps: describe its blocks with locater.register(), "
-            "docs/add-a-family.md; locater.explain.rollout and gradients need no such record"
+            "docs/add-a-family.md; locater.explain.gradient_input needs no such record"
         )
     return block
 
@@ -110,7 +111,8 @@ def _check_one_stack(model: nn.Module, block: Block, layers: Sequence[AttentionL
     cross = next((layer.name for layer in layers if layer.kind != "self"), None)
     if cross is not None:
         raise LocaterError(
-            f"{cross}: paths go through one stack, and cross-attention joins two: pass a model without it"
+            f"{cross}: paths go through one stack, and cross-attention joins two: pass a model without it, "
+            "or use locater.explain.relevance"
         )
     stacks = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", block.path(layer)) for layer in layers)
     if len(stacks) > 1:
@@ -119,25 +121,9 @@ def _check_one_stack(model: nn.Module, block: Block, layers: Sequence[AttentionL
         )
 
 
-def _check_length(model: nn.Module, keywords: Mapping[str, Tensor]) -> None:
-    """Refuse more tokens than the model has positions, where it has a table of them: on a GPU the model's own error
-    would end the process.
-    """
-    ids = next(
-        (x for x in keywords.values() if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()), None
-    )
-    for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
-        table = isinstance(module, nn.Embedding) and ("position" in name or name == "wpe")
-        if ids is not None and table and ids.shape[1] > module.num_embeddings:
-            raise LocaterError(
-                f"the input has {ids.shape[1]} tokens and {path} has {module.num_embeddings} positions: shorten it"
-            )
-
-
 def _keywords(model: nn.Module, batch: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
     if isinstance(batch, Tensor):
-        return {next(iter(inspect.signature(model.forward).parameters)): batch}
+        return {next(iter(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)): batch}
     return dict(batch)
 
 
@@ -153,4 +139,4 @@ def _check_sum(paths: Paths, dtype: torch.dtype) -> None:
 
 def tolerance(dtype: torch.dtype) -> float:
     """How far a sum may be from the output of a model in this precision, relative to it."""
-    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5  # type: ignore[no-any-return]
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5

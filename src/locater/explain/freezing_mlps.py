@@ -86,7 +86,7 @@ def _routed(freezer: Freezer, path: str, before: FrozenNorm | None, like: Tensor
     passage = freezer.recording.passages[path][0]
     chosen = next((x for x in passage.others if not x.is_floating_point()), None)
     share = next((x for x in passage.others if x.is_floating_point()), None)
-    stacked = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    stacked: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(isinstance(x, Tensor) and x.ndim == 3 for x in stacked) or chosen is None or share is None:
         raise LocaterError(
             f"{path}: its experts are not stacked maps gate_up_proj and down_proj, called with the chosen experts and "
@@ -124,9 +124,10 @@ def _expert(
 def _gated(module: Any, gate_up: Tensor) -> Tensor:
     if hasattr(module, "_apply_gate"):
         value: Tensor = module._apply_gate(gate_up)
-        return value
-    gate, up = gate_up.chunk(2, -1)
-    return module.act_fn(gate) * up  # type: ignore[no-any-return]
+    else:
+        gate, up = gate_up.chunk(2, -1)
+        value = module.act_fn(gate) * up
+    return value
 
 
 def shown(part: Part) -> str:

@@ -55,10 +55,10 @@ def frozen_with_readout(
     model: nn.Module, inputs: Mapping[str, Tensor] | Tensor, target: TargetChoice, mlp: Mlp
 ) -> tuple[Paths, Readout]:
     """The model run once on one input and frozen, and the readout of the target."""
-    recording, keywords, output = recorded_run(model, inputs, readout=True)
-    if recording.end is None:
-        raise LocaterError(f"{type(model).__name__}: its last norm was not called, so it is not known what is read")
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        recording, keywords, output = recorded_run(model, inputs, readout=True)
+        if recording.end is None:
+            raise LocaterError(f"{type(model).__name__}: its last norm was not called, so it is not known what is read")
         readout = _readout(config_of(model).get("final_logit_softcapping"), output, target, recording.end)
     time_first = recording.block.time_first
     covector, rows = ((x.transpose(0, 1) if time_first else x)[0] for x in (readout.covector, readout.rows))

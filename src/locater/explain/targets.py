@@ -75,6 +75,7 @@ def choose_target(output: Any, target: TargetChoice = None) -> Target:
         length = mean.detach().norm()
         return Target(None, None, float(length), mean.detach() / length)
     tokens = values.shape[1] if values.ndim == 3 else None
+    _check_form(target)
     position, index = target if isinstance(target, tuple) else (None, target)
     if tokens is None and position is not None:
         raise LocaterError(f"target={target!r}: the model has one output for all tokens; give the class alone")
@@ -91,3 +92,12 @@ def choose_target(output: Any, target: TargetChoice = None) -> Target:
     if not torch.isfinite(value):
         raise LocaterError(f"logit {index} is {float(value)}: there is nothing to explain")
     return Target(index, position, float(value))
+
+
+def _check_form(target: Any) -> None:
+    """Refuse what is neither None, a whole number nor a pair of them."""
+    parts = target if isinstance(target, tuple) else (0, target)
+    if len(parts) == 2 and all(isinstance(part, int) and not isinstance(part, bool) for part in parts):
+        return
+    if target is not None:
+        raise LocaterError(f"target={target!r}: give an entry of the output, or (token, entry)")

@@ -58,6 +58,11 @@ def refuse_unobservable(module: nn.Module, family: Family | None, name: str) -> 
             raise LocaterError(f"{name or type(module).__name__}: {reason}")
 
 
+def is_tapped(module: nn.Module, family: Family | None) -> bool:
+    """Whether attention of a module is heard by a tap, and does not pass the interface."""
+    return _tap_for(module, family) is not None
+
+
 def _tap_for(module: nn.Module, family: Family | None) -> Tap | None:
     if family is not None and family.tap is not None:
         return family.tap

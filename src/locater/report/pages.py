@@ -9,7 +9,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -17,18 +17,23 @@ from locater.findings import FLAGS, Verdict
 
 
 def assemble(
-    name: str, words: Mapping[str, str], data: Mapping[str, Any] | None = None, markup: Mapping[str, str] | None = None
+    name: str,
+    words: Mapping[str, str],
+    data: Mapping[str, Any] | None = None,
+    markup: Mapping[str, str] | None = None,
+    scripts: Sequence[str] = (),
 ) -> str:
     """The page of `page/NAME.html`, with its style NAME.css and, if it has data, its script NAME.js.
 
-    `words` are texts by mark and are escaped; `markup` is inserted as it is. The script reads `data` as JSON.
+    `words` are texts by mark and are escaped; `markup` is inserted as it is. The script reads `data` as JSON. `scripts`
+    are files of page/ that it uses.
     """
     template, values = _part(f"{name}.html"), {mark: html.escape(text) for mark, text in words.items()}
     values |= markup or {}
     values["STYLE"] = _part("base.css") + _part(f"{name}.css")
     if data is not None:
         template += _part("scripts.html")
-        values["SCRIPT"] = _part("draw.js") + _part(f"{name}.js")
+        values["SCRIPT"] = "".join(_part(file) for file in ("draw.js", *scripts, f"{name}.js"))
         # "<" is escaped: no text in the data can end the script
         values["DATA"] = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     whole = _part("frame.html").replace("@PAGE@\n", template)

@@ -1,0 +1,206 @@
+"""One run of a model, recorded call by call: queries, keys and terms of each attention call, its values and its output.
+
+The model runs under its own attention backend. The gradient of a target with respect to an attention map A needs no map
+in the graph: attention is O = A V, so dA = dO V^T, from the gradient of its output O and its values V.
+
+Axes: B sequences, T queries, S keys, H query heads, K key heads, V size of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from locater.attention.call import Call
+from locater.attention.changes import AttentionChange, AttentionRequest, put, take
+from locater.attention.listeners import Switch
+from locater.attention.stand_ins import instead
+from locater.checkpoints.weights import ModuleWeights
+from locater.errors import LocaterError
+from locater.explain.values_behind import values_behind
+from locater.families import AttentionLayer, attention_layers
+from locater.families.listening import is_tapped
+from locater.families.registry import family_of
+from locater.numerics import upcast
+from locater.observing.hearing import heard
+from locater.observing.inputs import as_keywords, attention_input, run_checked
+from locater.observing.map_of_heads import attention_maps, without_autocast
+
+AT_ONCE = 1 << 26  # numbers of the maps that are built at a time
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionEvent:
+    """One attention call of a run. `value` and `output` are None where they were not seen."""
+
+    layer: AttentionLayer
+    call: Call
+    value: Float[Tensor, "B K S V"] | None
+    output: Tensor | None  # in the graph: (B, T, H, V), or what `to_heads` takes the gradient of
+    to_heads: Callable[[Tensor], Float[Tensor, "B T H V"]] | None = None  # gradient of `output` -> dO
+
+    def mean_map(self, row: int = 0) -> Float[Tensor, "T S"]:
+        """The mean over heads of one sequence's maps."""
+        return self._summed(lambda maps, heads: maps, row) / self.layer.heads
+
+    def relevance(self, gradient: Tensor | None, row: int = 0) -> Float[Tensor, "T S"]:
+        """mean over heads of max(dA * A, 0), with dA = dO V^T; `gradient` is dO, None for zero."""
+        if gradient is None:
+            return upcast(self.call.query).new_zeros(self.call.query.shape[2], self.call.key.shape[2])
+        assert self.value is not None
+        values, slope = upcast(self.value[row]), upcast(gradient[row]).transpose(0, 1)  # (K, S, V), (H, T, V)
+        group = slope.shape[0] // values.shape[0]
+
+        def weighted(maps: Tensor, heads: Tensor) -> Tensor:
+            return (slope[heads] @ values[heads // group].mT * maps).clamp_min(0)
+
+        return self._summed(weighted, row) / self.layer.heads
+
+    def _summed(self, of: Callable[[Tensor, Tensor], Tensor], row: int) -> Tensor:
+        """The sum over heads of a function of their maps (h, T, S), some heads at a time."""
+        query = self.call.query
+        (B, H, T, _), S = query.shape, self.call.key.shape[2]
+        many = max(1, AT_ONCE // (B * T * S))
+        parts = torch.arange(H, device=query.device).split(many)
+        with torch.no_grad(), without_autocast(query.device):
+            return torch.stack([of(attention_maps(self.call, heads)[row], heads).sum(0) for heads in parts]).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """What a model returned, and its attention calls in the order of the forward pass."""
+
+    name: str
+    output: Any
+    events: Sequence[AttentionEvent]
+
+    def check_values(self, method: str) -> None:
+        """Refuse attention whose values were not seen, in one line."""
+        for event in self.events:
+            if event.value is None:
+                raise LocaterError(
+                    f"{event.layer.name}: {method} needs the values of attention, and those of this module are not "
+                    "known: use rollout, raw_attention or gradient_input"
+                )
+
+
+def recorded_run(model: nn.Module, inputs: Mapping[str, Any] | Tensor, gradients: bool = False) -> RecordedRun:
+    """Run `model` once. With `gradients`, its output and the outputs of its attention are in one graph."""
+    model = getattr(model, "_orig_mod", model)
+    keywords = as_keywords(model, inputs)
+    with recorded(model, gradients) as events:
+        output = run_checked(model, keywords, gradients)
+    if not events:
+        raise LocaterError(
+            f"{type(model).__name__}: no attention call was observed: "
+            "load it with attn_implementation='sdpa' or 'eager'"
+        )
+    return RecordedRun(type(model).__name__, output, events)
+
+
+@contextmanager
+def recorded(model: nn.Module, gradients: bool) -> Iterator[list[AttentionEvent]]:
+    """Record every attention call inside the `with` block. Parameters need no gradient meanwhile."""
+    weights, events = ModuleWeights(model), list[AttentionEvent]()
+    sites: dict[int, _EventSite] = {}
+    for layer in attention_layers(model):
+        module = weights.submodule(layer.name)
+        if id(module) not in sites:  # one module may be several layers
+            sites[id(module)] = _EventSite(layer.name, module, Switch(), layer, events, gradients)
+    with ExitStack() as stack:
+        family = family_of(model)
+        tapped = {key for key, site in sites.items() if is_tapped(site.module, family)}
+        if gradients and not tapped:  # PyTorch's encoder goes past its attention where nothing needs a gradient
+            stack.enter_context(frozen(model))
+        stack.enter_context(heard(model, list(sites.values())))
+        for key, site in sites.items():
+            if key in tapped:
+                stack.callback(instead(site.module, "forward", site.around))
+                continue
+            put(site.module, site.keeper)
+            stack.callback(take, site.module, site.keeper)
+        yield events
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter needs a gradient, then as before: activations that only weights would need are not stored."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for p in trained:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+class _Keeper(AttentionChange):
+    """Keeps the values and the output of a call, until the call is announced. After all other changes."""
+
+    order = 1000
+
+    def __init__(self, gradients: bool) -> None:
+        self.gradients = gradients
+        self.kept: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
+        return replace(request, attend=partial(self._attend, request.attend))
+
+    def _attend(
+        self, attend: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        out = attend(module, q, k, v, *args, **kw)
+        if self.gradients and not out[0].requires_grad:
+            out[0].requires_grad_(True)  # nothing before it needs a gradient
+        self.kept = (v.detach(), out[0])
+        return out
+
+
+@dataclass(eq=False)
+class _EventSite:
+    """A listener that adds each call of its module to the events of the run."""
+
+    name: str
+    module: nn.Module
+    switch: Switch
+    layer: AttentionLayer
+    events: list[AttentionEvent]
+    gradients: bool
+    keeper: _Keeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = _Keeper(self.gradients)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing, in a copy of a model or in a saved one."""
+        return type(None), ()
+
+    def around(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        """In the place of the forward of a module that does not pass the interface: its values, from its input."""
+        before = len(self.events)
+        out = forward(*args, **kw)
+        read = attention_input(module, args, kw)
+        if len(self.events) == before + 1 and read is not None:
+            event, y = self.events[-1], out[0] if isinstance(out, tuple) else out
+            values = values_behind(event.layer, event.call, module, read, y)
+            if values is not None:
+                if self.gradients and not y.requires_grad:
+                    y.requires_grad_(True)
+                output = y if self.gradients else None
+                self.events[-1] = AttentionEvent(event.layer, event.call, values.value, output, values.to_heads)
+        return out
+
+    def see(self, call: Call) -> None:
+        value, output = self.keeper.kept
+        self.keeper.kept = (None, None)
+        if value is not None:  # keys beyond those of the call are empty places of a cache
+            value = value[:, :, : call.key.shape[2]]
+        self.events.append(AttentionEvent(self.layer, call, value, output if self.gradients else None))
