@@ -21,6 +21,7 @@ NAMES = (
     "sant2022",
     "sun2026",
     "sahiner2022",
+    "hu2025",
     "zoo",
 )
 PAPERS: Registry[Paper] = Registry("paper")

@@ -104,7 +104,7 @@ def test_slope_and_curvature_of_heads_against_autograd() -> None:
 
 def test_enough_heads_reach_the_convex_optimum_and_half_of_its_rank_does_not() -> None:
     phi, y = optima.data(7)
-    solution = convex.solve(phi[None], y[None], optima.PENALTY, 2000, 1e-8)
+    solution = convex.solve(phi[None], y[None], optima.PENALTY, 1600, 1e-8)
     rank = convex.rank(solution.Z[0, 0])
     problems = descent.Problems.of([(phi, y)], optima.PENALTY).repeated(2)
     best = {m: float(descent.descended(problems, m, m, 200).objective.min()) for m in (rank // 2, optima.MOST)}
@@ -171,8 +171,8 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         patch.setitem(optima.HEADS, True, (1, 2, 3, 5, 6))
         patch.setitem(optima.STARTS, True, 2)
         patch.setitem(optima.ADAM_STEPS, True, 20)
-        patch.setattr(optima, "NEWTON_STEPS", 50)
-        patch.setattr(optima, "SOLVER_STEPS", 900)
+        patch.setattr(optima, "NEWTON_STEPS", 15)
+        patch.setattr(optima, "SOLVER_STEPS", 450)
         patch.setattr(gated, "STEPS", 10)
         patch.setattr(gated, "SOLVER_STEPS", 100)
         patch.setitem(gated.RELU_STEPS, True, 20)

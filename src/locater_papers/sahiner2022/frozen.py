@@ -118,7 +118,7 @@ def split(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], seed: int,
     x = torch.cat([torch.ones_like(parts[..., :1]), places, parts], 2)
     found = torch.from_numpy(labels[order].astype(np.int64))
     first, second, third = x.split(sizes)
-    return Split((first, second, third), found.split(sizes))  # type: ignore[arg-type]
+    return Split((first, second, third), found.split(sizes))
 
 
 def accuracy(outputs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
