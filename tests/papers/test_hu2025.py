@@ -16,26 +16,26 @@ import torch
 from locater_papers import Setting, reproduce
 from locater_papers.engine.draws import normal
 from locater_papers.engine.pages import page, write_report
-from locater_papers.hu2025 import PAPER, construction, free_head, layer, layers
+from locater_papers.hu2025 import PAPER, construction, free_head, sequences, trained_layer
 
 
 def test_the_uniform_head_gathers_every_linear_form() -> None:
     x, W = normal(5, 3, 2, seed=0), normal(4, 6, seed=1)
     torch.testing.assert_close(
-        layers.gathered(x, W), (x.flatten(1) @ W.mT)[:, None].expand(-1, 3, -1), atol=1e-10, rtol=0
+        sequences.gathered(x, W), (x.flatten(1) @ W.mT)[:, None].expand(-1, 3, -1), atol=1e-10, rtol=0
     )
 
 
 def test_layers_approximate_their_target_better_with_more_anchors() -> None:
-    f = layers.target(2, seed=10)
+    f = sequences.target(2, seed=10)
     x = torch.rand(300, 2, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     true = f(x.flatten(1))[:, None]
-    for form, coarse, fine in ((layers.two_layers, 8, 200), (layers.layer_and_softmax, 8, 60)):
+    for form, coarse, fine in ((sequences.two_layers, 8, 200), (sequences.layer_and_softmax, 8, 60)):
         errors = [float((form(x, f, count, 100.0) - true).abs().max()) for count in (coarse, fine)]
         assert errors[1] < 0.25 * errors[0]
     # on a point of the grid the softmax of one layer is exact
     corner = torch.tensor([[[0.0], [1.0]]], dtype=torch.float64)
-    assert float((layers.layer_and_softmax(corner, f, 5, 100.0) - f(corner.flatten(1))).abs().max()) < 1e-10
+    assert float((sequences.layer_and_softmax(corner, f, 5, 100.0) - f(corner.flatten(1))).abs().max()) < 1e-10
 
 
 def test_the_constructed_map_is_nilpotent_and_of_rank_two() -> None:
@@ -63,8 +63,8 @@ def test_the_construction_is_a_free_head() -> None:
 
 def test_batched_layers_are_multi_head_attention() -> None:
     """One of the layers against torch's own attention with the same weights."""
-    model = layer.Layers(2, 3, layer.Case(heads=4, anchors=5)).double()
-    x = normal(2, 6, 3, layer.WIDTH, seed=0)
+    model = trained_layer.Layers(2, 3, trained_layer.Case(heads=4, anchors=5)).double()
+    x = normal(2, 6, 3, trained_layer.WIDTH, seed=0)
     with torch.no_grad():
         out, z = model(x)[1], model.tokens(x)[1]
         q, k, v = (
@@ -79,11 +79,11 @@ def test_batched_layers_are_multi_head_attention() -> None:
 
 def test_the_parabola_is_found_where_it_is() -> None:
     """Logits made of the anchors' values are explained in full, with their beta."""
-    model = layer.Layers(2, 3, layer.Case(anchors=5)).double().requires_grad_(False)
+    model = trained_layer.Layers(2, 3, trained_layer.Case(anchors=5)).double().requires_grad_(False)
     s = normal(2, 7, 3, seed=1)
     far = (s[..., None] - model.anchor_values()[:, None, None]).square()
     logits = torch.cat([normal(2, 7, 3, 3, seed=2), 4.0 - 0.7 * far], -1)[:, :, None]
-    beta, share = layer.parabola(model, logits, s)
+    beta, share = trained_layer.parabola(model, logits, s)
     torch.testing.assert_close(beta, torch.full_like(beta, 0.7))
     torch.testing.assert_close(share, torch.ones_like(share))
 
@@ -93,9 +93,9 @@ def document() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(construction, "GRID", 4001)
         patch.setattr(construction, "SHARPNESSES", (0.5, 2.0, 100.0))
-        patch.setattr(layers, "POINTS", 200)
+        patch.setattr(sequences, "POINTS", 200)
         patch.setitem(free_head.STEPS, True, 20)
-        patch.setitem(layer.SIZES, True, layer.Size(3, 80, 2, 3, 3e-3))
+        patch.setitem(trained_layer.SIZES, True, trained_layer.Size(3, 80, 2, 3, 3e-3))
         yield json.loads(reproduce(PAPER, Setting()).to_json())
 
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from locater_papers.engine.papers import Paper
-from locater_papers.hu2025 import construction, free_head, layer, layers
+from locater_papers.hu2025 import construction, free_head, sequences, trained_layer
 
 PAPER = Paper(
     "hu2025",
     "Universal approximation with softmax attention: the head with anchors, and whether training finds it",
     "Hu, Liu, Chen, Wu and Liu, Universal Approximation with Softmax Attention (arXiv 2504.15956, 2025)",
-    (construction.STUDY, layers.STUDY, free_head.STUDY, layer.STUDY),
+    (construction.STUDY, sequences.STUDY, free_head.STUDY, trained_layer.STUDY),
     Path(__file__).parent,
 )
 

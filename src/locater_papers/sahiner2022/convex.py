@@ -169,7 +169,7 @@ def value_and_gap(phi: Tensor, y: Tensor, Z: Tensor, b: Tensor) -> tuple[Float[T
 def split_solve(
     phi: Float[Tensor, "rows gates pairs d"], y: Float[Tensor, "rows c"], penalties: tuple[float, ...], steps: int
 ) -> list[Solutions]:
-    """The same for several penalties by alternating directions: least squares and thresholding in turn, held together by
+    """The same for several penalties by alternating directions: least squares and thresholding in turn, tied by
     a price.
 
     It takes far fewer steps than FISTA where features are nearly dependent, as those of images are, and is less exact.

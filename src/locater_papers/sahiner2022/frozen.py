@@ -82,8 +82,8 @@ def images(folder: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, A
     if folder is None or not (folder / FILE).is_file():
         return None
     try:
-        with np.load(folder / FILE) as held:
-            parts = [(held[f"{name}_images"], held[f"{name}_labels"]) for name in ("train", "test")]
+        with np.load(folder / FILE) as arrays:
+            parts = [(arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")]
     except (KeyError, ValueError, OSError, BadZipFile) as error:
         raise LocaterError(
             f"{folder / FILE}: needs train_images, train_labels, test_images and test_labels ({error})"
@@ -116,9 +116,9 @@ def split(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], seed: int,
     at = torch.linspace(-1, 1, SIDE // PATCH, dtype=torch.float64)
     places = torch.stack(torch.meshgrid(at, at, indexing="ij"), -1).reshape(1, -1, 2).expand(len(raw), -1, -1)
     x = torch.cat([torch.ones_like(parts[..., :1]), places, parts], 2)
-    found = torch.from_numpy(labels[order].astype(np.int64))
+    classes = torch.from_numpy(labels[order].astype(np.int64))
     first, second, third = x.split(sizes)
-    return Split((first, second, third), found.split(sizes))
+    return Split((first, second, third), classes.split(sizes))
 
 
 def accuracy(outputs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
@@ -201,13 +201,13 @@ def of_split(data: Split, seed: int, quick: bool) -> dict[str, tuple[float, ...]
 
 
 def measure(setting: Setting) -> Results:
-    found = images(setting.data)
-    if found is None:
+    pictures = images(setting.data)
+    if pictures is None:
         return Results({})
     gaps: list[float] = []
     scores: dict[str, list[float]] = {name: [] for name in (*HEADS, "better attention")}
     for seed in setting.each(list(range(SEEDS[setting.quick]))):
-        results = of_split(split(*found, seed, setting.quick), seed, setting.quick)
+        results = of_split(split(*pictures, seed, setting.quick), seed, setting.quick)
         gaps += [results[name][2] for name in ("linear attention", "gated attention")]
         for name in HEADS:
             scores[name].append(results[name][1])

@@ -1,6 +1,6 @@
 """Gated ReLU attention: the same equality with fixed gates, and what it says of ReLU attention: study c.
 
-ReLU attention max(X W1 X^T, 0) is gated attention whose gates are its own heads, H_j = W1_j. With these gates held, the
+ReLU attention max(X W1 X^T, 0) is gated attention whose gates are its own heads, H_j = W1_j. With these gates fixed, the
 convex problem can only be lower: its optimum is a lower bound that ReLU heads could reach only by keeping their signs.
 """
 
@@ -58,8 +58,8 @@ def fixed_gates(starts: int) -> tuple[Solutions, Tensor]:
     gates = normal(GATES, WIDTH, WIDTH, seed=7)
     problems = Problems.of([(design(x, gates), y) for x, y in map(data, range(SETS))], PENALTY)
     optima = solve(problems.phi, problems.y, PENALTY, SOLVER_STEPS, 1e-9)
-    found = descended(problems.repeated(starts), GATES * MOST, 1, STEPS).objective
-    return optima, found.reshape(SETS, starts).min(1).values / optima.objective - 1
+    objectives = descended(problems.repeated(starts), GATES * MOST, 1, STEPS).objective
+    return optima, objectives.reshape(SETS, starts).min(1).values / optima.objective - 1
 
 
 def relu_trained(x: Tensor, y: Tensor, steps: int, rate: float = 0.03) -> tuple[Tensor, Tensor]:

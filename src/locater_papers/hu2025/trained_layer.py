@@ -79,7 +79,7 @@ CLAIMS = (
         "log10 of its mean square error over that of the construction at its best temperature", "at most", 0.0, by="ours",
     ),
     Claim(
-        "d5", "Training finds a map of rank two, as the construction has",
+        "d5", "Training concentrates the map on few directions: its stable rank is at most 2, the rank of the construction",
         "stable rank of W, one head", "at most", 2.0, by="ours",
     ),
     Claim(
@@ -219,8 +219,8 @@ def of_case(setting: Setting, case: Case) -> dict[str, Any]:
     return described(*trained(case, SIZES[setting.quick], device(setting)), case)
 
 
-def _row(case: Case, found: dict[str, Any], places: int) -> dict[str, Any]:
-    middle = {k: None if v is None else float(torch.tensor(v).median()) for k, v in found.items()}
+def _row(case: Case, values: dict[str, Any], places: int) -> dict[str, Any]:
+    middle = {k: None if v is None else float(torch.tensor(v).median()) for k, v in values.items()}
     return {"heads": case.heads, "span": case.span, "p": case.anchors + places, "anchors": case.anchors,
             **middle}  # fmt: skip
 
@@ -244,7 +244,7 @@ def measure(setting: Setting) -> Results:
     }
     none = described(*trained(FEW, replace(size, epochs=0), "cpu"), FEW)
     rows = [{"which": "untrained", **_row(FEW, none, size.places)}]
-    rows += [{"which": "trained", **_row(case, found, size.places)} for case, found in results.items()]
+    rows += [{"which": "trained", **_row(case, values, size.places)} for case, values in results.items()]
     sizes = {
         "places": size.places,
         "samples": size.samples,
