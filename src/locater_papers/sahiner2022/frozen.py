@@ -85,9 +85,8 @@ def images(folder: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, A
         with np.load(folder / FILE) as arrays:
             parts = [(arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")]
     except (KeyError, ValueError, OSError, BadZipFile) as error:
-        raise LocaterError(
-            f"{folder / FILE}: needs train_images, train_labels, test_images and test_labels ({error})"
-        ) from error
+        names = "train_images, train_labels, test_images and test_labels"
+        raise LocaterError(f"{folder / FILE}: is no .npz archive with the arrays {names}") from error
     if any(x.shape[1:] != (SIDE, SIDE) for x, _ in parts):
         raise LocaterError(f"{folder / FILE}: images must be {SIDE} x {SIDE}, not {parts[0][0].shape[1:]}")
     return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
