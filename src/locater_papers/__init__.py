@@ -21,6 +21,8 @@ NAMES = (
     "sant2022",
     "sun2026",
     "amsel2024",
+    "sahiner2022",
+    "hu2025",
     "zoo",
 )
 PAPERS: Registry[Paper] = Registry("paper")

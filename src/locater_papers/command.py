@@ -56,7 +56,7 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="FOLDER",
-        help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, rte/ for dong2021.",
+        help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, rte/ for dong2021, fashion.npz for sahiner2022.",
     ),
 ]
 Jobs = Annotated[

@@ -1,5 +1,6 @@
 """Predictions about attention from moments and sizes. Pure functions: tensors in, tensors out. See docs/theory.md."""
 
+from locater.theory import approximation
 from locater.theory.attenuation import kept_at_entropy, residual_kept
 from locater.theory.blocks import Block, hidden_states
 from locater.theory.bounds import attention_bound, beta, layer_bound, mlp_lipschitz, skip_bound
@@ -41,6 +42,7 @@ __all__ = [
     "Walks",
     "all_paths",
     "apply_layers",
+    "approximation",
     "attention_bound",
     "beta",
     "continuum",
