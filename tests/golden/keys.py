@@ -37,6 +37,9 @@ CHANGED: dict[str, dict[str, object]] = {
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
 NEW: dict[str, tuple[str, ...]] = {
     "names": ("public.Block", "public.Family"),
+    "probe": tuple(
+        f"{place}.{kind}_induction" for place in ("heads[*]", "assumptions.how") for kind in ("skip", "pair")
+    ),
     # the first of no effect on a CPU, the others of none without --task ngram
     "train": ("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),
 }
