@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import combinations, product
 from typing import Any, Literal
 
@@ -119,7 +120,7 @@ class Model:
         """Weight of each head of layer 1 on its first offset, all of its offsets in sight."""
         return self.w.softmax(1)[:, 0].tolist()
 
-    def similarities(self, counts: Counts) -> Float[Tensor, "U H"]:
+    def similarities(self, counts: Counts) -> list[Float[Tensor, " U"]]:
         """<v_h(query), v_h(key)> of every pair, by head."""
         missing = self.symbols == self.tokens
         found = []
@@ -129,14 +130,15 @@ class Model:
             v = (p[..., None] * self.vectors).sum(1)
             v = v / v.norm(dim=1, keepdim=True).clamp_min(1e-12)
             found.append((v @ v.mT).flatten().index_select(0, query * len(v) + key))
-        return torch.stack(found, 1)
+        return found
 
     def logits(self, counts: Counts) -> Float[Tensor, " U"]:
         """Of every pair of query and key."""
-        like = self.similarities(counts)
-        terms = [like[:, [h - 1 for h in part]].prod(1) for part in self.sets]
-        share = self.c**2 / (self.c**2).sum()
-        return self.a * (torch.stack(terms, 1) @ share)
+        like, share = self.similarities(counts), self.c**2 / (self.c**2).sum()
+        total = torch.zeros_like(like[0])
+        for part, weight in zip(self.sets, share.unbind(), strict=True):
+            total = total + reduce(torch.mul, (like[h - 1] for h in part), weight)
+        return self.a * total
 
     def __call__(self, counts: Counts) -> Float[Tensor, "N S"]:
         """Predictions."""
@@ -150,9 +152,10 @@ def loss(p: Float[Tensor, "N S"], targets: Int[Tensor, " N"], form: Form) -> Ten
     """`ce`: probabilities go through cross-entropy as if they were logits, as in the published code; so the loss of a
     certain and right prediction is log(1 + (S - 1) / e), not 0. `nll`: -log(p + EPS), which the theory is about.
     """
+    right = p.gather(1, targets[:, None])[:, 0]
     if form == "ce":
-        return torch.nn.functional.cross_entropy(p, targets)
-    return -torch.log(p.gather(1, targets[:, None]) + EPS).mean()
+        return (p.exp().sum(1).log() - right).mean()
+    return -torch.log(right + EPS).mean()
 
 
 def fit(

@@ -186,6 +186,7 @@ def measure(setting: Setting) -> Results:
         return [run["halves"][name] for run in done]
 
     onset = [run["to_bayes"] for run in done]
+    unigram = [run["to_unigram"] for run in runs if math.isfinite(run["to_unigram"])]
     samples = {
         "e1": [row["unigram"] - row["bigram"] for row in early],
         "e2": [row["bigram"] - row["unigram"] for row in ends],
@@ -202,7 +203,7 @@ def measure(setting: Setting) -> Results:
         "watched_curve": _means(runs),
         "watched_levels": runs[0]["levels"],
         "watched": {"seeds": len(runs), "half_way": len(done), "steps": STEPS[setting.quick], "every": EVERY[setting.quick],
-                    "onset": fmean(onset) if onset else None, "unigram": fmean(run["to_unigram"] for run in runs)},
+                    "onset": fmean(onset) if onset else None, "unigram": fmean(unigram) if unigram else None},
         "trained_maps": _maps(runs),
     }  # fmt: skip
     return Results(measured, tables)
