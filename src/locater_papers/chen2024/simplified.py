@@ -75,7 +75,7 @@ class Counts:
         row, key, token = kind // (wide * tokens), kind // tokens % wide, kind % tokens
         pairs, pair = (codes[row, -1] * wide + key).unique(return_inverse=True)
         at = [tuple(code // B**h % B**heads for code in (pairs // wide, pairs % wide)) for h in range(heads)]
-        return cls(tokens, heads, rows[:, -1], row * tokens + token, pair, count.double(), at)  # type: ignore[arg-type]
+        return cls(tokens, heads, rows[:, -1], row * tokens + token, pair, count.double(), at)
 
 
 def renamed(rows: Int[Tensor, "N T"], tokens: int, reach: int) -> Int[Tensor, "N T"]:

@@ -42,7 +42,8 @@ CLAIMS = (
 def staged(setting: Setting, seed: int) -> dict[str, Any]:
     """One seed through the three stages, and another model through all of it at once."""
     counts = Counts.of(drawn(seed, ROWS[setting.quick]), 3)
-    model, states = Model(), []
+    model = Model()
+    states: list[dict[str, Any]] = []
     for part, epochs in zip(("c", "w", "a"), EPOCHS[setting.quick], strict=True):
         kept = fit(model, counts, epochs, (part,), keep=(0, epochs))
         states += kept if not states else kept[1:]
