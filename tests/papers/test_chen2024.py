@@ -59,10 +59,12 @@ def test_counts_give_what_sequences_give(tokens: int, heads: int, degree: int) -
         setattr(model, name, torch.randn(getattr(model, name).shape, generator=g, dtype=torch.float64))
     model.a = torch.tensor(2.5, dtype=torch.float64)
     counts = Counts.of(rows, tokens, heads)
-    right = torch.stack([on_sequences(model, row)[row[-1]] for row in rows.tolist()])
-    got = model(counts).gather(1, counts.targets[:, None])[:, 0]
-    assert torch.allclose(got, right, atol=1e-10)
     expected = torch.stack([on_sequences(model, row) for row in rows.tolist()])
+    names = simplified.renamed(rows, tokens, heads)
+    assert torch.equal(names[:, -1], counts.targets)
+    got = torch.zeros_like(expected).scatter(1, rows, model(counts).gather(1, names))  # in the tokens' own names
+    present = torch.zeros_like(expected).scatter(1, rows[:, :-1], 1.0).bool()
+    assert torch.allclose(got[present], expected[present], atol=1e-10)
     assert float(loss(model(counts), counts.targets, "ce")) == pytest.approx(
         float(loss(expected, rows[:, -1], "ce")), abs=1e-10
     ), "names of tokens do not matter"
@@ -146,12 +148,24 @@ def test_the_first_gradient_is_counted() -> None:
     assert float(gradient[0]) == pytest.approx(0, abs=1e-12), "the empty subset changes nothing"
 
 
+def test_a_sharp_model_is_close_to_bayes_and_far_from_shorter_contexts() -> None:
+    model = Model(w_plus=50.0)
+    model.c = torch.zeros_like(model.c)
+    model.c[joint.PAIR], model.a = 1.0, torch.tensor(12.0, dtype=torch.float64)
+    found = rivals.compared(model, 0, 400, 100, 0.1)
+    assert found["loss"]["model"] == pytest.approx(found["loss"]["trigram"], abs=0.06)
+    assert found["loss"]["model"] < found["loss"]["bigram"] - 0.1 < found["loss"]["unigram"]
+    assert found["divergence"]["trigram"] < 0.1 < found["divergence"]["bigram"] < found["divergence"]["unigram"]
+
+
 def test_half_way_and_levels() -> None:
     curve = [{"step": 0, "loss": 3.0, "x": 0.0}, {"step": 5, "loss": 1.0, "x": 0.6}, {"step": 9, "loss": 0.5, "x": 1.0}]
     assert watched.half_way(curve, "x") == 5
     assert watched.passed(curve, 0.7) == 9
     assert math.isnan(watched.passed(curve, 0.1))
     assert math.isnan(watched.half_way([{"step": 0, "x": math.nan}, {"step": 1, "x": 1.0}], "x"))
+    noisy = [{"step": n, "x": float(n % 2)} for n in range(16)]
+    assert math.isnan(watched.half_way(noisy, "x"))
 
 
 def test_a_reading_of_the_transformer() -> None:
@@ -173,7 +187,7 @@ def document() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (joint, stages, rivals, information):
             patch.setattr(module, "SEEDS", 2)
-        for module in (joint, rivals, information):
+        for module in (joint, stages, rivals, information):
             patch.setitem(module.ROWS, True, 60)
         patch.setattr(joint, "HELD_OUT", 40)
         patch.setattr(information, "EPOCHS", 4)

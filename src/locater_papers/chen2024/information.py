@@ -34,7 +34,7 @@ from locater_papers.engine.parts import every
 SEEDS = 8
 ROWS = {True: 1500, False: 9000}
 LONG = {True: (300, 400), False: (3000, 2000)}  # sequences and tokens that information is estimated on
-EPOCHS = 60
+EPOCHS = 40
 SOURCES = (((1, 2), 0.1), ((1, 2), 1.0), ((1, 3), 0.1), ((2, 3), 0.1), ((1,), 0.1), ((2,), 0.1))
 COPYING = 200.0  # w_plus of heads that copy one token: the others get exp(-200)
 
@@ -45,7 +45,7 @@ CLAIMS = (
     ),
     Claim(
         "c2", "Training chooses the subset of parents with the largest modified chi-square information",
-        f"share of {len(SOURCES)} sources in which it chose another subset than that of the largest J", "at most", 0.0, by="summary",
+        f"runs that chose another subset than that of the largest J, {len(SOURCES)} sources with {SEEDS} seeds each", "at most", 0.0, by="summary",
         bound="ours",
     ),
     Claim(
@@ -144,11 +144,11 @@ def identity() -> float:
 def measure(setting: Setting) -> Results:
     runs = every(chosen, list(range(SEEDS)), setting)
     first = [run["sources"][0]["values"] for run in runs]
-    other = [fmean(float(s["best"] != s["winner"]) for s in run["sources"]) for run in runs]
+    other = [s["best"] != s["winner"] for run in runs for s in run["sources"]]
     pair, triple = (1, 2), (1, 2, 3)
     measured = {
         "c1": Measured(identity(), 0.0, "none: largest of 4 draws and 8 subsets"),
-        "c2": by_seed(other),
+        "c2": Measured(float(sum(other)), 0.0, f"none: counted over {len(other)} runs"),
         "c3": by_seed([values[triple][0] - values[pair][0] for values in first]),
         "c4": by_seed([run["deep"][subsets(3, 3).index(pair)] for run in runs]),
         "c5": by_seed([values[pair][1] / values[triple][1] for values in first]),

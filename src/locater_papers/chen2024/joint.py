@@ -31,7 +31,7 @@ from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.parts import every
 
 SEEDS = 8
-ROWS = {True: 3000, False: TRAINED}
+ROWS = {True: 2000, False: TRAINED}
 EPOCHS = {True: 500, False: 50_000}
 PAIR = 4  # place of the subset (1, 2) among the shares
 SAVED = "saved run of the official code"
@@ -97,7 +97,7 @@ CLAIMS = (
     ),
     Claim(
         "a9", "Trained on -log(p + eps), which the theory is about, layer 2 chooses the same subset",
-        "share of c^2 on heads 1 and 2 at epoch 100", "at least", 0.99, bound="ours",
+        "seeds with less than 0.99 of c^2 on heads 1 and 2 at epoch 100", "at most", 0.0, bound="ours",
     ),
 )  # fmt: skip
 
@@ -204,7 +204,9 @@ def measure(setting: Setting) -> Results:
         "a6": by_seed([end["masses"][1] - end["masses"][0] for end in ends]),
         "a7": Measured(floor_of_ce(), 0.0, "none: listed"),
         "a8": by_seed(left),
-        "a9": by_seed([end["shares"][PAIR] for end in nll]),
+        "a9": Measured(
+            float(sum(end["shares"][PAIR] < 0.99 for end in nll)), 0.0, f"none: counted over {len(nll)} seeds"
+        ),
     }
     floors = {name: fmean(run[name] for run in runs) for name in ("bayes_ce", "least_ce", "bayes_nll")}
     forms = {"floor": math.log(1 + 2 / math.e), **floors, "ce": fmean(end["held_out"] for end in ends),

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from locater.data.ngrams import NgramSource, contexts
-from locater_papers.chen2024.simplified import EPS, SOURCE, Counts, Model, drawn, fit
+from locater_papers.chen2024.simplified import EPS, SOURCE, Counts, Model, drawn, fit, renamed
 from locater_papers.engine.claims import Claim, by_seed
 from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.parts import every
@@ -77,7 +77,9 @@ def divergence(p: Float[Tensor, "N S"], q: Float[Tensor, "N S"]) -> float:
 @torch.no_grad()
 def compared(model: Model, seed: int, rows: int, length: int, prior: float) -> dict[str, Any]:
     """Losses of model and rivals on new sequences, and divergences of the model from each rival."""
-    sequences = drawn(seed, rows, length, NgramSource(3, SOURCE.parents, prior))
+    sequences = renamed(
+        drawn(seed, rows, length, NgramSource(3, SOURCE.parents, prior)), 3
+    )  # as the model names tokens
     p, targets = proper(model(Counts.of(sequences, 3))), sequences[:, -1]
     rivals = {name: posterior(sequences, parents, prior, 3) for name, parents in RIVALS.items()}
 

@@ -63,7 +63,7 @@ class Counts:
     def of(cls, rows: Int[Tensor, "N L+1"], tokens: int, heads: int = HEADS) -> Counts:
         """From sequences whose last token is the one to predict."""
         reach, B = 2 * heads - 1, tokens + 1
-        rows = renamed(rows, tokens, reach)
+        rows = renamed(rows, tokens, heads)
         N, T = rows.shape
         padded = torch.cat([torch.full((N, reach), tokens), rows], 1)
         codes = torch.zeros_like(rows)
@@ -78,12 +78,14 @@ class Counts:
         return cls(tokens, heads, rows[:, -1], row * tokens + token, pair, count.double(), at)
 
 
-def renamed(rows: Int[Tensor, "N T"], tokens: int, reach: int) -> Int[Tensor, "N T"]:
+def renamed(rows: Int[Tensor, "N T"], tokens: int, heads: int = HEADS) -> Int[Tensor, "N T"]:
     """The same sequences with tokens numbered in the order of their last appearance before the query, latest first.
+    Predictions of the model are in these names.
 
-    >>> renamed(torch.tensor([[0, 2, 1, 1, 0]]), 3, 5).tolist()
+    >>> renamed(torch.tensor([[0, 2, 1, 1, 0]]), 3).tolist()
     [[2, 1, 0, 0, 2]]
     """
+    reach = 2 * heads - 1
     recent = rows[:, :-1].flip(1)[:, :reach]
     first = torch.stack([torch.where(recent == token, torch.arange(recent.shape[1]), reach + token).amin(1)
                          for token in range(tokens)], 1)  # fmt: skip
@@ -141,7 +143,7 @@ class Model:
         return self.a * total
 
     def __call__(self, counts: Counts) -> Float[Tensor, "N S"]:
-        """Predictions."""
+        """Predictions, in the names of `renamed`."""
         weight = self.logits(counts).exp().index_select(0, counts.pair) * counts.count
         totals = weight.new_zeros(len(counts.targets) * counts.tokens).index_add(0, counts.cell, weight)
         totals = totals.view(-1, counts.tokens)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from locater_papers.chen2024.joint import PAIR, ROWS
-from locater_papers.chen2024.simplified import Counts, Model, drawn, fit
+from locater_papers.chen2024.joint import PAIR
+from locater_papers.chen2024.simplified import TRAINED, Counts, Model, drawn, fit
 from locater_papers.engine.claims import Claim, by_seed
 from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.parts import every
 
 SEEDS = 8
+ROWS = {True: 1500, False: TRAINED}
 EPOCHS = {True: (60, 300, 100), False: (2000, 50_000, 5000)}  # of c, W and a; the full ones are the paper's
 JOINT = {True: 300, False: 2000}
 

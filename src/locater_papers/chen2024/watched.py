@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from locater_papers.engine.parts import every
 
 SEEDS = {True: 8, False: 16}
 STEPS = {True: 400, False: 2000}
-EVERY = {True: 10, False: 20}  # steps between two readings
+EVERY = {True: 20, False: 20}  # steps between two readings
 BATCH, RATE, WARMUP, SCALE = 32, 1e-2, 20, 0.3
 LENGTH = 32
 BIGRAM = NgramSource(3, (1,), 0.2)
@@ -40,6 +40,7 @@ SHAPE = Shape(
     vocabulary=3, layers=2, width=32, heads=1, kv_heads=1, hidden=8, length=LENGTH, positions="learned", mlp="none"
 )  # `hidden` is of no MLP here
 LATE = 8  # predictions are compared from this token on: before it, counting knows little
+NOISE = 3.0
 SIGNS = {  # what is read, and in which words
     "M1": "M of layer 1, weights alone",
     "F1": "F of layer 1, weights alone",
@@ -130,7 +131,7 @@ def read(model: Transformer, rows: Int[Tensor, "B T+1"], rivals: Sequence[Tensor
 
 def watched(setting: Setting, seed: int) -> dict[str, Any]:
     """One seed: the readings, and the steps at which each number was half way."""
-    held_out = BIGRAM.sample(256, LENGTH, torch.Generator().manual_seed(-1))
+    held_out = BIGRAM.sample(128, LENGTH, torch.Generator().manual_seed(-1))
     rivals = [counting(held_out, parents) for parents in ((), (1,))]
     levels = BIGRAM.rivals(held_out)
     torch.manual_seed(seed)
@@ -162,13 +163,17 @@ def passed(curve: Sequence[dict[str, float]], level: float) -> float:
 
 
 def half_way(curve: Sequence[dict[str, float]], name: str) -> float:
-    """The first step at which a number has made half of its way from its first to its last value.
+    """The first step at which a number has made half of its way from its first to its last value, the mean of the last
+    quarter of its readings. NaN where that way is less than NOISE standard deviations of those readings: a number that
+    hardly moves is half way by chance.
 
     >>> half_way([{"step": 0, "x": 1.0}, {"step": 5, "x": 0.4}, {"step": 9, "x": 0.0}], "x")
     5
     """
-    start, end = curve[0][name], curve[-1][name]
-    if not math.isfinite(start + end) or start == end:
+    values = [row[name] for row in curve]
+    last = values[-max(1, len(values) // 4) :]
+    start, end = values[0], fmean(last)
+    if not math.isfinite(start + end) or abs(end - start) <= NOISE * pstdev(last):
         return math.nan
     return next(row["step"] for row in curve if (row[name] - start) / (end - start) >= 0.5)
 
