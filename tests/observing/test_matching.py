@@ -82,8 +82,8 @@ def test_scores_against_loops_over_the_maps(attention: str, causal: bool) -> Non
 
 def test_matches_by_hand() -> None:
     ids = torch.tensor([[0, 1, 2, 0, 1]])
-    found = {tuple(at) for at in matches(ids, (1,))[0].nonzero().tolist()}
-    assert found == {(3, 1), (4, 2)}  # after the second 0 and the second 1
+    pairs = {tuple(at) for at in matches(ids, (1,))[0].nonzero().tolist()}
+    assert pairs == {(3, 1), (4, 2)}  # after the second 0 and the second 1
     assert {tuple(at) for at in matches(ids, (1, 2))[0].nonzero().tolist()} == {(4, 2)}
     assert {tuple(at) for at in matches(ids, (2,))[0].nonzero().tolist()} == {(4, 2)}
 
@@ -99,8 +99,13 @@ def test_nothing_is_left_behind_also_after_an_error() -> None:
 
 @pytest.mark.parametrize("parents", [[()], [(0,)], [(1, 1)], []])
 def test_parents_that_are_no_distances_are_refused(parents: list[tuple[int, ...]]) -> None:
-    with pytest.raises(LocaterError, match="sets of distances from 1 on"):
+    with pytest.raises(LocaterError, match="give sets of distances from 1 on"):
         match_scores(built(), torch.zeros(1, 8, dtype=torch.long), parents)
+
+
+def test_ids_without_sequences_are_refused() -> None:
+    with pytest.raises(LocaterError, match=r"not of shape \(8,\)"):
+        match_scores(built(), torch.zeros(8, dtype=torch.long))
 
 
 def test_a_context_that_never_returns_has_no_score() -> None:

@@ -152,10 +152,10 @@ def test_a_sharp_model_is_close_to_bayes_and_far_from_shorter_contexts() -> None
     model = Model(w_plus=50.0)
     model.c = torch.zeros_like(model.c)
     model.c[joint.PAIR], model.a = 1.0, torch.tensor(12.0, dtype=torch.float64)
-    found = rivals.compared(model, 0, 400, 100, 0.1)
-    assert found["loss"]["model"] == pytest.approx(found["loss"]["trigram"], abs=0.06)
-    assert found["loss"]["model"] < found["loss"]["bigram"] - 0.1 < found["loss"]["unigram"]
-    assert found["divergence"]["trigram"] < 0.1 < found["divergence"]["bigram"] < found["divergence"]["unigram"]
+    entry = rivals.compared(model, 0, 400, 100, 0.1)
+    assert entry["loss"]["model"] == pytest.approx(entry["loss"]["trigram"], abs=0.06)
+    assert entry["loss"]["model"] < entry["loss"]["bigram"] - 0.1 < entry["loss"]["unigram"]
+    assert entry["divergence"]["trigram"] < 0.1 < entry["divergence"]["bigram"] < entry["divergence"]["unigram"]
 
 
 def test_half_way_and_levels() -> None:
@@ -203,9 +203,9 @@ def document() -> Iterator[dict[str, Any]]:
 
 
 def test_every_study_measures_its_claims(document: dict[str, Any]) -> None:
-    said = {entry["id"]: entry for entry in document["claims"]}
-    assert said["a7"]["verdict"] == said["c1"]["verdict"] == "holds"
-    unmeasured = {name for name, entry in said.items() if entry["measured"] is None}
+    claims = {entry["id"]: entry for entry in document["claims"]}
+    assert claims["a7"]["verdict"] == claims["c1"]["verdict"] == "holds"
+    unmeasured = {name for name, entry in claims.items() if entry["measured"] is None}
     assert unmeasured <= {"e1", "e4", "e5", "e6", "e7"}, "too short a run has no half of its way"
 
 

@@ -125,7 +125,7 @@ def test_facts_and_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("options", "message"),
     [
         ({"vocabulary": 256}, "a table would have 65,536 probabilities, 4,096 at most: give a smaller --vocabulary"),
         ({"vocabulary": 3, "parents": "0"}, "parents='0': give distances from 1 on"),
@@ -137,9 +137,9 @@ def test_facts_and_splits(tmp_path: Path) -> None:
         ({"vocabulary": 3, "corpus": ["a.txt"]}, "task=ngram makes its own tokens: leave out corpus=a.txt"),
     ],
 )
-def test_bad_input_is_refused_in_a_line(held: dict[str, Any], message: str) -> None:
+def test_bad_input_is_refused_in_a_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(LocaterError) as error:
-        Plan.from_dict({"task": "ngram", **held})
+        Plan.from_dict({"task": "ngram", **options})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

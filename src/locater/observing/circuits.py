@@ -64,7 +64,7 @@ def circuit_scores(
     with observe(model, offsets=((1, period), (period, period), (period - 1, period))) as seen:
         run(model, {"input_ids": torch.cat([once, once], 1)})
     few = allowed[torch.randperm(len(allowed), generator=generator)[:ALPHABET]]
-    length = min(LENGTH, most or LENGTH)
+    length = min(LENGTH, (most or LENGTH + 2) - 2)
     matched = match_scores(model, few[torch.randint(len(few), (sequences, length), generator=generator)], (SKIP, PAIR))
     return {
         (row.layer, row.head): Circuit(

@@ -55,10 +55,10 @@ def matches(ids: Int[Tensor, "B T"], parents: Sequence[int]) -> Bool[Tensor, "B 
     at = torch.arange(T, device=ids.device)
     same = (at[None, :] <= at[:, None]).expand(len(ids), T, T)
     for distance in parents:
-        asked = (at + 1 >= distance)[:, None] & (at >= distance)[None, :]
+        complete = (at + 1 >= distance)[:, None] & (at >= distance)[None, :]
         query = ids[:, (at + 1 - distance).clamp_min(0)]
         key = ids[:, (at - distance).clamp_min(0)]
-        same = same & asked & (query[:, :, None] == key[:, None, :])
+        same = same & complete & (query[:, :, None] == key[:, None, :])
     return same
 
 
@@ -101,10 +101,11 @@ def match_scores(
     """Scores by (layer, head) and parents, from one pass over token ids. Each set of parents needs a B x T x T mask of
     bits, so this is for short sequences; maps of heads are not built.
     """
-    wrong = [tuple(each) for each in parents if not each or min(each) < 1 or len(set(each)) < len(each)]
-    if wrong or ids.ndim != 2 or not parents:
+    if ids.ndim != 2:
+        raise LocaterError(f"match scores take ids (sequences, tokens), not of shape {tuple(ids.shape)}")
+    if not parents or any(not each or min(each) < 1 or len(set(each)) < len(each) for each in parents):
         raise LocaterError(
-            f"match scores take ids (sequences, tokens) and sets of distances from 1 on, each once, not {wrong}"
+            f"parents={list(parents)}: give sets of distances from 1 on, each once, such as [(1,), (1, 2)]"
         )
     masks = [matches(ids, each) for each in parents]
     with observe(model, rows=1) as seen, ExitStack() as stack:
@@ -115,7 +116,7 @@ def match_scores(
             stack.callback(leave, site)
         run(model, {"input_ids": ids})
     return {
-        (number, head): {tuple(each): _match(*numbers_of) for each, numbers_of in zip(parents, rows, strict=True)}
+        (number, head): {tuple(each): _match(*totals) for each, totals in zip(parents, rows, strict=True)}
         for number, site in zip(numbers, sites, strict=True)
         if site.sums is not None
         for head, rows in enumerate(site.sums.tolist())

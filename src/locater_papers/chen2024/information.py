@@ -86,15 +86,15 @@ def informations(counts: Float[Tensor, "N C S"]) -> tuple[float, float]:
 
 def first_gradient(counts: Counts, degree: int = 3) -> Float[Tensor, " sets"]:
     """d(-loss)/da of each subset alone, at a = 0 with heads that copy, loss -log p."""
-    found = []
+    gradients = []
     for at in range(len(subsets(counts.heads, degree))):
         model = Model(tokens=counts.tokens, degree=degree, w_plus=COPYING)
         model.c = torch.zeros_like(model.c)
         model.c[at] = 1.0
         model.a = torch.zeros((), dtype=torch.float64, requires_grad=True)
         value = -torch.log(model(counts).gather(1, counts.targets[:, None])).mean()
-        found.append(-torch.autograd.grad(value, model.a)[0])
-    return torch.stack(found)
+        gradients.append(-torch.autograd.grad(value, model.a)[0])
+    return torch.stack(gradients)
 
 
 def counted_gradient(rows: Int[Tensor, "N L+1"], part: tuple[int, ...]) -> float:

@@ -125,8 +125,7 @@ def trained(setting: Setting, seed: int) -> dict[str, Any]:
 def best_in_simplex(p: Float[Tensor, "N S"]) -> Float[Tensor, "N S"]:
     """The probabilities q with the least expected cross-entropy -p.q + log sum exp q, where tokens follow p.
 
-    Where q is inside the simplex, q = log p + const. Entries that this would make negative are 0: found one by one, as
-    in a projection.
+    Every number of entries above 0, those of the largest p, is tried: their q is stationary on that face.
 
     >>> best_in_simplex(torch.tensor([[0.98, 0.01, 0.01]], dtype=torch.float64)).tolist()
     [[1.0, 0.0, 0.0]]

@@ -125,14 +125,14 @@ class Model:
     def similarities(self, counts: Counts) -> list[Float[Tensor, " U"]]:
         """<v_h(query), v_h(key)> of every pair, by head."""
         missing = self.symbols == self.tokens
-        found = []
+        similarities = []
         for h, (query, key) in enumerate(counts.at):
             logits = self.w[h].expand(len(missing), -1).masked_fill(missing, -1e9)
             p = logits.softmax(1).masked_fill(missing, 0.0)
             v = (p[..., None] * self.vectors).sum(1)
             v = v / v.norm(dim=1, keepdim=True).clamp_min(1e-12)
-            found.append((v @ v.mT).flatten().index_select(0, query * len(v) + key))
-        return found
+            similarities.append((v @ v.mT).flatten().index_select(0, query * len(v) + key))
+        return similarities
 
     def logits(self, counts: Counts) -> Float[Tensor, " U"]:
         """Of every pair of query and key."""
