@@ -32,7 +32,7 @@ from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.parts import every
 
 SEEDS = 8
-ROWS = {True: 1500, False: 9000}
+ROWS = {True: 800, False: 9000}
 LONG = {True: (300, 400), False: (3000, 2000)}  # sequences and tokens that information is estimated on
 EPOCHS = 40
 SOURCES = (((1, 2), 0.1), ((1, 2), 1.0), ((1, 3), 0.1), ((2, 3), 0.1), ((1,), 0.1), ((2,), 0.1))

@@ -12,9 +12,9 @@ from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.parts import every
 
 SEEDS = 8
-ROWS = {True: 1500, False: TRAINED}
-EPOCHS = {True: (60, 300, 100), False: (2000, 50_000, 5000)}  # of c, W and a; the full ones are the paper's
-JOINT = {True: 300, False: 2000}
+ROWS = {True: 800, False: TRAINED}
+EPOCHS = {True: (40, 150, 60), False: (2000, 50_000, 5000)}  # of c, W and a; the full ones are the paper's
+JOINT = {True: 200, False: 2000}
 
 CLAIMS = (
     Claim(
