@@ -20,6 +20,7 @@ NAMES = (
     "ye2026",
     "sant2022",
     "sun2026",
+    "chen2024",
     "amsel2024",
     "sahiner2022",
     "hu2025",

@@ -16,7 +16,7 @@ from locater.attention import mechanisms
 from locater.data.copying import TRIGGERS, CopySource, copy_source, entropies
 from locater.train import Plan, load, run
 from locater.train.data import open_data
-from locater.train.generated_data import HELD_OUT, CopyData
+from locater.train.generated_data import HELD_OUT, SourceData
 from tests.conftest import Result as Ran
 
 TINY = Plan(
@@ -39,13 +39,13 @@ def drawn(source: CopySource, rows: int = 4000, length: int = 50, seed: int = 0)
     return source.sample(rows, length, torch.Generator().manual_seed(seed))
 
 
-def opened(plan: Plan, folder: Path) -> CopyData:
+def opened(plan: Plan, folder: Path) -> SourceData[CopySource]:
     data = open_data(plan, folder, torch.device("cpu"))
-    assert isinstance(data, CopyData)
+    assert isinstance(data, SourceData)
     return data
 
 
-def rows_of(data: CopyData, name: str) -> torch.Tensor:
+def rows_of(data: SourceData[CopySource], name: str) -> torch.Tensor:
     return torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y in data.windows(name)])
 
 
@@ -186,7 +186,7 @@ def test_facts_of_the_source(tmp_path: Path) -> None:
         ({"task": "copy", "vocabulary": 7}, "vocabulary=7: must be at least 8"),
         (
             {"task": "causal", "vocabulary": 64},
-            "vocabulary=64: must be at least 256, except with task=copy and task=sort",
+            "vocabulary=64: must be at least 256, except with task=copy, task=ngram and task=sort",
         ),
         ({"task": "sort", "vocabulary": 7}, "vocabulary=7: must be at least 8"),
         ({"task": "copy", "vocabulary": 4097}, "vocabulary=4097: must be at most 4096 with task=copy"),

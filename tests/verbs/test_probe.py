@@ -40,7 +40,7 @@ from locater.verbs.probing import agreement
 from tests.families import CASES
 from tests.parity import Case, model_of
 
-CIRCUITS = ("previous", "duplicate", "induction")
+CIRCUITS = ("previous", "duplicate", "induction", "skip_induction", "pair_induction")
 
 
 def case_of(label: str) -> Case:

@@ -121,5 +121,6 @@ def summary(result: Result) -> str:
     last = f"accuracy {result.accuracy:.4f}" if result.accuracy is not None else f"perplexity {result.perplexity:.4g}"
     entropy = "" if result.report_entropy is None else f", attention entropy {result.report_entropy:.3f}"
     if "least_loss" in result.data:
-        last += f", {result.report_loss - result.data['least_loss']['report']:.4f} above its source"
+        least = "Bayes" if result.plan.task == "ngram" else "its source"
+        last += f", {result.report_loss - result.data['least_loss']['report']:.4f} above {least}"
     return f"report loss {result.report_loss:.4f} ({last}), select loss {result.select_loss:.4f}{entropy}"

@@ -15,7 +15,7 @@ from locater.errors import LocaterError
 from locater.train.plan import Plan
 
 PANELS = {  # group of the help: fields of the plan
-    "Data": ("task", "corpus", "images", "vocabulary", "length", "patch", "masked"),
+    "Data": ("task", "corpus", "images", "vocabulary", "length", "patch", "masked", "parents", "concentration"),
     "Model": (
         *("layers", "width", "heads", "kv_heads", "hidden", "positions", "qk_norm"),
         *("attention", "mlp", "norm", "fusion", "scale"),
@@ -29,6 +29,7 @@ METAVARS = {
     "out": "FOLDER",
     "corpus": "PATH",
     "images": "FILE",
+    "parents": "N,N",
     "attention": "MECHANISM",
     "control": "CONTROL",
     "device": "DEVICE",

@@ -1,8 +1,9 @@
-"""Three scores of a head's role: weight on the previous token, on the same token before, and on the token after that
-one (induction).
+"""Scores of a head's role: weight on the previous token, on the same token before, and on the token after that one
+(induction); and induction by other parents than the last token.
 
-Measured on random tokens repeated once, r r, where nothing but the repetition can be attended to. Only three diagonals
-of the maps are computed, so the maps are never built.
+The first three are measured on random tokens repeated once, r r, where nothing but the repetition can be attended to.
+Only three diagonals of the maps are computed, so the maps are never built. In r r the tokens before and before that
+repeat together, so the others are measured on random tokens of a small alphabet, where they repeat apart.
 """
 
 from __future__ import annotations
@@ -15,24 +16,34 @@ from torch import nn
 
 from locater.errors import LocaterError
 from locater.observing.inputs import run
+from locater.observing.matching import match_scores
 from locater.observing.observation import observe
 
 PERIOD, SEQUENCES = 50, 4
+ALPHABET, LENGTH = 8, 128  # tokens that the sequences of the second pass are made of, and their length
+SKIP, PAIR = (2,), (1, 2)  # parents, `locater.observing.matching`
 
 
 @dataclass(frozen=True)
 class Circuit:
-    """Mean weight of a head on the token before; in the repeat, on the same token before, and on the one after it."""
+    """Mean weight of a head on the token before; in the repeat, on the same token before, and on the one after it.
+
+    `skip_induction` and `pair_induction` are weight less that of uniform attention: on tokens two after an earlier copy
+    of the token before the current one, and on tokens that followed the same two tokens.
+    """
 
     previous: float | None
     duplicate: float | None
     induction: float | None
+    skip_induction: float | None = None
+    pair_induction: float | None = None
 
 
 def circuit_scores(
     model: nn.Module, period: int = PERIOD, sequences: int = SEQUENCES, seed: int = 0
 ) -> dict[tuple[int, int], Circuit]:
-    """Scores by (layer, head), from `sequences` random sequences of length `period`, repeated once.
+    """Scores by (layer, head), from `sequences` random sequences of length `period`, repeated once, and as many of a
+    small alphabet.
 
     In the repeat, row t attends to t - 1 (previous), t - period (duplicate) and t - period + 1 (induction). A uniform
     causal head would have about 1 / t everywhere.
@@ -52,8 +63,16 @@ def circuit_scores(
     once = allowed[torch.randint(len(allowed), (sequences, period), generator=generator)]
     with observe(model, offsets=((1, period), (period, period), (period - 1, period))) as seen:
         run(model, {"input_ids": torch.cat([once, once], 1)})
+    few = allowed[torch.randperm(len(allowed), generator=generator)[:ALPHABET]]
+    length = min(LENGTH, (most or LENGTH + 2) - 2)
+    matched = match_scores(model, few[torch.randint(len(few), (sequences, length), generator=generator)], (SKIP, PAIR))
     return {
-        (row.layer, row.head): Circuit(row.offsets[1], row.offsets[period], row.offsets[period - 1])
+        (row.layer, row.head): Circuit(
+            row.offsets[1],
+            row.offsets[period],
+            row.offsets[period - 1],
+            *(matched[row.layer, row.head][parents].excess for parents in (SKIP, PAIR)),
+        )
         for row in seen.rows
         if row.kind == "self"
     }

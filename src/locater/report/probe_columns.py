@@ -136,6 +136,22 @@ COLUMNS = (
         "High: an induction head, which continues patterns.",
     ),
     Column(
+        "skip_induction",
+        "skip-induction score",
+        "circuit",
+        0.1,
+        "Weight on tokens two after an earlier copy of the token before the current one, less that of uniform "
+        "attention, on random tokens of a small alphabet. High: it continues patterns with a gap.",
+    ),
+    Column(
+        "pair_induction",
+        "pair-induction score",
+        "circuit",
+        0.1,
+        "Weight on tokens that followed the same two tokens, less that of uniform attention, on random tokens of a "
+        "small alphabet. High: it continues patterns of two tokens.",
+    ),
+    Column(
         "predicted_entropy",
         "predicted entropy",
         "entropy",

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from locater.train.batches import Data
-from locater.train.generated_data import make_copies, make_numbers
+from locater.train.generated_data import make_copies, make_ngrams, make_numbers
 from locater.train.image_data import read_images
 from locater.train.plan import Plan
 from locater.train.text_classes import read_classes
@@ -24,4 +24,6 @@ def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
         return make_copies(plan, device)
     if plan.task == "classify":
         return read_classes(plan, folder, device)
+    if plan.task == "ngram":
+        return make_ngrams(plan, device)
     return read_text_data(plan, folder, device)

@@ -1,19 +1,21 @@
-"""Training data that is generated rather than read: numbers to sort, and sequences to copy from."""
+"""Training data that is generated rather than read: numbers to sort, sequences to copy from, n-gram chains."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from locater.data.copying import CopySource, copy_source
+from locater.data.ngrams import NgramSource
 from locater.train.batches import Batch, draw, next_token_pair
 from locater.train.plan import Plan
 
+Source = TypeVar("Source", CopySource, NgramSource)
 HELD_OUT = 2048  # sequences in each of the select and report splits
 
 
@@ -40,13 +42,13 @@ class SortData:
 
 
 @dataclass
-class CopyData:
+class SourceData(Generic[Source]):
     """Sequences of a source that is the same for every seed. Those to train on are drawn batch by batch; the other
     splits are fixed.
     """
 
     plan: Plan
-    source: CopySource
+    source: Source
     splits: dict[str, Tensor]
     facts: dict[str, Any]
 
@@ -65,7 +67,7 @@ def make_numbers(plan: Plan, device: torch.device) -> SortData:
     return SortData(plan, facts, device)
 
 
-def make_copies(plan: Plan, device: torch.device) -> CopyData:
+def make_copies(plan: Plan, device: torch.device) -> SourceData[CopySource]:
     """Sequences for --task copy. The held-out ones are drawn by seeds that no plan can have. `least_loss` is the loss
     of the source itself on them.
     """
@@ -81,4 +83,24 @@ def make_copies(plan: Plan, device: torch.device) -> CopyData:
         "least_loss": {name: float(source.surprise(rows).mean()) for name, rows in splits.items()},
         "sha256": hashlib.sha256(splits["report"].numpy().tobytes()).hexdigest(),
     }
-    return CopyData(plan, source, {name: rows.to(device) for name, rows in splits.items()}, facts)
+    return SourceData(plan, source, {name: rows.to(device) for name, rows in splits.items()}, facts)
+
+
+def make_ngrams(plan: Plan, device: torch.device) -> SourceData[NgramSource]:
+    """Sequences for --task ngram, each with a table of its own. `least_loss` is the loss of the Bayes predictor, which
+    knows parents and prior; `counting_loss` that of counting with fewer parents, on the report split.
+    """
+    source = NgramSource(plan.vocabulary, plan.distances, plan.concentration)
+    splits = {
+        name: source.sample(HELD_OUT, plan.length, draw(-1 - at, 0)) for at, name in enumerate(("select", "report"))
+    }
+    facts = {
+        "text": "locater.data.ngrams.NgramSource",
+        "vocabulary": plan.vocabulary,
+        "parents": list(source.parents),
+        "concentration": source.concentration,
+        "least_loss": {name: float(source.surprise(rows)[:, 1:].mean()) for name, rows in splits.items()},
+        "counting_loss": source.rivals(splits["report"]),
+        "sha256": hashlib.sha256(splits["report"].numpy().tobytes()).hexdigest(),
+    }
+    return SourceData(plan, source, {name: rows.to(device) for name, rows in splits.items()}, facts)

@@ -16,8 +16,10 @@ from locater.data.tokenizer import BYTES
 from locater.errors import LocaterError
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
-GENERATED = {"sort": "numbers", "copy": "tokens"}  # tasks that generate their data, and read none
+GENERATED = {"sort": "numbers", "copy": "tokens", "ngram": "tokens"}  # tasks that generate their data, and read none
+LEAST_VOCABULARY = {"sort": 8, "copy": 8, "ngram": 2}  # of those tasks; all others have bytes at least
 LARGEST_COPY = 4096  # vocabulary of --task copy, whose source has a probability for every pair of tokens
+LARGEST_TABLE = 4096  # probabilities in a table of --task ngram, of which there is one per sequence
 PACE = ("out", "log")  # fields that do not affect the weights: the folder, and how often progress is shown
 
 
@@ -36,7 +38,7 @@ class Plan:
 
     out: str = option("run", "Folder of the run.")
     task: str = option(
-        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", "sort", "copy")
+        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", *GENERATED)
     )
     corpus: tuple[str, ...] = option(
         (),
@@ -47,8 +49,12 @@ class Plan:
     vocabulary: int = option(
         256,
         "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
-        "fewer for --task copy or sort.",
-        least=8,
+        "fewer for --task copy, ngram or sort.",
+        least=2,
+    )
+    parents: str = option("1", "Distances to the tokens that decide the next one, such as 1,2; for --task ngram.")
+    concentration: float = option(
+        1.0, "Of the Dirichlet prior of tables, for --task ngram: small is nearly deterministic.", least=0.01
     )
     layers: int = option(4, "Blocks.", least=1)
     width: int = option(128, "Channels of the residual stream.", least=2)
@@ -131,12 +137,31 @@ class Plan:
             raise LocaterError("task=classify needs a corpus for each class: give --corpus twice or more")
         if self.task not in GENERATED and self.vocabulary < BYTES:
             raise LocaterError(
-                f"vocabulary={self.vocabulary}: must be at least {BYTES}, except with task=copy and task=sort"
+                f"vocabulary={self.vocabulary}: must be at least {BYTES}, except with task=copy, task=ngram and "
+                "task=sort"
+            )
+        if self.vocabulary < LEAST_VOCABULARY.get(self.task, 0):
+            raise LocaterError(
+                f"vocabulary={self.vocabulary}: must be at least {LEAST_VOCABULARY[self.task]} with task={self.task}"
             )
         if self.task == "copy" and self.vocabulary > LARGEST_COPY:
             raise LocaterError(
                 f"vocabulary={self.vocabulary}: must be at most {LARGEST_COPY} with task=copy, "
                 "which stores a number for every pair of tokens"
+            )
+        if self.task == "ngram":
+            self._check_ngram()
+
+    def _check_ngram(self) -> None:
+        """Refuse parents that are no distances within a sequence, and tables that are too large."""
+        distances = self.distances
+        if max(distances) > self.length:
+            raise LocaterError(f"parents={self.parents}: the farthest is beyond the length of {self.length}")
+        if self.vocabulary ** (len(distances) + 1) > LARGEST_TABLE:
+            raise LocaterError(
+                f"vocabulary={self.vocabulary}, parents={self.parents}: a table would have "
+                f"{self.vocabulary ** (len(distances) + 1):,} probabilities, {LARGEST_TABLE:,} at most: "
+                "give a smaller --vocabulary, such as 3"
             )
 
     def _check_attention(self) -> None:
@@ -164,7 +189,15 @@ class Plan:
     @property
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier ones."""
-        return self.task in ("causal", "copy")
+        return self.task in ("causal", "copy", "ngram")
+
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """The parents of --task ngram as numbers, nearest first."""
+        words = self.parents.split(",")
+        if not all(word.strip().isdecimal() and int(word) for word in words) or len({*map(int, words)}) < len(words):
+            raise LocaterError(f"parents={self.parents!r}: give distances from 1 on, each once, such as 1 or 1,2")
+        return tuple(sorted(map(int, words)))
 
     @property
     def where(self) -> str:
@@ -179,6 +212,8 @@ class Plan:
         ignored = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
         if self.task != "masked":
             ignored["masked"] = f"--task {self.task}"
+        if self.task != "ngram":
+            ignored |= dict.fromkeys(("parents", "concentration"), f"--task {self.task}")
         return ignored | ({"hidden": "--mlp none"} if self.mlp == "none" else {})
 
     def to_dict(self) -> dict[str, Any]:

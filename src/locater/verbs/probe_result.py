@@ -45,6 +45,8 @@ class ProbeRow(MeasuredHead):
     previous: float | None = None
     duplicate: float | None = None
     induction: float | None = None
+    skip_induction: float | None = None
+    pair_induction: float | None = None
     predicted_entropy: float | None = None
     predicted_sink: float | None = None
     predicted_rest_entropy: float | None = None

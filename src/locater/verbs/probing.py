@@ -44,7 +44,7 @@ from locater.verbs.scan_result import LENGTH, TOKENS, HeadRow, Scan
 from locater.verbs.scanning import column_of, root_mean_square, scan
 
 LONGEST = 1024  # tokens that heads are run on for predictions
-CIRCUIT_COLUMNS = ("previous", "duplicate", "induction")
+CIRCUIT_COLUMNS = ("previous", "duplicate", "induction", "skip_induction", "pair_induction")
 LAYER_COLUMNS = ("typical_kept", "predicted_typical_kept", "prior_typical_kept")  # also given per layer
 COMPARED = {  # prediction: the measured column that it is compared with
     "predicted_entropy": "entropy",

@@ -14,7 +14,7 @@ const LINES = [
   ["weight on the first token", "sink", "predicted_sink", null], ["largest logit", "max_logit", null, "logit_bound"],
   ["localization Λ", null, "predicted_localization", "prior_localization"], ["mean self-logit M", null, "predicted_M", null], ["variance of logits F", null, "predicted_F", null],
   ...["entropy_ratio", "max_probability", "participation", "distance", "self_mass", "row_mass", "output_stable_rank", "output_effective_rank", "previous",
-    "duplicate", "induction"].map(name => [COLUMNS.get(name).label, name, null, null]),
+    "duplicate", "induction", "skip_induction", "pair_induction"].map(name => [COLUMNS.get(name).label, name, null, null]),
 ];
 // a chart of the stream: title, what it means, [number of the measure, its name] for each line, the range it has at least
 const STREAM = [
