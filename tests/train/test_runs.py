@@ -24,6 +24,7 @@ from locater.tracking.loggers import read_run
 from locater.train import DivergedError, Plan, Result, load, loop, run, sweep
 from locater.train import checkpoint as checkpoints
 from locater.train.controls import controls
+from locater.train.data import open_data
 from locater.train.display import Live
 from locater.train.sweep import RESULTS, parse_sweep, read_results
 from tests.conftest import Result as Ran
@@ -216,7 +217,9 @@ def test_texts_are_told_apart(tmp_path: Path) -> None:
     assert result.data["classes"] == 2
     model = load(result.model)
     assert model.shape.classes == 2
-    assert model(torch.zeros(3, 8, dtype=torch.long)).shape == (3, 2)
+    data = open_data(result.plan, Path(result.plan.out), torch.device("cpu"))
+    right = [model(inputs).argmax(-1) == labels for inputs, labels in data.windows("report")]
+    assert float(torch.cat(right).float().mean()) == result.accuracy  # the output map was saved too
     assert locater.scan(result.model).rows[0].kind == "self"
 
 
