@@ -219,7 +219,7 @@ def test_texts_are_told_apart(tmp_path: Path) -> None:
     assert model.shape.classes == 2
     data = open_data(result.plan, Path(result.plan.out), torch.device("cpu"))
     right = [model(inputs).argmax(-1) == labels for inputs, labels in data.windows("report")]
-    assert float(torch.cat(right).float().mean()) == result.accuracy  # the output map was saved too
+    assert float(torch.cat(right).double().mean()) == result.accuracy  # the output map was saved too
     assert locater.scan(result.model).rows[0].kind == "self"
 
 
