@@ -153,7 +153,7 @@ def test_without_a_block_or_a_tap_what_needs_them_is_refused(page: dict[str, Any
     ):
         Surgery(no_skip=True).attach(model)
     with pytest.raises(
-        LocaterError, match="Model: model_type 'my_model' is not decomposed into paths: describe its blocks"
+        LocaterError, match="Model: model_type 'my_model' is not split into linear steps: describe its blocks"
     ):
         locater.explain.decompose(model, ids())
     with pytest.raises(LocaterError, match="nothing was observed"), locater.observe(model):

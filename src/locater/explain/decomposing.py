@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,22 @@ def decompose(
     >>> paths.through_heads().norm.shape
     torch.Size([3, 4])
     """
+    check_mlp(mlp)
+    recording, keywords, _ = recorded_run(model, batch)
+    return frozen_paths(recording, keywords, mlp, final_norm)
+
+
+def check_mlp(mlp: str) -> None:
     if mlp not in ("source", "linear"):
         raise LocaterError(f"mlp={mlp!r} is not known: use 'source' or 'linear'")
+
+
+def recorded_run(
+    model: nn.Module, batch: Mapping[str, Tensor] | Tensor, readout: bool = False
+) -> tuple[Recording, dict[str, Tensor], Any]:
+    """One run of the model: its recording, the keywords it was called with, and its output. With `readout`, the output
+    has the gradient of what the model does with its last stream.
+    """
     if not isinstance(batch, Mapping | Tensor):
         raise LocaterError(
             f"batch is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes"
@@ -55,17 +70,23 @@ def decompose(
     layers = attention_layers(model)
     _check_one_stack(model, block, layers)
     recording = Recording(ModuleWeights(model), family_of(model), block, layers)
-    with recording.listening():
+    with recording.listening(readout):
         keywords = _keywords(model, batch)
+        _check_length(model, keywords)
         try:
-            run(model, keywords)
+            output = run(model, keywords)
         except LocaterError:
             raise
         except Exception as error:
             raise LocaterError(f"{type(model).__name__}: does not run on this batch ({first_line(error)})") from error
-    with torch.no_grad():
-        paths = Freezer(recording, mlp).paths(final_norm, keywords.get("attention_mask"))
-        _check_sum(paths, next(model.parameters()).dtype)
+    return recording, keywords, output
+
+
+@torch.no_grad()
+def frozen_paths(recording: Recording, keywords: Mapping[str, Tensor], mlp: Mlp, final_norm: bool = True) -> Paths:
+    """A recorded run, frozen; refused where its paths do not sum to its output."""
+    paths = Freezer(recording, mlp).paths(final_norm, keywords.get("attention_mask"))
+    _check_sum(paths, next(recording.weights.module.parameters()).dtype)
     return paths
 
 
@@ -75,10 +96,11 @@ def _block_of(model: nn.Module) -> Block:
     try:
         block = block_of(model)
     except LocaterError as error:
-        raise LocaterError(f"{name} is not decomposed into paths: {error}") from None
+        raise LocaterError(f"{name} is not split into linear steps: {error}") from None
     if block is None:
         raise LocaterError(
-            f"{name} is not decomposed into paths: describe its blocks with locater.register(), docs/add-a-family.md"
+            f"{name} is not split into linear steps: describe its blocks with locater.register(), "
+            "docs/add-a-family.md; locater.explain.rollout and gradients need no such record"
         )
     return block
 
@@ -97,6 +119,22 @@ def _check_one_stack(model: nn.Module, block: Block, layers: Sequence[AttentionL
         )
 
 
+def _check_length(model: nn.Module, keywords: Mapping[str, Tensor]) -> None:
+    """Refuse more tokens than the model has positions, where it has a table of them: on a GPU the model's own error
+    would end the process.
+    """
+    ids = next(
+        (x for x in keywords.values() if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()), None
+    )
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        table = isinstance(module, nn.Embedding) and ("position" in name or name == "wpe")
+        if ids is not None and table and ids.shape[1] > module.num_embeddings:
+            raise LocaterError(
+                f"the input has {ids.shape[1]} tokens and {path} has {module.num_embeddings} positions: shorten it"
+            )
+
+
 def _keywords(model: nn.Module, batch: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
     if isinstance(batch, Tensor):
         return {next(iter(inspect.signature(model.forward).parameters)): batch}
@@ -105,9 +143,14 @@ def _keywords(model: nn.Module, batch: Mapping[str, Tensor] | Tensor) -> dict[st
 
 def _check_sum(paths: Paths, dtype: torch.dtype) -> None:
     """Refuse a sum that is not the output: then the model has parts that its family does not describe."""
-    most = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+    most = tolerance(dtype)
     if not paths.gap <= most:
         raise LocaterError(
             f"{paths.name}: its paths sum to its output only within {paths.gap:.1e} (expected {most:.0e}): "
             "it has parts that its model_type does not have, or its output is not finite"
         )
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far a sum may be from the output of a model in this precision, relative to it."""
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5  # type: ignore[no-any-return]

@@ -27,6 +27,9 @@ class Explanation:
     stream: str = "input"
     other_streams: Mapping[str, Float[Tensor, " S"]] = field(default_factory=dict)
     offset: float | None = None  # the part of the target that no token carries (biases), where the method knows it
+    interval: Float[Tensor, "2 T"] | None = None  # lower and upper end for each score, where scores are estimates
+    # the target split in other ways, in its own units: "length" (L + 1,) and "head" (L, H), where the method has them
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
     exact: str = ""  # what the scores are exact about, or what they are not
     how: str = ""  # how they were made: passes, settings, approximations
 

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from locater.attention.call import Call
 from locater.errors import LocaterError
-from locater.explain.frozen import FrozenNorm, Gates, Heads, Step
+from locater.explain.branches import Experts, FrozenLatent, FrozenNorm, Gates, Heads
+from locater.explain.freezing_mlps import frozen_mlp, shown
+from locater.explain.frozen import Step
 from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
 from locater.families import AttentionLayer
 from locater.families.build import norm, optional
+from locater.families.layer import Projection
 from locater.families.normed import NormedProjection
 from locater.families.record import Part
 from locater.numerics import upcast
@@ -35,15 +38,15 @@ class Freezer:
     mlp: Mlp
 
     def paths(self, final_norm: bool, mask: Tensor | None) -> Paths:
-        recording, layers = self.recording, self.recording.layers
+        recording = self.recording
         steps: list[Step] = []
-        for layer, site in zip(layers, recording.sites, strict=True):
-            steps += self._steps(layer, recording.call(site))
-        x = upcast(recording.once(recording.block.path(layers[0])).input)
-        output = recording.once(recording.block.path(layers[-1])).output
+        for turn, layer, call in recording.turns():
+            steps += replace(self, recording=turn)._steps(layer, call)
+        start, output = recording.ends()
+        x = upcast(start)
         final = recording.final()
         if final is not None and final_norm:
-            steps.append(Step(final, after=self._norm_at(final)))
+            steps.append(Step(final, after=self.norm_at(final)))
             output = recording.once(final).output
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if mask is not None and mask.shape == real.shape:
@@ -53,7 +56,7 @@ class Freezer:
     def _steps(self, layer: AttentionLayer, call: Call) -> list[Step]:
         """Attention, then the MLP; of a parallel block one step, where its MLP is a branch."""
         attention, mlp = self._attention(layer, call), self._mlp(layer)
-        if not self.recording.block.parallel or not mlp or not isinstance(mlp[0].branches, Gates):
+        if not self.recording.block.parallel or not mlp or not isinstance(mlp[0].branches, Gates | Experts):
             return [attention, *mlp]  # an observed output is a constant: it may be added in a step of its own
         if attention.out is not None or mlp[0].out is not None:
             raise LocaterError(f"{layer.name}: parallel blocks with layer scale are not decomposed with mlp='linear'")
@@ -64,31 +67,53 @@ class Freezer:
     def _attention(self, layer: AttentionLayer, call: Call) -> Step:
         if layer.value is None or layer.out is None:
             raise LocaterError(f"{layer.name}: its family does not read values and outputs, so it has no paths")
-        if isinstance(layer.value, NormedProjection):
-            raise LocaterError(f"{layer.name}: its values pass a norm of their own, so paths through it are not linear")
         block, maps = self.recording.block, attention_maps(call)
-        before = self._norm(layer, block.before_attention)
-        value = layer.value.weight().detach().to(maps).unflatten(0, (layer.kv_heads, -1))
+        before: FrozenNorm | FrozenLatent | None = self.norm(layer, block.before_attention)
+        read = layer.value
+        if isinstance(layer.value, NormedProjection):
+            before, read = self._latent(layer, layer.value)
+        value = read.weight().detach().to(maps).unflatten(0, (layer.kv_heads, -1))
         constant = value.new_zeros(value.shape[:2])
-        if layer.value.bias is not None:
-            constant = constant + layer.value.bias.detach().to(maps).view_as(constant)
+        if read.bias is not None:
+            constant = constant + read.bias.detach().to(maps).view_as(constant)
         if before is not None and before.shift is not None:
-            constant = constant + value @ before.shift
+            constant = constant + torch.einsum("khd,...d->...kh", value, before.shift)
         out = layer.out.weight().detach().to(maps).mT.unflatten(0, (layer.heads, -1))
         return Step(
             layer.name,
             Heads(maps, value, out, before, constant),
             1,
             _like(layer.out.bias, maps),
-            after=self._norm(layer, block.after_attention),
-            out=self._scaled(self._norm(layer, block.attention_out), None, maps),
+            after=self.norm(layer, block.after_attention),
+            out=self._scaled(self.norm(layer, block.attention_out), None, maps),
         )
+
+    def _latent(self, layer: AttentionLayer, value: NormedProjection) -> tuple[FrozenLatent, Projection]:
+        """What the values of DeepSeek read, frozen; and the map that reads it."""
+        path = self.recording.modules(layer).find(self.recording.block.before_attention)
+        if value.up is None or value.shared is not None or value.blocks != 1 or path is None:
+            raise LocaterError(f"{layer.name}: its values pass a norm head by head, which is not frozen")
+        before, x = self.norm_at(path), upcast(self.recording.once(path).input)
+        down = value.down.weight().detach().to(x)
+        constant = x.new_zeros(down.shape[0])
+        if value.down.bias is not None:
+            constant = constant + value.down.bias.detach().to(x)
+        if before.shift is not None:
+            constant = constant + down @ before.shift
+        z = before(x) @ down.mT + constant
+        centred = z - z.mean(-1, keepdim=True) if value.inner.kind == "layer" else z
+        factor = torch.rsqrt(centred.square().mean(-1, keepdim=True) + value.inner.eps)
+        inner = FrozenNorm(factor, _like(value.inner.gain, x), _like(value.inner.bias, x), value.inner.kind == "layer")
+        shift = inner(constant.expand_as(z)) if constant.any() else None
+        if inner.shift is not None:
+            shift = inner.shift if shift is None else shift + inner.shift
+        return FrozenLatent(before, down, inner, shift), value.up
 
     def _mlp(self, layer: AttentionLayer) -> list[Step]:
         """No step where the MLP was taken out and left no norm, one otherwise."""
         recording, block = self.recording, self.recording.block
         name = recording.find(layer, block.mlp or block.down)
-        after = self._norm(layer, block.after_mlp) if recording.find(layer, block.after_mlp) else None
+        after = self.norm(layer, block.after_mlp) if recording.find(layer, block.after_mlp) else None
         if name is None:
             return [] if after is None else [Step(block.path(layer), after=after)]
         output = upcast(recording.once(name).output)
@@ -98,36 +123,19 @@ class Freezer:
             added = output if behind is None else upcast(recording.once(behind).output)
             scaling = self._scaled(None, scale, output)
             return [Step(name, observed=added if scaling is None else scaling(added), after=after)]
-        gates, bias = self._gates(layer, output)
-        out = self._scaled(self._norm(layer, block.mlp_out), scale, output)
-        return [Step(name, gates, 0, bias, after=after, out=out)]
+        branch, bias = frozen_mlp(self, layer, output)
+        out = self._scaled(self.norm(layer, block.mlp_out), scale, output)
+        return [Step(name, branch, 0, bias, after=after, out=out)]
 
-    def _gates(self, layer: AttentionLayer, like: Tensor) -> tuple[Gates, Tensor | None]:
-        recording, block = self.recording, self.recording.block
-        up, down = recording.find(layer, block.up), recording.find(layer, block.down)
-        if up is None or down is None:
-            maps = " and ".join(_shown(part) for part in (block.up, block.down) if part) or "known up and down map"
-            raise LocaterError(f"{block.path(layer)}: no {maps}, so its MLP is not made linear: use mlp='source'")
-        before = self._norm(layer, block.before_mlp or (block.before_attention if block.parallel else None))
-        (W_up, b_up), (W_down, b_down) = self._linear(up, like), self._linear(down, like)
-        z, value = upcast(recording.once(up).output), upcast(recording.once(down).input)
-        ratio = torch.where(z == 0, 0.0, value / z)
-        offset = W_up.new_zeros(W_up.shape[0]) if b_up is None else b_up
-        if before is not None and before.shift is not None:
-            offset = offset + W_up @ before.shift
-        # an activation that is not 0 at 0 has no ratio there
-        constant = ratio * offset + torch.where(z == 0, value, 0.0)
-        return Gates(ratio, W_up, W_down, before, constant), b_down
-
-    def _norm(self, layer: AttentionLayer, part: Part) -> FrozenNorm | None:
+    def norm(self, layer: AttentionLayer, part: Part) -> FrozenNorm | None:
         if not part:
             return None
         path = self.recording.modules(layer).find(part)
         if path is None:
-            raise LocaterError(f"{self.recording.block.path(layer)}: no norm {_shown(part)}, which its family names")
-        return self._norm_at(path)
+            raise LocaterError(f"{self.recording.block.path(layer)}: no norm {shown(part)}, which its family names")
+        return self.norm_at(path)
 
-    def _norm_at(self, path: str) -> FrozenNorm:
+    def norm_at(self, path: str) -> FrozenNorm:
         """The norm at `path`, with the denominators of the run."""
         block, weights = self.recording.block, self.recording.weights
         x = upcast(self.recording.once(path).input)
@@ -156,7 +164,7 @@ class Freezer:
             else _like(self.recording.weights.read(f"{self.recording.block.path(layer)}.{name}"), like)
         )
 
-    def _linear(self, path: str, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    def linear(self, path: str, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """A linear map (out, in), and its bias."""
         weights = self.recording.weights
         weight = weights.read(f"{path}.weight").detach().to(like)
@@ -189,7 +197,3 @@ def _eps(module: Any, path: str, x: Tensor) -> float:
 
 def _like(tensor: Tensor | None, x: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.detach().to(x)
-
-
-def _shown(part: Part) -> str:
-    return part if isinstance(part, str) else " or ".join(part or ())

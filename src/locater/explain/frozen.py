@@ -1,7 +1,6 @@
-"""Parts of a layer as they were for one input: all linear in x (n, B, T, d).
+"""A step of a frozen model: attention or an MLP with its skip and its norms, linear in x (n, B, T, d) up to constants.
 
-Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at
-once.
+Axes: B sequences, T tokens, d width, H heads, n fields carried at once.
 """
 
 from __future__ import annotations
@@ -9,96 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from locater.explain.branches import Branch, Experts, FrozenNorm, Gates, normed, unnormed
+
 INPUT, CONSTANTS, MLP = range(3)
-
-
-@dataclass(frozen=True)
-class FrozenNorm:
-    """gain * (x - mean) * factor. `factor` (B, T, 1) is one over each token's deviation as it was. `shift` is the
-    norm's bias, which is added apart.
-    """
-
-    factor: Tensor
-    gain: Tensor | None
-    shift: Tensor | None
-    centred: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = (x - x.mean(-1, keepdim=True) if self.centred else x) * self.factor
-        return x if self.gain is None else x * self.gain
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A_h N(x) W_V W_O for every head of a layer."""
-
-    maps: Float[Tensor, "B H T S"]
-    value: Float[Tensor, "K h d"]
-    out: Float[Tensor, "H h d"]
-    before: FrozenNorm | None
-    constant: Float[Tensor, "K h"]  # the part of the values that does not come from x: W_V shift + bias
-
-    @property
-    def count(self) -> int:
-        return self.out.shape[0]
-
-    def all(self, x: Tensor) -> Tensor:
-        """The sum over heads."""
-        return self._mixed(x).flatten(-2) @ self.out.flatten(0, 1)
-
-    def each(self, x: Tensor) -> Tensor:
-        """(H, n, B, T, d)"""
-        return torch.einsum("nbthv,hvd->hnbtd", self._mixed(x), self.out)
-
-    def one(self, x: Tensor, head: int) -> Tensor:
-        values = normed(self.before, x) @ self.value[head // self._group].mT  # (n, B, S, h)
-        return self.maps[:, head] @ values @ self.out[head]
-
-    def offsets(self) -> Tensor:
-        """What each head adds whatever x is: (H, B, T, d)."""
-        constant = torch.einsum("hv,hvd->hd", self.constant.repeat_interleave(self._group, 0), self.out)
-        return torch.einsum("bht,hd->hbtd", self.maps.sum(-1), constant)
-
-    @property
-    def _group(self) -> int:
-        return self.count // self.value.shape[0]
-
-    def _mixed(self, x: Tensor) -> Tensor:
-        """Values mixed by each head: (n, B, T, H, h). One product per head with the n fields side by side as
-        columns.
-        """
-        n, size = x.shape[0], self.value.shape[1]
-        values = normed(self.before, x) @ self.value.flatten(0, 1).mT
-        side = values.unflatten(-1, (-1, size)).permute(1, 3, 2, 0, 4).flatten(-2)  # (B, K, S, n h)
-        mixed = self.maps @ side.repeat_interleave(self._group, 1)  # (B, H, T, n h)
-        return mixed.unflatten(-1, (n, size)).permute(3, 0, 2, 1, 4)
-
-
-@dataclass(frozen=True)
-class Gates:
-    """W_down diag(ratio) W_up N(x): an MLP whose hidden units keep the ratio (B, T, f) of value to pre-activation."""
-
-    ratio: Tensor
-    up: Tensor  # (f, d)
-    down: Tensor  # (d, f)
-    before: FrozenNorm | None
-    constant: Tensor  # (B, T, f): the part of the hidden units' values that does not come from x
-    count: int = 1
-
-    def all(self, x: Tensor) -> Tensor:
-        return (normed(self.before, x) @ self.up.mT * self.ratio) @ self.down.mT
-
-    def each(self, x: Tensor) -> Tensor:
-        return self.all(x)[None]
-
-    def one(self, x: Tensor, head: int) -> Tensor:
-        return self.all(x)
-
-    def offsets(self) -> Tensor:
-        return (self.constant @ self.down.mT)[None]
 
 
 @dataclass(frozen=True)
@@ -110,13 +24,13 @@ class Step:
     """
 
     name: str
-    branches: Heads | Gates | None = None
+    branches: Branch | None = None
     longer: int = 0
     bias: Tensor | None = None  # (d,)
     observed: Tensor | None = None  # (B, T, d): an MLP's output
     after: FrozenNorm | None = None
     out: FrozenNorm | None = None
-    beside: Gates | None = None
+    beside: Gates | Experts | None = None
 
     @property
     def choices(self) -> int:
@@ -144,6 +58,17 @@ class Step:
         if self.beside is not None:
             passed = passed + self.beside.all(x)
         return normed(self.after, x + normed(self.out, passed))
+
+    def back(self, g: Tensor) -> Tensor:
+        """A covector carried back by all ways: <g, onward(x)> = <back(g), x>."""
+        g = unnormed(self.after, g)
+        if self.branches is None:
+            return g
+        inside = unnormed(self.out, g)
+        passed = self.branches.back(inside)
+        if self.beside is not None:
+            passed = passed + self.beside.back(inside)
+        return g + passed
 
     def replay(self, x: Tensor) -> Tensor:
         """The model's own step: all ways, constants and observed outputs."""
@@ -173,7 +98,7 @@ class Step:
         state[CONSTANTS, 0] = _shifted(self.after, state[CONSTANTS, 0])
         return state
 
-    def _passed(self, branch: Heads | Gates, state: Tensor) -> Tensor:
+    def _passed(self, branch: Branch, state: Tensor) -> Tensor:
         """All of `state` through a branch; its constant part starts there."""
         passed = normed(self.out, branch.all(state.flatten(0, 1))).view_as(state)
         passed[CONSTANTS, 0] += normed(self.out, branch.offsets().sum(0))
@@ -182,7 +107,3 @@ class Step:
 
 def _shifted(norm: FrozenNorm | None, x: Tensor) -> Tensor:
     return x if norm is None or norm.shift is None else x + norm.shift
-
-
-def normed(norm: FrozenNorm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)

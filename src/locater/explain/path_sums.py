@@ -39,7 +39,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.explain.frozen import CONSTANTS, INPUT, MLP, Step, normed
+from locater.explain.branches import normed
+from locater.explain.frozen import CONSTANTS, INPUT, MLP, Step
 
 # one entry per step of `Paths.steps`: None is the skip, a number the head. An MLP is number 0 of its own step; in a
 # parallel block it comes after the last head.
@@ -147,6 +148,20 @@ class Paths:
             x = normed(step.after, x)
         return x
 
+    def carried(self, x: Float[Tensor, "n B T d"]) -> Float[Tensor, "n B T d"]:
+        """Fields that enter the first block, carried to the end by all paths. Constants and observed outputs of MLPs
+        are left out, so this is linear.
+        """
+        for step in self.frozen:
+            x = step.onward(x)
+        return x
+
+    def pulled_back(self, g: Float[Tensor, "n B T d"]) -> Float[Tensor, "n B T d"]:
+        """Covectors at the end, carried back to the first block: <g, carried(x)> = <pulled_back(g), x>."""
+        for step in reversed(self.frozen):
+            g = step.back(g)
+        return g
+
     def sum_of(self, paths: Sequence[Path]) -> Float[Tensor, "B T d"]:
         """The sum of several paths; a path that is named twice counts twice."""
         total = torch.zeros_like(self.input)
@@ -196,6 +211,15 @@ class Paths:
             norms.append(passed.flatten(1).norm(dim=1) / y.norm())
             projections.append((passed * y).flatten(1).sum(1) / y.square().sum())
         return HeadShares(torch.stack(norms), torch.stack(projections))
+
+    def along_heads(self, covectors: Float[Tensor, "B T d"]) -> Float[Tensor, "L H"]:
+        """<g, c> for the sum c of all paths through each head, and covectors g at the end: one backward pass."""
+        g, rows = covectors[None], []
+        for step, x in zip(reversed(self.frozen), reversed(self.streams[:-1]), strict=True):
+            if step.longer:
+                rows.append(torch.einsum("hbtd,btd->h", step.each(x), g[0]))
+            g = step.back(g)
+        return torch.stack(rows[::-1])
 
     def _through(self, layer: int) -> Tensor:
         """(H, B, T, d): each head's output, carried to the end by all ways."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from locater.attention import interface
@@ -28,9 +29,11 @@ class CallSite(Site):
 
     def _make(self) -> None:
         self.calls: list[Call] = []
+        self.order: list[CallSite] = []
 
     def see(self, call: Call) -> None:
         self.calls.append(call)
+        self.order.append(self)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Passage:
 
     input: Tensor
     output: Tensor
+    others: tuple[Tensor, ...] = ()  # of a mixture's experts: the chosen ones and their weights
 
 
 @dataclass
@@ -51,10 +55,12 @@ class Recording:
     layers: Sequence[AttentionLayer]
     passages: dict[str, list[Passage]] = field(default_factory=dict)
     sites: list[CallSite] = field(default_factory=list)
+    order: list[CallSite] = field(default_factory=list)  # one entry per attention call
+    end: Tensor | None = None  # the last stream as the model passed it on, with the gradient of what reads it
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Record every run inside the `with` block."""
+    def listening(self, readout: bool = False) -> Iterator[None]:
+        """Record every run inside the `with` block. With `readout`, gradients are on behind the last stream."""
         with ExitStack() as stack:
             interface.install()
             stack.callback(interface.remove)
@@ -65,6 +71,7 @@ class Recording:
                 site = CallSite(
                     layer.name, number, "self", module, group, count, [], Switch(), StatisticsOptions(), layer
                 )
+                site.order = self.order
                 self.sites.append(site)
                 enter(site)
                 stack.callback(leave, site)
@@ -75,6 +82,9 @@ class Recording:
             for path in self._watched():
                 record = partial(_record, self.passages.setdefault(path, []), path in copied)
                 stack.callback(instead(self.weights.submodule(path), "forward", record))
+            if readout:
+                last = self.weights.submodule(self._final() or self.block.path(self.layers[-1]))
+                stack.callback(instead(last, "forward", self._passed_on))
             yield
 
     def modules(self, layer: AttentionLayer) -> BlockModules:
@@ -98,24 +108,50 @@ class Recording:
             raise LocaterError(
                 f"{path}: called {len(passages)} times in one run of the model; paths need every part once"
             )
-        return Passage(self._batch_first(passages[0].input), self._batch_first(passages[0].output))
+        return Passage(self.batch_first(passages[0].input), self.batch_first(passages[0].output))
 
-    def call(self, site: CallSite) -> Call:
-        """The only attention call of a layer."""
-        if len(site.calls) != 1:
-            count, load = len(site.calls), "load it with attn_implementation='sdpa' or 'eager'"
+    def turns(self) -> Iterator[tuple[Recording, AttentionLayer, Call]]:
+        """The attention calls in the model's order, each with its layer and a recording of that turn alone. Layers that
+        share one module (ALBERT) take turns.
+        """
+        unheard = next((site.name for site in self.sites if not site.calls), None)
+        if unheard is not None:
             raise LocaterError(
-                f"{site.name}: {count} attention calls were observed in one run of the model, not one: "
-                + ("paths need every part once" if count else load)
+                f"{unheard}: no attention call was observed in one run of the model: "
+                "load it with attn_implementation='sdpa' or 'eager'"
             )
-        return site.calls[0]
+        taken: dict[str, int] = {}
+        for site in self.order:
+            layer, count, turn = self.layers[site.number], len(site.calls), taken.get(site.name, 0)
+            taken[site.name] = turn + 1
+            inside = f"{self.block.path(layer)}."
+            passages = {
+                path: calls[turn : turn + 1] if path.startswith(inside) and len(calls) == count else calls
+                for path, calls in self.passages.items()
+            }
+            yield replace(self, passages=passages), layer, site.calls[turn]
 
-    def _batch_first(self, x: Tensor) -> Tensor:
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The stream that enters the first block, and the one that leaves the last."""
+        first, last = (self.passages.get(self.block.path(self.layers[i]), []) for i in (0, -1))
+        if not first or not last:
+            raise LocaterError(f"{self.block.path(self.layers[0])}: not called in a run of the model")
+        return self.batch_first(first[0].input), self.batch_first(last[-1].output)
+
+    def batch_first(self, x: Tensor) -> Tensor:
         """Some blocks put the tokens first, and some MLPs get all tokens of a batch in one axis."""
         if x.ndim != 2:
             return x.transpose(0, 1) if self.block.time_first else x
         first = self.passages[self.block.path(self.layers[0])][0].input
         return x.unflatten(0, first.shape[:2])
+
+    def _passed_on(self, module: nn.Module, forward: Any, *args: Any, **kw: Any) -> Any:
+        """The last module's output as a leaf. Gradients stay on until the context of the run ends."""
+        out = forward(*args, **kw)
+        y = out[0] if isinstance(out, tuple) else out
+        self.end = y.detach().requires_grad_()
+        torch.set_grad_enabled(True)
+        return (self.end, *out[1:]) if isinstance(out, tuple) else self.end
 
     def _watched(self) -> list[str]:
         """Paths of modules whose input and output are needed."""
@@ -123,7 +159,8 @@ class Recording:
         paths: list[str | None] = [block.path(self.layers[0]), block.path(self.layers[-1]), self._final()]
         for layer in self.layers:
             modules = self.modules(layer)
-            paths += [modules.find(part) for part in (*block.norms, block.mlp, block.up, block.down)]
+            mlp = (block.mlp, block.up, block.down, block.experts, block.shared_up, block.shared_down)
+            paths += [modules.find(part) for part in (*block.norms, *mlp)]
         return list(dict.fromkeys(path for path in paths if path is not None))
 
     def _final(self) -> str | None:
@@ -135,5 +172,6 @@ def _record(passages: list[Passage], copied: bool, module: nn.Module, forward: A
     out = forward(*args, **kw)
     x = args[0] if args else next(iter(kw.values()))
     y = (out[0] if isinstance(out, tuple) else out).detach()
-    passages.append(Passage(x.detach(), y.clone() if copied else y))
+    others = tuple(a.detach() for a in (*args, *kw.values()) if isinstance(a, Tensor) and a is not x)
+    passages.append(Passage(x.detach(), y.clone() if copied else y, others))
     return out

@@ -24,6 +24,7 @@ LLAMA_BLOCK = Block(
     mlp="mlp",
     up="mlp.up_proj",
     down="mlp.down_proj",
+    experts="mlp.experts",
     final="norm",
 )
 

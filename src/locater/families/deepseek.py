@@ -7,7 +7,7 @@ The norms on the latents keep their own eps: the configuration's is that of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Rows, Weights, numbered
@@ -131,4 +131,5 @@ def _stretch(config: Config) -> float:
     return yarn_scale(float(rope["factor"]), float(weight)) ** 2 if extended and weight else 1.0
 
 
-FAMILY = Family(("deepseek_v2", "deepseek_v3"), layers, LLAMA_BLOCK)
+BLOCK = replace(LLAMA_BLOCK, shared_up="mlp.shared_experts.up_proj", shared_down="mlp.shared_experts.down_proj")
+FAMILY = Family(("deepseek_v2", "deepseek_v3"), layers, BLOCK)

@@ -19,7 +19,8 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 
 def block(config: Config) -> Block:
     mlp = "mlp" if config.get("model_type") == "granite" else "block_sparse_moe"
-    return replace(LLAMA_BLOCK, mlp=mlp, multiplier=config.get("residual_multiplier", 1.0))
+    multiplier = config.get("residual_multiplier", 1.0)
+    return replace(LLAMA_BLOCK, mlp=mlp, experts=f"{mlp}.experts", multiplier=multiplier)
 
 
 FAMILY = Family(("granite", "granitemoe"), layers, block)

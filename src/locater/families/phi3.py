@@ -61,5 +61,5 @@ def _renamed(config: Config) -> Config:
     return config
 
 
-BLOCK = replace(LLAMA_BLOCK, up=None, down=None)  # gate and up are one map
+BLOCK = replace(LLAMA_BLOCK, up="mlp.gate_up_proj", gate_first=True)
 FAMILY = Family(("phi3",), layers, BLOCK)

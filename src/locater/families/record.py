@@ -54,6 +54,10 @@ class Block:
     mlp: Part = None  # the MLP, from what it reads to what it adds; None: `up` and `down` alone are modules
     up: Part = None  # its map to the hidden units whose values are gated or activated
     down: Part = None  # its map from the hidden units
+    gate_first: bool = False  # `up` is one map with the gate in its first half
+    experts: Part = None  # of a mixture: the module of the stacked experts, called with (x, chosen experts, weights)
+    shared_up: Part = None  # of a mixture: up and down map of the expert that every token passes
+    shared_down: Part = None
     parallel: bool = False
     # where the attention module adds its skip itself: the module inside it whose output is added to the skip
     added: Part = None

@@ -1,0 +1,203 @@
+"""The parts of a layer as they were for one input, each linear in the stream x (n, B, T, d).
+
+Every part carries a field forward (`all`), and a covector backward (`back`): <g, all(x)> = <back(g), x>.
+
+Axes: B sequences, T queries, S keys, d width, H heads, K value heads, h head size, f hidden units, n fields carried at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FrozenNorm:
+    """gain * (x - mean) * factor. `factor` (B, T, 1) is one over each token's deviation as it was. `shift` is the
+    norm's bias, which is added apart.
+    """
+
+    factor: Tensor
+    gain: Tensor | None
+    shift: Tensor | None
+    centred: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = (x - x.mean(-1, keepdim=True) if self.centred else x) * self.factor
+        return x if self.gain is None else x * self.gain
+
+    def back(self, g: Tensor) -> Tensor:
+        g = (g if self.gain is None else g * self.gain) * self.factor
+        return g - g.mean(-1, keepdim=True) if self.centred else g
+
+
+@dataclass(frozen=True)
+class FrozenLatent:
+    """inner(W_down before(x)): the narrow, normalised latent that DeepSeek's values are read from.
+
+    `shift` (B, T, r) is its part that does not come from x.
+    """
+
+    before: FrozenNorm | None
+    down: Float[Tensor, "r d"]
+    inner: FrozenNorm
+    shift: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.inner(normed(self.before, x) @ self.down.mT)
+
+    def back(self, g: Tensor) -> Tensor:
+        return unnormed(self.before, self.inner.back(g) @ self.down)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A_h N(x) W_V W_O for every head of a layer."""
+
+    maps: Float[Tensor, "B H T S"]
+    value: Float[Tensor, "K h d"]
+    out: Float[Tensor, "H h d"]
+    before: FrozenNorm | FrozenLatent | None
+    # the part of the values that does not come from x (W_V shift + bias): (K, h), or (B, S, K, h) where tokens differ
+    constant: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.out.shape[0]
+
+    def all(self, x: Tensor) -> Tensor:
+        """The sum over heads."""
+        return self._mixed(x).flatten(-2) @ self.out.flatten(0, 1)
+
+    def back(self, g: Tensor) -> Tensor:
+        n, size = g.shape[0], self.value.shape[1]
+        mixed = (g @ self.out.flatten(0, 1).mT).unflatten(-1, (-1, size))  # (n, B, T, H, h)
+        side = mixed.permute(1, 3, 2, 0, 4).flatten(-2)  # (B, H, T, n h)
+        values = (self.maps.mT @ side).unflatten(1, (-1, self._group)).sum(2)  # (B, K, S, n h)
+        values = values.unflatten(-1, (n, size)).permute(3, 0, 2, 1, 4).flatten(-2)
+        return unnormed(self.before, values @ self.value.flatten(0, 1))
+
+    def each(self, x: Tensor) -> Tensor:
+        """(H, n, B, T, d)"""
+        return torch.einsum("nbthv,hvd->hnbtd", self._mixed(x), self.out)
+
+    def one(self, x: Tensor, head: int) -> Tensor:
+        values = normed(self.before, x) @ self.value[head // self._group].mT  # (n, B, S, h)
+        return self.maps[:, head] @ values @ self.out[head]
+
+    def offsets(self) -> Tensor:
+        """What each head adds whatever x is: (H, B, T, d)."""
+        constant = self.constant.repeat_interleave(self._group, -2)
+        if constant.ndim == 4:
+            return torch.einsum("bhts,bshv,hvd->hbtd", self.maps, constant, self.out)
+        return torch.einsum("bht,hd->hbtd", self.maps.sum(-1), torch.einsum("hv,hvd->hd", constant, self.out))
+
+    @property
+    def _group(self) -> int:
+        return self.count // self.value.shape[0]
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Values mixed by each head: (n, B, T, H, h). One product per head with the n fields side by side as
+        columns.
+        """
+        n, size = x.shape[0], self.value.shape[1]
+        values = normed(self.before, x) @ self.value.flatten(0, 1).mT
+        side = values.unflatten(-1, (-1, size)).permute(1, 3, 2, 0, 4).flatten(-2)  # (B, K, S, n h)
+        mixed = self.maps @ side.repeat_interleave(self._group, 1)  # (B, H, T, n h)
+        return mixed.unflatten(-1, (n, size)).permute(3, 0, 2, 1, 4)
+
+
+@dataclass(frozen=True)
+class Gates:
+    """W_down diag(ratio) W_up N(x): an MLP whose hidden units keep the ratio (B, T, f) of value to pre-activation."""
+
+    ratio: Tensor
+    up: Tensor  # (f, d)
+    down: Tensor  # (d, f)
+    before: FrozenNorm | None
+    constant: Tensor  # (B, T, f): the part of the hidden units' values that does not come from x
+    count: int = 1
+
+    def all(self, x: Tensor) -> Tensor:
+        return (normed(self.before, x) @ self.up.mT * self.ratio) @ self.down.mT
+
+    def back(self, g: Tensor) -> Tensor:
+        return unnormed(self.before, (g @ self.down * self.ratio) @ self.up)
+
+    def each(self, x: Tensor) -> Tensor:
+        return self.all(x)[None]
+
+    def one(self, x: Tensor, head: int) -> Tensor:
+        return self.all(x)
+
+    def offsets(self) -> Tensor:
+        return (self.constant @ self.down.mT)[None]
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One expert of a mixture, for the r tokens that were sent to it. `ratio` and the constants are already multiplied
+    by the router's weights.
+    """
+
+    tokens: Int[Tensor, " r"]  # their numbers in the batch, B * T of them
+    ratio: Float[Tensor, "r f"]
+    up: Float[Tensor, "f d"]
+    down: Float[Tensor, "d f"]
+    constant: Float[Tensor, "r d"]  # the part of its output that does not come from x
+
+
+@dataclass(frozen=True)
+class Experts:
+    """sum_e w_e W_down,e diag(ratio_e) W_up,e N(x) over the experts of each token: router and gates are frozen."""
+
+    experts: Sequence[Expert]
+    before: FrozenNorm | None
+    size: tuple[int, int]  # B, T
+    count: int = 1
+
+    def all(self, x: Tensor) -> Tensor:
+        x = normed(self.before, x).flatten(1, 2)
+        total = torch.zeros_like(x)
+        for part in self.experts:
+            hidden = x[:, part.tokens] @ part.up.mT * part.ratio
+            total = total.index_add(1, part.tokens, hidden @ part.down.mT)
+        return total.unflatten(1, self.size)
+
+    def back(self, g: Tensor) -> Tensor:
+        g = g.flatten(1, 2)
+        total = torch.zeros_like(g)
+        for part in self.experts:
+            hidden = g[:, part.tokens] @ part.down * part.ratio
+            total = total.index_add(1, part.tokens, hidden @ part.up)
+        return unnormed(self.before, total.unflatten(1, self.size))
+
+    def each(self, x: Tensor) -> Tensor:
+        return self.all(x)[None]
+
+    def one(self, x: Tensor, head: int) -> Tensor:
+        return self.all(x)
+
+    def offsets(self) -> Tensor:
+        like = self.experts[0].constant
+        total = like.new_zeros(self.size[0] * self.size[1], like.shape[1])
+        for part in self.experts:
+            total = total.index_add(0, part.tokens, part.constant)
+        return total.unflatten(0, self.size)[None]
+
+
+Branch = Heads | Gates | Experts
+
+
+def normed(norm: FrozenNorm | FrozenLatent | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def unnormed(norm: FrozenNorm | FrozenLatent | None, g: Tensor) -> Tensor:
+    """A covector carried back through a norm."""
+    return g if norm is None else norm.back(g)
