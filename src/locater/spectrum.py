@@ -126,16 +126,36 @@ class Moments:
         scale = self.unit.symmetric_sq.clamp_min(0) ** 1.5
         return torch.where(scale > 0, math.sqrt(8) * self.unit.symmetric_cube / scale, torch.zeros_like(scale))
 
-    @cached_property
+    @property
     def spectral_norm(self) -> Batched:
         """Largest singular value of W."""
-        return self.singular_values()[..., 0]
+        return self._singular_values[..., 0]
 
     @property
     def stable_rank(self) -> Batched:
         """||W||_F^2 / ||W||_2^2, in [1, d_head]; 0 for a zero map. Without a gradient, like `singular_values`."""
         top = (self.spectral_norm / self.size) ** 2
         return torch.where(top > 0, self.unit.frobenius_sq.detach() / top, torch.zeros_like(top))
+
+    @property
+    def effective_rank(self) -> Batched:
+        """exp(-sum p log p) with p = s / sum s over the singular values s of W, in [1, d_head]; 0 for a zero map.
+
+        It counts every direction by its share, where the stable rank measures all against the largest: of singular
+        values s_1 >= s_2 >= ... it is never below the stable rank. Without a gradient.
+
+        >>> W_Q = torch.diag(torch.tensor([1.0, 1.0, 0.0]))
+        >>> round(moments(W_Q, W_Q).effective_rank.item(), 6)
+        2.0
+        """
+        s = self._singular_values
+        total = s.sum(-1)
+        p = s / torch.where(total > 0, total, torch.ones_like(total))[..., None]
+        return torch.where(total > 0, torch.special.entr(p).sum(-1).exp(), torch.zeros_like(total))
+
+    @cached_property
+    def _singular_values(self) -> Float[Tensor, "*heads h"]:
+        return self.singular_values()
 
     def singular_values(self) -> Float[Tensor, "*heads h"]:
         """All d_head singular values of W, largest first: square roots of the eigenvalues of L^T B L with A = L L^T.

@@ -20,6 +20,7 @@ NAMES = (
     "ye2026",
     "sant2022",
     "sun2026",
+    "amsel2024",
     "zoo",
 )
 PAPERS: Registry[Paper] = Registry("paper")

@@ -74,6 +74,7 @@ Earlier = Annotated[
 
 
 KEPT = Path(__file__).parents[2] / "docs" / "results"  # in the tree; a wheel has no training runs
+SHARED = ("bao2024-runs.jsonl", "mechanisms-runs.jsonl")  # of papers that have no file of their own
 
 
 def add_reproduce(app: typer.Typer, **about: Any) -> None:
@@ -102,8 +103,8 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
                 print_claims(paper, stdout_console())
             return
         _check(json, report, images, models, earlier, len(chosen_papers))
-        trained = [c.id for paper in chosen_papers for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
-        _check_runs(runs, data, jobs, trained)
+        resting = [(paper, c) for paper in chosen_papers for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
+        _check_runs(runs, data, jobs, resting)
         if runs is not None and not jobs and not earlier:
             _check_lines(Path(runs), chosen_papers, claim)
         tell = partial(print, file=sys.stderr, flush=True)
@@ -169,9 +170,9 @@ def _rests_on_runs(paper: Paper, claim: Claim) -> bool:
 
 
 def kept_runs(paper: Paper) -> list[Path]:
-    """The training runs that the tree keeps for a paper: a file of its own, or all there are; the last counts most."""
+    """The training runs that the tree keeps for a paper: a file of its own, or the shared ones; the last counts most."""
     own = KEPT / f"{paper.name}-runs.jsonl"
-    return [own] if own.is_file() else sorted(KEPT.glob("*-runs.jsonl"))
+    return [own] if own.is_file() else [path for name in SHARED if (path := KEPT / name).is_file()]
 
 
 def _kept(paper: Paper, claim: str | None, tell: Callable[[str], None]) -> list[Path]:
@@ -195,11 +196,15 @@ def _kept(paper: Paper, claim: str | None, tell: Callable[[str], None]) -> list[
     return files
 
 
-def _check_runs(runs: str | None, data: str | None, jobs: int, trained: list[str]) -> None:
-    if jobs and trained and (runs is None or data is None):
+def _check_runs(runs: str | None, data: str | None, jobs: int, resting: list[tuple[Paper, Claim]]) -> None:
+    """Refuse training without a file for its results, or without data where it reads any."""
+    reading = [c for paper, c in resting if any(c in study.claims and study.needs_data for study in paper.studies)]
+    if jobs and reading and (runs is None or data is None):
         raise LocaterError(
-            f"--jobs {jobs}: training for {trained[0]} needs --runs PATH for its results and --data FOLDER for what it learns from"
+            f"--jobs {jobs}: training for {reading[0].id} needs --runs PATH for its results and --data FOLDER for what it learns from"
         )
+    if jobs and resting and runs is None:
+        raise LocaterError(f"--jobs {jobs}: training for {resting[0][1].id} needs --runs PATH for its results")
     if runs is not None and not jobs and not Path(runs).is_file():
         raise LocaterError(f"{runs}: no such file; give the lines that an earlier --jobs wrote")
     if data is not None and not Path(data).is_dir():

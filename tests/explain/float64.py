@@ -8,19 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.models.deberta_v2 import modeling_deberta_v2
 
 
 class AllFloat64(TorchFunctionMode):
+    def __enter__(self) -> AllFloat64:
+        # a scripted function, which a mode does not see
+        self.patched = patch.object(modeling_deberta_v2, "scaled_size_sqrt", _root_of_size)
+        self.patched.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        super().__exit__(*why)
+        self.patched.stop()
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.tensor and kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
@@ -29,3 +40,7 @@ class AllFloat64(TorchFunctionMode):
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
+
+
+def _root_of_size(query: Tensor, factor: int) -> Tensor:
+    return torch.tensor(float(query.shape[-1] * factor), dtype=torch.float64).sqrt()

@@ -24,9 +24,9 @@ from locater.families import attention_layers
 from locater.families.registry import block_of, types_with_blocks
 from locater.train import Shape, Transformer
 from tests import ROOT
-from tests.families import CASES, blocks
+from tests.explain.float64 import AllFloat64
+from tests.explain.models import BY_LABEL, LABELS, REFUSED, built
 from tests.parity import EPS, redraw, tokens
-from tests.parity import model_of as of_case
 
 LAYERS, HEADS, WIDTH = 3, 2, 16
 SIZES: dict[str, Any] = dict(
@@ -518,38 +518,16 @@ def test_grouped_values() -> None:
         close_to(paths.sum_of([path for path in listed if 2 - path.count(None) == length]), want)
 
 
-EXACT = (
-    "gpt_neox gpt_neox-sequential phi phi-normed falcon falcon-per-head falcon-groups falcon-groups-one-norm falcon-alibi opt opt-bare "
-    "opt-post-norm starcoder2 stablelm stablelm-parallel roberta-decoder electra-widened distilbert mpnet albert albert-unshared xlnet "
-    "xlnet-causal-clamped deberta_v2-keys-only dinov2 dinov2_with_registers clip-text clip-vision clip-classifier siglip-text "
-    "siglip-vision-headless locater-qwen3 locater-post locater-sandwich-alone locater-no-mlp"
-)
-ROUNDED = (  # their norms, or attention itself, are computed in float32
-    "llama mistral-window mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3 gpt_oss phi3 gptj bloom olmo2 olmo3 cohere cohere2 granite "
-    "granitemoe t5-encoder deberta_v2 deepseek_v2 deepseek_v3 deepseek_v3-yarn-biased"
-)
-UNPADDED = "bloom gemma2"  # in float64 their eager attention makes NaN of padding
-BY_LABEL = {case.label: case for case in [*CASES, *blocks.CASES]}
-
-
-def built(label: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    case = BY_LABEL[label]
-    model: Any = of_case(case)
-    if case.implementations == ("eager",):
-        model.set_attn_implementation("eager")
-    return model, tokens(pads=0) if label in UNPADDED.split() else case.batch()
-
-
-@pytest.mark.parametrize("label", [*EXACT.split(), *ROUNDED.split()])
+@pytest.mark.parametrize("label", LABELS)
 def test_paths_of_every_family_sum_to_its_output(label: str) -> None:
     model, batch = built(label)
-    most = 1e-6 if label in ROUNDED.split() else 1e-10
     ways: list[Any] = ["source", "linear"]
     for mlp in ways:
-        paths = decompose(model, batch, mlp=mlp)
-        assert paths.gap < most
+        with AllFloat64():
+            paths = decompose(model, batch, mlp=mlp)
+        assert paths.gap < 1e-10
         off = (paths.by_length().total.sum(0) - paths.output)[paths.real]
-        assert off.abs().max() < most * paths.output[paths.real].abs().max()
+        assert off.abs().max() < 1e-10 * paths.output[paths.real].abs().max()
 
 
 @pytest.mark.parametrize("label", ["phi", "gpt_neox", "dinov2", "locater-sandwich-alone"])
@@ -579,18 +557,6 @@ def without(paths: Paths, layer: int, head: int) -> Tensor:
     return replace(paths, frozen=frozen).by_length().total.sum(0)
 
 
-REFUSED = {
-    "clip": "CLIPModel: paths go through one stack, and it has text_model.encoder.layers.* and vision_model",
-    "siglip": "vision_model.head.attention: paths go through one stack",
-    "siglip-vision": "head.attention: paths go through one stack",
-    "mt5": "EncDecAttention: paths go through one stack",
-    "umt5": "EncDecAttention: paths go through one stack",
-    "bart": "encoder_attn: paths go through one stack",
-    "whisper": "encoder_attn: paths go through one stack",
-    "gemma3-composite": "gemma3 has two towers with blocks of their own: pass model.model.language_model",
-}
-
-
 @pytest.mark.parametrize("label", REFUSED)
 def test_models_that_are_no_single_linear_stack_are_refused(label: str) -> None:
     with pytest.raises(LocaterError, match=re.escape(REFUSED[label])):
@@ -599,7 +565,7 @@ def test_models_that_are_no_single_linear_stack_are_refused(label: str) -> None:
 
 def test_every_family_with_a_block_is_tested() -> None:
     others = "gpt2 bert vit roberta xlm-roberta camembert locater-masked".split()  # above
-    labels = [*EXACT.split(), *ROUNDED.split(), *REFUSED, *others]
+    labels = [*LABELS, *REFUSED, *others]
     assert {config_of(BY_LABEL[label].build())["model_type"] for label in labels} == set(types_with_blocks())
 
 

@@ -88,6 +88,7 @@ class Study:
     needs: str = ""  # what an undecided study waits for
     on_models: bool = False  # whether it runs trained models, those of `Setting.models` too
     on_runs: bool = False  # whether it judges training runs
+    needs_data: bool = True  # whether making those runs reads files; False where the training data is drawn at random
     rows: Callable[[Any], list[Any]] | None = None  # of those, given the runs that there are (`papers.runs`)
 
 

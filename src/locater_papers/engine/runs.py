@@ -79,7 +79,7 @@ class Runs:
         whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
         self.lines[row.key] = whole
         if self.path is not None:
-            append_line(self.path, _short(whole))
+            append_line(self.path, short(whole))
 
 
 def complete(
@@ -167,12 +167,16 @@ def moments(model: str) -> dict[str, float] | None:
 
 
 def machine(plan: Plan) -> dict[str, str]:
-    """What a number may depend on besides its plan: device, versions, and the code (a hash of the package's files)."""
-    import torch
-
+    """What a number may depend on besides its plan."""
     from locater.train.recipe import device_of
 
-    kind = device_of(plan.device).type
+    return versions(device_of(plan.device).type)
+
+
+def versions(kind: str) -> dict[str, str]:
+    """The device of this kind (`cuda`, `cpu`), versions, and the code (a hash of the package's files)."""
+    import torch
+
     device = torch.cuda.get_device_name() if kind == "cuda" else kind
     known = {
         "device": device,
@@ -217,13 +221,17 @@ def _outcome(line: Mapping[str, Any]) -> str:
     return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
 
 
-def _short(x: Any) -> Any:
-    """Six digits."""
+def short(x: Any) -> Any:
+    """The same data with six digits, as lines keep it.
+
+    >>> short({"loss": [0.123456789]})
+    {'loss': [0.123457]}
+    """
     if isinstance(x, float):
         return float(f"{x:.6g}")
     if isinstance(x, Mapping):
-        return {k: _short(v) for k, v in x.items()}
-    return [_short(v) for v in x] if isinstance(x, list | tuple) else x
+        return {k: short(v) for k, v in x.items()}
+    return [short(v) for v in x] if isinstance(x, list | tuple) else x
 
 
 def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:

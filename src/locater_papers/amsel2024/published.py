@@ -1,0 +1,302 @@
+"""Encoders at the published size, d = 64: studies d (one layer), e (three layers), f (number of points) and g
+(positions).
+
+They are training runs on a GPU, kept as lines of JSON: one line for each arm, which has all of its seeds. The plan with
+its bounds is docs/results/amsel2024-plan.md. The paper trains for 100,000 or 200,000 steps on batches of 256 sets and
+shows the least loss of 5 seeds; these runs are shorter, and claims are judged by the loss of every seed on new points.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from locater.errors import LocaterError, first_line
+from locater.train.sweep import append_line
+from locater_papers.amsel2024.encoder import Encoder, trained
+from locater_papers.engine.claims import Claim, Measured, by_seed
+from locater_papers.engine.papers import Results, Setting, Study
+from locater_papers.engine.runs import Runs, short, versions
+
+WIDTH = 64
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+SETS = 1024  # points of a step and a seed: 64 sets of 16
+SHORT = "as seen after fewer steps"
+
+
+def _arm(rank: int, points: int = 16, **changes: Any) -> Encoder:
+    return Encoder(rank=rank, points=points, batch=SETS // points, **changes)
+
+
+ONE = tuple(_arm(r, copies=1, steps=12_000) for r in RANKS) + tuple(
+    _arm(r, copies=WIDTH, steps=3_000) for r in reversed(RANKS)
+)
+THREE = tuple(_arm(r, copies=WIDTH, layers=3, steps=2_500, seeds=6) for r in (64, 4, 1))
+COUNTS = tuple(
+    _arm(r, points, copies=WIDTH, layers=2, steps=1_500, seeds=6, rate=0.005) for r in (64, 1) for points in (4, 16, 64)
+)
+PLACES = tuple(
+    _arm(rank or WIDTH + positions, copies=8, layers=3, positions=positions, steps=2_000, seeds=6, rate=0.005)
+    for positions in (0, 64)
+    for rank in (0, 1)
+)
+
+# What the paper's figures show, read off the pictures: least loss of 5 seeds, by layers, copies, points and rank.
+PUBLISHED: Mapping[tuple[int, int, int], Mapping[int, float]] = {
+    (1, 1, 16): {1: 0.87, 2: 0.87, 4: 0.87, 8: 0.87, 16: 0.87, 32: 0.70, 64: 0.015},
+    (1, 64, 16): {1: 0.65, 32: 0.31, 64: 0.002},
+    (3, 64, 16): {1: 0.52, 2: 0.38, 4: 0.055, 8: 0.042, 16: 0.053, 32: 0.055, 64: 0.0008},
+    (5, 64, 16): {1: 0.42, 32: 0.014, 64: 0.002},
+    (2, 64, 4): {1: 0.02},
+    (2, 64, 16): {1: 0.63},
+    (2, 64, 64): {1: 0.81},
+    (2, 64, 256): {1: 1.16},
+}
+
+ONE_LAYER = (
+    Claim(
+        "d1", f"With d^2 parameters full rank is far better than half of it, {SHORT}",
+        "loss at rank 64 over loss at rank 32, one layer, one copy", "at most", 0.1, where="Figure 1", bound="ours",
+    ),
+    Claim(
+        "d2", f"With d^3 parameters too, {SHORT}",
+        "loss at rank 64 over loss at rank 32, one layer, 64 copies", "at most", 0.1, where="Figure 1", bound="ours",
+    ),
+    Claim(
+        "d3", f"With d^2 parameters ranks 1 to 16 are equally bad, {SHORT}",
+        "loss at rank 1, one layer, one copy", "about", 0.87, 0.05, where="Figure 1",
+    ),
+    Claim(
+        "d4", f"With d^3 parameters rank one stays bad, {SHORT}",
+        "loss at rank 1, one layer, 64 copies", "about", 0.65, 0.05, where="Figure 1",
+    ),
+    Claim(
+        "d5", f"One full-rank head beats rank one with d times its parameters, {SHORT}",
+        "loss at rank 64 with one copy less loss at rank 1 with 64 copies", "at most", 0.0, where="Figure 1",
+    ),
+    Claim(
+        "d6", f"More heads help rank one, {SHORT}",
+        "loss at rank 1, 64 copies less one copy", "at most", 0.0, where="Figure 1",
+    ),
+    Claim(
+        "d7", f"One full-rank head comes as near as published, {SHORT}",
+        "loss at rank 64, one layer, one copy", "at most", 0.015, where="Figure 1",
+    ),
+    Claim(
+        "d8", f"The W that one full-rank head learns is a multiple of -I, {SHORT}",
+        "angle of W to the identity in degrees, rank 64, one copy", "at least", 175.0, where="", bound="ours",
+    ),
+    Claim(
+        "d9", f"The W of 64 full-rank heads are near it, {SHORT}",
+        "angle of W to the identity in degrees, rank 64, 64 copies", "about", 168.0, 5.0, where="", bound="ours",
+    ),
+)  # fmt: skip
+DEPTH = (
+    Claim(
+        "e1", f"Three layers help rank one, {SHORT}",
+        "loss at rank 1, 64 copies, three layers less one layer", "at most", 0.0, where="Figure 1",
+    ),
+    Claim(
+        "e2", f"Three layers make rank 4 good, {SHORT}",
+        "loss at rank 4 over loss at rank 1, three layers, 64 copies", "at most", 0.2, where="Figure 1", bound="ours",
+    ),
+    Claim(
+        "e3", f"Full rank stays far better than rank one in three layers, {SHORT}",
+        "loss at rank 64 over loss at rank 1, three layers, 64 copies", "at most", 0.1, where="Figure 1", bound="ours",
+    ),
+)  # fmt: skip
+NUMBER = (
+    Claim(
+        "f1", f"Rank one gets worse with more points, {SHORT}",
+        "loss at rank 1, two layers, 64 copies: N = 64 less N = 4", "at least", 0.3, where="", bound="ours",
+    ),
+    Claim(
+        "f2", f"Full rank does not, {SHORT}",
+        "loss at rank 64, two layers, 64 copies, N = 64", "at most", 0.04, where="",
+    ),
+)  # fmt: skip
+POSITIONS = (
+    Claim(
+        "g1", f"Positions in channels of their own help rank one, {SHORT}",
+        "loss at rank 1, three layers, 8 copies: with positions less without", "at most", 0.0, where="",
+    ),
+    Claim(
+        "g2", f"Full rank with positions stays far better than rank one with them, {SHORT}",
+        "loss at full rank over loss at rank 1, three layers, 8 copies, positions", "at most", 0.1, where="", bound="ours",
+    ),
+)  # fmt: skip
+NEEDS = (
+    "training runs: --runs docs/results/amsel2024-runs.jsonl; `locater reproduce amsel2024 --claim d --runs FILE --jobs 1` "
+    "makes those that it lacks, on a GPU"
+)
+
+Line = Mapping[str, Any]
+
+
+def key_of(arm: Encoder) -> str:
+    return json.dumps(arm.options, sort_keys=True)
+
+
+def complete(letter: str, arms: Sequence[Encoder], runs: Runs, setting: Setting) -> None:
+    """Train the arms that have no line. One that breaks stops no other; the first of them is raised at the end."""
+    if not torch.cuda.is_available():
+        raise LocaterError("--jobs: the runs of amsel2024 at the published size need a GPU; --quick trains a small one")
+    broken: list[str] = []
+    for arm in arms:
+        if key_of(arm) in runs.lines:
+            continue
+        try:
+            result = {**trained(arm, "cuda"), **versions("cuda")}
+        except Exception as error:  # of any kind: compilers, memory
+            broken.append(f"{name_of(arm)}: {type(error).__name__}: {first_line(error)}")
+            setting.tell(broken[-1])
+            continue
+        line = short({"claim": letter, "arm": name_of(arm), "options": arm.options, **result})
+        runs.lines[key_of(arm)] = line
+        if runs.path is not None:
+            append_line(runs.path, line)
+        ends = losses_of(line)
+        outcome = f"loss {min(ends):.4f} to {max(ends):.4f}" if ends else "a seed without a finite loss"
+        setting.tell(f"{name_of(arm)}: {outcome}, {line['seconds']:.0f} s")
+    if broken:
+        raise LocaterError(f"{len(broken)} arms broke and can be run again, the first: {broken[0]}")
+
+
+def name_of(arm: Encoder) -> str:
+    """In words, for a line of progress.
+
+    >>> name_of(_arm(1, 4, copies=64, layers=2))
+    '2 layers, 4096 heads of rank 1, N = 4'
+    """
+    layers = "1 layer" if arm.layers == 1 else f"{arm.layers} layers"
+    positions = ", positions" * bool(arm.positions)
+    return f"{layers}, {arm.heads} heads of rank {arm.rank}, N = {arm.points}{positions}"
+
+
+def losses_of(line: Line | None) -> list[float] | None:
+    """By seed; None where a seed has none."""
+    values = None if line is None else [math.nan if x is None else float(x) for x in line["loss"]]
+    return values if values and all(map(math.isfinite, values)) else None
+
+
+def compared(a: list[float] | None, b: list[float] | None, how: Callable[[float, float], float]) -> Measured | None:
+    """By the seeds that both have."""
+    return None if a is None or b is None else by_seed([how(x, y) for x, y in zip(a, b, strict=False)])
+
+
+def less(x: float, y: float) -> float:
+    return x - y
+
+
+def over(x: float, y: float) -> float:
+    return x / y
+
+
+def level(values: Sequence[float] | None) -> Measured | None:
+    return None if values is None else by_seed(values)
+
+
+def rows_of(arms: Sequence[Encoder], runs: Runs) -> list[dict[str, Any]]:
+    """What a page shows of each arm that has been trained: losses, what was published, cost, W of the first layer."""
+    rows = []
+    for arm in arms:
+        line = runs.lines.get(key_of(arm))
+        if line is None:
+            continue
+        losses = losses_of(line)
+        published = PUBLISHED.get((arm.layers, arm.copies, arm.points), {}) if not arm.positions else {}
+        means = {name: None if None in values else sum(values) / len(values) for name, values in line["heads"].items()}
+        rows.append(
+            {
+                **{name: arm.options[name] for name in ("layers", "copies", "points", "rank", "positions", "steps")},
+                "seeds": arm.seeds,
+                "heads": arm.heads,
+                "losses": losses,
+                "mean": sum(losses) / len(losses) if losses else None,
+                "least": min(losses) if losses else None,
+                "published": published.get(arm.rank),
+                "milliseconds": 1000 * line["seconds"] / arm.steps,
+                **means,
+                "curve": line["curve"],
+                "device": line["device"],
+            }
+        )
+    return rows
+
+
+def one_layer(runs: Runs) -> Results:
+    def line(rank: int, copies: int) -> Line | None:
+        (arm,) = (x for x in ONE if (x.rank, x.copies) == (rank, copies))
+        return runs.lines.get(key_of(arm))
+
+    def loss(rank: int, copies: int) -> list[float] | None:
+        return losses_of(line(rank, copies))
+
+    def angle(copies: int) -> Measured | None:
+        of = line(WIDTH, copies)
+        return None if of is None or None in of["heads"]["angle"] else by_seed(of["heads"]["angle"])
+
+    measured = {
+        "d1": compared(loss(64, 1), loss(32, 1), over),
+        "d2": compared(loss(64, 64), loss(32, 64), over),
+        "d3": level(loss(1, 1)),
+        "d4": level(loss(1, 64)),
+        "d5": compared(loss(64, 1), loss(1, 64), less),
+        "d6": compared(loss(1, 64), loss(1, 1), less),
+        "d7": level(loss(64, 1)),
+        "d8": angle(1),
+        "d9": angle(64),
+    }
+    return Results(measured, {"one_layer": rows_of(ONE, runs)})
+
+
+def depth(runs: Runs) -> Results:
+    three = {arm.rank: losses_of(runs.lines.get(key_of(arm))) for arm in THREE}
+    (one,) = (losses_of(runs.lines.get(key_of(x))) for x in ONE if (x.rank, x.copies) == (1, WIDTH))
+    measured = {
+        "e1": compared(three[1], one, less),
+        "e2": compared(three[4], three[1], over),
+        "e3": compared(three[64], three[1], over),
+    }
+    return Results(measured, {"three_layers": rows_of(THREE, runs)})
+
+
+def number(runs: Runs) -> Results:
+    of = {(arm.rank, arm.points): losses_of(runs.lines.get(key_of(arm))) for arm in COUNTS}
+    measured = {"f1": compared(of[1, 64], of[1, 4], less), "f2": level(of[64, 64])}
+    return Results(measured, {"points": rows_of(COUNTS, runs)})
+
+
+def positions(runs: Runs) -> Results:
+    of = {(arm.rank == 1, arm.positions > 0): losses_of(runs.lines.get(key_of(arm))) for arm in PLACES}
+    measured = {
+        "g1": compared(of[True, True], of[True, False], less),
+        "g2": compared(of[False, True], of[True, True], over),
+    }
+    return Results(measured, {"positions": rows_of(PLACES, runs)})
+
+
+def _study(title: str, claims: tuple[Claim, ...], arms: Sequence[Encoder], judge: Callable[[Runs], Results]) -> Study:
+    def measure(setting: Setting) -> Results:
+        if setting.runs is None:
+            return Results({})
+        runs = Runs(setting.runs, setting.more_runs)
+        if setting.jobs:
+            complete(claims[0].id[0], arms, runs, setting)
+        results = judge(runs)
+        tables = {name: rows for name, rows in results.tables.items() if rows}
+        return Results(results.measured, tables)
+
+    return Study(title, claims, measure, NEEDS, on_runs=True, needs_data=False)
+
+
+STUDIES = (
+    _study("one layer at the published size", ONE_LAYER, ONE, one_layer),
+    _study("three layers", DEPTH, THREE, depth),
+    _study("number of points", NUMBER, COUNTS, number),
+    _study("positions", POSITIONS, PLACES, positions),
+)
