@@ -16,10 +16,12 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.control import LocAteR
     from locater.families import AttentionLayer, Block, Family, attention_layers, register
     from locater.monitor import Monitor
-    from locater.observing import Observation, observe, statistics
+    from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
     from locater.spectrum import Moments, moments
     from locater.verbs.comparing import Comparison, compare
+    from locater.verbs.explain_result import Explanations
+    from locater.verbs.explaining import explanations
     from locater.verbs.probe_result import Probe
     from locater.verbs.probing import probe
     from locater.verbs.scan_result import HeadRow, Scan
@@ -29,6 +31,7 @@ __all__ = [
     "AttentionLayer",
     "Block",
     "Comparison",
+    "Explanations",
     "Family",
     "HeadRow",
     "LocAteR",
@@ -42,9 +45,11 @@ __all__ = [
     "__version__",
     "attention",
     "attention_layers",
+    "attention_pattern",
     "compare",
     "control",
     "explain",
+    "explanations",
     "families",
     "integrations",
     "kernels",
@@ -64,10 +69,12 @@ _NAMES = {  # module: what it gives to the package
     "control": ("LocAteR",),
     "families": ("AttentionLayer", "Block", "Family", "attention_layers", "register"),
     "monitor": ("Monitor",),
-    "observing": ("Observation", "observe", "statistics"),
+    "observing": ("Observation", "attention_pattern", "observe", "statistics"),
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),
     "verbs.comparing": ("Comparison", "compare"),
+    "verbs.explain_result": ("Explanations",),
+    "verbs.explaining": ("explanations",),
     "verbs.probe_result": ("Probe",),
     "verbs.probing": ("probe",),
     "verbs.scan_result": ("HeadRow", "Scan"),

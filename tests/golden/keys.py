@@ -36,7 +36,7 @@ CHANGED: dict[str, dict[str, object]] = {
 
 # Keys that were added on purpose: {"scan": ("assumptions.device",)}. Any other additional key fails.
 NEW: dict[str, tuple[str, ...]] = {
-    "names": ("public.Block", "public.Family"),
+    "names": ("public.Block", "public.Family", "public.Explanations", "public.explanations", "commands.explain"),
     "train": ("result.plan.deterministic",),  # of no effect on a CPU
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class Call:
 
     `output` (B, T, H, V) is the result of attention before the output map, head by head; or (B, T, E) after that map,
     where heads cannot be told apart. `cut` marks sequences whose first key is no longer in a sliding-window cache.
+    `weights` computes the map of a mechanism that is no softmax of the terms, for some query heads or for all (None).
     """
 
     query: Float[Tensor, "B H T D"]
@@ -33,6 +36,13 @@ class Call:
     terms: Terms
     output: Float[Tensor, "B T H V"] | Float[Tensor, "B T E"] | None = None
     cut: Bool[Tensor, " B"] | None = None
+    mechanism: str = "softmax"  # the name of a mechanism by which `weights` attends
+    weights: Callable[[Tensor | None], Tensor] | None = None
+
+    @property
+    def why_unmeasurable(self) -> str | None:
+        """Why statistics of its rows cannot be taken, in a line; None where they can."""
+        return None if self.weights is None else why_unmeasurable(self.mechanism)
 
     def with_terms(self, **changes: Any) -> Call:
         """The same with some fields of the terms replaced."""
@@ -62,9 +72,11 @@ def from_interface(
 ) -> Call:
     """The call that transformers makes of its attention function called `name`, without gradients.
 
-    `kw["mechanism"]` names the mechanism where it is no plain softmax.
+    `kw["mechanism"]` names the mechanism where it is no plain softmax. Where it is none at all, `kw["weights"]` makes
+    its map from queries, keys and the query heads to take (None: all).
     """
     queries, keys = query.shape[2], key.shape[2]
+    mechanism = kw.get("mechanism")
     written_out = mask is not None and (not isinstance(mask, Tensor) or mask.ndim == 4)  # has causality and window
     causal, window = (False, None) if written_out else _implied(module, queries, keys, kw)
     cut, bias, sinks = _cut(query, key, kw), kw.get("position_bias"), kw.get("s_aux")
@@ -77,8 +89,11 @@ def from_interface(
         bias=None if bias is None else bias.detach(),
         sinks=None if sinks is None else sinks.detach(),
     )
-    if kw.get("mechanism") is not None:
-        terms = _as_softmax(terms, query, kw["mechanism"], kw.get("cap") or DEFAULT_CAP)
+    if mechanism is not None:
+        if why_unmeasurable(mechanism) is not None:
+            weights = partial(kw["weights"], query.detach(), key.detach())
+            return Call(query.detach(), key.detach(), terms, output.detach(), cut, mechanism, weights)
+        terms = _as_softmax(terms, query, mechanism, kw.get("cap") or DEFAULT_CAP)
     if isinstance(mask, Tensor):
         terms = with_mask(terms, mask[..., :keys] if written_out else mask, keys)
     elif mask is not None:
@@ -99,10 +114,7 @@ def scale_of(module: nn.Module, query: Tensor, kw: dict[str, Any]) -> float:
 
 
 def _as_softmax(terms: Terms, query: Tensor, name: str, cap: float) -> Terms:
-    """The terms by which a mechanism is a softmax: with a cap, or with a sink. Refuses mechanisms that are none."""
-    reason = why_unmeasurable(name)
-    if reason is not None:
-        raise LocaterError(reason)
+    """The terms by which a mechanism is a softmax: with a cap, or with a sink."""
     if name in ("softmax", "learned_sink"):  # the sinks came with the call
         return terms
     if (terms.sinks if name == "softmax_plus_one" else terms.softcap) is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.attention.call import Call, from_interface, scale_of
+from locater.errors import LocaterError
 
 CHANGES = "_locater_changes"  # in the module's __dict__, as sites are
 
@@ -41,6 +42,8 @@ class AttentionRequest:
     def call(self) -> Call:
         """The request as a call, with gradients."""
         call = from_interface(self.module, self.name, self.query, self.key, self.mask, self.kw, self.query)
+        if call.why_unmeasurable is not None:
+            raise LocaterError(call.why_unmeasurable)
         terms, bias, sinks = call.terms, self.kw.get("position_bias"), self.kw.get("s_aux")
         if terms.bias is not None and bias is not None:
             terms = replace(terms, bias=bias[..., : terms.bias.shape[-1]])

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from locater.attention.call import Call
+from locater.errors import LocaterError
 
 # the attribute with the listeners of a module; in its __dict__, so neither DDP nor state_dict knows of it
 KEY = "_locater_sites"
@@ -65,6 +66,17 @@ def described(sites: Sequence[Listener], how: Callable[..., Call], *args: Any) -
             raise
         missed.append(error)
         return None
+
+
+def is_measured(site: Listener, call: Call) -> bool:
+    """Whether statistics of a call can be taken. Raises where not, unless the listener leaves such calls out."""
+    reason = call.why_unmeasurable
+    if reason is None:
+        return True
+    if not site.switch.lenient:
+        raise LocaterError(reason)
+    missed.append(LocaterError(reason))
+    return False
 
 
 def enter(site: Listener) -> None:

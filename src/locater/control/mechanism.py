@@ -110,8 +110,10 @@ class _Replaced(ForwardChange):
 
     def __call__(self, request: AttentionRequest) -> AttentionRequest:
         prescale = self.heads.scale / request.scale
-        attend = partial(_attend, mechanism(self.mechanism), self.heads.causal, prescale, request.name)
-        return replace(request, kw={**request.kw, "mechanism": self.mechanism}, attend=attend)
+        new = mechanism(self.mechanism)
+        weights = partial(_weights, new, self.heads.causal, prescale, request)
+        kw = {**request.kw, "mechanism": self.mechanism, "weights": weights}
+        return replace(request, kw=kw, attend=partial(_attend, new, self.heads.causal, prescale, request.name))
 
 
 def _attend(
@@ -127,6 +129,7 @@ def _attend(
     *args: Any,
     dropout: float = 0.0,
     mechanism: str = "",
+    weights: Any = None,
     **kw: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """In the place of the attention function called `name`. The model has multiplied its queries by `prescale`."""
@@ -135,20 +138,44 @@ def _attend(
             f"{new.name} attention has no dropout of weights, and {type(module).__name__} has {dropout}: "
             "set the model's attention dropout to 0"
         )
-    call = AttentionRequest(module, name, _attend, query, key, mask, kw).call()
-    key, value, scale = call.key, value[:, :, : call.key.shape[2]], call.terms.scale
-    has_own_scale = new.cost == "linear"
-    if has_own_scale and abs(prescale - 1) > 1e-6:
-        query = query / prescale
-    options: dict[str, Any] = {**_masking(call, new, causal), "scale": None if has_own_scale else scale}
+    request = AttentionRequest(module, name, _attend, query, key, mask, kw)
+    query, key, options = _operands(new, causal, prescale, request)
+    value = value[:, :, : key.shape[2]]
     device = query.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         out = new(query, key, value, **options).to(value.dtype)
-        weights = None
+        maps = None
         if name == "eager":  # eager attention returns its maps
             with torch.no_grad():
-                weights = new.map(query, key, **options).to(query.dtype)
-    return out.transpose(1, 2).contiguous(), weights
+                maps = new.map(query, key, **options).to(query.dtype)
+    return out.transpose(1, 2).contiguous(), maps
+
+
+def _operands(
+    new: Mechanism, causal: bool, prescale: float, request: AttentionRequest
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Queries, keys and arguments of a mechanism for a call that the model makes."""
+    call, query = request.call(), request.query
+    has_own_scale = new.cost == "linear"
+    if has_own_scale and abs(prescale - 1) > 1e-6:
+        query = query / prescale
+    return query, call.key, {**_masking(call, new, causal), "scale": None if has_own_scale else call.terms.scale}
+
+
+def _weights(
+    new: Mechanism,
+    causal: bool,
+    prescale: float,
+    request: AttentionRequest,
+    query: Tensor,
+    key: Tensor,
+    heads: Tensor | None,
+) -> Tensor:
+    """The map (B, H, T, S) of the same call, of all query heads or of some."""
+    plain = {name: value for name, value in request.kw.items() if name not in ("mechanism", "weights")}
+    query, key, options = _operands(new, causal, prescale, replace(request, query=query, key=key, kw=plain))
+    maps = new.map(query, key, **options)
+    return maps if heads is None else maps[:, heads]
 
 
 def _masking(call: Call, new: Mechanism, causal: bool) -> dict[str, Any]:

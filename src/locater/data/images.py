@@ -41,6 +41,14 @@ def image_batches(model: nn.Module, path: str | Path, count: int = 64, batch: in
     return [{"pixel_values": part} for part in ((pixels - mean) / spread).split(batch)]
 
 
+def shown_pixels(model: nn.Module, pixels: Tensor) -> Tensor:
+    """A picture (C, H, W) as it was before it was normalised for the model: (H, W, 3), whole numbers 0 to 255."""
+    mean, spread = (torch.tensor(x, dtype=torch.float32).view(-1, 1, 1) for x in _mean_and_spread(model))
+    colours = (pixels * spread + mean).clamp(0, 1)
+    colours = colours if len(colours) == 3 else colours[:1].expand(3, -1, -1)
+    return (colours * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+
+
 def _read(path: str | Path, count: int) -> list[Tensor]:
     """Images (C, H, W) between 0 and 1."""
     path = Path(path)

@@ -195,16 +195,35 @@ def _cut(ids: tuple[list[int], list[int], list[int]], length: int, tokens: int, 
     return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(batch)]
 
 
+def positions_of(model: Any) -> int | None:
+    """The longest sequence that a model has positions for; None where its configuration names none."""
+    config = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
+    if most and getattr(config, "model_type", "") in OFFSET:
+        most -= (getattr(config, "pad_token_id", None) or 0) + 1
+    return most or None
+
+
+def check_ids(model: Any, ids: Tensor) -> None:
+    """Refuse token ids that the model's vocabulary does not have."""
+    config = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rows = getattr(text_config, "vocab_size", None)
+    low, high = int(ids.min()), int(ids.max())
+    if rows and (low < 0 or high >= rows):
+        wrong = low if low < 0 else high
+        raise LocaterError(
+            f"token id {wrong} is beyond the model's vocabulary of {rows}: is this the model's own tokenizer?"
+        )
+
+
 def _checked(model: Any, batches: list[Batch]) -> list[Batch]:
     """Refuse batches on which the model would fail later and less clearly; give encoder-decoders their decoder ids."""
     config = getattr(model, "config", None)
     if config is None:
         return batches
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
-    if most and getattr(config, "model_type", "") in OFFSET:
-        most -= (config.pad_token_id or 0) + 1
-    rows = getattr(text_config, "vocab_size", None)
+    most = positions_of(model)
     for batch in batches:
         ids = batch.get("input_ids")
         if ids is None:
@@ -218,12 +237,7 @@ def _checked(model: Any, batches: list[Batch]) -> list[Batch]:
             raise LocaterError(
                 f"sequences of {ids.shape[1]} tokens, but the model has {most} positions: use length={most} or less"
             )
-        low, high = int(ids.min()), int(ids.max())
-        if rows and (low < 0 or high >= rows):
-            wrong = low if low < 0 else high
-            raise LocaterError(
-                f"token id {wrong} is beyond the model's vocabulary of {rows}: is this the model's own tokenizer?"
-            )
+        check_ids(model, ids)
         decoder_inputs = {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & batch.keys()
         if getattr(config, "is_encoder_decoder", False) and not decoder_inputs:
             batch["decoder_input_ids"] = ids

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention.call import Call
@@ -25,6 +24,7 @@ from locater.families.layer import Projection
 from locater.families.normed import NormedProjection
 from locater.families.record import Part
 from locater.numerics import upcast
+from locater.observing.map_of_heads import attention_maps
 
 Mlp = Literal["source", "linear"]
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
@@ -170,21 +170,6 @@ class Freezer:
         weight = weights.read(f"{path}.weight").detach().to(like)
         bias = _like(optional(weights, f"{path}.bias"), like)
         return weight.mT if self.recording.block.transposed else weight, bias
-
-
-def attention_maps(call: Call) -> Float[Tensor, "B H T S"]:
-    """The weights of a call, computed again from its queries, keys and masks. A row that sees no key is zero; with
-    sinks a row sums to less than 1.
-    """
-    q, k = upcast(call.query), upcast(call.key)
-    (B, H, T, _), S = q.shape, k.shape[2]
-    terms = call.terms.checked(B, H, T, S)
-    logits = terms.logits(q, k.repeat_interleave(H // k.shape[1], 1), slice(0, T), T)
-    hidden = ~terms.visible(slice(0, T), T, S, q.device) | (logits == -torch.inf)
-    logits = logits.masked_fill(hidden, -torch.inf)
-    if terms.sinks is not None:
-        logits = torch.cat([logits, terms.sinks.to(logits).view(-1, 1, 1).expand(B, H, T, 1)], -1)
-    return logits.softmax(-1)[..., :S].masked_fill(hidden, 0.0)
 
 
 def _eps(module: Any, path: str, x: Tensor) -> float:

@@ -10,6 +10,7 @@ Axes in comments: B sequences, T tokens, d channels, H heads.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,6 +38,7 @@ def fused(
     stream: Tensor | None = None,
     s_aux: Tensor | None = None,
     cap: float | None = None,
+    weights: Any = None,
 ) -> tuple[Tensor, None]:
     """PyTorch's attention, or the module's own mechanism at its own scale; called like an attention function of
     transformers.
@@ -56,6 +58,19 @@ def attended(module: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, cau
         stream = None if x is None else x.to(module.q_proj.weight.dtype)
         out: Tensor = module.mechanism(q, k, v, stream, causal=causal)
         return out.to(v.dtype)
+
+
+def attention_weights(
+    module: Any, x: Tensor | None, causal: bool, q: Tensor, k: Tensor, heads: Tensor | None
+) -> Tensor:
+    """The map (B, H, T, S) by which `attended` weighs values, of all query heads or of some."""
+    if module.mechanism is not None:
+        stream = None if x is None else x.to(module.q_proj.weight.dtype)
+        maps: Tensor = module.mechanism.map(q, k, stream, causal=causal)
+        return maps if heads is None else maps[:, heads]
+    if heads is not None:
+        q, k = q[:, heads], k[:, heads // module.num_key_value_groups]
+    return mechanism(module.attention).map(q, k, causal=causal)
 
 
 # The name of the table of attention functions in transformers: `observe`, `Monitor` and some controls act on calls that
@@ -94,7 +109,9 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         other: dict[str, Any] = {}
         if self.attention != "softmax":
-            other = {"mechanism": self.attention, "stream": None if self.mechanism is None else x}
+            stream = None if self.mechanism is None else x
+            other = {"mechanism": self.attention, "stream": stream}
+            other["weights"] = partial(attention_weights, self, stream, self.causal)
         if self.attention == "learned_sink":
             other["s_aux"] = self.mechanism.sinks  # type: ignore[union-attr]
         if self.attention == "softcap" and self.mechanism is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.data.text import Batch
+from locater.errors import LocaterError, first_line
 from locater.observing.stream import time_first
 
 MEMORY = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
@@ -78,8 +79,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = was
 
 
-def run(model: nn.Module, batch: Batch) -> Any:
-    """One forward pass without gradients, on the model's device. Of a model with a text and an image tower, the tower
+def run(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
+    """One forward pass in evaluation mode, on the model's device. Of a model with a text and an image tower, the tower
     that the batch is for.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -87,5 +88,26 @@ def run(model: nn.Module, batch: Batch) -> Any:
     towers = [method for name, method in TOWERS.items() if name in arguments]
     two = all(hasattr(model, method) for method in TOWERS.values())
     forward = getattr(model, towers[0]) if two and len(towers) == 1 else model
-    with quiet(model):
+    with quiet(model), torch.set_grad_enabled(gradients):
         return forward(**arguments)
+
+
+def as_keywords(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> dict[str, Any]:
+    """Inputs as keywords of a model; a tensor is its first argument."""
+    if isinstance(inputs, Tensor):
+        return {next(iter(inspect.signature(model.forward).parameters)): inputs}
+    if not isinstance(inputs, Mapping):
+        raise LocaterError(
+            f"inputs are a {type(inputs).__name__}: give token ids as a tensor, or the keywords that the model takes"
+        )
+    return dict(inputs)
+
+
+def run_checked(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
+    """`run`, with one line about inputs that the model does not take."""
+    try:
+        return run(model, batch, gradients)
+    except LocaterError:
+        raise
+    except Exception as error:
+        raise LocaterError(f"{type(model).__name__}: does not run on these inputs ({first_line(error)})") from error

@@ -10,16 +10,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from locater.attention import interface
-from locater.attention.listeners import Switch, enter, leave
-from locater.attention.stand_ins import instead, through
+from locater.attention.listeners import Switch
+from locater.attention.stand_ins import instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import attention_layers
-from locater.families.listening import put_tap, refuse_unobservable
+from locater.families.listening import refuse_unobservable
 from locater.families.registry import family_of
+from locater.observing.choosing import Choice, chosen, chosen_heads
+from locater.observing.hearing import heard
+from locater.observing.map_of_heads import pattern_sites
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
 from locater.observing.site import Site, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
@@ -27,8 +30,6 @@ from locater.observing.tally import StatisticsOptions
 
 if TYPE_CHECKING:
     import pandas
-
-Choice = int | Sequence[int] | None
 
 
 def observe(
@@ -42,13 +43,15 @@ def observe(
     outputs: bool = False,
     hidden: bool = False,
     offsets: Sequence[int | tuple[int, int]] = (),
+    patterns: Sequence[tuple[int, int]] = (),
 ) -> Observation:
-    """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built.
+    """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built but `patterns`.
 
     `every` observes one forward pass in that many. `layers` and `heads` are indices, or a count of evenly spaced ones;
     `rows` is how many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks
     and singular values of head outputs, `hidden` measures of the stream between blocks, and `offsets` the weight on the
-    key that many tokens before (a pair adds the first row to count).
+    key that many tokens before (a pair adds the first row to count). `patterns` are the (layer, head) whose maps
+    `seen.pattern(layer, head)` returns: those of the last pass.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -63,7 +66,8 @@ def observe(
     if every < 1:
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
-    return Observation(model, StatisticsOptions(rows or 0, rest, tuple(pairs), outputs), layers, heads, every, hidden)
+    options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs)
+    return Observation(model, options, layers, heads, every, hidden, patterns=patterns)
 
 
 class Observation:
@@ -78,6 +82,7 @@ class Observation:
         every: int = 1,
         hidden: bool = False,
         lenient: bool = False,
+        patterns: Sequence[tuple[int, int]] = (),
     ) -> None:
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise LocaterError(
@@ -88,6 +93,7 @@ class Observation:
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
         self.sites = _sites(model, options, layers, heads, self.switch)
+        self.pattern_sites = pattern_sites(model, patterns, self.switch)
         self._modules = {id(site.module) for site in self.sites}
         self.streams = (
             streams(model, [name for name, module in model.named_modules() if id(module) in self._modules])
@@ -102,16 +108,7 @@ class Observation:
         if self._open is not None:
             raise LocaterError("this observation is already under way: make another with observe(model)")
         with ExitStack() as stack:
-            interface.install()
-            stack.callback(interface.remove)
-            family = family_of(self.model)
-            for site in self.sites:
-                enter(site)
-                stack.callback(leave, site)
-                for undo in put_tap(site.module, family):
-                    stack.callback(undo)
-            for part in _compiled(self.model):
-                stack.callback(instead(part, "forward", through))
+            stack.enter_context(heard(self.model, [*self.sites, *self.pattern_sites]))
             padding = Padding()
             for undo in listen(self.streams, padding, self.switch):
                 stack.callback(undo)
@@ -157,6 +154,18 @@ class Observation:
     def layers(self) -> list[SeenLayer]:
         """The stream before the first block and after each, where `hidden=True`."""
         return [row for row in (point.row() for point in self.streams) if row is not None]
+
+    def pattern(self, layer: int, head: int) -> Float[Tensor, "B T S"]:
+        """The attention map of one head in the last observed call: one of `observe(model, patterns=[(layer, head)])`.
+
+        float32 at least. A row that sees no key is zero; with sinks a row sums to less than 1.
+        """
+        for site in self.pattern_sites:
+            if site.number == layer and head in site.heads:
+                return site.map_of(head)
+        raise LocaterError(
+            f"the pattern of layer {layer}, head {head} was not kept: observe(model, patterns=[({layer}, {head})])"
+        )
 
     @property
     def silent(self) -> list[str]:
@@ -223,39 +232,14 @@ def _passing(
     return forward(*args, **kw)
 
 
-def _compiled(model: nn.Module) -> list[nn.Module]:
-    """Parts that may be compiled already. Their graphs are guarded on `forward`, but not on a new entry in the table of
-    attention functions.
-    """
-    parts = [
-        getattr(part, "_orig_mod", part if part._compiled_call_impl is not None else None) for part in model.modules()
-    ]
-    return [part for part in parts if isinstance(part, nn.Module)]
-
-
 def _sites(model: nn.Module, options: StatisticsOptions, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
     weights, family = ModuleWeights(model), family_of(model)
     sites = []
-    for number, layer in _chosen(list(enumerate(attention_layers(model))), layers, "layers"):
+    for number, layer in chosen(list(enumerate(attention_layers(model))), layers, "layers"):
         module = weights.submodule(layer.name)
         refuse_unobservable(module, family, layer.name)
-        picked = [head for head, _ in _chosen(list(enumerate(range(layer.heads))), heads, "heads")]
+        picked = chosen_heads(layer, heads)
         sites.append(
             Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, options, layer)
         )
     return sites
-
-
-def _chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tuple[int, Any]]:
-    """All of them, a count of evenly spaced ones, or those with the given indices."""
-    if choice is None:
-        return items
-    if isinstance(choice, int):
-        if choice < 1:
-            raise LocaterError(f"{name}={choice}: at least 1, or None for all")
-        count = min(choice, len(items))
-        return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
-    wrong = [i for i in choice if not 0 <= i < len(items)]
-    if wrong or not choice:
-        raise LocaterError(f"{name}={list(choice)}: there are {len(items)}, numbered from 0")
-    return [items[i] for i in sorted(set(choice))]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call
-from locater.attention.listeners import Switch
+from locater.attention.listeners import Switch, is_measured
 from locater.observing.tally import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tally, wide
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Site:
 
     def see(self, call: Call) -> None:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
-        tally(call, self.totals, self.options, self.kind == "self", self.picked, self.switch.lenient)
+        if is_measured(self, call):
+            tally(call, self.totals, self.options, self.kind == "self", self.picked, self.switch.lenient)
 
 
 def clear(sites: Sequence[Site]) -> None:

@@ -114,7 +114,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Medians of both, then the heads that changed most."""
     a, b = comparison.a, comparison.b
     columns: dict[str, Read] = {**SCAN, "stable rank": lambda row: row.stable_rank}
-    table = _empty("medians over heads", ("", "A", "B"))
+    table = empty_table("medians over heads", ("", "A", "B"))
     for name, read in columns.items():
         table.add_row(name, *(number(known_median(read(row) for row in scan.rows)) for scan in (a, b)))
     console.print(table)
@@ -175,8 +175,8 @@ def _line_table(title: str, names: list[str], lines: Sequence[Line], width: int)
     cells = {"layer": [str(at[0]) for at, *_ in lines], "head": [str(at[1]) for at, *_ in lines]}
     cells |= {name: [numbers[i] for _, numbers, _, _ in lines] for i, name in enumerate(names)}
     longest = max(len(word) for _, _, faults, notes in lines for word in ("flags", *faults, *notes))
-    shown = _fitting(cells, ("layer", "head"), width - longest - GAP)
-    table = _empty(title, shown)
+    shown = fitting(cells, ("layer", "head"), width - longest - GAP)
+    table = empty_table(title, shown)
     table.add_column("flags", overflow="fold")
     for i, (_, _, faults, notes) in enumerate(lines):
         flags = Text(" ".join(faults)).append(" " * bool(faults and notes)).append(" ".join(notes), style="dim")
@@ -215,8 +215,8 @@ def _print_residuals(probe: Probe, console: Console) -> None:
 def _with_names(title: str, cells: dict[str, list[str]], always: Sequence[str], names: list[str], width: int) -> Table:
     """A line per layer, with its name where there is room."""
     room = min(24, max((len(name) for name in names), default=0)) + GAP if width >= NAMES_FROM else 0
-    shown = _fitting(cells, always, width - room)
-    table = _empty(title, shown)
+    shown = fitting(cells, always, width - room)
+    table = empty_table(title, shown)
     if room:
         table.add_column("name", overflow="fold")
     for i, name in enumerate(names):
@@ -224,7 +224,7 @@ def _with_names(title: str, cells: dict[str, list[str]], always: Sequence[str], 
     return table
 
 
-def _fitting(cells: Mapping[str, Sequence[str]], always: Collection[str], width: int) -> list[str]:
+def fitting(cells: Mapping[str, Sequence[str]], always: Collection[str], width: int) -> list[str]:
     """The columns that fit, in their order: those in `always`, then others from the left while there is room."""
     wide = {name: max(len(text) for text in (name, *column)) + GAP for name, column in cells.items()}
     left = width + GAP - sum(wide[name] for name in always)
@@ -236,7 +236,7 @@ def _fitting(cells: Mapping[str, Sequence[str]], always: Collection[str], width:
     return [name for name in cells if name in shown]
 
 
-def _empty(title: str, names: Sequence[str]) -> Table:
+def empty_table(title: str, names: Sequence[str]) -> Table:
     table = Table(
         title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
     )

@@ -1,0 +1,110 @@
+"""`locater explain`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from locater.cli.options import JsonPath, ReportPath
+from locater.cli.output import deliver
+from locater.cli.shell import check_writable, show_progress
+from locater.errors import LocaterError
+
+HELP = "Explain one output of a model: how much each token counts for it, through which heads."
+EXAMPLES = (
+    'locater explain path/to/model --text "Once upon a" --report page.html',
+    'locater explain path/to/model --text "Paris is in" --target " France" --method relevance,rollout',
+    "locater explain path/to/vit --image cat.png --report page.html",
+)
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder as save_pretrained writes it, or a hub id.")],
+    text: Annotated[
+        str | None, typer.Option(metavar="PROMPT", help="The prompt itself; - reads it from standard input.")
+    ] = None,
+    text_file: Annotated[str | None, typer.Option(metavar="FILE", help="The prompt from a file.")] = None,
+    decoder_text: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="What the decoder of an encoder-decoder has written so far."),
+    ] = None,
+    image: Annotated[str | None, typer.Option(metavar="PATH", help="A picture, for vision models.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="Token of the vocabulary or class to explain: its text, or its number (digits alone are a number). "
+            "Default: the model's first choice.",
+        ),
+    ] = None,
+    position: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Output token to explain, from 0. Default: the first [MASK], or the last one."),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Method, or several with commas; may be repeated. Default: a few that apply."
+        ),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(metavar="L.H,...", help="Heads whose patterns the page shows, where there is no room for all."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder of the tokenizer, if the model's folder has none.")
+    ] = None,
+    json: JsonPath = None,
+    matrices: Annotated[
+        bool, typer.Option("--matrices", help="Include token-by-token matrices and head patterns in the JSON.")
+    ] = False,
+    report: ReportPath = None,
+) -> None:
+    from locater.processor import avoid_broken_amx
+    from locater.report.explain_terminal import print_explanations
+    from locater.verbs.explaining import explanations
+
+    check_writable(json, report)
+    prompt = _prompt(text, text_file)
+    avoid_broken_amx()
+    result = explanations(
+        model,
+        prompt,
+        image=image,
+        decoder_text=decoder_text,
+        target=target,
+        position=position,
+        methods=None if method is None else [name for part in method for name in part.split(",") if name],
+        heads=None if heads is None else _heads(heads),
+        tokenizer=tokenizer,
+        progress=partial(show_progress, label="explaining"),
+    )
+    if report is not None:
+        result.report(report)
+    document = result.document(matrices)
+    deliver(document, result.source, lambda console: print_explanations(result, console), json, report)
+
+
+def _prompt(text: str | None, file: str | None) -> str | None:
+    if text is not None and file is not None:
+        raise LocaterError("--text and --text-file exclude each other: give one")
+    if file is not None:
+        from locater.data.text import read_text
+
+        return read_text(Path(file))
+    return sys.stdin.read() if text == "-" else text
+
+
+def _heads(text: str) -> list[tuple[int, int]]:
+    """`3.1,4.0` as (layer, head)."""
+    pairs = []
+    for part in text.split(","):
+        layer, dot, head = part.strip().partition(".")
+        if not (dot and layer.isdigit() and head.isdigit()):
+            raise LocaterError(f"--heads {text!r}: write layer.head, such as 3.1,4.0")
+        pairs.append((int(layer), int(head)))
+    return pairs

@@ -1,0 +1,232 @@
+"""Methods that follow attention maps from layer to layer: relevance with gradients, and rollout without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from locater.attention import mechanism
+from locater.errors import LocaterError
+from locater.explain.attention_record import RecordedRun, recorded_run
+from locater.explain.explanation import Explanation
+from locater.explain.relevance_rules import RelevanceMatrices
+from locater.explain.streams import StreamsOf, StreamStep, ends_of, main_stream, read_rows, sizes_of, steps_of
+from locater.explain.targets import Target, TargetChoice, choose_target
+
+Inputs = Mapping[str, Any] | Tensor
+
+
+def relevance(
+    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
+) -> Explanation:
+    """Attention maps weighted by their gradients, carried through all layers (Chefer, Gur and Wolf 2021).
+
+    Works for one stack (decoders, BERT, ViT), encoder and decoder (T5, BART, Whisper), two towers (CLIP) and two
+    streams with cross-attention, under any attention backend. Scores are the row of the token that the target reads,
+    without the 1 that this token has from itself; the mean of the rows where it reads several. `streams` names the
+    streams of layers by patterns of their names, where paths do not tell them.
+
+    >>> from locater.train import Shape, Transformer
+    >>> _ = torch.manual_seed(0)
+    >>> model = Transformer(Shape(vocabulary=16, layers=2, width=16, heads=2, kv_heads=2, hidden=16), scale=0.3)
+    >>> why = relevance(model, torch.arange(6)[None], target=3)
+    >>> why.scores.shape, why.matrix.shape, bool((why.scores >= 0).all())
+    (torch.Size([6]), torch.Size([6, 6]), True)
+    """
+    run = recorded_run(model, inputs, gradients=True)
+    run.check_values("relevance")
+    chosen = choose_target(run.output, target)
+    steps = steps_of(run.events, streams)
+    slopes = slopes_of(run, chosen, steps)
+    matrices = RelevanceMatrices(sizes_of(steps), like=_like(steps))
+    crossings: list[tuple[str, str, Tensor]] = []
+    for number, (step, slope) in enumerate(zip(steps, slopes, strict=True)):
+        Abar = step.event.relevance(slope, sequence_of(step, chosen))
+        if not step.is_cross:
+            matrices.self_attention(step.reader, Abar)
+            continue
+        crossings.append((step.reader, step.read, Abar))
+        if number + 1 == len(steps) or steps[number + 1].at != step.at:  # both directions are applied together
+            matrices.cross_attention(*crossings)
+            crossings.clear()
+    return explained("relevance", run, chosen, steps, slopes, matrices, EXACT_RELEVANCE)
+
+
+def rollout(
+    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
+) -> Explanation:
+    """The product over layers of (mean over heads of A + I), rows scaled to sum to 1 (Abnar and Zuidema 2020).
+
+    The target only says which token's row is read. What reaches stream s from stream q by cross-attention is
+    R_ss^T A R_qq, with A of the last such layer.
+
+    >>> from locater.train import Shape, Transformer
+    >>> _ = torch.manual_seed(0)
+    >>> model = Transformer(Shape(vocabulary=16, layers=2, width=16, heads=2, kv_heads=2, hidden=16), scale=0.3)
+    >>> round(float(rollout(model, torch.arange(6)[None]).scores.sum()), 5)
+    1.0
+    """
+    run, chosen, steps, slopes = read_only_where(model, inputs, target, streams)
+    matrices = _Flow(sizes_of(steps), _like(steps))
+    for step in steps:
+        signed = step.event.call.weights is not None and mechanism(step.event.call.mechanism).kind == "signed"
+        if signed:
+            raise LocaterError(
+                f"{step.event.layer.name}: rollout needs weights of at least 0, and those of "
+                f"{step.event.call.mechanism} attention are signed: use relevance or gradient_input"
+            )
+        matrices.add(step, step.event.mean_map(sequence_of(step, chosen)))
+    exact = "the target chooses the token; its value and sign do not enter"
+    return explained("rollout", run, chosen, steps, slopes, matrices, exact)
+
+
+def raw_attention(
+    model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
+) -> Explanation:
+    """The attention map of the last layer, mean over heads; for another stream, that of the last cross-attention."""
+    run, chosen, steps, slopes = read_only_where(model, inputs, target, streams)
+    last = {(step.reader, step.read): step for step in steps}
+    maps = {pair: step.event.mean_map(sequence_of(step, chosen)) for pair, step in last.items()}
+    return explained(
+        "raw_attention", run, chosen, steps, slopes, StackMaps(maps), "the weights of one layer, as they are"
+    )
+
+
+EXACT_RELEVANCE = (
+    "the gradient of the target with respect to every attention map is exact; how it is carried is a heuristic: "
+    "scores do not add up to the target"
+)
+
+
+@dataclass
+class StackMaps:
+    """Matrices as they are, without an identity in them."""
+
+    matrices: Mapping[tuple[str, str], Tensor]
+
+    def __getitem__(self, pair: tuple[str, str]) -> Tensor:
+        return self.matrices[pair]
+
+    def knows(self, reader: str, read: str) -> bool:
+        return (reader, read) in self.matrices
+
+
+class _Flow(StackMaps):
+    """Rollout: self-attention of every stream as a product, and the last cross-attention between two."""
+
+    def __init__(self, sizes: Mapping[str, int], like: Tensor) -> None:
+        self.eyes = {name: torch.eye(size).to(like) for name, size in sizes.items()}
+        self.alone = dict(self.eyes)
+        self.crossings: dict[tuple[str, str], Tensor] = {}
+
+    def add(self, step: StreamStep, A: Float[Tensor, "Q T"]) -> None:
+        if step.is_cross:
+            self.crossings[step.reader, step.read] = A
+            return
+        mixed = A + self.eyes[step.reader]
+        self.alone[step.reader] = mixed / mixed.sum(-1, keepdim=True) @ self.alone[step.reader]
+
+    def __getitem__(self, pair: tuple[str, str]) -> Tensor:
+        s, q = pair
+        return self.alone[s] if s == q else self.alone[s].mT @ self.crossings[pair] @ self.alone[q]
+
+    def knows(self, reader: str, read: str) -> bool:
+        return reader == read or (reader, read) in self.crossings
+
+
+def slopes_of(
+    run: RecordedRun, target: Target, steps: Sequence[StreamStep], only: Sequence[StreamStep] | None = None
+) -> list[Tensor | None]:
+    """The gradient of the target with respect to the output of each attention call, or of `only` some; None where the
+    target does not depend on it, or where it was not recorded.
+    """
+    chosen = [step for step in (steps if only is None else only) if step.event.output is not None]
+    outputs = [step.event.output for step in chosen]
+    number = target.number(run.output)
+    if not outputs or not number.requires_grad:
+        return [None] * len(steps)
+    slopes = torch.autograd.grad(number, outputs, allow_unused=True)  # type: ignore[arg-type]
+    by_step = {id(step): slope for step, slope in zip(chosen, slopes, strict=True)}
+    return [by_step.get(id(step)) for step in steps]
+
+
+def sequence_of(step: StreamStep, target: Target) -> int:
+    """The row of a batch that a call is read at: the target's text, where several texts meet one image."""
+    rows = step.event.call.query.shape[0]
+    if rows == 1:
+        return 0
+    if target.index is None or target.position is not None or target.index >= rows:
+        raise LocaterError(f"{step.event.layer.name}: the batch has {rows} inputs: explain one at a time")
+    return target.index
+
+
+def explained(
+    method: str,
+    run: RecordedRun,
+    target: Target,
+    steps: Sequence[StreamStep],
+    slopes: Sequence[Tensor | None],
+    matrices: RelevanceMatrices | StackMaps,
+    exact: str,
+) -> Explanation:
+    """Scores from matrices: for each stream, the rows of the tokens where the target reads."""
+    rows, words = _rows(run, target, steps, slopes)
+    scores: dict[str, Tensor] = {}
+    for end, tokens in rows.items():
+        for name in sizes_of(steps):
+            if not matrices.knows(end, name):
+                continue
+            part = matrices[end, name][tokens]
+            if name == end and isinstance(matrices, RelevanceMatrices):
+                part = part - torch.eye(matrices.sizes[name]).to(part)[tokens]
+            scores[name] = scores.get(name, 0) + part.mean(0)
+    main = main_stream(list(scores), list(rows))
+    reader = next((end for end in rows if matrices.knows(end, main)), None)
+    return Explanation(
+        method,
+        target,
+        scores.pop(main).cpu(),
+        None if reader is None else matrices[reader, main].cpu(),
+        stream=main,
+        other_streams={name: x.cpu() for name, x in scores.items()},
+        exact=exact,
+        how=f"{len(steps)} attention calls, {words}",
+    )
+
+
+def _rows(
+    run: RecordedRun, target: Target, steps: Sequence[StreamStep], slopes: Sequence[Tensor | None]
+) -> tuple[dict[str, Tensor], str]:
+    """The tokens of each stream where the target reads, and that in words."""
+    ends, at, rows, words = ends_of(steps), {id(step): n for n, step in enumerate(steps)}, {}, []
+    for name, end in ends.items():
+        tokens = read_rows(end, slopes[at[id(end)]], sequence_of(end, target))
+        size = end.event.call.query.shape[2]
+        if end.event.output is None:  # attention that gives no gradient
+            tokens = torch.tensor([target.position]) if target.position is not None else torch.arange(size)
+        if len(tokens):
+            rows[name] = tokens.to(end.event.call.query.device)
+            where = f"token {int(tokens[0])}" if len(tokens) == 1 else f"the mean of {len(tokens)} tokens"
+            words.append(where if len(ends) == 1 else f"{where} of {name}")
+    if not rows:
+        raise LocaterError(f"{run.name}: {target.what} does not depend on its attention: there is nothing to follow")
+    return rows, "read at " + " and ".join(words)
+
+
+def read_only_where(
+    model: nn.Module, inputs: Inputs, target: TargetChoice, streams: StreamsOf | None
+) -> tuple[RecordedRun, Target, list[StreamStep], list[Tensor | None]]:
+    """A run whose target says only where to read: gradients of the last calls alone."""
+    run = recorded_run(model, inputs, gradients=True)
+    chosen, steps = choose_target(run.output, target), steps_of(run.events, streams)
+    return run, chosen, steps, slopes_of(run, chosen, steps, list(ends_of(steps).values()))
+
+
+def _like(steps: Sequence[StreamStep]) -> Tensor:
+    query = steps[0].event.call.query
+    return torch.zeros((), dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)

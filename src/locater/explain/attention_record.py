@@ -1,0 +1,181 @@
+"""One run of a model, recorded call by call: queries, keys and terms of each attention call, its values and its output.
+
+The model runs under its own attention backend. The gradient of a target with respect to an attention map A needs no map
+in the graph: attention is O = A V, so dA = dO V^T, from the gradient of its output O and its values V.
+
+Axes: B sequences, T queries, S keys, H query heads, K key heads, V size of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from locater.attention.call import Call
+from locater.attention.changes import AttentionChange, AttentionRequest, put, take
+from locater.attention.listeners import Switch
+from locater.checkpoints.weights import ModuleWeights
+from locater.errors import LocaterError
+from locater.families import AttentionLayer, attention_layers
+from locater.numerics import upcast
+from locater.observing.hearing import heard
+from locater.observing.inputs import as_keywords, run_checked
+from locater.observing.map_of_heads import attention_maps, without_autocast
+
+AT_ONCE = 1 << 26  # numbers of the maps that are built at a time
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionEvent:
+    """One attention call of a run. `value` and `output` are None for attention that does not pass the interface."""
+
+    layer: AttentionLayer
+    call: Call
+    value: Float[Tensor, "B K S V"] | None
+    output: Float[Tensor, "B T H V"] | None  # in the graph, where gradients are recorded
+
+    def mean_map(self, row: int = 0) -> Float[Tensor, "T S"]:
+        """The mean over heads of one sequence's maps."""
+        return self._summed(lambda maps, heads: maps, row) / self.layer.heads
+
+    def relevance(self, gradient: Tensor | None, row: int = 0) -> Float[Tensor, "T S"]:
+        """mean over heads of max(dA * A, 0), with dA = dO V^T; `gradient` is dO, None for zero."""
+        if gradient is None:
+            return torch.zeros(self.call.query.shape[2], self.call.key.shape[2], device=self.call.query.device)
+        assert self.value is not None
+        values, slope = upcast(self.value[row]), upcast(gradient[row]).transpose(0, 1)  # (K, S, V), (H, T, V)
+        group = slope.shape[0] // values.shape[0]
+
+        def weighted(maps: Tensor, heads: Tensor) -> Tensor:
+            return (slope[heads] @ values[heads // group].mT * maps).clamp_min(0)
+
+        return self._summed(weighted, row) / self.layer.heads
+
+    def _summed(self, of: Callable[[Tensor, Tensor], Tensor], row: int) -> Tensor:
+        """The sum over heads of a function of their maps (h, T, S), some heads at a time."""
+        query = self.call.query
+        (B, H, T, _), S = query.shape, self.call.key.shape[2]
+        many = max(1, AT_ONCE // (B * T * S))
+        parts = torch.arange(H, device=query.device).split(many)
+        with torch.no_grad(), without_autocast(query.device):
+            return torch.stack([of(attention_maps(self.call, heads)[row], heads).sum(0) for heads in parts]).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """What a model returned, and its attention calls in the order of the forward pass."""
+
+    name: str
+    output: Any
+    events: Sequence[AttentionEvent]
+
+    def check_values(self, method: str) -> None:
+        """Refuse attention whose values were not seen, in one line."""
+        for event in self.events:
+            if event.value is None:
+                raise LocaterError(
+                    f"{event.layer.name}: {method} needs the values of attention, and this attention does not pass the "
+                    "interface of transformers: use rollout, raw_attention or gradient_input"
+                )
+
+
+def recorded_run(model: nn.Module, inputs: Mapping[str, Any] | Tensor, gradients: bool = False) -> RecordedRun:
+    """Run `model` once. With `gradients`, its output and the outputs of its attention are in one graph."""
+    model = getattr(model, "_orig_mod", model)
+    keywords = as_keywords(model, inputs)
+    with recorded(model, gradients) as events:
+        output = run_checked(model, keywords, gradients)
+    if not events:
+        raise LocaterError(
+            f"{type(model).__name__}: no attention call was observed: "
+            "load it with attn_implementation='sdpa' or 'eager'"
+        )
+    return RecordedRun(type(model).__name__, output, events)
+
+
+@contextmanager
+def recorded(model: nn.Module, gradients: bool) -> Iterator[list[AttentionEvent]]:
+    """Record every attention call inside the `with` block. Parameters need no gradient meanwhile."""
+    weights, events = ModuleWeights(model), list[AttentionEvent]()
+    sites: dict[int, _EventSite] = {}
+    for layer in attention_layers(model):
+        module = weights.submodule(layer.name)
+        if id(module) not in sites:  # one module may be several layers
+            sites[id(module)] = _EventSite(layer.name, module, Switch(), layer, events, gradients)
+    with ExitStack() as stack:
+        if gradients:
+            stack.enter_context(frozen(model))
+        stack.enter_context(heard(model, list(sites.values())))
+        for site in sites.values():
+            put(site.module, site.keeper)
+            stack.callback(take, site.module, site.keeper)
+        yield events
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter needs a gradient, then as before: activations that only weights would need are not stored."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for p in trained:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+class _Keeper(AttentionChange):
+    """Keeps the values and the output of a call, until the call is announced. After all other changes."""
+
+    order = 1000
+
+    def __init__(self, gradients: bool) -> None:
+        self.gradients = gradients
+        self.kept: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def __call__(self, request: AttentionRequest) -> AttentionRequest:
+        return replace(request, attend=partial(self._attend, request.attend))
+
+    def _attend(
+        self, attend: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        out = attend(module, q, k, v, *args, **kw)
+        if self.gradients and not out[0].requires_grad:
+            out[0].requires_grad_(True)  # nothing before it needs a gradient
+        self.kept = (v.detach(), out[0])
+        return out
+
+
+@dataclass(eq=False)
+class _EventSite:
+    """A listener that adds each call of its module to the events of the run."""
+
+    name: str
+    module: nn.Module
+    switch: Switch
+    layer: AttentionLayer
+    events: list[AttentionEvent]
+    gradients: bool
+    keeper: _Keeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = _Keeper(self.gradients)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing, in a copy of a model or in a saved one."""
+        return type(None), ()
+
+    def see(self, call: Call) -> None:
+        value, output = self.keeper.kept
+        self.keeper.kept = (None, None)
+        if value is not None:  # keys beyond those of the call are empty places of a cache
+            value = value[:, :, : call.key.shape[2]]
+        self.events.append(AttentionEvent(self.layer, call, value, output if self.gradients else None))

@@ -1,0 +1,31 @@
+"""Which layers and heads a user means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from locater.errors import LocaterError
+from locater.families import AttentionLayer
+
+Choice = int | Sequence[int] | None  # indices, or a count of evenly spaced ones; None: all
+
+
+def chosen_heads(layer: AttentionLayer, heads: Choice) -> list[int]:
+    """The numbers of the query heads of a layer that were chosen."""
+    return [head for head, _ in chosen(list(enumerate(range(layer.heads))), heads, "heads")]
+
+
+def chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tuple[int, Any]]:
+    """All of them, a count of evenly spaced ones, or those with the given indices."""
+    if choice is None:
+        return items
+    if isinstance(choice, int):
+        if choice < 1:
+            raise LocaterError(f"{name}={choice}: at least 1, or None for all")
+        count = min(choice, len(items))
+        return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
+    wrong = [i for i in choice if not 0 <= i < len(items)]
+    if wrong or not choice:
+        raise LocaterError(f"{name}={list(choice)}: there are {len(items)}, numbered from 0")
+    return [items[i] for i in sorted(set(choice))]

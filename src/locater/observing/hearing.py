@@ -1,0 +1,42 @@
+"""Listening to the attention of a model for the length of a `with` block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from locater.attention import interface
+from locater.attention.listeners import Listener, enter, leave
+from locater.attention.stand_ins import instead, through
+from locater.families.listening import put_tap, refuse_unobservable
+from locater.families.registry import family_of
+
+
+@contextmanager
+def heard(model: nn.Module, sites: Sequence[Listener]) -> Iterator[None]:
+    """Announce the attention calls of `model` to `sites` inside the `with` block."""
+    family = family_of(model)
+    with ExitStack() as stack:
+        interface.install()
+        stack.callback(interface.remove)
+        for site in sites:
+            refuse_unobservable(site.module, family, site.name)
+            enter(site)
+            stack.callback(leave, site)
+            for undo in put_tap(site.module, family):
+                stack.callback(undo)
+        for part in compiled_parts(model):
+            stack.callback(instead(part, "forward", through))
+        yield
+
+
+def compiled_parts(model: nn.Module) -> list[nn.Module]:
+    """Parts that may be compiled already. Their graphs are guarded on `forward`, but not on a new entry in the table of
+    attention functions.
+    """
+    parts = [
+        getattr(part, "_orig_mod", part if part._compiled_call_impl is not None else None) for part in model.modules()
+    ]
+    return [part for part in parts if isinstance(part, nn.Module)]

