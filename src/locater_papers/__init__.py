@@ -21,6 +21,8 @@ NAMES = (
     "sant2022",
     "sun2026",
     "amsel2024",
+    "atad2026",
+    "chefer2021",
     "zoo",
 )
 PAPERS: Registry[Paper] = Registry("paper")

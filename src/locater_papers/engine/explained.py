@@ -22,15 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from locater.data.corpus import JOINT, embedded_documents
+from locater.data.text import tokenizer_for
 from locater.errors import LocaterError
 from locater.train import Plan, Shape, Transformer, load, run
 from locater.train.data import open_data
+from locater.verbs.load import load_model
+from locater_papers.engine.trained_heads import sources
 
 CLASSES, NOISE = 8, 24  # kinds of token that decide the class of a planted row, and that do not
 TOKENS, DECODED = 24, 4  # of a row, and of what the decoder reads
-BRIEF = dict(layers=3, width=64, heads=4, rate=3e-3, observe=0, evaluate=0, checkpoint=0, device="cpu")
-TEXT = dict(BRIEF, task="classify", vocabulary=512, length=64, batch=32, steps=300)
-IMAGES = dict(BRIEF, task="image", batch=64, steps=400)
+BRIEF = dict(layers=3, width=48, heads=4, rate=3e-3, observe=0, evaluate=0, checkpoint=0, device="cpu")
+TEXT = dict(BRIEF, task="classify", vocabulary=512, length=48, batch=32, steps=200)
+IMAGES = dict(BRIEF, task="image", patch=7, batch=64, steps=400)
 PLANTED = Shape(
     vocabulary=CLASSES + NOISE,
     layers=2,
@@ -42,7 +45,7 @@ PLANTED = Shape(
     causal=False,
     classes=CLASSES,
 )
-STEPS, BATCH, RATE = 400, 64, 3e-3  # of the tasks with a known answer
+STEPS, BATCH, RATE = 200, 64, 3e-3  # of the tasks with a known answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +132,9 @@ def planted_model(count: int, seed: int = 0) -> Explained:
     rows, labels, places = planted_rows(count, rng)
     accuracy = float((model(rows).argmax(-1) == labels).float().mean())
     inputs = [{"inputs": row[None]} for row in rows]
-    return Explained("planted", model, inputs, labels.tolist(), places.tolist(), {"accuracy": accuracy, "steps": STEPS})
+    return Explained(
+        "planted", model, inputs, labels.tolist(), places.tolist(), {"accuracy": accuracy, "steps": STEPS}, CLASSES
+    )
 
 
 def two_stream_model(count: int, seed: int = 0) -> Explained:
@@ -164,7 +169,7 @@ def two_stream_model(count: int, seed: int = 0) -> Explained:
         accuracy = float((model(**inputs).logits[:, -1].argmax(-1) == labels).float().mean())
     rows = [{name: x[at : at + 1] for name, x in inputs.items()} for at in range(count)]
     targets = [(DECODED - 1, label) for label in labels.tolist()]
-    return Explained("streams", model, rows, targets, places.tolist(), {"accuracy": accuracy, "steps": STEPS})
+    return Explained("streams", model, rows, targets, places.tolist(), {"accuracy": accuracy, "steps": STEPS}, CLASSES)
 
 
 def _fit(model: nn.Module, loss: Callable[[], Tensor]) -> None:
@@ -175,3 +180,27 @@ def _fit(model: nn.Module, loss: Callable[[], Tensor]) -> None:
         loss().backward()
         optimizer.step()
     model.eval()
+
+
+# ---- trained models at hand ----
+
+
+def sentence_model(count: int) -> Explained | None:
+    """The sentence encoder where it is installed, along its own output, on sentences of Python's documentation."""
+    folder = sources(None).get("all-MiniLM-L6-v2")
+    return None if folder is None else _at_hand("all-MiniLM-L6-v2", folder, count, 24)
+
+
+def story_model(count: int, models: Path | None) -> Explained | None:
+    """The story model where `--models` has it: the token that it says next, at the end of made-up stories."""
+    folder = sources(models).get("stories260K")
+    return None if folder is None else _at_hand("stories260K", folder, count, 32)
+
+
+def _at_hand(name: str, folder: Path, count: int, length: int) -> Explained:
+    model = load_model(str(folder))
+    tokenizer = tokenizer_for(model)
+    texts = [text for text in embedded_documents() if len(text) > 8 * length][:count]
+    rows = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt") for text in texts]
+    inputs = [{key: x for key, x in row.items() if key in ("input_ids", "attention_mask")} for row in rows]
+    return Explained(name, model, inputs, [None] * len(inputs))
