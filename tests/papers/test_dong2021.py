@@ -274,7 +274,9 @@ def plain_attention(x: np.ndarray, A: np.ndarray, causal: bool) -> tuple[np.ndar
 def test_kept_entropy_and_price_are_those_of_plain_loops(kind: str, causal: bool) -> None:
     x, A = planted.tokens(kind, 2, seed=1), planted.head(4.0, 2.0, 0.0)
     assert A is not None
-    found = planted.attend(planted.Batch.of(x), A, causal)
+    other = planted.head(1.0, 8.0, 1.0)
+    assert other is not None
+    seen = planted.attend(planted.Batch.of(x), torch.stack([other, A]), causal)  # the second is compared
     kept, entropy, price = [], [], []
     for tokens in x.double().numpy():
         y, shares = plain_attention(tokens, A.numpy(), causal)
@@ -284,8 +286,8 @@ def test_kept_entropy_and_price_are_those_of_plain_loops(kind: str, causal: bool
         entropy.append(np.mean(shares))
         lost = (1 - np.mean(shares)) * math.log(len(tokens))
         price.append(math.sqrt((left**2).sum() / len(tokens)) / np.linalg.norm(R, axis=1).max() / math.sqrt(2 * lost))
-    assert (found.kept, found.entropy) == pytest.approx((np.mean(kept), np.mean(entropy)), rel=1e-4)
-    assert math.isnan(found.price) if causal else found.price == pytest.approx(max(price), rel=1e-3)
+    assert (float(seen.kept[1]), float(seen.entropy[1])) == pytest.approx((np.mean(kept), np.mean(entropy)), rel=1e-4)
+    assert math.isnan(seen.price[1]) if causal else float(seen.price[1]) == pytest.approx(max(price), rel=1e-3)
 
 
 def test_the_first_order_of_kept_and_entropy() -> None:
@@ -293,7 +295,7 @@ def test_the_first_order_of_kept_and_entropy() -> None:
     batch = planted.Batch.of(planted.tokens("equal norm", 1, seed=4))
     A = planted.head(0.02, 0.01, 0.0)
     assert A is not None
-    v, k = planted.response(batch, A)
+    v, k = (float(x) for x in planted.response(batch, A[None]))
     x = batch.x[0].double().numpy()
     y, shares = plain_attention(x, A.numpy(), causal=False)
     left, R = y - y.mean(0), x - x.mean(0)

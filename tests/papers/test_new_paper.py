@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 import locater_papers
+from locater.data.corpus import fingerprint
 from locater.errors import LocaterError
-from locater_papers import Paper, Setting, reproduce
+from locater_papers import Claim, Paper, Setting, Study, reproduce
+from locater_papers.engine import papers
+from locater_papers.engine.claims import Measured
 from locater_papers.engine.pages import page
 from locater_papers.engine.parallel import measure_at_once
 from tests.conftest import Result
@@ -124,6 +127,19 @@ def test_studies_at_once_give_what_they_give_one_by_one(paper: Paper) -> None:
         documents = [reproduce(each, setting, "a1", done).to_dict() for done in (at_once[each.name], {})]
         plain: list[Any] = [[{**x, "command": ""} for x in document["claims"]] for document in documents]
         assert plain[0] == plain[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="studies are measured one after the other without fork")
+def test_a_document_names_the_text_that_another_process_read(paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(papers, "_text", lambda: "words")
+    claim = Claim("r1", "There is text", "characters", "at least", 1.0, by="ours")
+    study = Study("length of the text", (claim,), lambda s: {"r1": Measured(float(len(s.text)), 0.0, "none: counted")})
+    reader = Paper("reader", "A paper that reads", "Nobody (2026)", (study,))
+    settings = [(reader, Setting()), (paper, Setting())]
+    at_once = measure_at_once(settings, None, 2)
+    read, unread = (reproduce(each, s, None, at_once[each.name]).assumptions for each, s in settings)
+    assert read["text_sha256"] == fingerprint("words")
+    assert "text_sha256" not in unread
 
 
 def test_a_document_of_an_earlier_version_is_refused(paper: Paper, run: Callable[..., Result], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from locater.data.text import batches
 from locater.verbs.load import load_model
 from locater_papers import Setting, reproduce
 from locater_papers.engine.claims import verdict_of
+from locater_papers.engine.draws import normal
 from locater_papers.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_papers.engine.pages import write_report
 from locater_papers.engine.runs import Arm, Runs
@@ -69,7 +70,7 @@ def test_the_limit_of_the_rank_correlation() -> None:
     """Of two normals of correlation 2/pi; the claim prints it."""
     assert f"{flattening.LIMIT:.4f}" == "0.6187"
     assert "0.6187" in next(claim.says for claim in PAPER.claims if claim.id == "b8")
-    x, noise = (signs.draw(200_000, seed=n) for n in range(2))
+    x, noise = (normal(200_000, seed=n) for n in range(2))
     y = 2 / math.pi * x + math.sqrt(1 - 4 / math.pi**2) * noise
     assert float(stats.spearmanr(x, y).statistic) == pytest.approx(flattening.LIMIT, abs=0.005)
 
@@ -78,7 +79,7 @@ def test_rotation_moves_signs_and_not_products() -> None:
     moved = signs.rotary(shift=5)
     assert moved["no signs"] < 1e-12 > moved["signs before"]
     assert moved["signs after"] > 0.1
-    x = signs.draw(3, 8, seed=0)
+    x = normal(3, 8, seed=0)
     torch.testing.assert_close(signs.rotated(x, 0)[0], x[0])
     torch.testing.assert_close(signs.rotated(x, 7).norm(dim=1), x.norm(dim=1))
 

@@ -24,6 +24,7 @@ SHARE = 0.05  # of the text that goes to select, and to report
 FEW = 40  # fewer documents than this are cut into pieces
 JOINT = "\n\n"
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
+BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # of statements, as the grammar orders them
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
 
 
@@ -107,11 +108,20 @@ def _docstrings(root: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):  # templates and fixtures that are not Python
             continue
-        for node in ast.walk(tree):
+        for node in _statements(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 doc = ast.get_docstring(node)
                 if doc:
                     yield doc
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """What may hold a definition, in the order of `ast.walk`: no expression does, and most nodes are expressions."""
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # which grows
+        yield node
+        for name in BLOCKS:
+            nodes += getattr(node, name, ())
 
 
 def _cut(text: str, documents: Sequence[str]) -> Iterator[str]:

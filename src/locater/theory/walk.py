@@ -42,13 +42,14 @@ def simulate(
     generator = torch.Generator().manual_seed(seed)
     d = W_Q.shape[-1]
     q, k = W_Q.double(), W_K.double()
-    root = torch.eye(d, dtype=torch.float64) if covariance is None else symmetric_root(covariance.double())
+    root = None if covariance is None else symmetric_root(covariance.double())
     total = torch.zeros(3, length, dtype=torch.float64)
     for start in range(0, walks, chunk):
         n = min(chunk, walks - start)
-        steps = torch.randn(n, length, d, dtype=torch.float64, generator=generator) @ root.mT / length**0.5
-        x = steps.cumsum(1)
-        omega = scale * torch.einsum("nh,nth->nt", x[:, -1] @ q.mT, x @ k.mT)
+        steps = torch.randn(n, length, d, dtype=torch.float64, generator=generator)
+        steps = steps if root is None else steps @ root.mT
+        query = scale / length * (steps.sum(1) @ q.mT @ k)  # (n, d): the last token through q and k, for a step to meet
+        omega = (steps @ query[..., None])[..., 0].cumsum(1)  # logits add up along a walk as its steps do
         delta = omega - omega.mean(1, keepdim=True)
         total[0] += ((delta > -1) & (delta < length - 1)).double().sum(0)
         total[1] += ((1 + delta) / length).clamp(0, 1).sum(0)

@@ -20,7 +20,8 @@ from locater.train.sweep import append_line
 from locater_papers.amsel2024.encoder import Encoder, trained
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.papers import Results, Setting, Study
-from locater_papers.engine.runs import Runs, short, versions
+from locater_papers.engine.rounding import rounded
+from locater_papers.engine.runs import Runs, versions
 
 WIDTH = 64
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -155,7 +156,7 @@ def complete(letter: str, arms: Sequence[Encoder], runs: Runs, setting: Setting)
             broken.append(f"{name_of(arm)}: {type(error).__name__}: {first_line(error)}")
             setting.tell(broken[-1])
             continue
-        line = short({"claim": letter, "arm": name_of(arm), "options": arm.options, **result})
+        line = rounded({"claim": letter, "arm": name_of(arm), "options": arm.options, **result}, 6)
         runs.lines[key_of(arm)] = line
         if runs.path is not None:
             append_line(runs.path, line)

@@ -30,7 +30,7 @@ from locater_papers.engine.claims import Claim, Measured, by_seed, half_range
 from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.trained_heads import read_each, sources
 
-SAMPLES, DRAWS = {True: 4, False: 32}, {True: 4, False: 8}
+SAMPLES, DRAWS = {True: 2, False: 32}, {True: 4, False: 8}
 LAYERS = 12
 COLLAPSED = 0.05  # a residual below this counts as collapse
 Curves = dict[str, dict[str, Tensor]]  # by model and variant: (draws, states), mean over samples

@@ -18,6 +18,8 @@ from locater.measures import composite_norm, token_residual
 from locater.theory import entropy_ratio
 
 WIDTH, LENGTH = 64, 128
+AT_ONCE = 9  # maps of attention in memory: more of them pass the cache, which took twice as long
+TINY = 1e-37  # a weight below it has no entropy in float32
 SHAPES = ("normal", "two values", "long upper tail", "long lower tail")  # of the eigenvalues around their mean
 TOKENS = ("equal norm", "raw walk", "independent")
 
@@ -70,16 +72,16 @@ def tokens(kind: str, count: int, seed: int) -> Float[Tensor, "count T d"]:
     return x if kind == "raw walk" else x * WIDTH**0.5 / x.norm(dim=-1, keepdim=True)
 
 
-# --- one head on one set of tokens ------------------------------------------------------------------------------------
+# --- heads on one set of tokens ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Means over sequences."""
+    """What each head does, mean over sequences."""
 
-    kept: float  # residual, composite
-    entropy: float  # ratio
-    price: float = math.nan  # kept (Frobenius) over what Pinsker allows; no mask
+    kept: Float[Tensor, " heads"]  # residual, composite
+    entropy: Float[Tensor, " heads"]  # ratio
+    price: Float[Tensor, " heads"]  # kept (Frobenius) over what Pinsker allows; NaN under a mask
 
 
 @dataclass(frozen=True)
@@ -101,20 +103,25 @@ class Batch:
         return cls(x, composite_norm(rest), rest.norm(dim=-1).amax(-1), covariance, second)
 
 
-def attend(batch: Batch, A: Float[Tensor, "d d"], causal: bool = False) -> Seen:
-    """softmax(X A X^T) X, measured."""
+def attend(batch: Batch, maps: Float[Tensor, "heads d d"], causal: bool = False) -> Seen:
+    """softmax(X A X^T) X of every head, measured."""
+    parts = [_attend(batch, part, causal) for part in maps.split(max(1, AT_ONCE // len(batch.x)))]
+    return Seen(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _attend(batch: Batch, maps: Float[Tensor, "heads d d"], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     x, n = batch.x, batch.x.shape[1]
-    logits, visible = x @ A.to(x) @ x.mT, torch.full((n,), n)
+    logits, visible = x @ maps.to(x)[:, None] @ x.mT, torch.full((n,), n)  # (heads, count, T, T)
     if causal:
-        logits, visible = logits.masked_fill(_later(n), -math.inf), torch.arange(1, n + 1)
+        logits, visible = logits.masked_fill_(_later(n), -math.inf), torch.arange(1, n + 1)
     p = logits.softmax(-1)
-    rest, H = token_residual(p @ x), torch.special.entr(p).sum(-1)
-    kept = (composite_norm(rest) / batch.size).mean().item()
-    ratio = entropy_ratio(H, visible.expand_as(H)).mean().item()
+    rest, H = token_residual(p @ x), -(p * p.clamp_min(TINY).log()).sum(-1)  # entr takes twice as long
+    kept = (composite_norm(rest) / batch.size).mean(-1)
+    ratio = entropy_ratio(H, visible.expand_as(H)).mean(-1)
     if causal:
-        return Seen(kept, ratio)
+        return kept, ratio, torch.full_like(kept, math.nan)
     lost = (math.log(n) - H.double()).mean(-1).clamp_min(1e-12)
-    return Seen(kept, ratio, (rest.square().sum(-1).mean(-1).sqrt() / batch.peak / (2 * lost).sqrt()).amax().item())
+    return kept, ratio, (rest.square().sum(-1).mean(-1).sqrt() / batch.peak / (2 * lost).sqrt()).amax(-1)
 
 
 @cache
@@ -122,11 +129,10 @@ def _later(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
-def response(batch: Batch, A: Float[Tensor, "d d"]) -> tuple[float, float]:
+def response(batch: Batch, maps: Float[Tensor, "heads d d"]) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
     """(v, k): variance of logits across keys and residual kept to first order, from A and the tokens' covariance."""
-    through = A @ batch.covariance
+    A, C = maps[:, None], batch.covariance
+    through = A @ C  # (heads, count, d, d)
     v = (through @ A.mT * batch.second.mT).sum((-2, -1))
-    k = (through @ batch.covariance @ A.mT * batch.covariance.mT).sum((-2, -1)) / batch.covariance.diagonal(
-        dim1=-2, dim2=-1
-    ).sum(-1)
-    return v.mean().item(), k.mean().clamp_min(0).sqrt().item()
+    k = (through @ C @ A.mT * C.mT).sum((-2, -1)) / C.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return v.mean(-1), k.mean(-1).clamp_min(0).sqrt()

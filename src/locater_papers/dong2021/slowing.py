@@ -49,7 +49,7 @@ SHAPE = Shape(
     mlp="gelu",
     causal=False,
 )
-STEPS, BATCH, PACE, WARM = {True: 150, False: 2000}, 32, 3e-3, 30
+STEPS, BATCH, PACE, WARM = {True: 60, False: 2000}, 32, 3e-3, 30
 CHECKED = 64  # sequences
 Maps = tuple[Float[Tensor, "heads h d"], Float[Tensor, "heads h d"]]
 

@@ -110,7 +110,7 @@ def sentences(setting: Setting) -> tuple[list[str], str]:
 TASKS = (
     Task(
         "sorting", sorting, Shape(2, 48, 10, vocabulary=10, positions=8), Recipe(65, 30, 1e-3), 1e-5, 0.98, 0.10,
-        seeds={True: 2, False: 4}, quick_epochs=30,
+        seeds={True: 2, False: 4}, quick_epochs=20,
     ),
     Task(
         "convex hull", convex_hull, Shape(3, 84, 2), Recipe(70, 30, 1e-5, decay=1e-3, steady=True), 1e-5, 0.90, 0.54,

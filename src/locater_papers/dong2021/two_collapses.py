@@ -109,14 +109,16 @@ def sweep(kind: str, seed: int, count: int) -> dict[bool, Rows]:
     """Every head of the grid on the same tokens, without mask and with."""
     batch = Batch.of(tokens(kind, count, seed))
     rows: dict[bool, Rows] = {False: [], True: []}
-    for ratio, M, size in product(RATIOS, MEANS, SIZES):
-        A = head(M, size, ratio, seed=seed)
-        if A is None:
+    for ratio, M in product(RATIOS, MEANS):
+        maps = {size: A for size in SIZES if (A := head(M, size, ratio, seed=seed)) is not None}
+        if not maps:
             continue
+        A = torch.stack(list(maps.values()))
         v, k = response(batch, A)
         for causal, heads in rows.items():
             seen = attend(batch, A, causal)
-            heads.append((M, size, ratio, v, k, seen.kept, seen.entropy, seen.price))
+            columns = torch.stack([v, k, seen.kept, seen.entropy, seen.price], 1)
+            heads += [(M, size, ratio, *row) for size, row in zip(maps, columns.tolist(), strict=True)]
     return rows
 
 
@@ -129,7 +131,11 @@ def _table(rows: Rows) -> Table:
 
 def neither(table: Table) -> Tensor:
     """Heads that keep half of both."""
-    return (table["kept"] >= HALF) & (table["entropy"] >= HALF)
+    return _neither(table["kept"], table["entropy"])
+
+
+def _neither(kept: Tensor, entropy: Tensor) -> Tensor:
+    return (kept >= HALF) & (entropy >= HALF)
 
 
 def explained(kind: str, seed: int, count: int) -> dict[str, float]:
@@ -139,11 +145,11 @@ def explained(kind: str, seed: int, count: int) -> dict[str, float]:
     batch = Batch.of(tokens(kind, count, seed))
     cells = []
     for ratio, M, size in product(RATIOS[::2], MEANS[::2], SIZES[::2]):
-        maps = [head(M, size, ratio, shape, seed) for shape in SHAPES]
-        cells += [[attend(batch, A) for A in maps if A is not None]] if maps[0] is not None else []
+        maps = [A for shape in SHAPES if (A := head(M, size, ratio, shape, seed)) is not None]
+        cells += [attend(batch, torch.stack(maps))] if maps else []
     shares = {}
     for name in ("kept", "entropy"):
-        values = torch.tensor([[getattr(seen, name) for seen in cell] for cell in cells], dtype=torch.float64)
+        values = torch.stack([getattr(cell, name) for cell in cells])  # (cells, shapes)
         shares[name] = 1 - float(values.var(1, correction=0).mean() / values.var(correction=0))
     return shares
 
@@ -153,9 +159,9 @@ def window(kind: str, seed: int, count: int) -> list[float]:
     batch = Batch.of(tokens(kind, count, seed))
     widths = []
     for share in CONCENTRATIONS:
-        maps = [head(share * WIDTH**0.5 * size, size, 1.0) for size in SCALES]
-        seen = [attend(batch, A) for A in maps if A is not None]
-        widths.append(sum(s.kept >= HALF and s.entropy >= HALF for s in seen) * math.log2(SCALES[1] / SCALES[0]))
+        maps = [A for size in SCALES if (A := head(share * WIDTH**0.5 * size, size, 1.0)) is not None]
+        seen = attend(batch, torch.stack(maps))
+        widths.append(int(_neither(seen.kept, seen.entropy).sum()) * math.log2(SCALES[1] / SCALES[0]))
     return widths
 
 

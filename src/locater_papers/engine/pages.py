@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from locater.files import write_whole
 from locater.report.prose import prose_page
 from locater_papers.engine import verdict_words
-from locater_papers.engine.arm_tables import arms_table, failed, failed_words, means_table
 from locater_papers.engine.figures import Cells, Contour, Field, Panel, Series, draw
 from locater_papers.engine.papers import Paper
 from locater_papers.engine.strips import strips
+from locater_papers.engine.tables import arms_table, cell, failed, failed_words, markdown_table, means_table, renamed
 
-BAR = "\\|"  # a bar inside a cell of a table
 HERE = Path(__file__).parent
 
 
@@ -167,35 +166,6 @@ def points(rows: Iterable[Any], x: Any, y: Any, least: float | None = None) -> l
     return known if least is None else [(a, max(b, least)) for a, b in known]
 
 
-def markdown_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Sequence[str] | str]) -> str:
-    """A table: `columns` gives each key its heading, and a format where it is a number.
-
-    >>> print(markdown_table([{"model": "demo", "loss": 1.234}], {"model": "model", "loss": ("loss", ".2f")}))
-    | model | loss |
-    |---|---|
-    | demo | 1.23 |
-    """
-    named = {key: (column, "") if isinstance(column, str) else tuple(column) for key, column in columns.items()}
-    lines = ["| " + " | ".join(heading for heading, _ in named.values()) + " |", "|---" * len(named) + "|"]
-    for row in rows:
-        cells = ("-" if row.get(key) is None else _cell(format(row[key], form)) for key, (_, form) in named.items())
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", BAR)
-
-
-def renamed(arms: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Arms of training runs under the names that a page has for them.
-
-    >>> renamed([{"arm": "gated"}, {"arm": "softmax"}], {"gated": "gate per head"})
-    [{'arm': 'gate per head'}, {'arm': 'softmax'}]
-    """
-    return [{**arm, "arm": names.get(arm["arm"], arm["arm"])} for arm in arms]
-
-
 def values_by_arm(arms: Iterable[Mapping[str, Any]], measure: str) -> dict[str, list[float]]:
     """A measure of each arm, seed by seed; arms that lack it are left out.
 
@@ -222,18 +192,8 @@ def changes_by_arm(
     }
 
 
-def _means_table(
-    arms: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, int]], names: Mapping[str, str] | None = None
-) -> str:
-    return _lines(means_table(renamed(arms, names or {}), columns))
-
-
-def _lines(rows: Sequence[str]) -> str:
-    return "\n".join(rows)
-
-
 FILTERS: dict[str, Callable[..., Any]] = {
-    "cell": _cell,
+    "cell": cell,
     "whose": verdict_words.whose,
     "stated": verdict_words.stated,
     "measured_text": verdict_words.measured,
@@ -242,8 +202,8 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "renamed": renamed,
     "by_arm": values_by_arm,
     "changes_by_arm": changes_by_arm,
-    "arms_table": lambda arms, columns: _lines(arms_table(arms, columns)),
-    "means_table": _means_table,
+    "arms_table": arms_table,
+    "means_table": means_table,
     "number": format,  # {{ x | number(".2f") }}, and every other format of Python
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {

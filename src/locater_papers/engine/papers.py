@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from locater.data.corpus import embedded_text, fingerprint
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.numerics import one_thread
 from locater.version import SCHEMA, __version__
 from locater_papers.engine.claims import Claim, Measured, Verdict, corrections, judged_together, verdict_of
+from locater_papers.engine.rounding import rounded
 
+DIGITS = 5  # more than any of these numbers has
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 Part = TypeVar("Part")
 
@@ -45,10 +47,8 @@ class Setting:
 
     @cached_property
     def text(self) -> str:
-        """The documentation inside Python; built when first asked for, which takes seconds."""
-        from locater.data.corpus import embedded_text
-
-        return embedded_text()
+        """The documentation inside Python; built when a process first asks for it, which takes seconds."""
+        return _text()
 
     def each(self, parts: list[Part]) -> Iterable[Part]:
         """The parts of a study, with a bar where there is a terminal."""
@@ -74,6 +74,7 @@ class Timed:
     results: Results
     seconds: float  # by the clock
     processor_seconds: float
+    text_sha256: str | None = None  # of `Setting.text`, where this study or one before it read that
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ class Reproduction:
             "source": self.paper.source,
             "paper": self.paper.name,
             "assumptions": self.assumptions,
-            "claims": [_rounded(v.to_dict()) for v in self.verdicts],
-            "studies": _rounded({title: {"tables": tables} for title, tables in self.tables.items()}),
+            "claims": [rounded(v.to_dict(), DIGITS) for v in self.verdicts],
+            "studies": rounded({title: {"tables": tables} for title, tables in self.tables.items()}, DIGITS),
         }
 
     def to_json(self) -> str:
@@ -149,7 +150,7 @@ def reproduce(
     ids = {c.id for c in chosen(paper, claim)}
     verdicts: list[Verdict] = []
     tables: dict[str, Mapping[str, Any]] = {}
-    seconds: dict[str, list[float]] = {}  # by the clock, and of processors
+    times: dict[str, Timed] = {}
     studies = studies_of(paper, claim)
     start = time.perf_counter()
     for number, study in enumerate(studies, 1):
@@ -158,7 +159,7 @@ def reproduce(
             setting.tell(f"{paper.name}: study {number} of {len(studies)}, {study.title} ({since:.0f} s so far)")
         result = done.get(study.title) or timed(study, setting)
         if study.measure is not None:
-            seconds[study.title] = [round(result.seconds, 1), round(result.processor_seconds, 1)]
+            times[study.title] = result
         if result.results.tables:
             tables[study.title] = result.results.tables
         for each in study.claims:
@@ -166,7 +167,7 @@ def reproduce(
                 measured = result.results.measured.get(each.id)
                 how = command(paper, each, study, setting, measured is not None)
                 verdicts.append(verdict_of(each, measured, how, study.needs))
-    return Reproduction(paper, judged_together(verdicts), _assumptions(setting, seconds), tables)
+    return Reproduction(paper, judged_together(verdicts), _assumptions(setting, times), tables)
 
 
 def studies_of(paper: Paper, claim: str | None) -> list[Study]:
@@ -179,7 +180,8 @@ def timed(study: Study, setting: Setting) -> Timed:
     """One study, and what it took."""
     clock, processor = time.perf_counter(), _processor()
     results = measure(study, setting)
-    return Timed(results, time.perf_counter() - clock, _processor() - processor)
+    text = fingerprint(setting.text) if "text" in vars(setting) else None
+    return Timed(results, time.perf_counter() - clock, _processor() - processor, text)
 
 
 def measure(study: Study, setting: Setting) -> Results:
@@ -239,38 +241,34 @@ def command(paper: Paper, claim: Claim, study: Study, setting: Setting, measured
     return f"locater reproduce {paper.name} --claim {claim.id}{how}{where}"
 
 
-def _assumptions(setting: Setting, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    from locater.data.corpus import fingerprint
-
-    held: dict[str, Any] = {"quick": setting.quick, "seconds": {k: x[0] for k, x in seconds.items()}}
-    held |= {
-        "processor_seconds": {k: x[1] for k, x in seconds.items()},
+def _assumptions(setting: Setting, times: Mapping[str, Timed]) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "quick": setting.quick,
+        "seconds": {title: round(x.seconds, 1) for title, x in times.items()},
+        "processor_seconds": {title: round(x.processor_seconds, 1) for title, x in times.items()},
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    held["threads"] = 1 if setting.quick else torch.get_num_threads()
+    about["threads"] = 1 if setting.quick else torch.get_num_threads()
     if setting.runs is not None and setting.runs.is_file():
         text = "".join(path.read_text(encoding="utf-8") for path in (*setting.more_runs, setting.runs))
-        held["runs"] = {"lines": len(text.splitlines()), "sha256": fingerprint(text)}
-    if "text" in vars(setting):
-        held["text_sha256"] = fingerprint(setting.text)
-    held["verdict"] = (
+        about["runs"] = {"lines": len(text.splitlines()), "sha256": fingerprint(text)}
+    texts = {x.text_sha256 for x in times.values()} - {None}
+    if texts:
+        (about["text_sha256"],) = texts
+    about["verdict"] = (
         "holds or fails where all of measured - spread ... measured + spread is on one side of what is stated, else "
         "undecided; claims on seeds by Student's t, those of one document together (Holm, 5 %)"
     )
-    return held
+    return about
+
+
+@cache
+def _text() -> str:
+    return embedded_text()
 
 
 def _processor() -> float:
     """Seconds of processors so far, in this process and in those it has waited for."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
-
-
-def _rounded(x: Any) -> Any:
-    """Five digits are more than any of these numbers has; NaN and infinity have no place in JSON."""
-    if isinstance(x, float):
-        return float(f"{x:.5g}") if math.isfinite(x) else None
-    if isinstance(x, Mapping):
-        return {str(k): _rounded(v) for k, v in x.items()}
-    return [_rounded(v) for v in x] if isinstance(x, list | tuple) else x

@@ -26,6 +26,7 @@ from locater.errors import LocaterError, first_line
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
 from locater.version import __version__
+from locater_papers.engine.rounding import rounded
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
 
@@ -79,7 +80,7 @@ class Runs:
         whole = {"claim": row.claim, "arm": row.arm, "options": row.options, **line}
         self.lines[row.key] = whole
         if self.path is not None:
-            append_line(self.path, short(whole))
+            append_line(self.path, rounded(whole, 6))
 
 
 def complete(
@@ -219,19 +220,6 @@ def _present(rows: Sequence[Row], data: Path) -> None:
 
 def _outcome(line: Mapping[str, Any]) -> str:
     return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
-
-
-def short(x: Any) -> Any:
-    """The same data with six digits, as lines keep it.
-
-    >>> short({"loss": [0.123456789]})
-    {'loss': [0.123457]}
-    """
-    if isinstance(x, float):
-        return float(f"{x:.6g}")
-    if isinstance(x, Mapping):
-        return {k: short(v) for k, v in x.items()}
-    return [short(v) for v in x] if isinstance(x, list | tuple) else x
 
 
 def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:

@@ -42,7 +42,7 @@ CLAIMS = (
         "largest error of the three beside their definitions", "at most", 1e-12, where="Tables 1 and 4",
     ),
     Claim(
-        "a6", "NS-sigmoid cannot close", "least gate at logits down to -40", "at least", 0.5,
+        "a6", "NS-sigmoid cannot close", "least gate at logits down to -40", "at least", 0.5, where="Table 4",
     ),
     Claim(
         "a7", "After attention a query may look away: rows of the map sum to its gate",

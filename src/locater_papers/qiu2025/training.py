@@ -84,7 +84,7 @@ CLAIMS = (
 HOT_CLAIMS = (
     Claim("e1", "The gate stands a hot learning rate better (in the paper: a rate at which the plain model diverges)",
           f"report loss per element less softmax at a rate of {HOT:g}, {SHORT} steps, {HOT_SEEDS} seeds, {SEEN}; a run that diverged "
-          "counts as a uniform guess", "at most", 0.0, bound="ours"),
+          "counts as a uniform guess", "at most", 0.0, where="its dense model of 48 layers at a rate of 8e-3", bound="ours"),
 )  # fmt: skip
 
 

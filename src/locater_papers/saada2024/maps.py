@@ -39,7 +39,7 @@ CLAIMS = (
     ),
     Claim(
         "a2", "The second eigenvalue of a random map shrinks with the number of tokens as σ / sqrt(T)",
-        "size of λ_2 times sqrt(T) / σ, σ = 1", "about", 1.0, OFF, bound="ours",
+        "size of λ_2 times sqrt(T) / σ, σ = 1", "about", 1.0, OFF, where="by the law of Bordenave, Caputo and Chafaï", bound="ours",
     ),
     Claim(
         "a3", "Its second singular value shrinks as 2 σ / sqrt(T), while the first stays at 1: a gap opens",

@@ -15,8 +15,8 @@ from locater.attention import mechanism
 from locater.attention.binary import sign
 from locater.theory import expected_entropy
 from locater_papers.engine.claims import Claim, Measured, by_seed
+from locater_papers.engine.draws import normal
 from locater_papers.engine.papers import Results, Setting, Study
-from locater_papers.xiao2026.signs import draw, entropy
 
 CORRELATIONS = (-0.6, -0.3, 0.0, 0.3, 0.6, 0.9, 0.99)
 PAIRS = {True: 400_000, False: 4_000_000}
@@ -69,7 +69,7 @@ def arcsine(r: float) -> float:
 
 def sign_product(r: float, pairs: int, seed: int) -> tuple[float, float]:
     """Mean product of signs of `pairs` pairs of correlation r, and its standard error."""
-    a, noise = draw(pairs, seed=seed), draw(pairs, seed=seed + 1000)
+    a, noise = normal(pairs, seed=seed), normal(pairs, seed=seed + 1000)
     product = sign(a) * sign(r * a + math.sqrt(1 - r * r) * noise)
     return float(product.mean()), float(product.std()) / math.sqrt(pairs)
 
@@ -118,15 +118,15 @@ class Rows:
 
 def rows(d: int, seed: int, size: float = 1.0) -> Rows:
     """One draw: a head of d channels, entries of queries and keys N(0, size^2)."""
-    q, k = draw(TOKENS, d, seed=2 * seed, size=size), draw(TOKENS, d, seed=2 * seed + 1, size=size)
+    q, k = (size * normal(TOKENS, d, seed=2 * seed + part) for part in range(2))
     weights = [mechanism(name).map(q[None, None], k[None, None])[0, 0] for name in ("softmax", "binary")]
     logits = [w.clamp_min(1e-300).log() for w in weights]
     logits = [x - x.mean(-1, keepdim=True) for x in logits]
     ranked = row_correlation(ranks(logits[0]), ranks(logits[1].mul(1e6).round()))  # equal counts are equal
     return Rows(
         spread=float(logits[1].square().mean().sqrt() / logits[0].square().mean().sqrt()),
-        real=float(entropy(weights[0]).mean()),
-        binary=float(entropy(weights[1]).mean()),
+        real=float(torch.special.entr(weights[0]).sum(-1).mean()),
+        binary=float(torch.special.entr(weights[1]).sum(-1).mean()),
         correlation=float(row_correlation(*logits).mean()),
         rank=float(ranked.mean()),
         top=float(top_agreement(*weights).mean()),

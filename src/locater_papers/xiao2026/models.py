@@ -28,7 +28,6 @@ from locater_papers.engine.claims import Claim, Measured, half_range
 from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.trained_heads import HALVES, inputs, sources
 from locater_papers.xiao2026.flattening import ranks, row_correlation, top_agreement
-from locater_papers.xiao2026.signs import entropy
 
 LENGTH = 128
 TOKENS = {True: 1024, False: 8192}  # per half of the text
@@ -89,8 +88,8 @@ def layer_entry(layer: AttentionLayer, x: Tensor) -> dict[str, float]:
     logits = [y[..., early].clamp_min(1e-300).log().flatten(0, 2) for y in (real, binary)]
     ranked = row_correlation(ranks(logits[0]), ranks(logits[1].mul(1e5).round()))
     return {
-        "entropy": float(entropy(real).mean()),
-        "binary_entropy": float(entropy(binary).mean()),
+        "entropy": float(torch.special.entr(real).sum(-1).mean()),
+        "binary_entropy": float(torch.special.entr(binary).sum(-1).mean()),
         "top": float(top_agreement(real, binary).mean()),
         "rank": float(ranked[ranked.isfinite()].mean()),
         "outside": float(torch.cat([q.abs().flatten(), k.abs().flatten()]).gt(1).double().mean()),

@@ -18,6 +18,7 @@ from locater.attention import mechanism
 from locater.attention.binary import sign
 from locater.theory import entropy_floor_of_range
 from locater_papers.engine.claims import Claim, Measured, by_seed, half_range
+from locater_papers.engine.draws import normal
 from locater_papers.engine.papers import Results, Setting, Study
 
 SIZES = (4, 16, 64, 128)  # channels of a head
@@ -97,10 +98,6 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def draw(*shape: int, seed: int, size: float = 1.0) -> Float[Tensor, "*shape"]:
-    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def packed(x: Float[Tensor, "n d"]) -> list[int]:
     """Each row as a whole number: bit c is 1 where channel c is at least 0.
 
@@ -130,10 +127,6 @@ def one_head(q: Tensor, k: Tensor, **how: Any) -> Tensor:
     return mechanism("binary").map(q[None, None], k[None, None], **how)[0, 0]
 
 
-def entropy(rows: Float[Tensor, "*n keys"]) -> Float[Tensor, "*n"]:
-    return -torch.special.xlogy(rows, rows).sum(-1)
-
-
 def counts() -> Results:
     """Bits against signs, weights against counts, steps, bounds and floors, for every size of a head."""
     rows = [of_size(d) for d in SIZES]
@@ -155,7 +148,7 @@ def counts() -> Results:
 
 def of_size(d: int) -> dict[str, float]:
     """One head of d channels. Of its keys, one has the signs of a query and one the opposite ones."""
-    q, k = draw(24, d, seed=d), draw(KEYS, d, seed=d + 1)
+    q, k = normal(24, d, seed=d), normal(KEYS, d, seed=d + 1)
     q[0, : d // 2] = 0.0  # sign(0) = 1
     k[0], k[1] = q[3], -q[3]
     bits, weights, unit = counted(q, k), one_head(q, k), step(q, k)
@@ -169,7 +162,7 @@ def of_size(d: int) -> dict[str, float]:
         "step_error": float((gaps - gaps.round()).abs().max()),
         "range_share": float(gaps.max()) / d,  # gaps are in steps, of which twice the bound has d
         "floor": float(entropy_floor_of_range(2 * unit * d, KEYS)),
-        "least_entropy": float(entropy(weights).min()),
+        "least_entropy": float(torch.special.entr(weights).sum(-1).min()),
         "levels": max(len(row.unique()) for row in gaps[:, :, 0].round()),
         "most": d + 1,
         "bound": unit * d,
@@ -180,30 +173,28 @@ def floors() -> Results:
     """Rows that reach the floor, built from signs; and the smallest of all rows of two levels, by trying each."""
     rows = []
     for d, size in ((4, 0.3), (16, 0.6), (64, 0.5), (64, 1.0)):
-        q = size * draw(1, d, seed=5).sign()
+        q = size * normal(1, d, seed=5).sign()
         entropies = []
         for m in range(1, KEYS):
             k = size * torch.cat([q.sign().expand(m, d), -q.sign().expand(KEYS - m, d)])
-            entropies.append(float(entropy(one_head(q, k))[0]))
+            entropies.append(float(torch.special.entr(one_head(q, k)).sum(-1)[0]))
         floor, least = float(entropy_floor_of_range(2 * step(q, k) * d, KEYS)), min(entropies)
         rows.append(
             {"size": d, "mu": size, "floor": floor, "above": least - floor, "high_keys": entropies.index(least) + 1}
         )
-    tried = {
-        m: float(entropy(torch.tensor([2.0] * m + [0.0] * (64 - m), dtype=torch.float64).softmax(-1)))
-        for m in range(1, 64)
-    }
-    best_m = min(tried, key=lambda m: tried[m])
+    high = torch.arange(KEYS) < torch.arange(1, KEYS)[:, None]  # a row per number of high keys
+    tried = torch.special.entr((2 * high.double()).softmax(-1)).sum(-1)
+    numbers = {"one_key": float(tried[0]), "high_keys": int(tried.argmin()) + 1}
     measured = {
         "a6": Measured(max(row["above"] for row in rows), 0.0, EXACT),
-        "a7": Measured(tried[best_m], 0.0, EXACT, {"one_key": tried[1], "high_keys": best_m}),
+        "a7": Measured(float(tried.min()), 0.0, EXACT, numbers),
     }
     return Results(measured, {"sharpest_rows": rows})
 
 
 def cut(rms: float, seed: int = 0) -> float:
     """Share of entries of rms `rms` through whose sign no gradient comes, by autograd."""
-    x = draw(200, 64, seed=seed, size=rms).requires_grad_()
+    x = (rms * normal(200, 64, seed=seed)).requires_grad_()
     (grad,) = torch.autograd.grad(sign(x).sum(), x)
     return float((grad == 0).double().mean())
 
@@ -227,7 +218,7 @@ def rotary(shift: int = SHIFT) -> dict[str, float]:
     """rms change of logits when all positions move by `shift`, over their spread: of real logits, of signs after
     rotation and before.
     """
-    q, k = draw(48, 64, seed=1), draw(48, 64, seed=2)
+    q, k = normal(48, 64, seed=1), normal(48, 64, seed=2)
     kinds = {
         "no signs": lambda first: rotated(q, first) @ rotated(k, first).mT,
         "signs after": lambda first: sign(rotated(q, first)) @ sign(rotated(k, first)).mT,
@@ -238,18 +229,18 @@ def rotary(shift: int = SHIFT) -> dict[str, float]:
 
 def levels_before(d: int = 16, keys: int = 256) -> float:
     """Distinct logits of the last query where signs are turned after they are taken, over d + 1."""
-    q, k = (rotated(sign(draw(keys, d, seed=seed)), 0) for seed in (1, 2))
+    q, k = (rotated(sign(normal(keys, d, seed=seed)), 0) for seed in (1, 2))
     return len((q[-1] @ k.mT * 1e6).round().unique()) / (d + 1)
 
 
 def invariances() -> Results:
     """Changes of queries, keys, channels and positions, and what they do to the map."""
-    q, k = draw(20, 32, seed=3), draw(20, 32, seed=4)
+    q, k = normal(20, 32, seed=3), normal(20, 32, seed=4)
     plain = one_head(q, k)
-    other = q * draw(20, 32, seed=5).exp()
+    other = q * normal(20, 32, seed=5).exp()
     other = other * q.abs().mean() / other.abs().mean()
     order = torch.randperm(32, generator=torch.Generator().manual_seed(6))
-    turn = draw(32, seed=7).sign()
+    turn = normal(32, seed=7).sign()
     channels = max(
         float((one_head(a, b) - plain).abs().max()) for a, b in ((q[:, order], k[:, order]), (q * turn, k * turn))
     )
@@ -263,9 +254,9 @@ def invariances() -> Results:
     return Results(measured, {"rotary": {"moved": moved, "shift": SHIFT}})
 
 
-def heads() -> Measured:
+def heads() -> Results:
     """Eight query heads on two key heads, causal and not, against a loop with each head's own means."""
-    q, k = draw(2, 8, 12, 16, seed=8), draw(2, 2, 12, 16, seed=9)
+    q, k = normal(2, 8, 12, 16, seed=8), normal(2, 2, 12, 16, seed=9)
     free, past = mechanism("binary").map(q, k), mechanism("binary").map(q, k, causal=True)
     worst = 0.0
     for b in range(2):
@@ -276,12 +267,12 @@ def heads() -> Measured:
             for t in range(12):
                 row = (step(query[t], key[: t + 1]) * bits[t, : t + 1]).softmax(-1)
                 worst = max(worst, float((past[b, h, t, : t + 1] - row).abs().max()))
-    return Measured(worst, 0.0, EXACT)
+    return Results({"a13": Measured(worst, 0.0, EXACT)})
 
 
-def leak() -> tuple[float, float]:
+def leak() -> Results:
     """Change of row 5 of 16 by the last token: with one mean per head under a causal mask, and in the causal form."""
-    q, k = draw(16, 32, seed=10), draw(16, 32, seed=11)
+    q, k = normal(16, 32, seed=10), normal(16, 32, seed=11)
     longer = [torch.cat([x[:-1], 10 * x[-1:]]) for x in (q, k)]
 
     def one_mean(a: Tensor, b: Tensor) -> Tensor:
@@ -290,22 +281,15 @@ def leak() -> tuple[float, float]:
     first, then = one_mean(q, k), one_mean(*longer)
     top = int(first.argmax())
     ours = one_head(q, k, causal=True)[5] - one_head(longer[0], longer[1], causal=True)[5]
-    return float((then - first)[top].abs()), float(ours.abs().max())
+    published = float((then - first)[top].abs())
+    changes = {"a14": published, "a15": float(ours.abs().max())}
+    return Results({id: Measured(x, 0.0, EXACT) for id, x in changes.items()})
 
 
 def measure(setting: Setting) -> Results:
-    published, ours = leak()
-    parts = counts(), floors(), window(), invariances()
-    measured: dict[str, Measured | None] = {
-        "a13": heads(),
-        "a14": Measured(published, 0.0, EXACT),
-        "a15": Measured(ours, 0.0, EXACT),
-    }
-    tables: dict[str, Any] = {}
-    for part in parts:
-        measured |= part.measured
-        tables |= part.tables
-    return Results(measured, tables)
+    parts = counts(), floors(), window(), invariances(), heads(), leak()
+    measured = {id: x for part in parts for id, x in part.measured.items()}
+    return Results(measured, {name: x for part in parts for name, x in part.tables.items()})
 
 
 STUDY = Study("attention of one bit, exactly", CLAIMS, measure)
