@@ -24,6 +24,8 @@ NAMES = (
     "amsel2024",
     "sahiner2022",
     "hu2025",
+    "atad2026",
+    "chefer2021",
     "zoo",
 )
 PAPERS: Registry[Paper] = Registry("paper")

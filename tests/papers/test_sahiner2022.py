@@ -158,7 +158,7 @@ def test_images_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match="images must be 28 x 28"):
         frozen.images(tmp_path)
     (tmp_path / frozen.FILE).write_bytes(b"no archive")
-    with pytest.raises(LocaterError, match="is no .npz archive with the arrays train_images"):
+    with pytest.raises(LocaterError, match=r"is no \.npz archive with the arrays train_images"):
         frozen.images(tmp_path)
 
 

@@ -1,0 +1,89 @@
+"""Measurements that both papers on explanations judge: areas by model and method, known answers, parameters drawn anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from locater.errors import LocaterError
+from locater_papers.engine.claims import Measured, by_seed
+from locater_papers.engine.explained import (
+    Explained,
+    image_file,
+    image_model,
+    sentence_model,
+    story_model,
+    text_model,
+)
+from locater_papers.engine.explanation_tests import RIVALS, areas, difference, hits, likeness
+from locater_papers.engine.papers import Setting
+
+INPUTS = {True: 16, False: 200}  # explained for each model
+KNOWN = {True: 8, False: 64}  # inputs with a known answer, for each seed
+SEEDS = 8
+LEARNED = 0.9  # accuracy from which a model counts as having learned its task
+GRADIENTS = ("gradient_input", "relevance")
+OPERATORS = ("operator logit", "operator input_output", "operator input", "operator norm")
+MISSING = "fashion.npz in the folder of --data (images), the trained models (the sentence encoder installed, stories260K in --models)"
+
+
+@dataclass(frozen=True)
+class Areas:
+    """The area between the curves of every method for each input, by model."""
+
+    by_model: Mapping[str, Mapping[str, Sequence[float]]]
+    facts: Mapping[str, Mapping[str, Any]]
+
+    def less_rivals(self, model: str, method: str, rivals: Sequence[str] = RIVALS) -> Measured | None:
+        """A method less its best rival, over the inputs of one model; None where the model is missing."""
+        if model not in self.by_model:
+            return None
+        return by_seed(difference(self.by_model[model], method, rivals), of="inputs of one model")
+
+    def table(self) -> dict[str, Any]:
+        methods = list(dict.fromkeys(name for table in self.by_model.values() for name in table))
+        rows = [
+            {"method": name, **{model: fmean(table[name]) for model, table in self.by_model.items() if name in table}}
+            for name in methods
+        ]
+        return {"rows": rows, "models": list(self.by_model), "facts": dict(self.facts)}
+
+
+def measured_areas(setting: Setting, methods: Sequence[str]) -> Areas:
+    """Every method on every model at hand."""
+    count = INPUTS[setting.quick]
+    makers: dict[str, Callable[[], Explained | None]] = {
+        "text": lambda: text_model(count),
+        "images": lambda: image_model(count, setting.data) if image_file(setting.data) else None,
+        "all-MiniLM-L6-v2": lambda: sentence_model(count),
+        "stories260K": lambda: story_model(count, setting.models),
+    }
+    by_model: dict[str, dict[str, list[float]]] = {}
+    facts: dict[str, Mapping[str, Any]] = {}
+    for name in setting.each(list(makers)):
+        subject = makers[name]()
+        if subject is not None:
+            facts[name] = {"inputs": len(subject.inputs), **subject.facts}
+            by_model[name] = {method: areas(subject, method) for method in methods}
+    return Areas(by_model, facts)
+
+
+def trained_by_seed(setting: Setting, make: Callable[[int, int], Explained]) -> list[Explained]:
+    """A task with a known answer, learned with every seed."""
+    subjects = [make(KNOWN[setting.quick], seed) for seed in setting.each(list(range(SEEDS)))]
+    for seed, subject in enumerate(subjects):
+        if subject.facts["accuracy"] < LEARNED:
+            raise LocaterError(f"{subject.name}: not learned with seed {seed}: accuracy {subject.facts['accuracy']}")
+    return subjects
+
+
+def known_answers(subjects: Sequence[Explained], methods: Sequence[str]) -> dict[str, list[float]]:
+    """The share of inputs whose largest score is that of the token that decides, by method and seed."""
+    return {name: [hits(subject, name) for subject in subjects] for name in methods}
+
+
+def redrawn(subjects: Sequence[Explained], methods: Sequence[str]) -> dict[str, list[list[float]]]:
+    """Rank correlations of scores with those of models whose last blocks were drawn anew, by method and seed."""
+    return {name: [likeness(subject, name, seed) for seed, subject in enumerate(subjects)] for name in methods}
