@@ -243,7 +243,7 @@ class Transformer(nn.Module):
                 # maps whose output is added to the stream start smaller, so that its size does not grow with depth
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=scale / (2 * shape.layers) ** 0.5 if adds else scale)
-        if not shape.is_classifier:
+        if not shape.is_classifier and isinstance(self.model.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(

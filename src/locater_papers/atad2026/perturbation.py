@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from locater_papers.engine.claims import Claim
-from locater_papers.engine.explanation_tables import GRADIENTS, MISSING, OPERATORS, RIVALS, measured_areas
+from locater_papers.engine.explanation_tables import GRADIENTS, MISSING, OPERATORS, measured_areas
+from locater_papers.engine.explanation_tests import RIVALS
 from locater_papers.engine.papers import Results, Setting, Study
 
 HERE = "area of the operator (along the target) less that of the best of rollout, raw attention and attention with value norms"

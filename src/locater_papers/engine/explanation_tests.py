@@ -101,7 +101,8 @@ def difference(by_method: Mapping[str, Sequence[float]], better: str, rivals: It
 
 def cost(subject: Explained, names: Sequence[str], rounds: int = 5) -> dict[str, float]:
     """Seconds of a method over those of a forward pass, in turns on the same input; medians."""
-    inputs, target, taken = subject.inputs[0], subject.targets[0], {name: [] for name in ("forward", *names)}
+    inputs, target = subject.inputs[0], subject.targets[0]
+    taken: dict[str, list[float]] = {name: [] for name in ("forward", *names)}
     with torch.no_grad():
         subject.model(**inputs)
     for _ in range(rounds):
