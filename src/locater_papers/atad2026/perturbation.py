@@ -42,7 +42,7 @@ CLAIMS = (
 
 
 def measure(setting: Setting) -> Results:
-    areas = measured_areas(setting, (*OPERATORS, *RIVALS, *GRADIENTS))
+    areas = measured_areas(setting, (OPERATORS[0], *RIVALS), (*OPERATORS[1:], *GRADIENTS))
     measured = {key: areas.less_rivals(model, "operator logit") for key, model in MODELS.items()}
     measured |= {
         "b5": areas.less_rivals("text", "operator input_output", ("operator norm",)),

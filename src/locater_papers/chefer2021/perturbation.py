@@ -32,7 +32,7 @@ CLAIMS = (
 
 
 def measure(setting: Setting) -> Results:
-    areas = measured_areas(setting, ("relevance", *ADAPTED, *OTHERS))
+    areas = measured_areas(setting, ("relevance", *ADAPTED), OTHERS)
     measured = {key: areas.less_rivals(model, "relevance", ADAPTED) for key, model in MODELS.items()}
     measured["b5"] = areas.less_rivals("text", "relevance", ("integrated_gradients",))
     return Results(measured, {"areas": areas.table()})

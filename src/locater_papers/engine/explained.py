@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ PLANTED = Shape(
     causal=False,
     classes=CLASSES,
 )
+BLACK = 0  # what is around the things of Fashion-MNIST, and so in place of a patch that is taken away
 STEPS, BATCH, RATE = 200, 64, 3e-3  # of the tasks with a known answer
 
 
@@ -58,7 +59,7 @@ class Explained:
     targets: Sequence[Any]
     deciding: Sequence[int] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)  # of its training
-    blank: int | None = None  # the token that stands for one taken away; None: tokens are left out
+    blank: int | None = None  # token or pixel value in place of what is taken away; None: tokens are left out
 
 
 def text_model(count: int, seed: int = 0) -> Explained:
@@ -77,7 +78,7 @@ def image_model(count: int, data: Path | None, seed: int = 0) -> Explained:
     if path is None:
         raise LocaterError("no fashion.npz: give its folder by --data")
     with tempfile.TemporaryDirectory() as folder:
-        return _trained("images", IMAGES, folder, seed, count, images=str(path))
+        return replace(_trained("images", IMAGES, folder, seed, count, images=str(path)), blank=BLACK)
 
 
 def image_file(data: Path | None) -> Path | None:

@@ -23,6 +23,7 @@ from locater_papers.engine.papers import Setting
 INPUTS = {True: 16, False: 200}  # explained for each model
 KNOWN = {True: 8, False: 64}  # inputs with a known answer, for each seed
 SEEDS = 8
+CLASSIFIERS = ("text", "images")
 LEARNED = 0.9  # accuracy from which a model counts as having learned its task
 GRADIENTS = ("gradient_input", "relevance")
 OPERATORS = ("operator logit", "operator input_output", "operator input", "operator norm")
@@ -51,8 +52,8 @@ class Areas:
         return {"rows": rows, "models": list(self.by_model), "facts": dict(self.facts)}
 
 
-def measured_areas(setting: Setting, methods: Sequence[str]) -> Areas:
-    """Every method on every model at hand."""
+def measured_areas(setting: Setting, methods: Sequence[str], on_classifiers: Sequence[str] = ()) -> Areas:
+    """Every method on every model at hand, and more of them on the classifiers that are trained here."""
     count = INPUTS[setting.quick]
     makers: dict[str, Callable[[], Explained | None]] = {
         "text": lambda: text_model(count),
@@ -66,7 +67,8 @@ def measured_areas(setting: Setting, methods: Sequence[str]) -> Areas:
         subject = makers[name]()
         if subject is not None:
             facts[name] = {"inputs": len(subject.inputs), **subject.facts}
-            by_model[name] = {method: areas(subject, method) for method in methods}
+            names = (*methods, *on_classifiers) if name in CLASSIFIERS else methods
+            by_model[name] = {method: areas(subject, method) for method in names}
     return Areas(by_model, facts)
 
 

@@ -26,7 +26,7 @@ from locater_papers.engine.explained import Explained
 
 # the methods of this project's room, and the collapses of the operator as methods of their own
 RIVALS = ("rollout", "raw_attention", "attention_norms")  # maps of attention put together without gradients
-FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95)  # some model needs a token that is left
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9)  # of tokens taken away; some model needs one that is left
 Method = Callable[[nn.Module, Mapping[str, Tensor], Any], Explanation]
 
 
