@@ -121,9 +121,15 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
             settings.append((paper, Setting(quick, _path(models), bar, path, _path(data), jobs, tell, more)))
         # training and long measurements use all cores by themselves
         done = measure_at_once(settings, claim, processors() if quick and not jobs else 1)
+        failures: list[Exception] = []
         for paper, setting in settings:
             document = reproduce(paper, setting, claim, done[paper.name]).to_dict()
-            _deliver(document, paper, _of_paper(json, paper), _of_paper(report, paper), images)
+            try:
+                _deliver(document, paper, _of_paper(json, paper), _of_paper(report, paper), images)
+            except Exception as error:  # the other papers were measured too: they are written before this is reported
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
 
 def _papers(names: list[str], claim: str | None) -> list[Paper]:

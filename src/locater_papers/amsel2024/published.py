@@ -214,7 +214,10 @@ def several_layers(letter: str, table: str, judge: Callable[..., dict[str, Measu
     ends = [losses for arm in arms if (losses := losses_of(runs.lines.get(key_of(arm))))]
     lost = any(sum(x > LOST for x in losses) > len(losses) / 2 for losses in ends)
     rows = rows_of(FIRST[letter] + AGAIN[letter], runs)
-    return Results(mark_inconclusive(measured, measured if lost else (), UNTRAINED), {table: rows})
+    if lost:
+        return Results(mark_inconclusive(measured, measured, UNTRAINED), {table: rows})
+    high = [c.id for c in NUMBER if c.id == "f2" and _above(c, measured.get(c.id))]
+    return Results(mark_inconclusive(measured, high, TOO_SHORT), {table: rows})
 
 
 def _study(title: str, claims: tuple[Claim, ...], arms: Sequence[Encoder], judge: Callable[[Runs], Results]) -> Study:

@@ -20,7 +20,8 @@ from locater_papers.engine.explained import (
 from locater_papers.engine.explanation_tests import RIVALS, areas, difference, hits, likeness
 from locater_papers.engine.papers import Setting
 
-INPUTS = {True: 16, False: 200}  # explained for each model
+INPUTS = {True: 48, False: 200}  # explained for each model that is trained here
+AT_HAND = {True: 24, False: 100}  # and for each of those at hand, which are larger
 KNOWN = {True: 8, False: 64}  # inputs with a known answer, for each seed
 SEEDS = 8
 CLASSIFIERS = ("text", "images")
@@ -58,8 +59,8 @@ def measured_areas(setting: Setting, methods: Sequence[str], on_classifiers: Seq
     makers: dict[str, Callable[[], Explained | None]] = {
         "text": lambda: text_model(count),
         "images": lambda: image_model(count, setting.data) if image_file(setting.data) else None,
-        "all-MiniLM-L6-v2": lambda: sentence_model(count),
-        "stories260K": lambda: story_model(count, setting.models),
+        "all-MiniLM-L6-v2": lambda: sentence_model(AT_HAND[setting.quick]),
+        "stories260K": lambda: story_model(AT_HAND[setting.quick], setting.models),
     }
     by_model: dict[str, dict[str, list[float]]] = {}
     facts: dict[str, Mapping[str, Any]] = {}
