@@ -29,8 +29,8 @@ BRIEF = dict(observe=0, evaluate=0, checkpoint=0, device="cpu")
 TRAINED = {
     "copy, one layer": dict(task="copy", vocabulary=64, layers=1, heads=1, width=64, length=64, batch=32, steps=600, rate=6e-3, positions="learned"),
     "n-grams, two layers": dict(
-        task="ngram", vocabulary=3, concentration=0.2, layers=2, heads=1, width=32, length=32, batch=32, steps=2000, rate=1e-2, mlp="none",
-        positions="learned", scale=0.5,
+        task="ngram", vocabulary=3, concentration=0.2, layers=2, heads=1, width=32, length=32, batch=32, steps=500, rate=1e-2, mlp="none",
+        positions="learned", scale=0.3,
     ),
 }  # fmt: skip
 MOST = 0.5  # of a model's heads: from there on a prediction held in it
@@ -72,7 +72,10 @@ PREDICTIONS = (
         "chen2024", "the head that copies what followed the same context becomes sharp: its scale grows", "√F of the last layer at least √(2 log T)",
         lambda row: row.F is not None and row.F >= 2 * math.log(LENGTH), "n-grams, two layers",
     ),
-    Prediction("bao2024", "trained heads have a mean that is not zero, and it is positive", "M above 1", lambda row: row.M > 1),
+    Prediction(
+        "bao2024", "attention localizes where eigenvalues concentrate around a mean that is not zero", "|κ| at least 0.5 and M above 1",
+        lambda row: abs(row.concentration) >= 0.5 and row.M > 1,
+    ),
 )  # fmt: skip
 
 
@@ -137,8 +140,9 @@ def page(rows: list[dict[str, Any]]) -> str:
         known = [x for x in shares if x is not None]
         cells = ["-" if x is None else f"{x:.0%}" for x in shares]
         held = f"{sum(x >= MOST for x in known)} of {len(known)} models"
+        condition = prediction.condition.replace("|", "\\|")
         lines.append(
-            f"| [{prediction.paper}]({prediction.paper}.md) | {prediction.says} | {prediction.condition} | {' | '.join(cells)} | {held} |"
+            f"| [{prediction.paper}]({prediction.paper}.md) | {prediction.says} | {condition} | {' | '.join(cells)} | {held} |"
         )
     return "\n".join(lines) + "\n" + TAIL
 
