@@ -17,11 +17,11 @@ COSTLY = 20.0  # forward passes
 
 CLAIMS = (
     Claim(
-        "c1", "In an encoder-decoder, relevance is superior to rollout: it finds the token that decides more often",
+        "c1", "In an encoder-decoder, relevance is superior to rollout, as seen here by how often the token that decides has the largest score",
         "share of inputs whose largest score it has, relevance less rollout", "at least", 0.0, where="abstract", bound="ours",
     ),
     Claim(
-        "c2", "Its order of the encoder's tokens is better than that of rollout", "area of relevance less that of rollout, means by seed",
+        "c2", "It is superior to rollout, as seen here by the order of the encoder's tokens", "area of relevance less that of rollout, means by seed",
         "at least", 0.0, where="abstract", bound="ours",
     ),
     Claim("c3", "It finds the token that decides", "share of inputs", "at least", 0.95, by="ours"),
