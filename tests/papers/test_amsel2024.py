@@ -210,9 +210,9 @@ def test_runs_decide_both_ways(tmp_path: Path) -> None:
     for good, expected in ((True, "holds"), (False, "fails")):
         path = made_up(tmp_path / f"{good}.jsonl", good)
         verdicts = {v.claim.id: v for c in "defg" for v in reproduce(PAPER, Setting(runs=path), claim=c).verdicts}
-        decided = ("d3", "d5", "d8", "e3", "f1", "f2", "g2")
+        decided = ("d3", "d5", "d8", "e3", "f1", "g2")
         assert {name: verdicts[name].verdict for name in decided} == dict.fromkeys(decided, expected)
-        one_sided = {verdicts[name].verdict for name in ("d1", "d2", "d7")}
+        one_sided = {verdicts[name].verdict for name in ("d1", "d2", "d7", "f2")}
         assert one_sided == {"holds" if good else "undecided"}, "too high a loss may be too few steps"
     assert verdicts["d1"].measured == pytest.approx(0.94 / 0.08, rel=0.02)
 

@@ -132,7 +132,7 @@ def test_the_section_has_a_row_per_arm_and_a_picture(tmp_path: Path) -> None:
     section = text[text.index("## f. Where a head has nothing to add") :]
     assert section.count("\n| ") == len(gates.ARMS) + 1
     assert "| plain | 0.006 | 2.2000, 2.2010" in section
-    assert "more than 0.1 nat above the plain arm: gated(position=value, per=element) (6 of 6)" in section
+    assert f"more than 0.1 nat above the plain arm: gated(position=value, per=element) ({SEEDS} of {SEEDS})" in section
     assert ">gated<" in figures["sink"]
     assert "![sink](figure:sink)" in section
     assert sink_tables(Runs(), gates.ARMS) == {}

@@ -95,8 +95,8 @@ def explained(
 
     >>> x = torch.arange(5.0).double()
     >>> share, coefficients = explained(x, 1 + 2 * x**2, torch.ones(5).double(), 2)
-    >>> round(share, 6), coefficients.round(decimals=6).tolist()
-    (1.0, [1.0, 0.0, 2.0])
+    >>> round(share, 6), torch.allclose(coefficients, torch.tensor([1.0, 0.0, 2.0]).double())
+    (1.0, True)
     """
     root = use.sqrt()
     powers = torch.stack([x**n for n in range(degree + 1)], 1)
