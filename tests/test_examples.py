@@ -52,5 +52,7 @@ def test_from_all_heads_to_the_output() -> None:
     weights = [float(line.split()[2]) for line in printed["where"].splitlines()]
     assert len(weights) == 6
     assert 0 < sum(weights) <= 1
+    assert printed["pattern"].count(" looks at ") == 6
     assert "of the output passes layer" in printed["shares"]
+    assert "<svg" in outputs["why"][-1]["data"]["text/html"]
     assert "less likely: [" in printed["tokens"]

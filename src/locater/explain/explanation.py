@@ -9,6 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.explain.targets import Target
+from locater.markup import display, heat_map, table
+
+MOST_SHOWN = 256  # tokens in a notebook
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,6 +40,19 @@ class Explanation:
         """(token, score), the largest score first."""
         order = self.scores.argsort(descending=True).tolist()
         return [(token, float(self.scores[token])) for token in order]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a cell per input token, and the largest scores."""
+        streams = {self.stream: self.scores, **self.other_streams}
+        values = [scores[:MOST_SHOWN].tolist() for scores in streams.values()]
+        sums = f"Scores sum to {float(self.scores.sum()):.3g}, the target is {self.target.value:.3g}."
+        more = f"The first {MOST_SHOWN} tokens are drawn." if len(self.scores) > MOST_SHOWN else ""
+        return display(
+            f"{self.method}: {self.target.what}",
+            [sums, f"{self.exact[:1].upper()}{self.exact[1:]}." * bool(self.exact), more],
+            heat_map(values, "score", rows="stream", columns="token", names=list(streams)),
+            table(["token", "score"], [[str(token), f"{score:.3g}"] for token, score in self.ranked()[:5]]),
+        )
 
     def __repr__(self) -> str:
         best = ", ".join(f"{token}: {score:.3g}" for token, score in self.ranked()[:3])
