@@ -594,7 +594,7 @@ def test_python_calls_name_what_they_were_given() -> None:
             lambda: inspect.unwrap(locater.moments)(torch.ones(3, 8, 64), torch.ones(3, 8, 3)),
             "both end in (head size, width)",
         ),
-        (lambda: decompose(nn.Linear(2, 2), "text"), "the input is a str"),
+        (lambda: decompose(nn.Linear(2, 2), "text"), "inputs are a str"),
     ):
         with pytest.raises(LocaterError) as error:
             call()

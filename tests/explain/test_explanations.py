@@ -109,7 +109,7 @@ BAD: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "ids": (lambda: (gpt2(), ids() + 64), "has token ids from .*, and the vocabulary has 64: check the tokenizer"),
     "axis": (lambda: (gpt2(), ids()[0]), r"input_ids has the shape \(9,\): .* with a batch axis in front"),
     "empty": (lambda: (gpt2(), ids()[:, :0]), r"input_ids has the shape \(1, 0\): give one token or more"),
-    "text": (lambda: (gpt2(), "a cat"), "the input is a str: give token ids as a tensor"),
+    "text": (lambda: (gpt2(), "a cat"), "inputs are a str: give token ids as a tensor"),
     "record": (unrecorded, r"model_type 'no_block' is not split into linear steps: .*gradient_input needs no such record"),
     "unknown": (lambda: (nn.Linear(2, 2), torch.zeros(1, 2)), "a model without a model_type is not split"),
     "nan": (lambda: (spoilt(), ids()), r"logit \d+ is nan: there is nothing to explain"),
@@ -182,7 +182,7 @@ def test_nothing_is_left_behind_by_a_model_that_fails(where: str) -> None:
 
     handle = model.get_submodule(where).register_forward_hook(fail)
     before = state(model)
-    with pytest.raises(LocaterError, match=r"GPT2LMHeadModel: does not run on this batch \(no\)"):
+    with pytest.raises(LocaterError, match=r"GPT2LMHeadModel: does not run on these inputs \(no\)"):
         operator(model, ids())
     assert state(model) == before
     handle.remove()

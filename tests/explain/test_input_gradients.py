@@ -97,6 +97,17 @@ def test_tokens_are_left_out_in_order_and_the_class_token_stays() -> None:
     assert len(list(curves.rows())) == 6
 
 
+def test_a_single_logit_has_no_probability() -> None:
+    """Its softmax is 1 whatever is taken away, which would say that nothing matters."""
+    model, inputs = clip(), {"input_ids": WORDS[:1], "pixel_values": PIXELS}
+    curves = explain.deletion(model, inputs, explain.relevance(model, inputs, target=0), fractions=(0, 1))
+    assert (curves.positive.probabilities, curves.positive.unchanged) == (None, None)
+    with torch.no_grad():
+        ends = [float(model(**{**inputs, "pixel_values": x}).logits_per_image) for x in (PIXELS, 0 * PIXELS)]
+    assert curves.positive.values.tolist() == pytest.approx(ends, abs=1e-4)
+    assert curves.positive.area == pytest.approx(sum(ends) / 2, abs=1e-4)
+
+
 def test_the_target_moves_with_its_token_and_patches_are_filled() -> None:
     model = gpt2()
     why = explain.relevance(model, IDS, target=(4, 11))

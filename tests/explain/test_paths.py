@@ -619,7 +619,7 @@ def test_the_model_is_left_as_it_was() -> None:
             "BloomForCausalLM: model_type 'bloom' is not split into linear steps: slow_but_exact",
         ),
         (lambda: decompose(gpt2(), tokens(), mlp="none"), "mlp='none' is not known: use 'source' or 'linear'"),  # type: ignore[arg-type]
-        (lambda: decompose(gpt2(), {"inputs": torch.zeros(1, 2)}), "GPT2LMHeadModel: does not run on this batch"),
+        (lambda: decompose(gpt2(), {"inputs": torch.zeros(1, 2)}), "GPT2LMHeadModel: does not run on these inputs"),
         (lambda: decompose(strange(), tokens()), "its paths sum to its output only within"),
         (lambda: decompose(unheard(), tokens()), "called 3 times in one run"),
         (lambda: decompose(crossed(), tokens()), "crossattention.self: paths go through one stack"),

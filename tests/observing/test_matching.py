@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +120,20 @@ def test_circuit_scores_have_them_too() -> None:
         assert score.skip_induction is not None
         assert score.pair_induction is not None
         assert -1 < score.pair_induction < 1
+
+
+def test_keys_in_front_of_the_input_leave_the_other_circuit_scores() -> None:
+    from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+    class Prefixed(GPT2LMHeadModel):  # type: ignore[misc]
+        """A model with two keys of its own before the first token."""
+
+        def forward(self, input_ids: Tensor) -> Any:
+            cache, keys = DynamicCache(), torch.ones(len(input_ids), 2, 2, 8)
+            cache.update(keys, keys, 0)
+            return super().forward(input_ids, past_key_values=cache)
+
+    sizes = dict(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=0)
+    for score in circuit_scores(Prefixed(GPT2Config(**sizes))).values():
+        assert score.previous is not None
+        assert (score.skip_induction, score.pair_induction) == (None, None)

@@ -142,6 +142,13 @@ def test_a_matrix_without_room_is_left_out_and_said(pages: dict[str, Path]) -> N
     assert page.count("Its matrix has no room on this page.") == 1
 
 
+def test_the_largest_part_by_length_is_the_largest_in_size() -> None:
+    """Of a negative target too, whose parts are mostly negative."""
+    lengths = [LengthShare(0, -2.0, -0.8), LengthShare(1, 0.3, 0.12), LengthShare(2, -0.8, -0.32)]
+    page = explain_page(replace(made(5), target=Target(7, 4, -2.5), lengths=lengths))
+    assert "the largest part, -80 %, passes no head" in page
+
+
 @needs_browser
 @pytest.mark.parametrize(
     ("name", "scheme", "width"),

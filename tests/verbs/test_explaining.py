@@ -15,7 +15,7 @@ import torch
 from locater.data.tokenizer import CONFIG, FILE, make_tokenizer
 from locater.report.quantised import pack_table, unpack_table
 from locater.verbs import explain_parts
-from locater.verbs.explain_input import token_texts
+from locater.verbs.explain_input import TokenStream, token_texts
 from locater.verbs.explain_target import Entries
 from locater.verbs.explaining import explanations
 from tests.conftest import Result
@@ -166,8 +166,32 @@ def test_a_picture_in_patches(tmp_path: Path) -> None:
     assert relevance[0] is not None
     assert gradient[0] is None  # the class token is no part of the picture
     assert None not in gradient[1:]
+    assert result.methods[1].ranked()[-1][0] == 0
+    assert "nan" not in result.methods[1]._repr_html_()
     result.report(tmp_path / "page.html")
     json.loads(result.to_json(matrices=True))
+
+
+def test_a_sure_classifier_keeps_its_probabilities(tmp_path: Path) -> None:
+    """A probability that rounds to 1 throughout is one all the same: areas of methods must have one unit."""
+    np.save(tmp_path / "picture.npy", np.random.default_rng(0).integers(0, 255, (1, 32, 32, 3), dtype=np.uint8))
+    model = tiny("vit")
+    with torch.no_grad():
+        model.classifier.weight *= 1e-3
+        model.classifier.bias.copy_(torch.tensor([100.0, 0.0, 0.0]))
+    result = explanations(model, image=tmp_path / "picture.npy", methods=["relevance"])
+    curve = result.deletion["relevance"]
+    assert (curve.of, set(curve.largest_first)) == ("probability", {1.0})
+
+
+def test_patterns_that_do_not_fit_the_tokens_are_counted(saved: Path, model: Any) -> None:
+    layers = [{"layer": i, "name": f"model.layers.{i}.self_attn", "kind": "self", "heads": 4} for i in range(2)]
+    batch = {"input_ids": torch.arange(3)[None]}
+    for tokens, patterns, words in ((3, 8, "all of them."), (4, 0, "Those of 8 heads are left out")):
+        stream = TokenStream("input", ["a"] * tokens, list(range(tokens)))
+        shown, which = explain_parts.head_patterns(model, batch, [stream], layers, [], None)
+        assert len(shown) == patterns
+        assert words in which
 
 
 def test_packed_tables_are_off_by_one_part_in_254_of_their_row() -> None:

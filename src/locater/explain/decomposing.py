@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.explain.freezing import Freezer, Mlp
 from locater.explain.input_checks import check_inputs
 from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
 from locater.families import AttentionLayer, Block, attention_layers
-from locater.families.registry import block_of, family_of
-from locater.observing.inputs import run
+from locater.families.registry import block_of
+from locater.observing.inputs import as_keywords, run_checked
 
 
 def decompose(
@@ -63,23 +62,14 @@ def recorded_run(
     """One run of the model: its recording, the keywords it was called with, and its output. With `readout`, the output
     has the gradient of what the model does with its last stream.
     """
-    if not isinstance(batch, Mapping | Tensor):
-        raise LocaterError(
-            f"the input is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes"
-        )
+    keywords = as_keywords(getattr(model, "_orig_mod", model), batch)
     block = _block_of(model)
     layers = attention_layers(model)
     _check_one_stack(model, block, layers)
-    recording = Recording(ModuleWeights(model), family_of(model), block, layers)
+    recording = Recording(ModuleWeights(model), block, layers)
+    check_inputs(model, keywords)
     with recording.listening(readout):
-        keywords = _keywords(model, batch)
-        check_inputs(model, keywords)
-        try:
-            output = run(model, keywords)
-        except LocaterError:
-            raise
-        except Exception as error:
-            raise LocaterError(f"{type(model).__name__}: does not run on this batch ({first_line(error)})") from error
+        output = run_checked(model, keywords)
     return recording, keywords, output
 
 
@@ -119,12 +109,6 @@ def _check_one_stack(model: nn.Module, block: Block, layers: Sequence[AttentionL
         raise LocaterError(
             f"{type(model).__name__}: paths go through one stack, and it has {' and '.join(stacks)}: pass one of them"
         )
-
-
-def _keywords(model: nn.Module, batch: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-    if isinstance(batch, Tensor):
-        return {next(iter(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)): batch}
-    return dict(batch)
 
 
 def _check_sum(paths: Paths, dtype: torch.dtype) -> None:

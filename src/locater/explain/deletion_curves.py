@@ -31,7 +31,7 @@ class Curve:
     fractions: tuple[float, ...]
     values: Float[Tensor, " F"]  # the target
     probabilities: Float[Tensor, " F"] | None  # softmax of the logits, where there are several
-    unchanged: Bool[Tensor, " F"] | None  # whether the target is the model's first choice
+    unchanged: Bool[Tensor, " F"] | None  # whether the target is the model's first choice of several
 
     @property
     def area(self) -> float:
@@ -131,12 +131,14 @@ def deletion(
 def _measured(
     model: nn.Module, removal: TokenRemoval, tokens: Sequence[int]
 ) -> tuple[float, float | None, bool | None]:
-    """The target without some tokens, its probability, and whether it is the first choice."""
+    """The target without some tokens, its probability, and whether it is the first choice; both None without several
+    logits.
+    """
     batch, target = removal.without(tokens)
     output = run_checked(model, batch)
     value = float(target.number(output))
-    if target.index is None:
-        return value, None, None
     entries = vectors(output)[0][0]
     entries = entries if target.position is None else entries[target.position]
+    if target.index is None or len(entries) == 1:  # of a single logit the softmax is 1, whatever it is
+        return value, None, None
     return value, float(entries.softmax(-1)[target.index]), int(entries.argmax()) == target.index

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from locater.explain.targets import Target
 from locater.markup import display, heat_map, table
+from locater.missing import finite_or_none
 
 MOST_SHOWN = 256  # tokens in a notebook
 
@@ -37,15 +39,15 @@ class Explanation:
     how: str = ""  # how they were made: passes, settings, approximations
 
     def ranked(self) -> list[tuple[int, float]]:
-        """(token, score), the largest score first."""
-        order = self.scores.argsort(descending=True).tolist()
+        """(token, score), the largest score first; tokens without a score (NaN) last."""
+        order = self.scores.nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True).tolist()
         return [(token, float(self.scores[token])) for token in order]
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a cell per input token, and the largest scores."""
         streams = {self.stream: self.scores, **self.other_streams}
-        values = [scores[:MOST_SHOWN].tolist() for scores in streams.values()]
-        sums = f"Scores sum to {float(self.scores.sum()):.3g}, the target is {self.target.value:.3g}."
+        values = [[finite_or_none(x) for x in scores[:MOST_SHOWN].tolist()] for scores in streams.values()]
+        sums = f"Scores sum to {float(self.scores.nansum()):.3g}, the target is {self.target.value:.3g}."
         more = f"The first {MOST_SHOWN} tokens are drawn." if len(self.scores) > MOST_SHOWN else ""
         return display(
             f"{self.method}: {self.target.what}",

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.attention import interface
 from locater.attention.call import Call
-from locater.attention.listeners import Switch, enter, leave
+from locater.attention.listeners import Switch
 from locater.attention.stand_ins import instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import AttentionLayer
-from locater.families.listening import put_tap, refuse_unobservable
-from locater.families.record import Block, BlockModules, Family, Part
+from locater.families.record import Block, BlockModules, Part
+from locater.observing.hearing import heard
 from locater.observing.site import Site
 from locater.observing.tally import StatisticsOptions
 
@@ -50,7 +49,6 @@ class Recording:
     """What one run of a model needs to leave behind to be frozen."""
 
     weights: ModuleWeights
-    family: Family | None
     block: Block
     layers: Sequence[AttentionLayer]
     passages: dict[str, list[Passage]] = field(default_factory=dict)
@@ -61,22 +59,9 @@ class Recording:
     @contextmanager
     def listening(self, readout: bool = False) -> Iterator[None]:
         """Record every run inside the `with` block. With `readout`, gradients are on behind the last stream."""
+        self.sites += [self._site(number, layer) for number, layer in enumerate(self.layers)]
         with ExitStack() as stack:
-            interface.install()
-            stack.callback(interface.remove)
-            for number, layer in enumerate(self.layers):
-                module = self.weights.submodule(layer.name)
-                refuse_unobservable(module, self.family, layer.name)
-                count, group = layer.heads, layer.group
-                site = CallSite(
-                    layer.name, number, "self", module, group, count, [], Switch(), StatisticsOptions(), layer
-                )
-                site.order = self.order
-                self.sites.append(site)
-                enter(site)
-                stack.callback(leave, site)
-                for undo in put_tap(module, self.family):
-                    stack.callback(undo)
+            stack.enter_context(heard(self.weights.module, self.sites))
             # some blocks add to the output of their MLP in place
             copied = {self.modules(layer).find(self.block.mlp or self.block.down) for layer in self.layers}
             for path in self._watched():
@@ -86,6 +71,12 @@ class Recording:
                 last = self.weights.submodule(self._final() or self.block.path(self.layers[-1]))
                 stack.callback(instead(last, "forward", self._passed_on))
             yield
+
+    def _site(self, number: int, layer: AttentionLayer) -> CallSite:
+        module, count, group = self.weights.submodule(layer.name), layer.heads, layer.group
+        site = CallSite(layer.name, number, "self", module, group, count, [], Switch(), StatisticsOptions(), layer)
+        site.order = self.order
+        return site
 
     def modules(self, layer: AttentionLayer) -> BlockModules:
         """The block of a layer."""

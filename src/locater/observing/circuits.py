@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.observing.inputs import run
@@ -65,17 +65,29 @@ def circuit_scores(
         run(model, {"input_ids": torch.cat([once, once], 1)})
     few = allowed[torch.randperm(len(allowed), generator=generator)[:ALPHABET]]
     length = min(LENGTH, (most or LENGTH + 2) - 2)
-    matched = match_scores(model, few[torch.randint(len(few), (sequences, length), generator=generator)], (SKIP, PAIR))
+    ids = few[torch.randint(len(few), (sequences, length), generator=generator)]
+    by_parents = _by_parents(model, ids)
     return {
         (row.layer, row.head): Circuit(
             row.offsets[1],
             row.offsets[period],
             row.offsets[period - 1],
-            *(matched[row.layer, row.head][parents].excess for parents in (SKIP, PAIR)),
+            *by_parents.get((row.layer, row.head), (None, None)),
         )
         for row in seen.rows
         if row.kind == "self"
     }
+
+
+def _by_parents(model: nn.Module, ids: Tensor) -> dict[tuple[int, int], tuple[float | None, float | None]]:
+    """Skip and pair induction of each head. Empty where keys are not just the tokens of the input, as with learned keys
+    in front of them: the other scores are known there all the same.
+    """
+    try:
+        matched = match_scores(model, ids, (SKIP, PAIR))
+    except LocaterError:
+        return {}
+    return {head: (scores[SKIP].excess, scores[PAIR].excess) for head, scores in matched.items()}
 
 
 def _special(config: Any) -> set[int]:

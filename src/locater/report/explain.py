@@ -184,6 +184,7 @@ def _first_head(result: Explanations) -> int:
 def _lengths_note(result: Explanations) -> str:
     if not result.lengths:
         return str(result.assumptions.get("lengths", ""))
-    largest = max(result.lengths, key=lambda row: row.share)
+    largest = max(result.lengths, key=lambda row: abs(row.share))
     heads = "no head" if largest.length == 0 else "1 head" if largest.length == 1 else f"{largest.length} heads"
-    return f"The target as a sum over paths, by heads passed: most of it, {percent(largest.share)}, passes {heads}."
+    part = f"the largest part, {percent(largest.share)}, passes {heads}"
+    return f"The target as a sum over paths, by heads passed: {part}."

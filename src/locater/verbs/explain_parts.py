@@ -16,6 +16,7 @@ from locater.explain.targets import Target
 from locater.families import attention_layers
 from locater.observing import attention_pattern
 from locater.observing.collecting import Progress
+from locater.report.tables import counted
 from locater.verbs.explain_input import TokenStream
 from locater.verbs.explain_result import DeletionCurve, HeadShare, LengthShare, Pattern
 from locater.verbs.explain_target import choice_of
@@ -117,6 +118,8 @@ def head_patterns(
         queries, keys = ends[layer]
         if weights.shape == (len(queries.tokens), len(keys.tokens)):
             patterns.append(Pattern(layer, head, weights, queries.name, keys.name))
+    if missing := len(maps) - len(patterns):
+        which += f" Those of {counted(missing, 'head')} are left out: their maps are not token by token."
     return patterns, which
 
 
@@ -199,6 +202,6 @@ def _curve(
     tests = deletion(model, batch, replace(result, scores=result.scores[scored]), fractions, keep=sorted(keep))
     sides = (tests.positive, tests.negative)
     probabilities = [side.probabilities.tolist() for side in sides if side.probabilities is not None]
-    if not probabilities or set(probabilities[0]) == {1.0}:  # of a single logit the probability is 1
+    if not probabilities:
         return DeletionCurve(fractions, sides[0].values.tolist(), sides[1].values.tolist(), "target")
     return DeletionCurve(fractions, probabilities[0], probabilities[1], "probability")

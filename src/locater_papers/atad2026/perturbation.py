@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from locater_papers.engine.claims import Claim
-from locater_papers.engine.explanation_tables import GRADIENTS, MISSING, OPERATORS, measured_areas
+from locater_papers.engine.explanation_tables import GRADIENTS, MISSING, MODELS, OPERATORS, WORDS, measured_areas
 from locater_papers.engine.explanation_tests import RIVALS
 from locater_papers.engine.papers import Results, Setting, Study
 
 HERE = "area of the operator (along the target) less that of the best of rollout, raw attention and attention with value norms"
-MODELS = {"b1": "text", "b2": "images", "b3": "all-MiniLM-L6-v2", "b4": "stories260K"}
-WORDS = {
-    "text": "a text classifier",
-    "images": "an image classifier",
-    "all-MiniLM-L6-v2": "a sentence encoder",
-    "stories260K": "a language model",
-}
 
 CLAIMS = (
     *(

@@ -6,12 +6,11 @@ from statistics import fmean
 
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.explained import planted_model
-from locater_papers.engine.explanation_tables import known_answers, redrawn, trained_by_seed
+from locater_papers.engine.explanation_tables import COSTLY, known_answers, mean_curves, redrawn, trained_by_seed
 from locater_papers.engine.explanation_tests import cost
 from locater_papers.engine.papers import Results, Setting, Study
 
 METHODS = ("operator logit", "operator input", "operator norm", "paths", "rollout", "raw_attention", "gradient_input")
-COSTLY = 20.0  # forward passes
 
 CLAIMS = (
     Claim(
@@ -43,9 +42,7 @@ def measure(setting: Setting) -> Results:
         "c5": Measured(taken["operator logit"], 0.0, "none: the median of five turns on this machine"),
     }
     rows = [{"method": name, "found": fmean(shares[name]), "cost": taken[name]} for name in METHODS]
-    depths = range(len(likeness["rollout"][0]))
-    curves = {name: [fmean(seed[d] for seed in values) for d in depths] for name, values in likeness.items()}
-    return Results(measured, {"known": {"rows": rows, "redrawn": curves}})
+    return Results(measured, {"known": {"rows": rows, "redrawn": mean_curves(likeness)}})
 
 
 STUDY = Study("checks with a known answer", CLAIMS, measure)

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from locater_papers.engine.claims import Claim
-from locater_papers.engine.explanation_tables import MISSING, measured_areas
+from locater_papers.engine.explanation_tables import MISSING, MODELS, WORDS, measured_areas
 from locater_papers.engine.papers import Results, Setting, Study
 
 ADAPTED = ("rollout", "raw_attention")  # of the rivals that the paper names, those that this project has
 OTHERS = ("attention_norms", "gradient_input", "integrated_gradients", "operator logit")
 HERE = "area of relevance less that of the better of rollout and raw attention"
-MODELS = {"b1": "text", "b2": "images", "b3": "all-MiniLM-L6-v2", "b4": "stories260K"}
-WORDS = {
-    "text": "a text classifier",
-    "images": "an image classifier",
-    "all-MiniLM-L6-v2": "a sentence encoder",
-    "stories260K": "a language model",
-}
 
 CLAIMS = (
     *(

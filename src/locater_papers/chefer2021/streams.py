@@ -8,12 +8,11 @@ from statistics import fmean
 
 from locater_papers.engine.claims import Claim, Measured, by_seed
 from locater_papers.engine.explained import planted_model, two_stream_model
-from locater_papers.engine.explanation_tables import known_answers, redrawn, trained_by_seed
+from locater_papers.engine.explanation_tables import COSTLY, known_answers, mean_curves, redrawn, trained_by_seed
 from locater_papers.engine.explanation_tests import areas, cost
 from locater_papers.engine.papers import Results, Setting, Study
 
 METHODS = ("relevance", "rollout", "raw_attention", "attention_norms", "gradient_input")
-COSTLY = 20.0  # forward passes
 
 CLAIMS = (
     Claim(
@@ -59,9 +58,7 @@ def measure(setting: Setting) -> Results:
         }
         for name in METHODS
     ]
-    depths = range(len(likeness["rollout"][0]))
-    curves = {name: [fmean(seed[d] for seed in values) for d in depths] for name, values in likeness.items()}
-    return Results(measured, {"known": {"rows": rows, "redrawn": curves}})
+    return Results(measured, {"known": {"rows": rows, "redrawn": mean_curves(likeness)}})
 
 
 STUDY = Study("one token of the other stream decides", CLAIMS, measure)

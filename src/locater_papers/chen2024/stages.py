@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -61,10 +62,17 @@ def halves(curve: list[dict[str, Any]]) -> dict[str, int]:
         "W": [row["masses"][0] for row in curve],
         "a": [row["a"] for row in curve],
     }
-    return {
-        name: next(e for e, x in enumerate(values) if x - values[0] >= (values[-1] - values[0]) / 2)
-        for name, values in columns.items()
-    }
+    return {name: half(values) for name, values in columns.items()}
+
+
+def half(values: Sequence[float]) -> int:
+    """The first place at which a curve has made half of its way from its first to its last value, up or down.
+
+    >>> half([0.0, 0.4, 0.6, 1.0]), half([1.0, 0.6, 0.4, 0.0])
+    (2, 2)
+    """
+    way = values[-1] - values[0]
+    return next(place for place, x in enumerate(values) if (x - values[0]) * way >= way**2 / 2)
 
 
 def measure(setting: Setting) -> Results:

@@ -24,7 +24,15 @@ INPUTS = {True: 48, False: 200}  # explained for each model that is trained here
 AT_HAND = {True: 24, False: 100}  # and for each of those at hand, which are larger
 KNOWN = {True: 8, False: 64}  # inputs with a known answer, for each seed
 SEEDS = 8
+MODELS = {"b1": "text", "b2": "images", "b3": "all-MiniLM-L6-v2", "b4": "stories260K"}  # by the claim on each
+WORDS = {
+    "text": "a text classifier",
+    "images": "an image classifier",
+    "all-MiniLM-L6-v2": "a sentence encoder",
+    "stories260K": "a language model",
+}
 CLASSIFIERS = ("text", "images")
+COSTLY = 20.0  # forward passes that scores may take and still be called cheap
 LEARNED = 0.9  # accuracy from which a model counts as having learned its task
 GRADIENTS = ("gradient_input", "relevance")
 OPERATORS = ("operator logit", "operator input_output", "operator input", "operator norm")
@@ -90,3 +98,12 @@ def known_answers(subjects: Sequence[Explained], methods: Sequence[str]) -> dict
 def redrawn(subjects: Sequence[Explained], methods: Sequence[str]) -> dict[str, list[list[float]]]:
     """Rank correlations of scores with those of models whose last blocks were drawn anew, by method and seed."""
     return {name: [likeness(subject, name, seed) for seed, subject in enumerate(subjects)] for name in methods}
+
+
+def mean_curves(likeness: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """Means over seeds of what `redrawn` returns: for each method a number by how many blocks were drawn anew.
+
+    >>> mean_curves({"rollout": [[1.0, 0.5], [0.0, 0.5]]})
+    {'rollout': [0.5, 0.5]}
+    """
+    return {name: [fmean(depth) for depth in zip(*curves, strict=True)] for name, curves in likeness.items()}

@@ -61,14 +61,18 @@ def hits(subject: Explained, name: str) -> float:
 
 
 def likeness(subject: Explained, name: str, seed: int = 0) -> list[float]:
-    """Mean rank correlation of scores with those of the same model whose last 1, 2, ... blocks were drawn anew."""
+    """Mean rank correlation of scores with those of the same model whose last 1, 2, ... blocks were drawn anew, over
+    inputs whose scores differ.
+    """
     explain, model, values = method(name), copy.deepcopy(subject.model), []
     before = _scores(explain, subject.model, subject)
     for block in reversed(blocks_of(model)):
         redraw(block, seed)
         pairs = zip(before, _scores(explain, model, subject), strict=True)
-        alike = [spearman(a, b) for a, b in pairs]
-        values.append(fmean(x for x in alike if x is not None) if any(x is not None for x in alike) else 0.0)
+        alike = [x for x in (spearman(a, b) for a, b in pairs) if x is not None]
+        if not alike:
+            raise LocaterError(f"{name}: all scores of an input are equal, so that they have no rank correlation")
+        values.append(fmean(alike))
     return values
 
 
