@@ -12,7 +12,7 @@ HERE = "area of the operator (along the target) less that of the best of rollout
 CLAIMS = (
     *(
         Claim(
-            key, f"The operator says more than maps of attention put together: its order of tokens is better, in {WORDS[model]}",
+            key, f"The operator is richer than maps of attention put together, as seen here by its order of tokens in {WORDS[model]}",
             f"{HERE}, {model}", "at least", 0.0, where="abstract", bound="ours",
         )
         for key, model in MODELS.items()

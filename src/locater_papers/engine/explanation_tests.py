@@ -66,8 +66,8 @@ def likeness(subject: Explained, name: str, seed: int = 0) -> list[float]:
     """
     explain, model, values = method(name), copy.deepcopy(subject.model), []
     before = _scores(explain, subject.model, subject)
-    for block in reversed(blocks_of(model)):
-        redraw(block, seed)
+    for number, block in enumerate(reversed(blocks_of(model))):
+        redraw(block, 100 * seed + number)
         pairs = zip(before, _scores(explain, model, subject), strict=True)
         alike = [x for x in (spearman(a, b) for a, b in pairs) if x is not None]
         if not alike:
