@@ -210,6 +210,7 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, tmp_pat
         ([saved, "--text", PROMPT, "--text-file", tmp_path / "long.txt"], "exclude each other"),
         ([saved, "--text", PROMPT, "--method", "magic"], "method 'magic' is not known: use"),
         ([saved, "--text", PROMPT, "--heads", "9.9"], "head 9.9: there are layers 0 to 1"),
+        ([saved, "--text", PROMPT, "--heads", "0.²"], "write layer.head, such as 3.1,4.0"),
         ([saved, "--text", PROMPT, "--heads", "one"], "write layer.head, such as 3.1,4.0"),
         ([saved, "--text", PROMPT, "--decoder-text", "on"], "has no decoder beside an encoder"),
         ([saved, "--image", tmp_path / "none.png"], "names no image size"),

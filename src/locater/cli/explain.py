@@ -100,7 +100,12 @@ def _prompt(text: str | None, file: str | None) -> str | None:
         from locater.data.text import read_text
 
         return read_text(Path(file))
-    return sys.stdin.read() if text == "-" else text
+    if text != "-":
+        return text
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise LocaterError(f"standard input: not UTF-8 text (byte {error.start:,}): convert it") from None
 
 
 def _heads(text: str) -> list[tuple[int, int]]:
@@ -108,7 +113,7 @@ def _heads(text: str) -> list[tuple[int, int]]:
     pairs = []
     for part in text.split(","):
         layer, dot, head = part.strip().partition(".")
-        if not (dot and layer.isdigit() and head.isdigit()):
+        if not (dot and layer.isdecimal() and head.isdecimal()):
             raise LocaterError(f"--heads {text!r}: write layer.head, such as 3.1,4.0")
         pairs.append((int(layer), int(head)))
     return pairs
