@@ -19,7 +19,7 @@ from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
 from locater.families import AttentionLayer, Block, attention_layers
 from locater.families.registry import block_of, family_of
-from locater.observing.inputs import run
+from locater.observing.inputs import check_model, run
 
 
 def decompose(
@@ -67,6 +67,7 @@ def recorded_run(
         raise LocaterError(
             f"the input is a {type(batch).__name__}: give token ids as a tensor, or the keywords that the model takes"
         )
+    check_model(model)
     block = _block_of(model)
     layers = attention_layers(model)
     _check_one_stack(model, block, layers)
@@ -133,7 +134,11 @@ def _check_sum(paths: Paths, dtype: torch.dtype) -> None:
     if not paths.gap <= most:
         raise LocaterError(
             f"{paths.name}: its paths sum to its output only within {paths.gap:.1e} (expected {most:.0e}): "
-            "it has parts that its model_type does not have, or its output is not finite"
+            + (
+                "torch.autocast rounds what it computes: leave its block"
+                if torch.is_autocast_enabled(paths.output.device.type)
+                else "it has parts that its model_type does not have, or its output is not finite"
+            )
         )
 
 

@@ -26,7 +26,7 @@ from locater.numerics import upcast
 from locater.observing.choosing import Choice, chosen, chosen_heads
 from locater.observing.counted_rows import of_heads
 from locater.observing.hearing import heard
-from locater.observing.inputs import as_keywords, run_checked
+from locater.observing.inputs import as_keywords, check_model, run_checked
 
 
 def attention_pattern(
@@ -43,6 +43,7 @@ def attention_pattern(
     >>> list(maps), maps[2, 0][0, 0].tolist()                  # equal tokens: every key gets the same weight
     ([(2, 0), (2, 1)], [0.25, 0.25, 0.25, 0.25])
     """
+    check_model(model)
     model = getattr(model, "_orig_mod", model)
     known = list(enumerate(attention_layers(model)))
     switch, weights = Switch(), ModuleWeights(model)
