@@ -74,6 +74,7 @@ def command(
     check_writable(json, report)
     prompt = _prompt(text, text_file)
     avoid_broken_amx()
+    methods = None if method is None else [name.strip() for part in method for name in part.split(",")]
     result = explanations(
         model,
         prompt,
@@ -81,7 +82,7 @@ def command(
         decoder_text=decoder_text,
         target=target,
         position=position,
-        methods=None if method is None else [name for part in method for name in part.split(",") if name],
+        methods=None if methods is None else [name for name in methods if name],
         heads=None if heads is None else _heads(heads),
         tokenizer=tokenizer,
         deletion=deletion,
