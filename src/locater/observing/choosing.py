@@ -35,7 +35,7 @@ def chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tupl
 
 def _whole_numbers(choice: Any, name: str) -> int | list[int]:
     """A count or indices, also of numpy and torch; anything else is refused."""
-    several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1)
+    several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0
     numbers = list(choice) if several else [choice]
     try:
         if any(isinstance(number, bool) for number in numbers):
