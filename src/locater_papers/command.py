@@ -104,6 +104,8 @@ def add_reproduce(app: typer.Typer, **about: Any) -> None:
             return
         _check(json, report, images, models, earlier, len(chosen_papers))
         resting = [(paper, c) for paper in chosen_papers for c in chosen(paper, claim) if _rests_on_runs(paper, c)]
+        if runs is not None and not resting and not earlier:
+            raise LocaterError(f"--runs {runs}: none of these claims rests on training runs: leave it out")
         _check_runs(runs, data, jobs, resting)
         if runs is not None and not jobs and not earlier:
             _check_lines(Path(runs), chosen_papers, claim)
@@ -226,7 +228,9 @@ def _check_lines(runs: Path, papers: Iterable[Paper], claim: str | None) -> None
         Lines(runs),
         [study for paper in papers for study in paper.studies if set(study.claims) & set(chosen(paper, claim))],
     )
-    if any(study.on_runs and study.rows is None for study in studies) and held.lines:
+    if any(study.on_runs and study.rows is None for study in studies):
+        if not held.lines:
+            raise LocaterError(f"{runs}: no training run in it; give the lines that an earlier --jobs wrote")
         return  # it takes whatever runs there are
     asked = [row for study in studies if study.rows is not None for row in study.rows(held)]
     if asked and not any(held.of(row) for row in asked):

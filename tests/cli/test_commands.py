@@ -46,6 +46,16 @@ def test_the_demo_sets_its_model_beside_a_twin(run: Run, tmp_path: Path) -> None
     )
 
 
+def test_two_names_of_one_file_are_refused(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    """One of the two outputs would replace the other."""
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(page)
+    for other in (page, f"{tmp_path}/./page.html", link):
+        result = run("scan", saved_llama, "--json", other, "--report", page)
+        assert (result.status, result.err) == (2, f"locater: --report {page}: give the page a file of its own\n")
+    assert not page.exists()
+
+
 def test_scan_writes_what_it_prints(run: Run, saved_llama: Path, tmp_path: Path) -> None:
     result = run("scan", saved_llama, "--json", tmp_path / "a.json")
     assert result.status == 0

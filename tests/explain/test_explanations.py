@@ -206,8 +206,8 @@ def state(model: nn.Module) -> Any:
 def test_options_are_checked() -> None:
     for call, message in (
         (lambda: operator(gpt2(), ids(), collapse="mean"), "collapse='mean' is not known: use 'logit', 'input'"),  # type: ignore[arg-type]
-        (lambda: operator(gpt2(), ids(), probes=4), "probes=4: a number from 0 on, and for collapse='norm' only"),
-        (lambda: operator(gpt2(), ids(), collapse="norm", probes=-1), "probes=-1: a number from 0 on"),
+        (lambda: operator(gpt2(), ids(), probes=4), "probes=4: a whole number from 0 on, and for collapse='norm' only"),
+        (lambda: operator(gpt2(), ids(), collapse="norm", probes=-1), "probes=-1: a whole number from 0 on"),
         (lambda: paths(gpt2(), ids(), mlp="none"), "mlp='none' is not known: use 'source' or 'linear'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(LocaterError, match=message):

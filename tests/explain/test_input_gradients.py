@@ -145,3 +145,42 @@ def test_deletion_refuses_in_one_line() -> None:
             explain.deletion(model, IDS, why, **settings)  # type: ignore[arg-type]
     with pytest.raises(LocaterError, match="7 scores for 5 tokens"):
         explain.deletion(model, IDS[:, :5], why)
+
+
+@pytest.mark.parametrize("method", explain.METHODS)
+def test_methods_do_the_same_in_inference_mode(method: str) -> None:
+    model = gpt2()
+    expected = explain.METHODS[method](model, IDS, target=1).scores
+    with torch.inference_mode():
+        inputs = {"input_ids": IDS.clone(), "attention_mask": torch.ones_like(IDS)}  # tensors that no graph takes
+        scores = explain.METHODS[method](model, inputs, target=1).scores
+        assert torch.is_inference_mode_enabled()
+    assert torch.allclose(scores, expected, atol=1e-12)
+    assert clean(model)
+
+
+@pytest.mark.parametrize("method", explain.METHODS)
+def test_scores_of_a_model_in_half_precision_are_not_rounded_to_it(method: str) -> None:
+    assert explain.METHODS[method](gpt2().bfloat16(), IDS).scores.dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", explain.METHODS)
+def test_bad_tokens_and_models_are_refused_before_anything_runs(method: str) -> None:
+    model = gpt2()
+    for given, inputs, message in (
+        (model, IDS + 100_000, "token ids from .*, and the vocabulary has .*: check the tokenizer"),
+        (model, IDS[0], "input_ids has the shape .* with a batch axis in front"),
+        (model, IDS[:, :0], "input_ids has the shape .*: give one token or more"),
+        ("folder", IDS, "'folder' is no nn.Module: load it first"),
+    ):
+        with pytest.raises(LocaterError, match=message):
+            explain.METHODS[method](given, inputs)
+    assert clean(model)
+
+
+def test_autocast_is_named_where_it_spoils_the_sum() -> None:
+    rounded = "rounds what it computes: leave its block"
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(LocaterError, match=rounded):
+        explain.operator(gpt2().float(), IDS)
+    with pytest.raises(LocaterError, match=r"steps=1.5: at least 1 point"):
+        explain.integrated_gradients(gpt2(), IDS, steps=1.5)  # type: ignore[arg-type]

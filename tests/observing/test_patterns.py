@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -153,6 +154,11 @@ def test_bad_input_is_one_line_and_leaves_nothing_attached() -> None:
     for call, match in (
         (lambda: attention_pattern(model, IDS, layers=[7]), "layers=.7.: there are 3"),
         (lambda: attention_pattern(model, IDS, heads=[4]), "heads=.4.: there are 4"),
+        (lambda: attention_pattern(model, IDS, layers="all"), "layers='all': give indices such as"),  # type: ignore[arg-type]
+        (lambda: attention_pattern(model, IDS, layers=[0.5]), r"layers=\[0.5\]: give indices"),  # type: ignore[list-item]
+        (lambda: attention_pattern(model, IDS, heads=True), "heads=True: give indices"),
+        (lambda: observe(model, patterns=(0, 1)), r"patterns=\(0, 1\): give pairs"),  # type: ignore[arg-type]
+        (lambda: observe(model, patterns=[("a", 0)]), "patterns=.*: give pairs"),  # type: ignore[list-item]
         (lambda: attention_pattern(model, "text"), "inputs are a str"),  # type: ignore[arg-type]
         (lambda: attention_pattern(model, {"pixels": IDS}), "does not run on these inputs"),
         (lambda: observe(model, patterns=[(0, 9)]), r"patterns: \(0, 9\): there are 3 layers of 4 heads"),
@@ -165,6 +171,13 @@ def test_bad_input_is_one_line_and_leaves_nothing_attached() -> None:
     shared = next(case for case in CASES if case.label == "albert")
     with pytest.raises(LocaterError, match="called 3 times in one run of the model, so its maps cannot be told apart"):
         attention_pattern(model_of(shared), shared.batch())
+
+
+def test_indices_of_numpy_and_torch_are_indices() -> None:
+    model = gpt2()
+    for layers in (np.array([0, 2]), torch.tensor([2, 0]), range(0, 3, 2)):
+        assert {layer for layer, _ in attention_pattern(model, IDS, layers=layers)} == {0, 2}  # type: ignore[arg-type]
+    assert list(attention_pattern(model, IDS, layers=[1], heads=np.int64(1))) == [(1, 2)]  # type: ignore[arg-type]
 
 
 def test_copies_are_not_observed_and_the_name_is_the_functions() -> None:

@@ -415,3 +415,13 @@ def test_a_short_run_moves_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(plain.M) < 0.3
     assert held.M > plain.M + 0.5
     assert torch.equal(next(training.batches(data, 1, 3)), next(training.batches(data, 1, 3)))
+
+
+def test_runs_that_no_claim_rests_on_are_refused(run: Run, tmp_path: Path) -> None:
+    """They would be left aside without a word, and a long measurement would start."""
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"kind": "step"}\n')
+    for name, message in (("hu2025", "rests on training runs: leave it out"), ("amsel2024", "no training run in it")):
+        result = run("reproduce", name, "--runs", log)
+        assert (result.status, result.err.count("\n")) == (2, 1)
+        assert message in result.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from locater.data.tokenizer import CONFIG, FILE, make_tokenizer
+from locater.errors import LocaterError
 from locater.report.quantised import pack_table, unpack_table
+from locater.train import Shape, Transformer
 from locater.verbs import explain_parts
 from locater.verbs.explain_input import TokenStream, token_texts
 from locater.verbs.explain_target import Entries
@@ -222,6 +225,36 @@ def test_the_document_and_the_terminal(run: Run, saved: Path, tmp_path: Path) ->
     assert kept["html"].read_text().startswith("<!doctype html>")
 
 
+def test_wrong_types_are_one_line(model: Any, saved: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"text": ["a"]}, "the prompt is a list: give one text"),
+        ({"position": 1.5}, "position 1.5: give a whole number"),
+        ({"target": 4000}, "target 4000: the output has entries 0 to"),
+        ({"heads": (0, 1)}, "give pairs of layer and head"),
+        ({"heads": [(9, 9)]}, "head 9.9: there are layers 0 to 1"),
+        ({"methods": "magic"}, "method 'magic' is not known"),
+        ({"model": 5}, "5 is no model"),
+    ]
+    for options, message in cases:
+        given = {"model": model, "text": PROMPT, "tokenizer": saved, "deletion": False, **options}
+        with pytest.raises(LocaterError, match=re.escape(message)):
+            explanations(**given)
+
+
+def test_classes_without_names_are_not_called_by_tokens(saved: Path) -> None:
+    """A classifier that `locater train` made has a tokenizer, and an output that is no vocabulary."""
+    torch.manual_seed(0)
+    shape = Shape(vocabulary=300, layers=1, width=16, heads=2, kv_heads=2, hidden=16, causal=False, classes=3)
+    classifier = Transformer(shape).eval()
+    options: dict[str, Any] = {"tokenizer": saved, "methods": "rollout", "deletion": False}
+    assert {p.name for p in explanations(classifier, PROMPT, **options).predictions} == {
+        "class 0",
+        "class 1",
+        "class 2",
+    }
+    assert explanations(classifier, PROMPT, target="class 2", **options).target.index == 2
+
+
 def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text(WORDS * 10)
     cases: list[tuple[list[object], str]] = [
@@ -234,6 +267,8 @@ def test_bad_input_is_one_line(run: Run, saved: Path, saved_llama: Path, tmp_pat
         ([saved, "--text", PROMPT, "--text-file", tmp_path / "long.txt"], "exclude each other"),
         ([saved, "--text", PROMPT, "--method", "magic"], "method 'magic' is not known: use"),
         ([saved, "--text", PROMPT, "--heads", "9.9"], "head 9.9: there are layers 0 to 1"),
+        ([saved, "--text", PROMPT, "--target", ""], "the target is empty"),
+        ([saved, "--text", PROMPT, "--heads", "0.²"], "write layer.head, such as 3.1,4.0"),
         ([saved, "--text", PROMPT, "--heads", "one"], "write layer.head, such as 3.1,4.0"),
         ([saved, "--text", PROMPT, "--decoder-text", "on"], "has no decoder beside an encoder"),
         ([saved, "--image", tmp_path / "none.png"], "names no image size"),

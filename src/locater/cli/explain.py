@@ -74,6 +74,7 @@ def command(
     check_writable(json, report)
     prompt = _prompt(text, text_file)
     avoid_broken_amx()
+    methods = None if method is None else [name.strip() for part in method for name in part.split(",")]
     result = explanations(
         model,
         prompt,
@@ -81,7 +82,7 @@ def command(
         decoder_text=decoder_text,
         target=target,
         position=position,
-        methods=None if method is None else [name for part in method for name in part.split(",") if name],
+        methods=None if methods is None else [name for name in methods if name],
         heads=None if heads is None else _heads(heads),
         tokenizer=tokenizer,
         deletion=deletion,
@@ -100,7 +101,12 @@ def _prompt(text: str | None, file: str | None) -> str | None:
         from locater.data.text import read_text
 
         return read_text(Path(file))
-    return sys.stdin.read() if text == "-" else text
+    if text != "-":
+        return text
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise LocaterError(f"standard input: not UTF-8 text (byte {error.start:,}): convert it") from None
 
 
 def _heads(text: str) -> list[tuple[int, int]]:
@@ -108,7 +114,7 @@ def _heads(text: str) -> list[tuple[int, int]]:
     pairs = []
     for part in text.split(","):
         layer, dot, head = part.strip().partition(".")
-        if not (dot and layer.isdigit() and head.isdigit()):
+        if not (dot and layer.isdecimal() and head.isdecimal()):
             raise LocaterError(f"--heads {text!r}: write layer.head, such as 3.1,4.0")
         pairs.append((int(layer), int(head)))
     return pairs

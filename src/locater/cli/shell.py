@@ -76,9 +76,9 @@ def check_writable(
 
     `refusal` is the message for an `other` file that is the same as one of the first two.
     """
-    if report is not None and report in (json, "-"):
+    if report is not None and (report == "-" or _is_same(report, json)):
         raise LocaterError(f"--report {report}: give the page a file of its own")
-    if other is not None and other in (json, report, "-"):
+    if other is not None and (other == "-" or _is_same(other, json) or _is_same(other, report)):
         raise LocaterError(refusal.format(other))
     for path in (json, report, other):
         if path is None or path == "-":
@@ -90,6 +90,11 @@ def check_writable(
             raise LocaterError(f"{path}: the folder {folder} does not exist")
         if not os.access(Path(path) if Path(path).exists() else folder, os.W_OK):
             raise LocaterError(f"{path}: no permission to write there")
+
+
+def _is_same(path: str, other: str | None) -> bool:
+    """Whether two names are of one file: `out.html` and `./out.html`, or a link to it."""
+    return bool(path and other) and other != "-" and os.path.realpath(path) == os.path.realpath(str(other))
 
 
 def show_progress(parts: Iterable[Any], total: int, label: str = "reading heads") -> Iterable[Any]:

@@ -86,7 +86,7 @@ def _from_array(path: Path, count: int) -> list[Tensor]:
             array = array[next((name for name in names if "test" in name), names[0])]
     except (OSError, ValueError) as error:
         raise LocaterError(f"{path}: cannot be read as an array ({first_line(error)})") from None
-    if array.ndim not in (3, 4) or not len(array):
+    if array.ndim not in (3, 4) or not array.size:
         raise LocaterError(f"{path}: an array of shape {list(array.shape)}; images are (N, H, W) or (N, H, W, C)")
     images = torch.from_numpy(np.ascontiguousarray(array[:count]))
     scaled = images.float() / 255 if not images.is_floating_point() else images.float()

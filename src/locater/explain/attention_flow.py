@@ -21,6 +21,7 @@ from locater.explain.targets import Target, TargetChoice, choose_target
 Inputs = Mapping[str, Any] | Tensor
 
 
+@torch.inference_mode(False)
 def relevance(
     model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
 ) -> Explanation:
@@ -57,6 +58,7 @@ def relevance(
     return explained("relevance", run, chosen, steps, slopes, matrices, EXACT_RELEVANCE)
 
 
+@torch.inference_mode(False)
 def rollout(
     model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
 ) -> Explanation:
@@ -85,6 +87,7 @@ def rollout(
     return explained("rollout", run, chosen, steps, slopes, matrices, exact)
 
 
+@torch.inference_mode(False)
 def raw_attention(
     model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
 ) -> Explanation:

@@ -117,7 +117,11 @@ def _check_sum(paths: Paths, dtype: torch.dtype) -> None:
     if not paths.gap <= most:
         raise LocaterError(
             f"{paths.name}: its paths sum to its output only within {paths.gap:.1e} (expected {most:.0e}): "
-            "it has parts that its model_type does not have, or its output is not finite"
+            + (
+                "torch.autocast rounds what it computes: leave its block"
+                if torch.is_autocast_enabled(paths.output.device.type)
+                else "it has parts that its model_type does not have, or its output is not finite"
+            )
         )
 
 

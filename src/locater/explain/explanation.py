@@ -47,7 +47,11 @@ class Explanation:
         """What a notebook shows: a cell per input token, and the largest scores."""
         streams = {self.stream: self.scores, **self.other_streams}
         values = [[finite_or_none(x) for x in scores[:MOST_SHOWN].tolist()] for scores in streams.values()]
-        sums = f"Scores sum to {float(self.scores.nansum()):.3g}, the target is {self.target.value:.3g}."
+        sums = (
+            ""
+            if self.offset is None
+            else f"Scores sum to {float(self.scores.nansum()):.3g}, {self.offset:.3g} comes from no token."
+        )
         more = f"The first {MOST_SHOWN} tokens are drawn." if len(self.scores) > MOST_SHOWN else ""
         return display(
             f"{self.method}: {self.target.what}",

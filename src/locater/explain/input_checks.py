@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-
-IDS = ("input_ids", "inputs", "ids")
+from locater.observing.inputs import IDS, check_tokens
 
 
 def check_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
@@ -20,8 +19,7 @@ def check_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
     x = None if name is None else keywords[name]
     if x is None:
         return
-    if x.ndim < 2 or not x.numel():
-        raise LocaterError(f"{name} has the shape {tuple(x.shape)}: give one token or more, with a batch axis in front")
+    check_tokens(model, str(name), x)
     if x.ndim != 2 or x.is_floating_point():
         return
     for path, table in model.named_modules():
@@ -31,11 +29,3 @@ def check_inputs(model: nn.Module, keywords: Mapping[str, Any]) -> None:
             raise LocaterError(
                 f"the input has {x.shape[1]} tokens and {path} has {table.num_embeddings} positions: shorten it"
             )
-    words_of: Any = getattr(model, "get_input_embeddings", None)
-    words = None if words_of is None else words_of()
-    low, high = int(x.min()), int(x.max())
-    if isinstance(words, nn.Embedding) and not 0 <= low <= high < words.num_embeddings:
-        size = words.num_embeddings
-        raise LocaterError(
-            f"{name} has token ids from {low} to {high}, and the vocabulary has {size}: check the tokenizer"
-        )

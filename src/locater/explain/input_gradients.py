@@ -14,8 +14,10 @@ from locater.explain.embedded_inputs import EmbeddedInputs
 from locater.explain.explanation import Explanation
 from locater.explain.streams import main_stream
 from locater.explain.targets import Target, TargetChoice, choose_target
+from locater.numerics import upcast
 
 
+@torch.inference_mode(False)
 def gradient_input(model: nn.Module, inputs: Inputs, target: TargetChoice = None) -> Explanation:
     """Gradient of the target times the input, summed over channels: exact where the model is linear.
 
@@ -34,13 +36,14 @@ def gradient_input(model: nn.Module, inputs: Inputs, target: TargetChoice = None
         number = chosen.number(embedded.run(features))
         slopes = torch.autograd.grad(number, list(features.values()), allow_unused=True)
     products = {
-        name: torch.zeros_like(x) if slope is None else slope * x.detach()
+        name: torch.zeros_like(x) if slope is None else upcast(slope) * upcast(x.detach())
         for (name, x), slope in zip(features.items(), slopes, strict=True)
     }
     exact = "first order around the input: scores add up to the target only where the model is linear in its embeddings"
     return _explained("gradient_input", embedded, chosen, products, exact, "two forward passes and one backward pass")
 
 
+@torch.inference_mode(False)
 def integrated_gradients(
     model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, steps: int = 50, baseline: int | None = None
 ) -> Explanation:
@@ -52,7 +55,7 @@ def integrated_gradients(
         from captum.attr import IntegratedGradients
     except ImportError:
         raise LocaterError("integrated_gradients needs captum: pip install 'locater[explain]'") from None
-    if steps < 1:
+    if not isinstance(steps, int) or steps < 1:
         raise LocaterError(f"steps={steps}: at least 1 point of the line from zero to the input")
     embedded = EmbeddedInputs(model, inputs)
     chosen, names = choose_target(embedded.output, target), list(embedded.features)

@@ -77,8 +77,8 @@ def operator(
 def _check(collapse: str, probes: int | None) -> None:
     if collapse not in get_args(Collapse):
         raise LocaterError(f"collapse={collapse!r} is not known: use {', '.join(map(repr, get_args(Collapse)))}")
-    if probes is not None and (probes < 0 or collapse != "norm"):
-        raise LocaterError(f"probes={probes}: a number from 0 on, and for collapse='norm' only")
+    if probes is not None and (not isinstance(probes, int) or probes < 0 or collapse != "norm"):
+        raise LocaterError(f"probes={probes}: a whole number from 0 on, and for collapse='norm' only")
 
 
 def _collapsed(

@@ -73,6 +73,8 @@ def choose_target(output: Any, target: TargetChoice = None) -> Target:
             raise LocaterError(f"target={target!r}: the model has no logits to choose from; leave the target out")
         mean = values[0].mean(0) if values.ndim == 3 else values[0]
         length = mean.detach().norm()
+        if not 0 < length < torch.inf:
+            raise LocaterError(f"the length of the output is {float(length):g}: there is nothing to explain")
         return Target(None, None, float(length), mean.detach() / length)
     tokens = values.shape[1] if values.ndim == 3 else None
     _check_form(target)

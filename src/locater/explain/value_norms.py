@@ -16,6 +16,7 @@ from locater.observing.map_of_heads import attention_maps
 from locater.observing.tally import wide
 
 
+@torch.inference_mode(False)
 def attention_norms(
     model: nn.Module, inputs: Inputs, target: TargetChoice = None, *, streams: StreamsOf | None = None
 ) -> Explanation:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 from locater.errors import LocaterError
@@ -20,6 +21,7 @@ def chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tupl
     """All of them, a count of evenly spaced ones, or those with the given indices."""
     if choice is None:
         return items
+    choice = _whole_numbers(choice, name)
     if isinstance(choice, int):
         if choice < 1:
             raise LocaterError(f"{name}={choice}: at least 1, or None for all")
@@ -27,5 +29,19 @@ def chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tupl
         return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
     wrong = [i for i in choice if not 0 <= i < len(items)]
     if wrong or not choice:
-        raise LocaterError(f"{name}={list(choice)}: there are {len(items)}, numbered from 0")
+        raise LocaterError(f"{name}={choice}: there are {len(items)}, numbered from 0")
     return [items[i] for i in sorted(set(choice))]
+
+
+def _whole_numbers(choice: Any, name: str) -> int | list[int]:
+    """A count or indices, also of numpy and torch; anything else is refused."""
+    several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0
+    numbers = list(choice) if several else [choice]
+    try:
+        if any(isinstance(number, bool) for number in numbers):
+            raise TypeError
+        indices = [index(number) for number in numbers]
+    except TypeError:
+        way_out = "give indices such as [0, 2], or a count of evenly spaced ones"
+        raise LocaterError(f"{name}={choice!r:.60}: {way_out}") from None
+    return indices if several else indices[0]

@@ -15,6 +15,7 @@ from locater.data.text import Batch
 from locater.errors import LocaterError, first_line
 from locater.observing.stream import time_first
 
+IDS = ("input_ids", "inputs", "ids")  # names of token ids among the inputs of models
 MEMORY = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 TOWERS = {"input_ids": "get_text_features", "pixel_values": "get_image_features"}
 
@@ -79,12 +80,19 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = was
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is no module."""
+    if not isinstance(model, nn.Module):
+        way_out = "load it first; locater.explanations and locater.probe take a folder or a hub id"
+        raise LocaterError(f"{model!r:.60} is no nn.Module: {way_out}")
+
+
 def run(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
     """One forward pass in evaluation mode, on the model's device. Of a model with a text and an image tower, the tower
     that the batch is for.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    arguments = {name: _ready(x, gradients).to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
     towers = [method for name, method in TOWERS.items() if name in arguments]
     two = all(hasattr(model, method) for method in TOWERS.values())
     forward = getattr(model, towers[0]) if two and len(towers) == 1 else model
@@ -92,8 +100,14 @@ def run(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
         return forward(**arguments)
 
 
+def _ready(x: Tensor, gradients: bool) -> Tensor:
+    """A tensor of inference mode takes part in no graph; a copy does."""
+    return x.clone() if gradients and x.is_inference() else x
+
+
 def as_keywords(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> dict[str, Any]:
     """Inputs as keywords of a model; a tensor is its first argument."""
+    check_model(model)
     if isinstance(inputs, Tensor):
         return {next(iter(inspect.signature(model.forward).parameters)): inputs}
     if not isinstance(inputs, Mapping):
@@ -105,9 +119,34 @@ def as_keywords(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> dict[st
 
 def run_checked(model: nn.Module, batch: Batch, gradients: bool = False) -> Any:
     """`run`, with one line about inputs that the model does not take."""
+    for name in IDS:
+        x = batch.get(name)
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            check_tokens(model, name, x)
     try:
         return run(model, batch, gradients)
     except LocaterError:
         raise
     except Exception as error:
         raise LocaterError(f"{type(model).__name__}: does not run on these inputs ({first_line(error)})") from error
+
+
+def check_tokens(model: nn.Module, name: str, x: Tensor) -> None:
+    """Refuse an input without a batch axis or without tokens, and token ids that are not in the vocabulary: on a GPU
+    the model's own error would end the process.
+    """
+    if x.ndim < 2 or not x.numel():
+        raise LocaterError(f"{name} has the shape {tuple(x.shape)}: give one token or more, with a batch axis in front")
+    if x.ndim != 2 or x.is_floating_point():
+        return
+    words_of: Any = getattr(model, "get_input_embeddings", None)
+    try:
+        words = None if words_of is None else words_of()
+    except (AttributeError, NotImplementedError):  # a model of several parts may not say which embeds its tokens
+        words = None
+    low, high = int(x.min()), int(x.max())
+    if isinstance(words, nn.Embedding) and not 0 <= low <= high < words.num_embeddings:
+        size = words.num_embeddings
+        raise LocaterError(
+            f"{name} has token ids from {low} to {high}, and the vocabulary has {size}: check the tokenizer"
+        )

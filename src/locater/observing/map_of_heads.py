@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -24,7 +26,7 @@ from locater.numerics import upcast
 from locater.observing.choosing import Choice, chosen, chosen_heads
 from locater.observing.counted_rows import of_heads
 from locater.observing.hearing import heard
-from locater.observing.inputs import as_keywords, run_checked
+from locater.observing.inputs import as_keywords, check_model, run_checked
 
 
 def attention_pattern(
@@ -41,6 +43,7 @@ def attention_pattern(
     >>> list(maps), maps[2, 0][0, 0].tolist()                  # equal tokens: every key gets the same weight
     ([(2, 0), (2, 1)], [0.25, 0.25, 0.25, 0.25])
     """
+    check_model(model)
     model = getattr(model, "_orig_mod", model)
     known = list(enumerate(attention_layers(model)))
     switch, weights = Switch(), ModuleWeights(model)
@@ -101,10 +104,11 @@ class PatternSite:
 
 def pattern_sites(model: nn.Module, patterns: Sequence[tuple[int, int]], switch: Switch) -> list[PatternSite]:
     """Where to listen for the maps of these (layer, head)."""
-    if not patterns:
+    pairs = _pairs(patterns)
+    if not pairs:
         return []
     layers, weights, by_layer = attention_layers(model), ModuleWeights(model), dict[int, list[int]]()
-    for layer, head in patterns:
+    for layer, head in pairs:
         if not 0 <= layer < len(layers) or not 0 <= head < layers[layer].heads:
             sizes = f"{len(layers)} layers" + (f" of {layers[layer].heads} heads" if 0 <= layer < len(layers) else "")
             raise LocaterError(f"patterns: ({layer}, {head}): there are {sizes}, numbered from 0")
@@ -113,6 +117,16 @@ def pattern_sites(model: nn.Module, patterns: Sequence[tuple[int, int]], switch:
         PatternSite(layers[at].name, weights.submodule(layers[at].name), switch, at, sorted(set(heads)))
         for at, heads in sorted(by_layer.items())
     ]
+
+
+def _pairs(patterns: Any) -> list[tuple[int, int]]:
+    """(layer, head) as whole numbers; anything else is refused."""
+    try:
+        return [(index(layer), index(head)) for layer, head in patterns]
+    except (TypeError, ValueError):
+        raise LocaterError(
+            f"patterns={patterns!r:.60}: give pairs of layer and head, such as patterns=[(3, 0)]"
+        ) from None
 
 
 def attention_maps(call: Call, heads: Tensor | None = None) -> Float[Tensor, "B H T S"]:

@@ -84,4 +84,5 @@ def _score(x: float | None) -> str:
 
 def _shown(token: str, patch: bool) -> str:
     text = token if patch else token.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
+    text = "".join(c if c.isprintable() else "\ufffd" for c in text)  # such as the start of a terminal's commands
     return text if len(text) <= LONGEST_TOKEN else text[: LONGEST_TOKEN - 1] + "…"

@@ -87,6 +87,8 @@ def read_input(
 
 def tokenized(model: nn.Module, tok: Any, text: str) -> tuple[list[int], list[str]]:
     """Token ids of a prompt with the special tokens that the tokenizer adds, and the part of the text of each."""
+    if not isinstance(text, str):
+        raise LocaterError(f"the prompt is a {type(text).__name__}: give one text")
     if not text.strip():
         raise LocaterError("the prompt is empty: give at least one word with --text")
     if any("\ud800" <= c <= "\udfff" for c in text):
@@ -147,6 +149,8 @@ def _decoder(model: Any, tok: Any, text: str | None) -> tuple[list[int], list[st
 
 
 def _with_picture(model: Any, image: str | Path, text: str | None, tokenizer: Any) -> ExplainInput:
+    if not str(image):
+        raise LocaterError("the name of the picture is empty: give one with --image")
     if Path(image).is_dir():
         raise LocaterError(f"{image}: is a folder: name one picture in it")
     pixels = image_batches(model, image, count=1)[0]["pixel_values"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from locater.errors import LocaterError
 from locater.explain import deletion, paths
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target
-from locater.families import attention_layers
+from locater.families import AttentionLayer, attention_layers
 from locater.observing import attention_pattern
 from locater.observing.collecting import Progress
 from locater.report.tables import counted
@@ -103,7 +104,6 @@ def head_patterns(
     ends = {entry["layer"]: streams_of(entry, streams) for entry in layers}
     chosen, which = every, "all of them."
     if heads is not None:
-        _check_heads(heads, every)
         chosen, which = list(heads), "those chosen with --heads."
     elif (most := _with_room(every, ends, shares)) != every:
         largest = "those with the largest shares" if shares else "those of the last layers"
@@ -152,11 +152,17 @@ def _maps(
     return maps
 
 
-def _check_heads(heads: Sequence[tuple[int, int]], every: Sequence[tuple[int, int]]) -> None:
-    for layer, head in heads:
-        if (layer, head) not in every:
-            last = max(layer for layer, _ in every)
+def checked_heads(heads: Any, layers: Sequence[AttentionLayer]) -> list[tuple[int, int]]:
+    """(layer, head) that a user chose; refused where there is no such head."""
+    try:
+        pairs = [(index(layer), index(head)) for layer, head in heads]
+    except (TypeError, ValueError):
+        raise LocaterError(f"heads={heads!r:.60}: give pairs of layer and head, such as [(3, 1)]") from None
+    for layer, head in pairs:
+        if not 0 <= layer < len(layers) or not 0 <= head < layers[layer].heads:
+            last = len(layers) - 1
             raise LocaterError(f"head {layer}.{head}: there are layers 0 to {last}, and no such head in them")
+    return pairs
 
 
 def streams_of(entry: Mapping[str, Any], streams: Sequence[TokenStream]) -> tuple[TokenStream, TokenStream]:

@@ -41,10 +41,13 @@ class Entries:
         token = str(self.tokenizer.convert_ids_to_tokens([index])[0])
         if token.startswith(SPACES) and not text.startswith(" "):
             text = " " + text  # decoding alone drops the space of the first token
-        return text if text.strip() and "\ufffd" not in text else token
+        readable = text.strip() and "\ufffd" not in text and all(c.isprintable() or c.isspace() for c in text)
+        return text if readable else token
 
     def index(self, target: str) -> int:
         """The entry that a text names; a number is an index."""
+        if not target:
+            raise LocaterError("the target is empty: give a token, the name of a class, or a number")
         if target.isascii() and target.isdigit():
             return int(target)
         if self.labels is not None:
@@ -78,15 +81,20 @@ class Entries:
         )
 
 
-def entries_of(model: Any, tokenizer: Any, count: int, text: str | None = None) -> Entries:
-    """What the `count` entries of a model's output are called. A model that scores a text for a picture has one."""
-    if count == 1 and text is not None:
-        return Entries(labels={0: text})
+def entries_of(model: Any, tokenizer: Any, output: Tensor, caption: str | None = None) -> Entries:
+    """What the entries of a model's output (1, T, C) or (1, C) are called. `caption` is the text that a model scores
+    for a picture: its only entry. An output without tokens is of classes, also where these have no names.
+    """
+    count = output.shape[-1]
+    if count == 1 and caption is not None:
+        return Entries(labels={0: caption})
     config = getattr(model, "config", None)
     labels = getattr(config, "id2label", None) or {}
     words = getattr(config, "vocab_size", None)
     if labels and len(labels) == count and (tokenizer is None or words != count):
         return Entries(labels={int(index): str(name) for index, name in labels.items()})
+    if output.ndim == 2:
+        return Entries(labels={index: f"class {index}" for index in range(count)})
     return Entries(tokenizer=tokenizer)
 
 
@@ -110,11 +118,16 @@ def find_target(
     tokens = values.shape[1]
     if position is None:
         position = _masked(entries.tokenizer, ids)
+    if not isinstance(position, int) or isinstance(position, bool):
+        raise LocaterError(f"position {position!r}: give a whole number, an output token from 0")
     if not -tokens <= position < tokens:
         raise LocaterError(f"position {position}: the output has tokens 0 to {tokens - 1}")
     if index is None:
         index = int(values[0, position].argmax())
-    return choose_target(output, (position, index))
+    try:
+        return choose_target(output, (position, index))
+    except LocaterError as error:  # names the pair, and the user gave the entry alone
+        raise LocaterError(str(error).replace(f"target={(position, index)!r}", f"target {target!r}")) from None
 
 
 def choice_of(target: Target) -> TargetChoice:

@@ -15,10 +15,11 @@ from locater.errors import LocaterError, first_line
 from locater.explain import METHODS
 from locater.explain.explanation import Explanation
 from locater.explain.targets import Target, vectors
+from locater.families import attention_layers
 from locater.observing.collecting import Progress
 from locater.observing.inputs import run
 from locater.verbs.explain_input import ExplainInput, Picture, TokenStream, read_input
-from locater.verbs.explain_parts import parts_of
+from locater.verbs.explain_parts import checked_heads, parts_of
 from locater.verbs.explain_result import Explanations
 from locater.verbs.explain_target import choice_of, entries_of, find_target, predictions
 from locater.verbs.load import load_model
@@ -55,11 +56,15 @@ def explanations(
     the tokens of largest and smallest score, to see how far the scores can be trusted.
     """
     names = _known(methods)
+    if not isinstance(model, nn.Module | str | os.PathLike):
+        raise LocaterError(f"{model!r:.60} is no model: give a module, the folder of a checkpoint, or a hub id")
     source = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
     module = load_model(source) if isinstance(model, str | os.PathLike) else model
     read = read_input(module, text, decoder_text, image, tokenizer)
     output = _run(module, read)
-    entries = entries_of(module, read.tokenizer, vectors(output)[0].shape[-1], text)
+    entries = entries_of(module, read.tokenizer, vectors(output)[0], None if image is None else text)
+    if heads is not None:
+        heads = checked_heads(heads, attention_layers(module))  # before the long part
     chosen = find_target(output, entries, target, position, read.streams[-1].ids)
     results, skipped = _explained(module, read, chosen, names, methods is not None, progress)
     streams, picture = _fitted(read, results)
@@ -92,6 +97,7 @@ def explanations(
 
 
 def _known(methods: Sequence[str] | None) -> list[str]:
+    methods = methods.split(",") if isinstance(methods, str) else methods
     names = list(dict.fromkeys(methods)) if methods is not None else [name for name in DEFAULT if name in METHODS]
     if not names:
         raise LocaterError(f"no method was named: use some of {', '.join(METHODS)}")
