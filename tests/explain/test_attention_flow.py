@@ -16,7 +16,7 @@ from locater import LocaterError, explain, register
 from locater.attention.changes import CHANGES
 from locater.attention.listeners import KEY
 from locater.explain import attention_record
-from locater.explain.attention_record import recorded_run
+from locater.explain.attention_record import recorded_attention
 from locater.explain.relevance_rules import RelevanceMatrices
 from locater.explain.value_norms import carried_norms
 from locater.families import registry
@@ -258,7 +258,7 @@ def test_rules_against_numpy_from_random_maps() -> None:
 
 def test_relevance_without_gradients_is_rollout_times_two_to_the_layers() -> None:
     model = gpt2()
-    run = recorded_run(model, IDS)
+    run = recorded_attention(model, IDS)
     matrices = RelevanceMatrices({"input": 7}, torch.zeros((), dtype=torch.float64))
     for event in run.events:
         matrices.self_attention("input", event.mean_map())
@@ -300,7 +300,7 @@ def test_the_table_says_what_each_method_applies_to() -> None:
 
 
 def test_attention_norms_against_vectors_written_out() -> None:
-    event = recorded_run(own(), IDS).events[-1]
+    event = recorded_attention(own(), IDS).events[-1]
     assert event.value is not None
     assert event.layer.out is not None
     q, k, v = event.call.query[0], event.call.key[0].repeat_interleave(2, 0), event.value[0].repeat_interleave(2, 0)
@@ -327,7 +327,7 @@ def test_heads_in_parts_and_backends_give_the_same(monkeypatch: pytest.MonkeyPat
 def test_other_mechanisms(attention: str) -> None:
     """The gradient of a map by dO V^T, against the map itself as a leaf of the graph."""
     model = own(attention=attention, layers=1)
-    run = recorded_run(model, IDS, gradients=True)
+    run = recorded_attention(model, IDS, gradients=True)
     event = run.events[0]
     assert event.output is not None
     assert event.value is not None
@@ -372,7 +372,7 @@ def test_attention_outside_the_interface_by_its_own_values() -> None:
     assert clean(wrapped)
     timm = next(case for case in CASES if case.label == "timm")
     blocks = model_of(timm)
-    run = recorded_run(blocks, {k: v[:1] for k, v in timm.batch().items()}, gradients=True)
+    run = recorded_attention(blocks, {k: v[:1] for k, v in timm.batch().items()}, gradients=True)
     event = run.events[-1]
     assert event.value is not None
     assert event.to_heads is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from locater.attention import mechanism
 from locater.errors import LocaterError
-from locater.explain.attention_record import RecordedRun, recorded_run
+from locater.explain.attention_record import RecordedRun, recorded_attention
 from locater.explain.explanation import Explanation
 from locater.explain.relevance_rules import RelevanceMatrices
 from locater.explain.streams import StreamsOf, StreamStep, ends_of, last_of, main_stream, read_rows, sizes_of, steps_of
@@ -39,7 +39,7 @@ def relevance(
     >>> why.scores.shape, why.matrix.shape, bool((why.scores >= 0).all())
     (torch.Size([6]), torch.Size([6, 6]), True)
     """
-    run = recorded_run(model, inputs, gradients=True)
+    run = recorded_attention(model, inputs, gradients=True)
     run.check_values("relevance")
     chosen = choose_target(run.output, target)
     steps = steps_of(run.events, streams)
@@ -231,7 +231,7 @@ def read_only_where(
     model: nn.Module, inputs: Inputs, target: TargetChoice, streams: StreamsOf | None
 ) -> tuple[RecordedRun, Target, list[StreamStep], list[Tensor | None]]:
     """A run whose target says only where to read: gradients of the last calls alone."""
-    run = recorded_run(model, inputs, gradients=True)
+    run = recorded_attention(model, inputs, gradients=True)
     chosen, steps = choose_target(run.output, target), steps_of(run.events, streams)
     return run, chosen, steps, slopes_of(run, chosen, steps, list(last_of(steps).values()))
 

@@ -91,7 +91,7 @@ class RecordedRun:
                 )
 
 
-def recorded_run(model: nn.Module, inputs: Mapping[str, Any] | Tensor, gradients: bool = False) -> RecordedRun:
+def recorded_attention(model: nn.Module, inputs: Mapping[str, Any] | Tensor, gradients: bool = False) -> RecordedRun:
     """Run `model` once. With `gradients`, its output and the outputs of its attention are in one graph."""
     model = getattr(model, "_orig_mod", model)
     keywords = as_keywords(model, inputs)

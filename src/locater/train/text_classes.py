@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from locater.data.corpus import fingerprint, read_documents
-from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.data.tokenizer import FILE, Tokenizer, tokenizer_of_run
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.batches import Batch, draw
 from locater.train.plan import Plan
-from locater.train.text_data import Text
+from locater.train.text_data import Text, encoded, trained_tokenizer
 
 
 @dataclass
@@ -55,14 +55,11 @@ class ClassData:
 
 def read_classes(plan: Plan, folder: Path, device: torch.device) -> ClassData:
     """Each corpus of the plan as one class. Documents are split as for language models; nothing is written."""
-    texts = [Text(read_documents([path])) for path in plan.corpus]
+    texts = tuple(Text(read_documents([path])) for path in plan.corpus)
     _check_distinct(plan, texts)
-    joined = [document for text in texts for document in text.parts["train"]]
-    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(make_tokenizer, plan.vocabulary, joined))
-    splits = {
-        name: [tokenizer.encode(text.joined[name]).to(device) for text in texts]
-        for name in ("train", "select", "report")
-    }
+    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(trained_tokenizer, plan.vocabulary, texts))
+    tokens_of = encoded(tokenizer, texts)
+    splits = {name: [tokens[name].to(device) for tokens in tokens_of] for name in ("train", "select", "report")}
     for name, streams in splits.items():
         for path, tokens in zip(plan.corpus, streams, strict=True):
             if len(tokens) < plan.length:
@@ -81,7 +78,7 @@ def read_classes(plan: Plan, folder: Path, device: torch.device) -> ClassData:
     return ClassData(plan, tokenizer, splits, facts, device)
 
 
-def _check_distinct(plan: Plan, texts: list[Text]) -> None:
+def _check_distinct(plan: Plan, texts: tuple[Text, ...]) -> None:
     seen: dict[str, str] = {}
     for path, text in zip(plan.corpus, texts, strict=True):
         if text.sha256 in seen:

@@ -68,8 +68,9 @@ class TextData:
 def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
     """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
     text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
-    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(_trained_tokenizer, plan.vocabulary, text))
-    splits = {name: tokens.to(device) for name, tokens in _encoded(tokenizer, text).items()}
+    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(trained_tokenizer, plan.vocabulary, (text,)))
+    (tokens_of,) = encoded(tokenizer, (text,))
+    splits = {name: tokens.to(device) for name, tokens in tokens_of.items()}
     for name, tokens in splits.items():
         if len(tokens) <= plan.length:
             raise LocaterError(
@@ -105,13 +106,15 @@ class Text:
 
 
 @lru_cache(maxsize=1)
-def _trained_tokenizer(vocabulary: int, text: Text) -> Tokenizer:
-    return make_tokenizer(vocabulary, text.parts["train"])
+def trained_tokenizer(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
+    """Cached, as are the tokens below, for the next run of a sweep."""
+    return make_tokenizer(vocabulary, [document for text in texts for document in text.parts["train"]])
 
 
 @lru_cache(maxsize=1)
-def _encoded(tokenizer: Tokenizer, text: Text) -> dict[str, Tensor]:
-    return {name: tokenizer.encode(joined) for name, joined in text.joined.items()}
+def encoded(tokenizer: Tokenizer, texts: tuple[Text, ...]) -> list[dict[str, Tensor]]:
+    """Tokens of each text, by split."""
+    return [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts]
 
 
 @lru_cache(maxsize=1)

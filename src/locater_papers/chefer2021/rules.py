@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from locater.explain import relevance, rollout
-from locater.explain.attention_record import recorded_run
+from locater.explain.attention_record import recorded_attention
 from locater.explain.relevance_rules import RelevanceMatrices
 from locater.train import Shape, Transformer
 from locater_papers.engine.claims import Claim, Measured
@@ -41,7 +41,7 @@ def measure(setting: Setting) -> Results:
     for layers in LAYERS:
         net, ids = model(layers), torch.arange(12)[None]
         matrices = RelevanceMatrices({"input": 12}, like=torch.zeros((), dtype=torch.float64))
-        for event in recorded_run(net, ids).events:
+        for event in recorded_attention(net, ids).events:
             matrices.self_attention("input", event.mean_map())
         R, plain = matrices["input", "input"], rollout(net, ids, (0, 1)).matrix
         with_gradients = relevance(net, ids, (0, 1)).matrix
