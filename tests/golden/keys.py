@@ -56,6 +56,7 @@ NEW: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
+        *("result.plan.words",),
         *("scan.heads[*].effective_rank",),
     ),
 }

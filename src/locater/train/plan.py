@@ -47,11 +47,13 @@ class Plan:
     )
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
     vocabulary: int = option(
-        256,
+        None,  # 256, or with words 0
         "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
-        "fewer for --task copy, ngram or sort.",
-        least=2,
+        "fewer for --task copy, ngram or sort. Default 256. With --words: how many of the most frequent words to keep. "
+        "Default 0, which is all.",
+        least=0,
     )
+    words: bool = option(False, "Tokens are words, split at white space, in place of bytes; <unk> is all others.")
     parents: str = option("1", "Distances to the tokens that decide the next one, such as 1,2; for --task ngram.")
     concentration: float = option(
         1.0, "Of the Dirichlet prior of tables, for --task ngram: small is nearly deterministic.", least=0.01
@@ -106,6 +108,8 @@ class Plan:
     deterministic: bool = option(True, "On a GPU, use algorithms that give equal weights for equal plans.")
 
     def __post_init__(self) -> None:
+        if self.vocabulary is None:
+            object.__setattr__(self, "vocabulary", 0 if self.words else BYTES)
         for item in fields(self):
             _check(item.name, getattr(self, item.name), item.metadata)
         if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
@@ -133,12 +137,18 @@ class Plan:
             raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
         if (self.task == "image") != (self.images is not None):
             raise LocaterError("task=image and images=PATH go together: give both or neither")
+        if self.words and not self.is_text:
+            raise LocaterError(f"task={self.task} has no text: leave out words")
         if self.task == "classify" and len(self.corpus) < 2:
             raise LocaterError("task=classify needs a corpus for each class: give --corpus twice or more")
-        if self.task not in GENERATED and self.vocabulary < BYTES:
+        if self.words and self.vocabulary == BYTES:  # the default of a plan without words
+            raise LocaterError(
+                f"vocabulary={BYTES}, words=True: {BYTES} are bytes: give --vocabulary 0 for all words, or another"
+            )
+        if self.task not in GENERATED and not self.words and self.vocabulary < BYTES:
             raise LocaterError(
                 f"vocabulary={self.vocabulary}: must be at least {BYTES}, except with task=copy, task=ngram and "
-                "task=sort"
+                "task=sort, or with words"
             )
         if self.vocabulary < LEAST_VOCABULARY.get(self.task, 0):
             raise LocaterError(
@@ -190,6 +200,11 @@ class Plan:
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier ones."""
         return self.task in ("causal", "copy", "ngram")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the model learns from text."""
+        return self.task in ("causal", "masked", "classify")
 
     @property
     def distances(self) -> tuple[int, ...]:

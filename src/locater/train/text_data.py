@@ -13,6 +13,7 @@ from torch import Tensor
 
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
 from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.data.word_tokenizer import WordTokenizer
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.batches import IGNORED, Batch, draw, next_token_pair
@@ -68,7 +69,7 @@ class TextData:
 def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
     """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
     text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
-    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(trained_tokenizer, plan.vocabulary, (text,)))
+    tokenizer = tokenizer_of_plan(plan, folder, (text,))
     (tokens_of,) = encoded(tokenizer, (text,))
     splits = {name: tokens.to(device) for name, tokens in tokens_of.items()}
     for name, tokens in splits.items():
@@ -86,6 +87,8 @@ def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
         "tokens": {name: len(x) for name, x in splits.items()},
         "vocabulary": tokenizer.size,
     }
+    if isinstance(tokenizer, WordTokenizer):
+        facts["unknown"] = {name: tokenizer.unknown(x) for name, x in text.joined.items()}
     return TextData(plan, tokenizer, splits, facts, device)
 
 
@@ -105,9 +108,23 @@ class Text:
         return hash(self.sha256)
 
 
+def tokenizer_of_plan(plan: Plan, folder: Path, texts: tuple[Text, ...]) -> Tokenizer:
+    """The tokenizer of a plan: that of the run in `folder`, if there is one, or a new one. Words are counted again in
+    every part of a run: the same text, which is checked, has the same.
+    """
+    if plan.words:
+        return _counted(plan.vocabulary, texts)
+    return tokenizer_of_run(folder, plan.vocabulary, partial(_trained, plan.vocabulary, texts))
+
+
 @lru_cache(maxsize=1)
-def trained_tokenizer(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
-    """Cached, as are the tokens below, for the next run of a sweep."""
+def _counted(most: int, texts: tuple[Text, ...]) -> Tokenizer:
+    """Cached, as are the byte pairs and the tokens below, for the next run of a sweep."""
+    return WordTokenizer.from_texts((document for text in texts for document in text.parts["train"]), most)
+
+
+@lru_cache(maxsize=1)
+def _trained(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
     return make_tokenizer(vocabulary, [document for text in texts for document in text.parts["train"]])
 
 
