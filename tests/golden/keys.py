@@ -56,7 +56,7 @@ NEW: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
-        *("result.plan.words",),
+        *("result.plan.words", "result.plan.select", "result.plan.report"),
         *("scan.heads[*].effective_rank",),
     ),
 }

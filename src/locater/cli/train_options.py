@@ -16,7 +16,7 @@ from locater.train.plan import Plan
 
 PANELS = {  # group of the help: fields of the plan
     "Data": (
-        *("task", "corpus", "images", "vocabulary", "words", "length"),
+        *("task", "corpus", "select", "report", "images", "vocabulary", "words", "length"),
         *("patch", "masked", "parents", "concentration"),
     ),
     "Model": (
@@ -30,7 +30,7 @@ PANELS = {  # group of the help: fields of the plan
 }
 METAVARS = {
     "out": "FOLDER",
-    "corpus": "PATH",
+    **dict.fromkeys(("corpus", "select", "report"), "PATH"),
     "images": "FILE",
     "parents": "N,N",
     "attention": "MECHANISM",

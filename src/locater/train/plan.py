@@ -45,6 +45,12 @@ class Plan:
         "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation. "
         "With --task classify, each is one class.",
     )
+    select: tuple[str, ...] = option(
+        (), "Text to choose settings by, in place of a share of the corpus: a file or folder, may be repeated."
+    )
+    report: tuple[str, ...] = option(
+        (), "Text to publish numbers of, in place of a share of the corpus. With --select: give both or neither."
+    )
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
     vocabulary: int = option(
         None,  # 256, or with words 0
@@ -137,6 +143,7 @@ class Plan:
             raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
         if (self.task == "image") != (self.images is not None):
             raise LocaterError("task=image and images=PATH go together: give both or neither")
+        self._check_splits()
         if self.words and not self.is_text:
             raise LocaterError(f"task={self.task} has no text: leave out words")
         if self.task == "classify" and len(self.corpus) < 2:
@@ -161,6 +168,14 @@ class Plan:
             )
         if self.task == "ngram":
             self._check_ngram()
+
+    def _check_splits(self) -> None:
+        """Refuse texts for select and report where the task makes its own splits, and one without the other."""
+        for name, paths in (("select", self.select), ("report", self.report)):
+            if paths and self.task not in ("causal", "masked"):
+                raise LocaterError(f"task={self.task} makes its own splits: leave out {name}={paths[0]}")
+        if bool(self.select) != bool(self.report):
+            raise LocaterError("select=PATH and report=PATH go together: give both or neither")
 
     def _check_ngram(self) -> None:
         """Refuse parents that are no distances within a sequence, and tables that are too large."""
