@@ -56,7 +56,8 @@ NEW: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
-        *("result.plan.words", "result.plan.select", "result.plan.report"),
+        *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
+        *(f"result.plan.{name}" for name in ("words", "select", "report", "bos")),
         *("scan.heads[*].effective_rank",),
     ),
 }
