@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import locater
 from locater import LocaterError
 from locater.data.start_token import WithStart, without_start
 from locater.data.text import batches
@@ -84,9 +83,9 @@ def test_masked_models_keep_it_in_view(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_with_it_goes_on_exactly_and_is_probed(tmp_path: Path, kind: str) -> None:
-    whole = run(plan(tmp_path, bos=True, steps=6, **KINDS[kind]))
-    cut = plan(tmp_path, bos=True, steps=6, out=str(tmp_path / "cut"), **KINDS[kind])
+def test_a_run_with_it_goes_on_exactly_and_reads_text(tmp_path: Path, kind: str) -> None:
+    whole = run(plan(tmp_path, bos=True, steps=6, observe=0, **KINDS[kind]))
+    cut = plan(tmp_path, bos=True, steps=6, observe=0, out=str(tmp_path / "cut"), **KINDS[kind])
     with pytest.raises(Cut):
         run(cut, cut_at(5))
     assert weights(run(cut)) == weights(whole)
@@ -96,7 +95,6 @@ def test_a_run_with_it_goes_on_exactly_and_is_probed(tmp_path: Path, kind: str) 
     (rows,) = (batch["input_ids"] for batch in batches(model, text, tokenizer=whole.model, length=16, tokens=64))
     assert bool((rows[:, 0] == start).all())
     assert bool((rows[:, 1:] < start).all())
-    assert len(locater.probe(whole.model, text, length=16, tokens=64).rows) == 4
 
 
 def test_tasks_without_it() -> None:
