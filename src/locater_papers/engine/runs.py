@@ -30,6 +30,7 @@ from locater.version import __version__
 from locater_papers.engine.rounding import rounded
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
+TEXTS = ("corpus", "select", "report")  # fields of a plan that name files of text
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ def _means(steps: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, f
 def placed(plan: Plan, data: Path, out: Path) -> Plan:
     """The plan with its data where it is."""
     images = None if plan.images is None else str(data / plan.images)
-    return replace(plan, out=str(out), corpus=tuple(str(data / name) for name in plan.corpus), images=images)
+    corpus, select, report = (tuple(str(data / name) for name in getattr(plan, part)) for part in TEXTS)
+    return replace(plan, out=str(out), corpus=corpus, select=select, report=report, images=images)
 
 
 def moments(model: str) -> dict[str, float] | None:
@@ -224,7 +226,8 @@ def _commit(folder: Path) -> str | None:
 def _present(rows: Sequence[Row], data: Path) -> None:
     """Refuse before anything is trained what would fail for want of a file."""
     for row in rows:
-        for name in (*row.plan.corpus, *([row.plan.images] if row.plan.images else [])):
+        texts = [name for part in TEXTS for name in getattr(row.plan, part)]
+        for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
                     f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
