@@ -15,6 +15,7 @@ from locater import LocaterError
 from locater.data.word_tokenizer import WordTokenizer
 from locater.train import Plan, load, run
 from locater.train.data import open_data
+from locater.verbs.explain_target import Entries
 from tests.train.test_runs import Cut, cut_at, plan, weights
 
 # every kind of white space, blank lines, literal special tokens (alone and within words), a rare word
@@ -110,6 +111,15 @@ def test_words_of_masked_models_and_classes(tmp_path: Path) -> None:
     )
     known = {*(tmp_path / "corpus.txt").read_text().split(), *other.read_text().split()}
     assert classes.data["vocabulary"] == 2 + len(known)
+
+
+def test_a_word_that_is_not_in_the_vocabulary_is_no_target() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    entries = Entries(tokenizer=PreTrainedTokenizerFast(tokenizer_object=saved(WordTokenizer(["a", "cat"]))))
+    assert (entries.index("cat"), entries.index("<unk>")) == (3, 0)
+    with pytest.raises(LocaterError, match="target 'dog' is no token of the vocabulary"):
+        entries.index("dog")
 
 
 @pytest.mark.parametrize(
