@@ -36,6 +36,7 @@ from locater.train.text_data import TextData
 
 logger = logging.getLogger("locater")
 WINDOWS = 256  # sequences of the select split that are evaluated during training; the end is measured on all
+NO_PERPLEXITY = ("image", "classify", "diffusion")
 OnProgress = Callable[[dict[str, Any]], None]
 
 
@@ -228,7 +229,7 @@ class Training:
                 "step": self.step,
                 "steps": self.plan.steps,
                 "loss": self.loss,
-                "perplexity": None if self.plan.task in ("image", "classify") else math.exp(min(self.loss, 700.0)),
+                "perplexity": None if self.plan.task in NO_PERPLEXITY else math.exp(min(self.loss, 700.0)),
                 "select_loss": self.history[-1][1] if self.history else None,
                 "entropy": self.last_entropy.value,
                 "tokens_per_second": self._tokens_per_step / pace,

@@ -38,14 +38,14 @@ class Plan:
 
     out: str = option("run", "Folder of the run.")
     task: str = option(
-        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", *GENERATED)
+        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", "diffusion", *GENERATED)
     )
     corpus: tuple[str, ...] = option(
         (),
         "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation. "
         "With --task classify, each is one class.",
     )
-    images: str | None = option(None, "Images and labels (.npz), for --task image.")
+    images: str | None = option(None, "Images and labels (.npz), for --task image and diffusion.")
     vocabulary: int = option(
         256,
         "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
@@ -127,12 +127,13 @@ class Plan:
     def _check_data(self) -> None:
         """Refuse data that the task does not read, and a vocabulary that it cannot have."""
         source = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
-        if self.task == "image" and self.corpus:
-            raise LocaterError(f"task=image learns from images alone: leave out {source}")
+        if self.reads_images and self.corpus:
+            raise LocaterError(f"task={self.task} learns from images alone: leave out {source}")
         if self.task in GENERATED and source:
             raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
-        if (self.task == "image") != (self.images is not None):
-            raise LocaterError("task=image and images=PATH go together: give both or neither")
+        if self.reads_images != (self.images is not None):
+            task = self.task if self.reads_images else "image or diffusion"
+            raise LocaterError(f"task={task} and images=PATH go together: give both or neither")
         if self.task == "classify" and len(self.corpus) < 2:
             raise LocaterError("task=classify needs a corpus for each class: give --corpus twice or more")
         if self.task not in GENERATED and self.vocabulary < BYTES:
@@ -183,13 +184,17 @@ class Plan:
                 f"width={self.width}, heads={self.heads}: differential attention rotates pairs of channels in each "
                 "half of a head: give heads a size that is a multiple of 4"
             )
-        tokens = None if self.task == "image" else self.length
+        tokens = None if self.reads_images else self.length
         layer.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
 
     @property
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier ones."""
         return self.task in ("causal", "copy", "ngram")
+
+    @property
+    def reads_images(self) -> bool:
+        return self.task in ("image", "diffusion")
 
     @property
     def distances(self) -> tuple[int, ...]:
@@ -202,14 +207,14 @@ class Plan:
     @property
     def where(self) -> str:
         """Kind of positions: those of the plan, or the default of the task."""
-        return self.positions or ("learned" if self.task == "image" else "rotary")
+        return self.positions or ("learned" if self.reads_images else "rotary")
 
     @property
     def unread(self) -> dict[str, str]:
         """Options that have no effect in this run, each with the choice that makes it so. Setting one of them is a
         mistake.
         """
-        ignored = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
+        ignored = dict.fromkeys(("vocabulary", "length") if self.reads_images else ("patch",), f"--task {self.task}")
         if self.task != "masked":
             ignored["masked"] = f"--task {self.task}"
         if self.task != "ngram":

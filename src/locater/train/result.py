@@ -17,7 +17,8 @@ from locater.version import SCHEMA, __version__
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run. Losses are those of the final weights, in nats per token: choose settings by `select_loss`,
+    """The outcome of a run. Losses are those of the final weights, in nats per token (of --task diffusion: squared
+    errors): choose settings by `select_loss`,
     publish `report_loss`.
     """
 
@@ -37,9 +38,9 @@ class Result:
     model: str = ""  # folder of the final weights
 
     @property
-    def perplexity(self) -> float:
-        """exp of the report loss."""
-        return math.exp(min(self.report_loss, 700.0))
+    def perplexity(self) -> float | None:
+        """exp of the report loss; None where that is a squared error."""
+        return None if self.plan.task == "diffusion" else math.exp(min(self.report_loss, 700.0))
 
     def to_dict(self) -> dict[str, Any]:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
