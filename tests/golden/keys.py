@@ -56,6 +56,7 @@ NEW: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
+        *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
         *("scan.heads[*].effective_rank",),
     ),
 }

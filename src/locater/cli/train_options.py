@@ -18,9 +18,12 @@ PANELS = {  # group of the help: fields of the plan
     "Data": ("task", "corpus", "images", "vocabulary", "length", "patch", "masked", "parents", "concentration"),
     "Model": (
         *("layers", "width", "heads", "kv_heads", "hidden", "positions", "qk_norm"),
-        *("attention", "mlp", "norm", "fusion", "scale"),
+        *("attention", "mlp", "norm", "fusion", "scale", "dropout"),
     ),
-    "Optimization": ("steps", "batch", "accumulate", "rate", "warmup", "floor", "decay", "clip", "seed"),
+    "Optimization": (
+        *("steps", "batch", "accumulate", "rate", "warmup", "schedule", "floor"),
+        *("optimizer", "beta2", "decay", "clip", "seed"),
+    ),
     "Attention: control and measurement": ("control", "observe"),
     "The run and its files": ("out", "evaluate", "checkpoint", "log"),
     "Machine": ("device", "precision", "compile", "deterministic"),

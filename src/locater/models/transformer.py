@@ -146,8 +146,9 @@ class Block(nn.Module):
     "post".
     """
 
-    def __init__(self, shape: Shape, depth: int = 0) -> None:
+    def __init__(self, shape: Shape, depth: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
 
         def norm_if(present: bool) -> nn.RMSNorm | None:
             return nn.RMSNorm(shape.width, EPS) if present else None
@@ -175,11 +176,17 @@ class Block(nn.Module):
         return self._added(x, self.mlp(_normed(self.post_attention_layernorm, x)), self.mlp_out_norm)
 
     def _added(self, x: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
+        y = _dropped(self, y)
         return _normed(norm, x + y) if self.around else x + _normed(norm, y)
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _dropped(module: Block | Stack, x: Tensor) -> Tensor:
+    """Dropout while the module trains; without it no random number is drawn."""
+    return functional.dropout(x, module.dropout) if module.dropout and module.training else x
 
 
 class Stack(nn.Module):
@@ -190,10 +197,11 @@ class Stack(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    waves: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
         super().__init__()
-        self.shape, length = shape, shape.length
+        self.shape, self.dropout, length = shape, dropout, shape.length
         if shape.image is None:
             self.embed_tokens: nn.Module = nn.Embedding(shape.vocabulary, shape.width)
         else:
@@ -201,13 +209,14 @@ class Stack(nn.Module):
         self.embed_level = NoiseLevel(shape.width) if shape.denoises else None
         if shape.positions == "learned":
             self.embed_positions = nn.Embedding(length, shape.width)
+        elif shape.positions == "sinusoidal":
+            angle = position_angles(length, shape.width)
+            self.register_buffer("waves", torch.cat([angle.sin(), angle.cos()], -1), persistent=False)
         else:
-            size = shape.width // shape.heads
-            # (T, h/2)
-            angle = torch.arange(length)[:, None] * (1.0 / THETA ** (torch.arange(0, size, 2).float() / size))
+            angle = position_angles(length, shape.width // shape.heads)
             self.register_buffer("cos", angle.cos(), persistent=False)
             self.register_buffer("sin", angle.sin(), persistent=False)
-        self.layers = nn.ModuleList(Block(shape, depth) for depth in range(shape.layers))
+        self.layers = nn.ModuleList(Block(shape, depth, dropout) for depth in range(shape.layers))
         kind = cast("Fusion", shape.fusion)
         self.fusion = None if kind is None else layer_fusion(kind, shape.layers, shape.width)
         self.norm = nn.RMSNorm(shape.width, EPS)
@@ -225,8 +234,10 @@ class Stack(nn.Module):
             x = x + self.embed_level(levels)
         length = x.shape[1]
         if self.shape.positions == "learned":
-            return x + self.embed_positions.weight[:length], None
-        return x, (self.cos[:length], self.sin[:length])
+            return _dropped(self, x + self.embed_positions.weight[:length]), None
+        if self.shape.positions == "sinusoidal":
+            return _dropped(self, x * self.shape.width**0.5 + self.waves[:length].to(x.dtype)), None
+        return _dropped(self, x), (self.cos[:length], self.sin[:length])
 
     def forward(self, inputs: Tensor) -> Tensor:
         x, turn = self.embedded(inputs)
@@ -247,10 +258,10 @@ class Transformer(nn.Module):
     torch.Size([1, 5, 256])
     """
 
-    def __init__(self, shape: Shape, scale: float = 0.02) -> None:
+    def __init__(self, shape: Shape, scale: float = 0.02, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.config = shape, shape.config()
-        self.model = Stack(shape)
+        self.model = Stack(shape, dropout)
         self.lm_head = nn.Linear(shape.width, shape.classes or shape.vocabulary, bias=False)
         for name, p in self.named_parameters():
             if p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name:
@@ -281,6 +292,11 @@ class Transformer(nn.Module):
         if self.shape.denoises:
             return functional.mse_loss(logits.float(), targets)
         return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def position_angles(length: int, size: int) -> Tensor:
+    """(T, size / 2): position times a frequency for every pair of channels, from 1 down to nearly 1 / THETA."""
+    return torch.arange(length)[:, None] * (1.0 / THETA ** (torch.arange(0, size, 2).float() / size))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

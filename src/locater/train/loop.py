@@ -102,9 +102,10 @@ class Training:
     def begin(cls, plan: Plan, folder: Path, device: torch.device, on_progress: OnProgress) -> Training:
         """Data, model, controls, optimizer and monitor of a plan. Nothing is written."""
         data = open_data(plan, folder, device)
-        model = Transformer(shape_of(plan, data), plan.scale).to(device)
+        model = Transformer(shape_of(plan, data), plan.scale, plan.dropout).to(device)
         controls = attach(plan.control, model)
-        trainable = [p for p in (*model.parameters(), *controls.parameters()) if p.requires_grad]
+        learned = dict(model.named_parameters()) | {f"control.{i}": p for i, p in enumerate(controls.parameters())}
+        trainable = {name: p for name, p in learned.items() if p.requires_grad}
         entropy = LastEntropy()
         try:
             monitor = _monitor(plan, folder, model, entropy) if plan.observe else None
@@ -114,7 +115,8 @@ class Training:
             controls.detach()
             raise
         return cls(
-            plan, folder, device, on_progress, data, model, forward, controls, trainable, optimizer, monitor, entropy
+            *(plan, folder, device, on_progress, data, model, forward, controls),
+            *([*trainable.values()], optimizer, monitor, entropy),
         )
 
     def go_on(self) -> None:

@@ -66,7 +66,9 @@ class Plan:
     length: int = option(128, "Tokens in a sequence.", least=2)
     patch: int = option(4, "Side of an image patch in pixels.", least=1)
     positions: str | None = option(
-        None, "rotary (the default for text) or learned (for images).", choices=("rotary", "learned")
+        None,
+        "rotary (the default for text), learned (for images), or sinusoidal: sines and cosines added to embeddings.",
+        choices=("rotary", "learned", "sinusoidal"),
     )
     qk_norm: bool = option(False, "RMSNorm of queries and keys, as in Qwen3.")
     attention: str = option(
@@ -83,13 +85,25 @@ class Plan:
         None, "Fuse the outputs of all layers into the last.", choices=("concat", "max", "gate")
     )
     scale: float = option(0.02, "Standard deviation of the initial weights.", least=0)
+    dropout: float = option(0.0, "Share of channels set to zero after embeddings, attention and MLP.", least=0)
     masked: float = option(0.15, "Share of tokens to mask, for --task masked.", least=0)
     steps: int = option(1000, "Optimizer steps.", least=1)
     batch: int = option(16, "Sequences in a forward pass.", least=1)
     accumulate: int = option(1, "Forward passes in a step.", least=1)
     rate: float = option(3e-3, "Peak learning rate.", least=0)
-    warmup: float = option(0.05, "Share of the steps for linear warm-up; then the rate falls as a cosine.", least=0)
-    floor: float = option(0.1, "Final learning rate, as a share of the peak.", least=0)
+    warmup: float = option(0.05, "Linear warm-up: up to 1, a share of the steps; above, their number.", least=0)
+    schedule: str = option(
+        "cosine",
+        "How the rate falls after the warm-up: as a cosine to the floor, or with the inverse square root of the step.",
+        choices=("cosine", "inverse_sqrt"),
+    )
+    floor: float = option(0.1, "Final learning rate of the cosine, as a share of the peak.", least=0)
+    optimizer: str = option(
+        "adamw",
+        "AdamW; Muon for matrices inside blocks and AdamW for the rest; or SGD with momentum 0.9.",
+        choices=("adamw", "muon", "sgd"),
+    )
+    beta2: float = option(0.95, "Decay of AdamW's average of squared gradients.", least=0)
     decay: float = option(0.1, "Weight decay, on matrices only.", least=0)
     clip: float = option(1.0, "Clip gradients to this norm; 0 for no limit.", least=0)
     control: tuple[str, ...] = option((), "Attach a control, such as 'locater(target=2)'; may be repeated.")
@@ -118,11 +132,15 @@ class Plan:
             )
         self._check_data()
         self._check_attention()
-        if self.masked >= 1 or self.warmup > 1 or self.floor > 1:
+        if self.width % 2 and self.where == "sinusoidal":
+            raise LocaterError(f"width={self.width}: sinusoidal positions are pairs of channels: give an even width")
+        if self.masked >= 1 or self.dropout >= 1 or self.beta2 >= 1 or self.floor > 1:
             raise LocaterError(
-                f"masked={self.masked}, warmup={self.warmup}, floor={self.floor}: "
-                "these are shares, 1 at most (masked below 1)"
+                f"masked={self.masked}, dropout={self.dropout}, beta2={self.beta2}, floor={self.floor}: "
+                "these are shares, below 1 (floor 1 at most)"
             )
+        if self.warmup > 1 and self.warmup != int(self.warmup):
+            raise LocaterError(f"warmup={self.warmup}: up to 1 a share of the steps, above a whole number of them")
 
     def _check_data(self) -> None:
         """Refuse data that the task does not read, and a vocabulary that it cannot have."""
@@ -219,6 +237,10 @@ class Plan:
             ignored["masked"] = f"--task {self.task}"
         if self.task != "ngram":
             ignored |= dict.fromkeys(("parents", "concentration"), f"--task {self.task}")
+        if self.schedule == "inverse_sqrt":
+            ignored["floor"] = "--schedule inverse_sqrt"
+        if self.optimizer == "sgd":
+            ignored["beta2"] = "--optimizer sgd"
         return ignored | ({"hidden": "--mlp none"} if self.mlp == "none" else {})
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import locater
 from locater.errors import LocaterError, first_line
+from locater.tracking.run_log import LOG, read_run
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
 from locater.version import __version__
@@ -139,11 +140,23 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     try:
         result = run(placed(plan, Path(data), folder))
         found = {"status": "done", **{name: getattr(result, name) for name in KEPT}, "entropy": result.report_entropy}
-        return {**found, "heads": moments(result.model), **machine(plan)}
+        observed = curves(folder / LOG) if plan.observe else {}
+        return {**found, **observed, "heads": moments(result.model), **machine(plan)}
     except DivergedError as error:
         return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def curves(log: Path) -> dict[str, list[tuple[int, float]]]:
+    """Means over heads at each observed step: `entropies` in nats, and `sinks`, the weight on the first token."""
+    steps = read_run(log).steps
+    return {name: _means(steps, column) for name, column in (("entropies", "entropy"), ("sinks", "sink"))}
+
+
+def _means(steps: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
+    by_step = [(step["step"], [x for row in step["heads"][column] for x in row if x is not None]) for step in steps]
+    return [(step, statistics.fmean(values)) for step, values in by_step if values]
 
 
 def placed(plan: Plan, data: Path, out: Path) -> Plan:
