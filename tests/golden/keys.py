@@ -55,6 +55,7 @@ NEW: dict[str, tuple[str, ...]] = {
         *(f"{place}.{kind}_induction" for place in ("heads[*]", "assumptions.how") for kind in ("skip", "pair")),
     ),
     "train": (
+        *("result.plan.convert", "result.plan.convert_at", "result.conversion"),  # null here
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
         *("scan.heads[*].effective_rank",),

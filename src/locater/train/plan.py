@@ -75,6 +75,14 @@ class Plan:
         "softmax",
         f"The mechanism, such as 'gated(per=element)' or 'hybrid(layout=3:1)': {ATTENTION}, hybrid of several.",
     )
+    convert: str | None = option(
+        None, "A mechanism that takes the place of --attention after step --convert-at; the weights stay as they are."
+    )
+    convert_at: int | None = option(
+        None,
+        "Step of --convert; later steps train on. Default: the last step, so that nothing is trained after it.",
+        least=1,
+    )
     mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
     norm: str = option(
         "pre",
@@ -185,14 +193,19 @@ class Plan:
 
     def _check_attention(self) -> None:
         """Refuse a mechanism that does not fit the task or the sizes, and options that it does not have."""
-        if self.attention == "softmax":
-            return
-        try:
-            layers = parse_attention(self.attention, self.layers)
-            for layer in {layer.name: layer for layer in layers}.values():  # each mechanism once
-                self._check_mechanism(layer)
-        except LocaterError as error:
-            raise LocaterError(f"--attention {self.attention}: {error}") from None
+        for option, text in (("--attention", self.attention), ("--convert", self.convert)):
+            if text is None or text == "softmax":
+                continue
+            try:
+                layers = parse_attention(text, self.layers)
+                for layer in {layer.name: layer for layer in layers}.values():  # each mechanism once
+                    self._check_mechanism(layer)
+            except LocaterError as error:
+                raise LocaterError(f"{option} {text}: {error}") from None
+        if self.convert == self.attention:
+            raise LocaterError(f"--convert {self.convert}: that is the attention of the model already")
+        if self.conversion_step > self.steps:
+            raise LocaterError(f"convert_at={self.convert_at}: the run ends at step {self.steps}")
 
     def _check_mechanism(self, layer: Named) -> None:
         size = self.width // self.heads
@@ -209,6 +222,16 @@ class Plan:
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier ones."""
         return self.task in ("causal", "copy", "ngram")
+
+    @property
+    def attention_after(self) -> tuple[Named, ...]:
+        """The mechanism of each layer at the end of the run."""
+        return parse_attention(self.convert or self.attention, self.layers)
+
+    @property
+    def conversion_step(self) -> int:
+        """The step after which `convert` takes the place of `attention`."""
+        return self.convert_at or self.steps
 
     @property
     def reads_images(self) -> bool:
@@ -241,6 +264,8 @@ class Plan:
             ignored["floor"] = "--schedule inverse_sqrt"
         if self.optimizer == "sgd":
             ignored["beta2"] = "--optimizer sgd"
+        if self.convert is None:
+            ignored["convert_at"] = "no --convert"
         return ignored | ({"hidden": "--mlp none"} if self.mlp == "none" else {})
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Result:
     report_entropy: float | None  # of attention, mean over heads, nats
     bits_per_byte: float | None = None  # of text that was learned causally
     accuracy: float | None = None  # of images and texts by class, and of sorted numbers
+    conversion: dict[str, Any] | None = None  # --convert: step; report loss and accuracy before and after
     history: tuple[tuple[int, float], ...] = ()  # step and loss on the select split
     parameters: int = 0
     tokens: int = 0  # seen in training
@@ -63,8 +64,8 @@ class Result:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        # results of earlier versions have no `measures`
-        values = {item.name: data[item.name] for item in fields(cls) if item.name in data or item.name != "measures"}
+        newer = ("measures", "conversion")  # results of earlier versions have none
+        values = {item.name: data[item.name] for item in fields(cls) if item.name in data or item.name not in newer}
         history = tuple((step, loss) for step, loss in data["history"])
         return cls(**{**values, "plan": Plan.from_dict(data["plan"]), "history": history})
 

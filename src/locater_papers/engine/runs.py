@@ -132,7 +132,7 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     from locater.train.loop import DivergedError, run
 
     plan = Plan.from_dict(held)
-    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads)
+    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads, plan.convert)
     if plan.compile and _trained != [kind]:
         torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
     _trained[:] = [kind]
@@ -140,7 +140,9 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     try:
         result = run(placed(plan, Path(data), folder))
         found = {"status": "done", **{name: getattr(result, name) for name in KEPT}, "entropy": result.report_entropy}
-        observed = curves(folder / LOG) if plan.observe else {}
+        observed: dict[str, Any] = curves(folder / LOG) if plan.observe else {}
+        if result.conversion is not None:
+            observed["conversion"] = result.conversion
         return {**found, **observed, "heads": moments(result.model), **machine(plan)}
     except DivergedError as error:
         return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
