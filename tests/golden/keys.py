@@ -33,6 +33,7 @@ CHANGED: dict[str, dict[str, object]] = {
     "probe": {"schema": 2},  # three columns were renamed
     "names": {  # runs were added: arms of headlines have eight seeds
         "kept_runs.bao2024.bao2024": 273,
+        "kept_runs.bao2024.xiao2026": 3,
         "kept_runs.mechanisms.qiu2025": 90,
         "kept_runs.mechanisms.sun2026": 107,
         "kept_runs.mechanisms.zoo": 198,

@@ -22,6 +22,7 @@ from locater.report.prose import prose_page
 from locater_papers.engine import verdict_words
 from locater_papers.engine.figures import Cells, Contour, Field, Panel, Series, draw
 from locater_papers.engine.papers import Paper
+from locater_papers.engine.pictures import picture_rows
 from locater_papers.engine.strips import strips
 from locater_papers.engine.tables import arms_table, cell, failed, failed_words, markdown_table, means_table, renamed
 
@@ -213,6 +214,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Field": Field,
     "Contour": Contour,
     "strips": strips,
+    "picture_rows": picture_rows,
     "failed": failed,
     "failed_words": failed_words,
     "max": max,

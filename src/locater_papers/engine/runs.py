@@ -31,6 +31,8 @@ from locater_papers.engine.rounding import rounded
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
 
+SAMPLES = 10  # images that are drawn from a model that denoises
+
 
 @dataclass(frozen=True)
 class Row:
@@ -143,11 +145,23 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
         observed: dict[str, Any] = curves(folder / LOG) if plan.observe else {}
         if result.conversion is not None:
             observed["conversion"] = result.conversion
+        if plan.task == "diffusion" and plan.seed == 0:
+            observed["samples"] = samples(result.model, plan.device)
         return {**found, **observed, "heads": moments(result.model), **machine(plan)}
     except DivergedError as error:
         return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def samples(model: str, device: str) -> str:
+    """A few images drawn from a model of --task diffusion, as a strip."""
+    from locater.models.loading import load
+    from locater.models.sampling import sample_images
+    from locater.train.recipe import device_of
+    from locater_papers.engine.pictures import strip_of
+
+    return strip_of(sample_images(load(model).to(device_of(device)), SAMPLES))
 
 
 def curves(log: Path) -> dict[str, list[tuple[int, float]]]:
