@@ -8,6 +8,7 @@ it is open. A name that is not there is an error, not an empty space.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -220,5 +221,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "max": max,
     "min": min,
     "zip": zip,
+    "exp": math.exp,
     "enumerate": enumerate,
 }
