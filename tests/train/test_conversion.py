@@ -92,6 +92,7 @@ def test_heads_are_observed_where_they_can_be_on_both_sides(tmp_path: Path) -> N
     [
         ({"convert": "softmax"}, "that is the attention of the model already"),
         ({"convert": "binary", "convert_at": 13}, "convert_at=13: the run ends at step 12"),
+        ({"convert_at": 5}, "Give --convert MECHANISM too"),
         ({"convert": "delta"}, "--convert delta: task=image: delta attention is causal only"),
         ({"convert": "binery"}, "--convert binery: no attention mechanism 'binery'"),
         (

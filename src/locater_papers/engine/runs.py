@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from locater.version import __version__
 from locater_papers.engine.rounding import rounded
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
+TEXTS = ("corpus", "select", "report")  # fields of a plan that name files of text
 
 SAMPLES = 10  # images that are drawn from a model that denoises
 
@@ -48,7 +49,7 @@ class Row:
         held, plain = self.plan.to_dict(), Plan().to_dict()
         return {name: value for name, value in held.items() if name not in PACE and value != plain.get(name)}
 
-    @property
+    @cached_property
     def key(self) -> str:
         return json.dumps(self.options, sort_keys=True)
 
@@ -178,7 +179,8 @@ def _means(steps: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, f
 def placed(plan: Plan, data: Path, out: Path) -> Plan:
     """The plan with its data where it is."""
     images = None if plan.images is None else str(data / plan.images)
-    return replace(plan, out=str(out), corpus=tuple(str(data / name) for name in plan.corpus), images=images)
+    corpus, select, report = (tuple(str(data / name) for name in getattr(plan, part)) for part in TEXTS)
+    return replace(plan, out=str(out), corpus=corpus, select=select, report=report, images=images)
 
 
 def moments(model: str) -> dict[str, float] | None:
@@ -240,7 +242,8 @@ def _commit(folder: Path) -> str | None:
 def _present(rows: Sequence[Row], data: Path) -> None:
     """Refuse before anything is trained what would fail for want of a file."""
     for row in rows:
-        for name in (*row.plan.corpus, *([row.plan.images] if row.plan.images else [])):
+        texts = [name for part in TEXTS for name in getattr(row.plan, part)]
+        for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
                     f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
@@ -251,12 +254,20 @@ def _outcome(line: Mapping[str, Any]) -> str:
     return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
 
 
-def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:
-    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate."""
+def foreseen(rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str, Any]] | None = None) -> list[Row]:
+    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate. `known` are
+    lines of runs that there are, by key.
+    """
     runs = Runs()
+    runs.lines |= known or {}
     while missing := runs.missing(rows(runs)):
         for row in missing:
-            runs.lines[row.key] = {"status": "done", "select_loss": row.plan.rate, "report_loss": 0.0}
+            runs.lines[row.key] = {
+                "status": "done",
+                "select_loss": row.plan.rate,
+                "report_loss": 0.0,
+                "entropy": 0.0,
+            }
     return distinct(rows(runs))
 
 
