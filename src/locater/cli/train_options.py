@@ -21,7 +21,7 @@ PANELS = {  # group of the help: fields of the plan
     ),
     "Model": (
         *("layers", "width", "heads", "kv_heads", "hidden", "positions", "qk_norm"),
-        *("attention", "mlp", "norm", "fusion", "scale", "dropout"),
+        *("attention", "convert", "convert_at", "mlp", "norm", "fusion", "scale", "dropout"),
     ),
     "Optimization": (
         *("steps", "batch", "accumulate", "rate", "warmup", "schedule", "floor"),
@@ -37,6 +37,7 @@ METAVARS = {
     "images": "FILE",
     "parents": "N,N",
     "attention": "MECHANISM",
+    "convert": "MECHANISM",
     "control": "CONTROL",
     "device": "DEVICE",
 }

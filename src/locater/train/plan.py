@@ -38,7 +38,7 @@ class Plan:
 
     out: str = option("run", "Folder of the run.")
     task: str = option(
-        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", *GENERATED)
+        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", "diffusion", *GENERATED)
     )
     corpus: tuple[str, ...] = option(
         (),
@@ -51,7 +51,7 @@ class Plan:
     report: tuple[str, ...] = option(
         (), "Text to publish numbers of, in place of a share of the corpus. With --select: give both or neither."
     )
-    images: str | None = option(None, "Images and labels (.npz), for --task image.")
+    images: str | None = option(None, "Images and labels (.npz), for --task image and diffusion.")
     vocabulary: int = option(
         None,  # 256, or with words 0
         "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
@@ -83,6 +83,14 @@ class Plan:
     attention: str = option(
         "softmax",
         f"The mechanism, such as 'gated(per=element)' or 'hybrid(layout=3:1)': {ATTENTION}, hybrid of several.",
+    )
+    convert: str | None = option(
+        None, "A mechanism that takes the place of --attention after step --convert-at; the weights stay as they are."
+    )
+    convert_at: int | None = option(
+        None,
+        "Step of --convert; later steps train on. Default: the last step, so that nothing is trained after it.",
+        least=1,
     )
     mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
     norm: str = option(
@@ -156,12 +164,13 @@ class Plan:
     def _check_data(self) -> None:
         """Refuse data that the task does not read, and a vocabulary that it cannot have."""
         source = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
-        if self.task == "image" and self.corpus:
-            raise LocaterError(f"task=image learns from images alone: leave out {source}")
+        if self.reads_images and self.corpus:
+            raise LocaterError(f"task={self.task} learns from images alone: leave out {source}")
         if self.task in GENERATED and source:
             raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
-        if (self.task == "image") != (self.images is not None):
-            raise LocaterError("task=image and images=PATH go together: give both or neither")
+        if self.reads_images != (self.images is not None):
+            task = self.task if self.reads_images else "image or diffusion"
+            raise LocaterError(f"task={task} and images=PATH go together: give both or neither")
         self._check_splits()
         if self.words and not self.is_text:
             raise LocaterError(f"task={self.task} has no text: leave out words")
@@ -214,14 +223,21 @@ class Plan:
 
     def _check_attention(self) -> None:
         """Refuse a mechanism that does not fit the task or the sizes, and options that it does not have."""
-        if self.attention == "softmax":
-            return
-        try:
-            layers = parse_attention(self.attention, self.layers)
-            for layer in {layer.name: layer for layer in layers}.values():  # each mechanism once
-                self._check_mechanism(layer)
-        except LocaterError as error:
-            raise LocaterError(f"--attention {self.attention}: {error}") from None
+        for option, text in (("--attention", self.attention), ("--convert", self.convert)):
+            if text is None or text == "softmax":
+                continue
+            try:
+                layers = parse_attention(text, self.layers)
+                for layer in {layer.name: layer for layer in layers}.values():  # each mechanism once
+                    self._check_mechanism(layer)
+            except LocaterError as error:
+                raise LocaterError(f"{option} {text}: {error}") from None
+        if self.convert_at is not None and self.convert is None:
+            raise LocaterError(f"convert_at={self.convert_at}: to what? Give --convert MECHANISM too")
+        if self.convert == self.attention:
+            raise LocaterError(f"--convert {self.convert}: that is the attention of the model already")
+        if self.conversion_step > self.steps:
+            raise LocaterError(f"convert_at={self.convert_at}: the run ends at step {self.steps}")
 
     def _check_mechanism(self, layer: Named) -> None:
         size = self.width // self.heads
@@ -231,13 +247,27 @@ class Plan:
                 f"width={self.width}, heads={self.heads}: differential attention rotates pairs of channels in each "
                 "half of a head: give heads a size that is a multiple of 4"
             )
-        tokens = None if self.task == "image" else self.length
+        tokens = None if self.reads_images else self.length
         layer.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
 
     @property
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier ones."""
         return self.task in ("causal", "copy", "ngram")
+
+    @property
+    def attention_after(self) -> tuple[Named, ...]:
+        """The mechanism of each layer at the end of the run."""
+        return parse_attention(self.convert or self.attention, self.layers)
+
+    @property
+    def conversion_step(self) -> int:
+        """The step after which `convert` takes the place of `attention`."""
+        return self.convert_at or self.steps
+
+    @property
+    def reads_images(self) -> bool:
+        return self.task in ("image", "diffusion")
 
     @property
     def is_text(self) -> bool:
@@ -255,14 +285,14 @@ class Plan:
     @property
     def where(self) -> str:
         """Kind of positions: those of the plan, or the default of the task."""
-        return self.positions or ("learned" if self.task == "image" else "rotary")
+        return self.positions or ("learned" if self.reads_images else "rotary")
 
     @property
     def unread(self) -> dict[str, str]:
         """Options that have no effect in this run, each with the choice that makes it so. Setting one of them is a
         mistake.
         """
-        ignored = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
+        ignored = dict.fromkeys(("vocabulary", "length") if self.reads_images else ("patch",), f"--task {self.task}")
         if self.task != "masked":
             ignored["masked"] = f"--task {self.task}"
         if self.task != "ngram":

@@ -32,6 +32,8 @@ from locater_papers.engine.rounding import rounded
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
 TEXTS = ("corpus", "select", "report")  # fields of a plan that name files of text
 
+SAMPLES = 10  # images that are drawn from a model that denoises
+
 
 @dataclass(frozen=True)
 class Row:
@@ -133,7 +135,7 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     from locater.train.loop import DivergedError, run
 
     plan = Plan.from_dict(held)
-    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads)
+    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads, plan.convert)
     if plan.compile and _trained != [kind]:
         torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
     _trained[:] = [kind]
@@ -141,12 +143,26 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     try:
         result = run(placed(plan, Path(data), folder))
         found = {"status": "done", **{name: getattr(result, name) for name in KEPT}, "entropy": result.report_entropy}
-        observed = curves(folder / LOG) if plan.observe else {}
+        observed: dict[str, Any] = curves(folder / LOG) if plan.observe else {}
+        if result.conversion is not None:
+            observed["conversion"] = result.conversion
+        if plan.task == "diffusion" and plan.seed == 0:
+            observed["samples"] = samples(result.model, plan.device)
         return {**found, **observed, "heads": moments(result.model), **machine(plan)}
     except DivergedError as error:
         return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def samples(model: str, device: str) -> str:
+    """A few images drawn from a model of --task diffusion, as a strip."""
+    from locater.models.loading import load
+    from locater.models.sampling import sample_images
+    from locater.train.recipe import device_of
+    from locater_papers.engine.pictures import strip_of
+
+    return strip_of(sample_images(load(model).to(device_of(device)), SAMPLES))
 
 
 def curves(log: Path) -> dict[str, list[tuple[int, float]]]:
