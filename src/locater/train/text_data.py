@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
-from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.data.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.batches import IGNORED, Batch, draw, next_token_pair
 from locater.train.plan import Plan
+from locater.train.token_files import made_once
 
 
 @dataclass
@@ -108,13 +109,25 @@ class Text:
 @lru_cache(maxsize=1)
 def trained_tokenizer(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
     """Cached, as are the tokens below, for the next run of a sweep."""
-    return make_tokenizer(vocabulary, [document for text in texts for document in text.parts["train"]])
+    key = f"tokenizer {vocabulary} {_names(texts)}"
+    documents = [document for text in texts for document in text.parts["train"]]
+    if vocabulary == BYTES:
+        return make_tokenizer(vocabulary, documents)
+    return PairTokenizer.from_json(made_once(key, lambda: make_tokenizer(vocabulary, documents).to_json()))
 
 
 @lru_cache(maxsize=1)
 def encoded(tokenizer: Tokenizer, texts: tuple[Text, ...]) -> list[dict[str, Tensor]]:
     """Tokens of each text, by split."""
-    return [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts]
+    tokens: list[dict[str, Tensor]] = made_once(
+        f"tokens {tokenizer.to_json()} {_names(texts)}",
+        lambda: [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts],
+    )
+    return tokens
+
+
+def _names(texts: tuple[Text, ...]) -> str:
+    return " ".join(text.sha256 for text in texts)
 
 
 @lru_cache(maxsize=1)
