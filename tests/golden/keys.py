@@ -57,6 +57,7 @@ NEW: dict[str, tuple[str, ...]] = {
     "train": (
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
+        *(f"result.plan.{name}" for name in ("words", "select", "report", "bos")),
         *("scan.heads[*].effective_rank",),
     ),
 }

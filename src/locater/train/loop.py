@@ -165,7 +165,7 @@ class Training:
             raise DivergedError(self._failure(self.step, f"the report loss is {report}", self._batches(self.step - 1)))
         facts, target = self.data.facts, checkpoint.save(self.folder, "model", self.model)
         bits_per_byte = None
-        if self.plan.task == "causal":
+        if self.plan.task == "causal" and not facts.get("unknown", {}).get("report"):  # <unk> hides what it stands for
             bits_per_byte = report * (facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2))
         result = Result(
             plan=self.plan,

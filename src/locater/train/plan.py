@@ -45,13 +45,21 @@ class Plan:
         "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation. "
         "With --task classify, each is one class.",
     )
+    select: tuple[str, ...] = option(
+        (), "Text to choose settings by, in place of a share of the corpus: a file or folder, may be repeated."
+    )
+    report: tuple[str, ...] = option(
+        (), "Text to publish numbers of, in place of a share of the corpus. With --select: give both or neither."
+    )
     images: str | None = option(None, "Images and labels (.npz), for --task image.")
     vocabulary: int = option(
-        256,
+        None,  # 256, or with words 0
         "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
-        "fewer for --task copy, ngram or sort.",
-        least=2,
+        "fewer for --task copy, ngram or sort. Default 256. With --words: how many of the most frequent words to keep. "
+        "Default 0, which is all.",
+        least=0,
     )
+    words: bool = option(False, "Tokens are words, split at white space, in place of bytes; <unk> is all others.")
     parents: str = option("1", "Distances to the tokens that decide the next one, such as 1,2; for --task ngram.")
     concentration: float = option(
         1.0, "Of the Dirichlet prior of tables, for --task ngram: small is nearly deterministic.", least=0.01
@@ -120,6 +128,8 @@ class Plan:
     deterministic: bool = option(True, "On a GPU, use algorithms that give equal weights for equal plans.")
 
     def __post_init__(self) -> None:
+        if self.vocabulary is None:
+            object.__setattr__(self, "vocabulary", 0 if self.words else BYTES)
         for item in fields(self):
             _check(item.name, getattr(self, item.name), item.metadata)
         if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
@@ -151,12 +161,19 @@ class Plan:
             raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
         if (self.task == "image") != (self.images is not None):
             raise LocaterError("task=image and images=PATH go together: give both or neither")
+        self._check_splits()
+        if self.words and not self.is_text:
+            raise LocaterError(f"task={self.task} has no text: leave out words")
         if self.task == "classify" and len(self.corpus) < 2:
             raise LocaterError("task=classify needs a corpus for each class: give --corpus twice or more")
-        if self.task not in GENERATED and self.vocabulary < BYTES:
+        if self.words and self.vocabulary == BYTES:  # the default of a plan without words
+            raise LocaterError(
+                f"vocabulary={BYTES}, words=True: {BYTES} are bytes: give --vocabulary 0 for all words, or another"
+            )
+        if self.task not in GENERATED and not self.words and self.vocabulary < BYTES:
             raise LocaterError(
                 f"vocabulary={self.vocabulary}: must be at least {BYTES}, except with task=copy, task=ngram and "
-                "task=sort"
+                "task=sort, or with words"
             )
         if self.vocabulary < LEAST_VOCABULARY.get(self.task, 0):
             raise LocaterError(
@@ -169,6 +186,14 @@ class Plan:
             )
         if self.task == "ngram":
             self._check_ngram()
+
+    def _check_splits(self) -> None:
+        """Refuse texts for select and report where the task makes its own splits, and one without the other."""
+        for name, paths in (("select", self.select), ("report", self.report)):
+            if paths and self.task not in ("causal", "masked"):
+                raise LocaterError(f"task={self.task} makes its own splits: leave out {name}={paths[0]}")
+        if bool(self.select) != bool(self.report):
+            raise LocaterError("select=PATH and report=PATH go together: give both or neither")
 
     def _check_ngram(self) -> None:
         """Refuse parents that are no distances within a sequence, and tables that are too large."""
@@ -208,6 +233,11 @@ class Plan:
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier ones."""
         return self.task in ("causal", "copy", "ngram")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the model learns from text."""
+        return self.task in ("causal", "masked", "classify")
 
     @property
     def distances(self) -> tuple[int, ...]:

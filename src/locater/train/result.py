@@ -26,7 +26,7 @@ class Result:
     select_loss: float
     report_loss: float
     report_entropy: float | None  # of attention, mean over heads, nats
-    bits_per_byte: float | None = None  # of text that was learned causally
+    bits_per_byte: float | None = None  # of text that was learned causally, without unknown words
     accuracy: float | None = None  # of images and texts by class, and of sorted numbers
     history: tuple[tuple[int, float], ...] = ()  # step and loss on the select split
     parameters: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
 from locater.data.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.data.word_tokenizer import WordTokenizer
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.batches import IGNORED, Batch, draw, next_token_pair
@@ -68,17 +69,19 @@ class TextData:
 
 def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
     """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
-    text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
-    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(trained_tokenizer, plan.vocabulary, (text,)))
+    documents = read_documents(plan.corpus) if plan.corpus else _embedded()
+    text = Text(documents, _held_out(plan, documents) if plan.select else None)
+    tokenizer = tokenizer_of_plan(plan, folder, (text,))
     (tokens_of,) = encoded(tokenizer, (text,))
     splits = {name: tokens.to(device) for name, tokens in tokens_of.items()}
     for name, tokens in splits.items():
         if len(tokens) <= plan.length:
+            source = {"select": plan.select, "report": plan.report}.get(name) or plan.corpus or ("the text",)
             raise LocaterError(
-                f"{', '.join(plan.corpus)}: its {name} split has {len(tokens)} tokens, too few for sequences of "
+                f"{', '.join(source)}: its {name} split has {len(tokens)} tokens, too few for sequences of "
                 f"{plan.length}: give more text, or a smaller --length"
             )
-    facts = {
+    facts: dict[str, Any] = {
         "text": list(plan.corpus) or "locater.data.corpus.embedded_text",
         "sha256": text.sha256,
         "documents": text.count,
@@ -87,17 +90,41 @@ def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
         "tokens": {name: len(x) for name, x in splits.items()},
         "vocabulary": tokenizer.size,
     }
+    if plan.select:
+        facts["held_out"] = {"select": list(plan.select), "report": list(plan.report)}
+    if isinstance(tokenizer, WordTokenizer):
+        facts["unknown"] = {name: tokenizer.unknown(x) for name, x in text.joined.items()}
     return TextData(plan, tokenizer, splits, facts, device)
+
+
+def _held_out(plan: Plan, documents: Sequence[str]) -> dict[str, list[str]]:
+    """Documents of the plan's own texts for select and report. Refused where one of them is in another split too."""
+    texts = {"select": read_documents(plan.select), "report": read_documents(plan.report)}
+    seen = dict.fromkeys(documents, "--corpus")
+    for name, part in texts.items():
+        double = next((seen[document] for document in part if document in seen), None)
+        if double is not None:
+            raise LocaterError(
+                f"--{name} {', '.join(getattr(plan, name))}: a document in it is in {double} too: "
+                "give each split a text of its own"
+            )
+        seen |= dict.fromkeys(part, f"--{name}")
+    return texts
 
 
 class Text:
     """Documents by split. Equal where the text is the same, so that the runs of a sweep train one tokenizer and encode
-    once.
+    once. `held_out` has the documents of select and report; without it they get shares of `documents`.
     """
 
-    def __init__(self, documents: Sequence[str]) -> None:
-        self.sha256, self.count, self.parts = fingerprint(JOINT.join(documents)), len(documents), split(documents)
+    def __init__(self, documents: Sequence[str], held_out: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.parts = split(documents) if held_out is None else {"train": documents, **held_out}
         self.joined = {name: JOINT.join(self.parts[name]) for name in ("train", "select", "report")}
+        if held_out is None:
+            self.count, self.sha256 = len(documents), fingerprint(JOINT.join(documents))
+        else:
+            self.count = sum(map(len, self.parts.values()))
+            self.sha256 = fingerprint(" ".join(fingerprint(joined) for joined in self.joined.values()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Text) and self.sha256 == other.sha256
@@ -106,13 +133,27 @@ class Text:
         return hash(self.sha256)
 
 
+def tokenizer_of_plan(plan: Plan, folder: Path, texts: tuple[Text, ...]) -> Tokenizer:
+    """The tokenizer of a plan: that of the run in `folder`, if there is one, or a new one. Words are counted again in
+    every part of a run: the same text, which is checked, has the same.
+    """
+    if plan.words:
+        return _counted(plan.vocabulary, texts)
+    return tokenizer_of_run(folder, plan.vocabulary, partial(_trained, plan.vocabulary, texts))
+
+
 @lru_cache(maxsize=1)
-def trained_tokenizer(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
-    """Cached, as are the tokens below, for the next run of a sweep."""
-    key = f"tokenizer {vocabulary} {_names(texts)}"
+def _counted(most: int, texts: tuple[Text, ...]) -> Tokenizer:
+    """Cached, as are the byte pairs and the tokens below, for the next run of a sweep."""
+    return WordTokenizer.from_texts((document for text in texts for document in text.parts["train"]), most)
+
+
+@lru_cache(maxsize=1)
+def _trained(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
     documents = [document for text in texts for document in text.parts["train"]]
     if vocabulary == BYTES:
         return make_tokenizer(vocabulary, documents)
+    key = f"tokenizer {vocabulary} {_names(texts)}"
     return PairTokenizer.from_json(made_once(key, lambda: make_tokenizer(vocabulary, documents).to_json()))
 
 

@@ -33,6 +33,7 @@ from locater.version import __version__
 from locater_papers.engine.rounding import rounded
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
+TEXTS = ("corpus", "select", "report")  # fields of a plan that name files of text
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,14 @@ def _tokenize(rows: Iterable[Row], data: Path, folder: Path) -> None:
     texts: dict[tuple[Any, ...], Plan] = {}
     for row in rows:
         if row.plan.corpus and row.plan.task in ("causal", "masked"):
-            texts.setdefault((row.plan.corpus, row.plan.vocabulary), row.plan)
+            plan = row.plan
+            texts.setdefault((plan.corpus, plan.select, plan.report, plan.vocabulary, plan.words), plan)
     for plan in texts.values():
         with suppress(LocaterError):
             open_data(placed(plan, data, folder), folder, torch.device("cpu"))
 
 
-_trained: list[tuple[Any, ...]] = []  # controls and mechanism of the last run of this process
+_trained: list[tuple[Any, ...]] = []  # controls, mechanism and sizes of the last run of this process
 
 
 def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
@@ -160,7 +162,16 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     from locater.train.loop import DivergedError, run
 
     plan = Plan.from_dict(held)
-    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads)
+    kind = (
+        *(plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads),
+        *(
+            plan.layers,
+            plan.width,
+            plan.batch,
+            plan.length,
+            plan.positions,
+        ),  # of another size: graphs for any size, slower
+    )
     if plan.compile and _trained != [kind]:
         torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
     _trained[:] = [kind]
@@ -195,7 +206,8 @@ def _means(
 def placed(plan: Plan, data: Path, out: Path) -> Plan:
     """The plan with its data where it is."""
     images = None if plan.images is None else str(data / plan.images)
-    return replace(plan, out=str(out), corpus=tuple(str(data / name) for name in plan.corpus), images=images)
+    corpus, select, report = (tuple(str(data / name) for name in getattr(plan, part)) for part in TEXTS)
+    return replace(plan, out=str(out), corpus=corpus, select=select, report=report, images=images)
 
 
 def moments(model: str) -> dict[str, float] | None:
@@ -257,7 +269,8 @@ def _commit(folder: Path) -> str | None:
 def _present(rows: Sequence[Row], data: Path) -> None:
     """Refuse before anything is trained what would fail for want of a file."""
     for row in rows:
-        for name in (*row.plan.corpus, *([row.plan.images] if row.plan.images else [])):
+        texts = [name for part in TEXTS for name in getattr(row.plan, part)]
+        for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
                     f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
