@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Row:
         held, plain = self.plan.to_dict(), Plan().to_dict()
         return {name: value for name, value in held.items() if name not in PACE and value != plain.get(name)}
 
-    @property
+    @cached_property
     def key(self) -> str:
         return json.dumps(self.options, sort_keys=True)
 
@@ -281,12 +281,20 @@ def _outcome(line: Mapping[str, Any]) -> str:
     return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
 
 
-def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:
-    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate."""
+def foreseen(rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str, Any]] | None = None) -> list[Row]:
+    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate. `known` are
+    lines of runs that there are, by key.
+    """
     runs = Runs()
+    runs.lines |= known or {}
     while missing := runs.missing(rows(runs)):
         for row in missing:
-            runs.lines[row.key] = {"status": "done", "select_loss": row.plan.rate, "report_loss": 0.0}
+            runs.lines[row.key] = {
+                "status": "done",
+                "select_loss": row.plan.rate,
+                "report_loss": 0.0,
+                "entropy": 0.0,
+            }
     return distinct(rows(runs))
 
 
