@@ -108,7 +108,10 @@ def test_a_short_run_brings_what_the_rule_and_the_claims_read(tmp_path: Path) ->
     """Trained here, a few steps of a tiny model: a recipe with its curve, and a gated arm."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(50)]
-    (tmp_path / "articles.txt.xz").write_bytes(lzma.compress("\n".join(draw.choices(words, k=4000)).encode()))
+    (tmp_path / "wikipedia").mkdir()
+    (tmp_path / "wikipedia" / "articles.txt.xz").write_bytes(
+        lzma.compress("\n".join(draw.choices(words, k=4000)).encode())
+    )
     tiny: dict[str, Any] = {
         "vocabulary": 256,
         "layers": 2,

@@ -21,7 +21,7 @@ from locater_papers.engine.runs import Arm, Row, Runs
 from locater_papers.engine.sink_runs import end_with_weights
 
 ARTICLES = Plan(
-    corpus=("articles.txt.xz",), vocabulary=4095, bos=True, layers=6, width=256, heads=4, length=256, batch=16, steps=2000, rate=3e-3,
+    corpus=("wikipedia/articles.txt.xz",), vocabulary=4095, bos=True, layers=6, width=256, heads=4, length=256, batch=16, steps=2000, rate=3e-3,
     observe=0, evaluate=0, checkpoint=0, compile=True,
 )  # fmt: skip
 RECIPES: dict[str, dict[str, Any]] = {
