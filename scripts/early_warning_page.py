@@ -43,6 +43,7 @@ def record(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "planned": len(all_runs()),
         "machines": list(dict.fromkeys(f"{x['machine']['device']}, torch {x['machine']['torch']}" for x in lines)),
         "texts": lines[0]["texts"],
+        "troubles": {line["name"]: line["troubles"] for line in lines if line["troubles"]},
     }
 
 

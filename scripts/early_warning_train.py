@@ -25,19 +25,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from early_warning_models import WORDS, build, optimizers, vocabulary
 from early_warning_plan import BATCH, BY_NAME, LENGTH, STEPS, Kind, Run, all_runs
 from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.data.corpus import embedded_text, fingerprint
 from locater.data.text import read_text
-from locater.models.shape import Shape
-from locater.models.transformer import Transformer
 from locater.monitor import Monitor
 from locater.version import __version__
 
 CHARACTERS = 10_000_000  # of the text
-WORDS = 2048
 DENSE = 10  # steps between observations of the second monitor
 
 
@@ -54,86 +52,6 @@ def read_texts(path: Path, folder: Path) -> dict[str, str]:
     for name, ids in tokens.items():
         np.save(folder / f"{name}.npy", ids)
     return {"wiki": f"{path.name} {fingerprint(wiki)[:12]}", "docs": f"Python's documentation {fingerprint(docs)[:12]}"}
-
-
-def vocabulary(kind: Kind) -> int:
-    return WORDS if kind.text == "words" else 256
-
-
-def build(kind: Kind, run: Run) -> nn.Module:
-    """The model of a kind, its initial weights multiplied as the run has it."""
-    if kind.build == "own":
-        sizes = dict(layers=kind.layers, width=kind.width, heads=kind.heads, kv_heads=kind.kv_heads or kind.heads)
-        shape = Shape(vocabulary=vocabulary(kind), hidden=3 * kind.width, length=LENGTH, **sizes, **dict(kind.own))
-        model: nn.Module = Transformer(shape)
-    else:
-        model = _of_transformers(kind)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim > 1:
-                p.mul_(run.weights)
-            if run.query_key != 1 and p.ndim > 1 and (part := _query_key(kind, name, p)) is not None:
-                part.mul_(math.sqrt(run.query_key))
-    return model
-
-
-def _of_transformers(kind: Kind) -> nn.Module:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    tokens = dict(vocab_size=vocabulary(kind), bos_token_id=0, eos_token_id=0, pad_token_id=None)
-    layers, width, heads = kind.layers, kind.width, kind.heads
-    if kind.build == "GPT2":
-        sizes: dict[str, Any] = dict(n_embd=width, n_layer=layers, n_head=heads, n_positions=LENGTH)
-        sizes |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    elif kind.build == "Bloom":
-        sizes = dict(hidden_size=width, n_layer=layers, n_head=heads)
-    elif kind.build == "OPT":
-        sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, ffn_dim=3 * width)
-        sizes |= dict(word_embed_proj_dim=width, max_position_embeddings=LENGTH, dropout=0.0)
-    else:
-        sizes = dict(
-            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=3 * width
-        )
-        sizes |= dict(max_position_embeddings=LENGTH)
-        if kind.build != "GPTNeoX":
-            sizes |= dict(num_key_value_heads=kind.kv_heads or heads, head_dim=width // heads)
-        if kind.build == "Starcoder2":
-            sizes |= dict(residual_dropout=0.0, embedding_dropout=0.0)
-        if kind.build == "Gemma2":
-            sizes |= dict(query_pre_attn_scalar=width // heads, sliding_window=LENGTH // 2)
-    config = getattr(transformers, f"{kind.build}Config")(**sizes, **tokens)
-    head = "LMHeadModel" if kind.build == "GPT2" else "ForCausalLM"
-    return getattr(transformers, f"{kind.build}{head}")(config)
-
-
-def _query_key(kind: Kind, name: str, p: Tensor) -> Tensor | None:
-    """The part of a parameter that makes queries and keys."""
-    if name.endswith(("q_proj.weight", "k_proj.weight")):
-        return p
-    if name.endswith("attn.c_attn.weight"):
-        return p[:, : 2 * kind.width]
-    if name.endswith("query_key_value.weight"):  # heads x (query, key, value) x size
-        return p.view(kind.heads, 3, -1, kind.width)[:, :2]
-    return None
-
-
-def optimizers(kind: Kind, run: Run, model: nn.Module) -> list[torch.optim.Optimizer]:
-    rate, parameters = kind.rate * run.rate, list(model.parameters())
-    if kind.optimizer == "sgd":
-        return [torch.optim.SGD(parameters, rate, momentum=run.momentum)]
-    constants = dict(betas=(0.9, run.beta2), eps=run.eps)
-    if kind.optimizer == "adamw":
-        both: list[torch.optim.Optimizer] = [torch.optim.AdamW(parameters, rate, **constants)]
-    else:
-        maps = [p for name, p in model.named_parameters() if p.ndim == 2 and not re.search("embed|wte|wpe|head", name)]
-        others = [p for p in parameters if not any(p is q for q in maps)]
-        muon = torch.optim.Muon(maps, rate, adjust_lr_fn="match_rms_adamw")
-        both = [muon, torch.optim.AdamW(others, rate, **constants)]
-    for optimizer in both:
-        for group in optimizer.param_groups:
-            group["weight_decay"] = run.decay  # set here, since the constructors refuse a negative one
-    return both
 
 
 def rate_at(kind: Kind, run: Run, step: int) -> float:
@@ -172,10 +90,12 @@ class Warnings:
 
     def __init__(self) -> None:
         self.warnings: list[dict[str, Any]] = []
+        self.messages: set[str] = set()
         self.observed: list[dict[str, Any]] = []
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "warning":
+            self.messages.add(record["message"])
             self.warnings.append({name: record[name] for name in ("step", "flag", "layer", "head", "value")})
         if record["kind"] == "step":
             heads = record["heads"]
@@ -193,6 +113,17 @@ class Warnings:
         return
 
 
+class Log(logging.Handler):
+    """Stores what the monitor logs; the warnings among it are in its sink as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.setdefault(record.getMessage())
+
+
 def _short(x: float, digits: int = 4) -> float | None:
     return float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
@@ -203,7 +134,9 @@ def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int
     torch.manual_seed(run.seed)
     model = build(kind, run).to(device).train()
     stepping = optimizers(kind, run, model)
-    sparse, dense = Warnings(), Warnings()
+    sparse, dense, log = Warnings(), Warnings(), Log()
+    logger = logging.getLogger("locater")
+    logger.handlers, logger.propagate = [log], False
     monitors = [Monitor(sparse).attach(model), Monitor(dense, every=DENSE).attach(model)]
     ids = torch.from_numpy(np.load(tokens / f"{kind.text}.npy"))
     losses: list[float] = []
@@ -230,6 +163,7 @@ def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int
             break  # it has diverged
     for monitor in monitors:
         monitor.detach()
+    logger.handlers, logger.propagate = [], True
     return {
         "name": run.name,
         "run": {name: x for name, x in asdict(run).items() if x != math.inf}
@@ -240,12 +174,12 @@ def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int
         "warnings": sparse.first(),
         "warnings_dense": dense.first(),
         "observed": dense.observed,
+        "troubles": [message for message in log.messages if message not in sparse.messages | dense.messages],
     }
 
 
 def _work(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    logging.getLogger("locater").setLevel(logging.ERROR)  # warnings go to the sinks
     return train(run, tokens, device, size, steps)
 
 

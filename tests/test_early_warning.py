@@ -16,6 +16,7 @@ from scipy import stats
 sys.path[:0] = [str(Path(__file__).parent.parent / "scripts")]
 
 import early_warning_judge as judge  # noqa: E402 - scripts/ is no package
+import early_warning_models as models  # noqa: E402
 import early_warning_page as page  # noqa: E402
 import early_warning_plan as plan  # noqa: E402
 import early_warning_train as training  # noqa: E402
@@ -119,6 +120,7 @@ def test_a_hot_run_is_warned_of_by_the_released_monitor_and_the_same_is_read_fro
     assert warned == [51]  # steps 1 and 51 are observed
     assert judge.bounds_crossed(line, 200, 5) == warned
     assert judge.bounds_crossed(line, math.inf, math.inf) == []
+    assert line["troubles"] == []
     assert len(line["losses"]) == len(line["norms"]) == 52
     assert [row["step"] for row in line["observed"]] == [1, 11, 21, 31, 41, 51]
     assert judge.rates(line) == [pytest.approx(100 * min(1, step / 50)) for step in range(1, 53)]
@@ -127,7 +129,7 @@ def test_a_hot_run_is_warned_of_by_the_released_monitor_and_the_same_is_read_fro
 def test_negative_decay_and_muon_reach_the_parameters() -> None:
     kind = plan.BY_NAME["sandwich"]
     run = plan.Run("sandwich", "x", 0, decay=-20)
-    made = training.optimizers(kind, run, model := training.build(kind, run))
+    made = models.optimizers(kind, run, model := models.build(kind, run))
     assert [type(x).__name__ for x in made] == ["Muon", "AdamW"]
     assert all(group["weight_decay"] == -20 for x in made for group in x.param_groups)
     numbers = sum(p.numel() for x in made for group in x.param_groups for p in group["params"])
