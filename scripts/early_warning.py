@@ -27,7 +27,7 @@ import math
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -211,13 +211,19 @@ def text(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def refuse(why: str) -> NoReturn:
+    """End with one line, and the status of a wrong call."""
+    print(why, file=sys.stderr)
+    raise SystemExit(2)
+
+
 def judge_unseen(lines: Path) -> None:
     """Write the record of the unseen runs, and its page."""
     from early_warning_page import record
     from early_warning_page import text as page
 
     if not lines.exists():
-        sys.exit(f"{lines}: no such file: make the runs with `early_warning.py unseen --text FILE` first")
+        refuse(f"{lines}: no such file: make the runs with `early_warning.py unseen --text FILE` first")
     data = record([json.loads(line) for line in lines.read_text().splitlines()])
     UNSEEN.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     UNSEEN.with_suffix(".md").write_text(page(data))
@@ -229,7 +235,7 @@ def make_unseen(args: argparse.Namespace) -> None:
     from early_warning_train import run_all as train_unseen
 
     if args.text is None:
-        sys.exit("early_warning.py unseen needs --text FILE: Wikipedia prose, which may be packed with xz")
+        refuse("early_warning.py unseen needs --text FILE: Wikipedia prose, which may be packed with xz")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     how = dict(jobs=args.jobs, part=args.part, minutes=args.minutes, only=args.only, seed=args.seed)
     train_unseen(args.out or UNSEEN, args.text, device=device, size=args.size, steps=args.steps or UNSEEN_STEPS, **how)
