@@ -16,6 +16,7 @@ from early_warning_plan import BY_NAME, KINDS, Run
 
 RISE, BEHIND, LASTING, SMOOTH = 0.5, 0.5, 30, 5
 SPAN = 50  # alarms that follow each other within so many steps are one; medians are over so many steps before
+EARLY = 10  # steps before the loss shows a failure: an alarm after that is too late
 DRAWS = 4000  # of the bootstrap
 Line = dict[str, Any]
 Alarm = Callable[[Line], list[int]]
@@ -96,12 +97,10 @@ def _warned(line: Line, where: str, flag: str | None = None) -> list[int]:
 def bounds_crossed(line: Line, logit: float, spread: float) -> list[int]:
     """Steps that a monitor at every 50th step would warn at, with other bounds; from what was observed."""
     crossed = []
-    for row in line["observed"]:
-        high = any(
-            row[name] is not None and row[name] > most for name, most in (("max_logit", logit), ("spread", spread))
-        )
-        if (row["step"] - 1) % SPAN == 0 and (high or row["lost"]):
-            crossed.append(row["step"])
+    for step, lost, max_logit, largest, _ in line["observed"]:
+        high = any(x is not None and x > bound for x, bound in ((max_logit, logit), (largest, spread)))
+        if (step - 1) % SPAN == 0 and (high or lost):
+            crossed.append(step)
     return crossed
 
 
@@ -160,8 +159,8 @@ def judged(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def lead(run: Mapping[str, Any], steps: Sequence[int]) -> int | None:
-    """How many steps the first alarm about a failure came before the loss showed it; None where none did."""
-    about = [step for step in steps if run["onset"] <= step < run["wrong"]]
+    """How many steps the first alarm about a failure came before the loss showed it; None where none was EARLY."""
+    about = [step for step in steps if run["onset"] <= step <= run["wrong"] - EARLY]
     return run["wrong"] - about[0] if about else None
 
 
@@ -235,6 +234,7 @@ def measured(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
         "failed": len(failed),
         "caught": len(leads),
         "recall": share_interval(len(leads), len(failed)),
+        "caught_50_before": sum(x >= 50 for x in leads),
         "lead": statistics.median(leads) if leads else None,
         "lead_interval": middle_95(bootstrap(statistics.median, leads)),
         "lead_least": min(leads, default=None),

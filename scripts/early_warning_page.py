@@ -7,7 +7,18 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from early_warning_judge import ALARMS, DRAWS, RELEASED, RIVALS, bootstrap, bounds_crossed, judged, lead, measured
+from early_warning_judge import (
+    ALARMS,
+    DRAWS,
+    EARLY,
+    RELEASED,
+    RIVALS,
+    bootstrap,
+    bounds_crossed,
+    judged,
+    lead,
+    measured,
+)
 from early_warning_plan import STEPS, all_runs
 
 from locater_papers.engine.intervals import LEVEL, decided_together
@@ -101,7 +112,7 @@ def claims(runs: Runs) -> list[dict[str, Any]]:
     rows: list[tuple[str, str, bool, float, str]] = [
         (
             "a",
-            f"Of the failures that begin in the model, at least {LEAST_RECALL} are warned of before the loss shows them",
+            f"Of the failures that begin in the model, at least {LEAST_RECALL} are warned of {EARLY} steps before the loss shows them or earlier",
             m["caught"] >= LEAST_RECALL * m["failed"],
             _binomial_p(m["caught"], m["failed"], LEAST_RECALL),
             _share(m["caught"], m["failed"], m["recall"]),
@@ -187,6 +198,7 @@ def _row(name: str, m: Mapping[str, Any]) -> str:
     cells = [
         name,
         _share(m["caught"], m["failed"], m["recall"]),
+        str(m["caught_50_before"]) if m["failed"] else "-",
         _lead(m),
         _share(m["false"], m["ordinary"], m["false_share"]),
         f"{m['false_per_1000']:.2f} ({ends[0]:.2f} to {ends[1]:.2f})" if m["healthy_steps"] else "-",
@@ -196,8 +208,8 @@ def _row(name: str, m: Mapping[str, Any]) -> str:
 
 
 HEAD = [
-    "| {} | caught in time | median lead, steps | ordinary runs with an alarm | alarms per 1,000 healthy steps | forced runs that survived, with an alarm |",
-    "|---|---|---|---|---|---|",
+    "| {} | caught in time | of them 50 steps before | median lead, steps | ordinary runs with an alarm | alarms per 1,000 healthy steps | forced runs that survived, with an alarm |",
+    "|---|---|---|---|---|---|---|",
 ]
 
 
@@ -214,8 +226,8 @@ def text(data: Mapping[str, Any]) -> str:
         f"of up to {STEPS} steps were made ({'; '.join(data['machines'])}): {failed} went wrong, {ordinary} were ordinary and "
         f"stayed healthy, {survived} were forced and survived. Brackets are intervals of 95 %.",
         "",
-        "Lead is how many steps an alarm came before the loss showed the failure. An alarm after that is missed, and so is one "
-        "before the fault began. The monitor observes one step in 50; its rivals read every step.",
+        "Lead is how many steps an alarm came before the loss showed the failure. It is in time if it came "
+        f"{EARLY} steps before or earlier, and not before the fault began. The monitor observes one step in 50; its rivals read every step.",
         "",
         "## The claims",
         "",

@@ -147,7 +147,7 @@ def forced_runs() -> list[Run]:
     free = dict(clip=math.inf)
     add("hot rate", "gpt2-a llama-a olmo2 softcap opt bloom sink plus-one", *rates(50, 100))
     add("no warm-up", "gpt2-a llama-b gemma2 neox opt sandwich", *rates(30, 100, warmup=0, **free))
-    jumps = [dict(jump=factor) for factor in (10, 30, 100)]
+    jumps = [dict(jump=factor) for factor in (20, 50, 100)]
     add("sudden rate", "gpt2-c llama-c qwen3-a softcap bloom post-a sink plus-one", *jumps, begins=True)
     growth = [dict(growth=factor, onset=100) for factor in (1.03, 1.015)]
     add("rising rate", "gpt2-a llama-a qwen3-c gemma2 neox opt sandwich", *growth)
@@ -166,7 +166,7 @@ def forced_runs() -> list[Run]:
         "llama-a neox qwen3-a opt gpt2-a sink",
         *(dict(rate=50, **change) for change in constants),
     )
-    hot = [dict(growth=1.02, onset=100, **free), *rates(5, momentum=0.99, **free), *rates(10)]
+    hot = [dict(growth=1.02, onset=100, **free), *rates(1, momentum=0.99, **free), *rates(4)]
     add("SGD too hot", "gpt2-b llama-d starcoder2 llama-d starcoder2 gpt2-b", *hot)
     add("negative decay", "gpt2-a llama-c qwen3-a gemma2 bloom sandwich", dict(decay=-6), dict(decay=-3))
     return runs

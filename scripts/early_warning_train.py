@@ -36,6 +36,7 @@ from locater.monitor import Monitor
 from locater.version import __version__
 
 CHARACTERS = 10_000_000  # of the text
+EXTREMES = {"max_logit": max, "spread": max, "entropy_ratio": min}  # over heads
 DENSE = 10  # steps between observations of the second monitor
 
 
@@ -91,7 +92,7 @@ class Warnings:
     def __init__(self) -> None:
         self.warnings: list[dict[str, Any]] = []
         self.messages: set[str] = set()
-        self.observed: list[dict[str, Any]] = []
+        self.observed: list[list[Any]] = []  # step, heads that are not finite, EXTREMES
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "warning":
@@ -100,9 +101,9 @@ class Warnings:
         if record["kind"] == "step":
             heads = record["heads"]
             known = {name: [x for layer in heads[name] for x in layer if x is not None] for name in heads}
-            row = {"step": record["step"], "lost": sum(x is None for layer in heads["entropy"] for x in layer)}
-            for name, choose in (("max_logit", max), ("spread", max), ("entropy_ratio", min)):
-                row[name] = _short(choose(known[name])) if known[name] else None
+            row = [record["step"], sum(x is None for layer in heads["entropy"] for x in layer)]
+            for name, choose in EXTREMES.items():
+                row.append(_short(choose(known[name])) if known[name] else None)
             self.observed.append(row)
 
     def first(self) -> list[dict[str, Any]]:
