@@ -15,22 +15,29 @@ from locater.errors import LocaterError
 from locater.train.plan import Plan
 
 PANELS = {  # group of the help: fields of the plan
-    "Data": ("task", "corpus", "images", "vocabulary", "length", "patch", "masked", "parents", "concentration"),
+    "Data": (
+        *("task", "corpus", "select", "report", "images", "vocabulary", "words", "bos", "length"),
+        *("patch", "masked", "parents", "concentration"),
+    ),
     "Model": (
         *("layers", "width", "heads", "kv_heads", "hidden", "positions", "qk_norm"),
-        *("attention", "mlp", "norm", "fusion", "scale"),
+        *("attention", "convert", "convert_at", "mlp", "norm", "fusion", "scale", "dropout"),
     ),
-    "Optimization": ("steps", "batch", "accumulate", "rate", "warmup", "floor", "decay", "clip", "seed"),
+    "Optimization": (
+        *("steps", "batch", "accumulate", "rate", "warmup", "schedule", "floor"),
+        *("optimizer", "beta2", "decay", "clip", "seed"),
+    ),
     "Attention: control and measurement": ("control", "observe"),
     "The run and its files": ("out", "evaluate", "checkpoint", "log"),
     "Machine": ("device", "precision", "compile", "deterministic"),
 }
 METAVARS = {
     "out": "FOLDER",
-    "corpus": "PATH",
+    **dict.fromkeys(("corpus", "select", "report"), "PATH"),
     "images": "FILE",
     "parents": "N,N",
     "attention": "MECHANISM",
+    "convert": "MECHANISM",
     "control": "CONTROL",
     "device": "DEVICE",
 }

@@ -16,19 +16,23 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import locater
 from locater.errors import LocaterError, first_line
+from locater.tracking.run_log import LOG, read_run
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
 from locater.version import __version__
 from locater_papers.engine.rounding import rounded
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
+TEXTS = ("corpus", "select", "report")  # fields of a plan that name files of text
+
+SAMPLES = 10  # images that are drawn from a model that denoises
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Row:
         held, plain = self.plan.to_dict(), Plan().to_dict()
         return {name: value for name, value in held.items() if name not in PACE and value != plain.get(name)}
 
-    @property
+    @cached_property
     def key(self) -> str:
         return json.dumps(self.options, sort_keys=True)
 
@@ -131,7 +135,7 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     from locater.train.loop import DivergedError, run
 
     plan = Plan.from_dict(held)
-    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads)
+    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads, plan.convert)
     if plan.compile and _trained != [kind]:
         torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
     _trained[:] = [kind]
@@ -139,17 +143,44 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     try:
         result = run(placed(plan, Path(data), folder))
         found = {"status": "done", **{name: getattr(result, name) for name in KEPT}, "entropy": result.report_entropy}
-        return {**found, "heads": moments(result.model), **machine(plan)}
+        observed: dict[str, Any] = curves(folder / LOG) if plan.observe else {}
+        if result.conversion is not None:
+            observed["conversion"] = result.conversion
+        if plan.task == "diffusion" and plan.seed == 0:
+            observed["samples"] = samples(result.model, plan.device)
+        return {**found, **observed, "heads": moments(result.model), **machine(plan)}
     except DivergedError as error:
         return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def samples(model: str, device: str) -> str:
+    """A few images drawn from a model of --task diffusion, as a strip."""
+    from locater.models.loading import load
+    from locater.models.sampling import sample_images
+    from locater.train.recipe import device_of
+    from locater_papers.engine.pictures import strip_of
+
+    return strip_of(sample_images(load(model).to(device_of(device)), SAMPLES))
+
+
+def curves(log: Path) -> dict[str, list[tuple[int, float]]]:
+    """Means over heads at each observed step: `entropies` in nats, and `sinks`, the weight on the first token."""
+    steps = read_run(log).steps
+    return {name: _means(steps, column) for name, column in (("entropies", "entropy"), ("sinks", "sink"))}
+
+
+def _means(steps: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
+    by_step = [(step["step"], [x for row in step["heads"][column] for x in row if x is not None]) for step in steps]
+    return [(step, statistics.fmean(values)) for step, values in by_step if values]
+
+
 def placed(plan: Plan, data: Path, out: Path) -> Plan:
     """The plan with its data where it is."""
     images = None if plan.images is None else str(data / plan.images)
-    return replace(plan, out=str(out), corpus=tuple(str(data / name) for name in plan.corpus), images=images)
+    corpus, select, report = (tuple(str(data / name) for name in getattr(plan, part)) for part in TEXTS)
+    return replace(plan, out=str(out), corpus=corpus, select=select, report=report, images=images)
 
 
 def moments(model: str) -> dict[str, float] | None:
@@ -211,7 +242,8 @@ def _commit(folder: Path) -> str | None:
 def _present(rows: Sequence[Row], data: Path) -> None:
     """Refuse before anything is trained what would fail for want of a file."""
     for row in rows:
-        for name in (*row.plan.corpus, *([row.plan.images] if row.plan.images else [])):
+        texts = [name for part in TEXTS for name in getattr(row.plan, part)]
+        for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
                     f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
@@ -222,12 +254,20 @@ def _outcome(line: Mapping[str, Any]) -> str:
     return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
 
 
-def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:
-    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate."""
+def foreseen(rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str, Any]] | None = None) -> list[Row]:
+    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate. `known` are
+    lines of runs that there are, by key.
+    """
     runs = Runs()
+    runs.lines |= known or {}
     while missing := runs.missing(rows(runs)):
         for row in missing:
-            runs.lines[row.key] = {"status": "done", "select_loss": row.plan.rate, "report_loss": 0.0}
+            runs.lines[row.key] = {
+                "status": "done",
+                "select_loss": row.plan.rate,
+                "report_loss": 0.0,
+                "entropy": 0.0,
+            }
     return distinct(rows(runs))
 
 
