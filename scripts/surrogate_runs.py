@@ -47,6 +47,13 @@ ARMS: dict[str, Plan] = {
     "causal 6x256, seed 1": replace(BASE, seed=1),
 }  # fmt: skip
 
+TINY = dict(layers=2, width=32, heads=2, steps=10, compile=False)  # to try the command
+
+
+def tiny(plan: Plan) -> Plan:
+    """The same in small, which trains in seconds on a CPU."""
+    return replace(plan, **TINY, **({"batch": 16} if plan.images else {"length": 64, "batch": 4, "vocabulary": 300}))
+
 
 def train_all(
     out: Path,
@@ -66,6 +73,7 @@ def train_all(
         return
     torch.set_num_threads(1)  # a process with a team of threads cannot be forked safely
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     with tempfile.TemporaryDirectory(prefix="locater-surrogate-") as folder:
         placed = {name: _placed(plan, data, Path(folder), characters) for name, plan in missing.items()}
         text = next((plan for plan in placed.values() if plan.corpus), None)
@@ -100,6 +108,7 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
         return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    torch.set_num_threads(2)
     model = load(result.model)
     figures = record(model, windows(plan, "select", GATHERED), windows(plan, "report", MEASURED))
     shutil.rmtree(plan.out, ignore_errors=True)
