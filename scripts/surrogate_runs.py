@@ -108,7 +108,6 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
         return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    torch.set_num_threads(2)
     model = load(result.model)
     figures = record(model, windows(plan, "select", GATHERED), windows(plan, "report", MEASURED))
     shutil.rmtree(plan.out, ignore_errors=True)
