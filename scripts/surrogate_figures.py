@@ -151,7 +151,7 @@ def slope_with_width(entries: Sequence[Entry]) -> Estimate:
 def quantity(entry: Entry, name: str) -> Numbers | None:
     """One number per head; None where a model has no such number for some head."""
     by_layer = {facts["layer"]: facts for facts in entry["layers"]}
-    column = {"layer_kurtosis": "kurtosis"}.get(name, name)
+    column = {"layer_kurtosis": "kurtosis", "signed_skew": "skew"}.get(name, name)
     if name in ("layer_kurtosis", "normality", "mean_share"):
         values = [by_layer[layer][column] for layer in entry["heads"]["layer"]]
     else:
@@ -161,16 +161,18 @@ def quantity(entry: Entry, name: str) -> Numbers | None:
     return np.abs(np.array(values)) if name == "skew" else np.array(values)
 
 
-def goes_with_error(entries: Sequence[Entry], name: str) -> tuple[Estimate, int, int]:
-    """Correlation of absolute errors with a quantity, by ranks within each model; in how many models it has the same
-    sign, and how many there are.
+def goes_with_error(
+    entries: Sequence[Entry], name: str, target: Callable[[Entry], Numbers] = lambda e: np.abs(errors(e))
+) -> tuple[Estimate, int, int]:
+    """Correlation of absolute errors, or another `target`, with a quantity, by ranks within each model; in how many
+    models it has the same sign, and how many there are.
     """
     pairs, alike = [], []
     for entry in entries:
         values = quantity(entry, name)
         if values is None or len(np.unique(values)) < 2:
             continue
-        x, y = (_standing(z) for z in (values, np.abs(errors(entry))))
+        x, y = (_standing(z) for z in (values, target(entry)))
         pairs.append((x, y, draws_of(entry)))
         alike.append(float(x @ y) > 0)
     x, y = (np.concatenate([pair[i] for pair in pairs])[None] for i in range(2))
@@ -185,6 +187,37 @@ def _standing(values: Numbers) -> Numbers:
     """Ranks within a model, centred and over the number of heads."""
     ranks = drawn_ranks(values, np.ones((1, len(values))))[0]
     return (ranks - ranks.mean()) / len(values)
+
+
+# ---- reasons that the models at hand suggested ----
+
+
+REASONS: dict[str, tuple[str, str, Callable[[Entry], Numbers]]] = {  # claim: words, quantity, part of the error
+    "tails": (
+        'part "not normal", signed, with excess kurtosis of logits within a row',
+        "kurtosis",
+        lambda e: parts(e)["shape"],
+    ),
+    "skew": ('part "not normal", signed, with skew of logits within a row', "signed_skew", lambda e: parts(e)["shape"]),
+    "previous": (
+        'size of the part "order" with weight on the previous token',
+        "previous",
+        lambda e: np.abs(parts(e)["order"]),
+    ),
+}
+
+
+def reasons(entries: Sequence[Entry]) -> dict[str, tuple[Estimate, int, int]]:
+    """By claim: correlation, models of the same sign, models."""
+    return {claim: goes_with_error(entries, name, part) for claim, (_, name, part) in REASONS.items()}
+
+
+def learned_order(entries: Sequence[Entry]) -> Estimate | None:
+    """Mean size of the part "order", learned positions less rotary ones; None where one was not trained."""
+    by_name = {entry["model"]: entry for entry in entries}
+    if not {"learned 6x256", "causal 6x256"} <= by_name.keys():
+        return None
+    return part_size(by_name["learned 6x256"], "order") - part_size(by_name["causal 6x256"], "order")
 
 
 # ---- claims ----

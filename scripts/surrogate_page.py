@@ -10,6 +10,7 @@ from surrogate_figures import (
     BETWEEN,
     CLAIMS,
     QUANTITIES,
+    REASONS,
     Entry,
     Estimate,
     Judged,
@@ -17,12 +18,14 @@ from surrogate_figures import (
     errors,
     goes_with_error,
     judged,
+    learned_order,
     mean,
     mean_error,
     order_of_heads,
     part_share,
     part_size,
     quantity,
+    reasons,
 )
 
 from locater_papers.engine.intervals import decided_together
@@ -75,6 +78,7 @@ def page(entries: Sequence[Entry]) -> str:
         _by_layer(entries),
         _parts(entries),
         _reasons(entries),
+        _suggested(entries),
         _worst(entries),
         *(_other_column(entries, column, title) for column, title in COLUMNS.items()),
     ]
@@ -103,7 +107,8 @@ def _in_short(entries: Sequence[Entry], verdicts: Sequence[Judged]) -> list[str]
             v: sum(x.verdict == v for x in verdicts if x.claim == claim) for v in ("holds", "fails", "undecided")
         }
         lines.append(
-            f"- {CLAIMS[claim][0]}: holds in {counted['holds']} models, fails in {counted['fails']}, undecided in {counted['undecided']}."
+            f"- {CLAIMS[claim][0]}. Of {len(entries)} models it holds in {counted['holds']}, fails in {counted['fails']}, undecided in "
+            f"{counted['undecided']}."
         )
     lines += [f"- {BETWEEN[x.claim]}: {_shown(x.estimate, 3)}, {_in_words(x)}." for x in between]
     if strong:
@@ -276,12 +281,49 @@ def _reasons(entries: Sequence[Entry]) -> list[str]:
         "## Where it fails",
         "",
         "Rank correlation of a head's absolute error with what may explain it, ranks taken within each model. Decided: beyond the noise, all",
-        "quantities together (Holm). A correlation says which heads are hard, not why.",
+        "quantities together (Holm). A correlation says which heads are hard, not why; the next section is about that.",
         "",
         *_head("quantity", "correlation with the error", "models of this sign", "decided"),
     ]
     for words, estimate, same, models, verdict in _correlations(entries):
         lines.append(_row(words, _shown(estimate), f"{same} of {models}", verdict))
+    return lines
+
+
+def _suggested(entries: Sequence[Entry]) -> list[str]:
+    """Reasons that the models at hand suggested, judged on the trained ones."""
+    at_hand, trained = ([e for e in entries if ("arm" in e) == is_trained] for is_trained in (False, True))
+    lines = [
+        "## Why it fails",
+        "",
+        "Suggested by the models at hand, and then tested on the trained ones (surrogate-plan.md, last section). Rank correlations within models.",
+        "",
+        *_head("claim", "correlation of", "models at hand", "trained models", "verdict on the trained"),
+    ]
+    first = reasons(at_hand)
+    known = reasons(trained) if trained else {}
+    estimates = {claim: x for claim, (x, _, _) in known.items()}
+    learned = learned_order(entries)
+    if learned is not None:
+        estimates["learned order"] = learned
+    decided = decided_together({claim: x.p_value(0.0) for claim, x in estimates.items()})
+    verdicts = {c: ("holds" if x.value > 0 else "fails") if c in decided else "undecided" for c, x in estimates.items()}
+    for claim, (words, _, _) in REASONS.items():
+        cells = [
+            f"{_shown(figures[claim][0])}, {figures[claim][1]} of {figures[claim][2]} models" if figures else ""
+            for figures in (first, known)
+        ]
+        lines.append(_row(f"`{claim}`", words, *cells, verdicts.get(claim, "not run")))
+    words = 'mean size of the part "order", learned less rotary positions, nats'
+    lines.append(
+        _row(
+            "`learned order`",
+            words,
+            "",
+            "" if learned is None else _shown(learned),
+            verdicts.get("learned order", "not run"),
+        )
+    )
     return lines
 
 
