@@ -1,6 +1,8 @@
-"""The cost of LocAteR: training steps of a GPT-2-small shape with it and without, in turns; and the time of its loss
-and gradient alone, beside those of the d x d penalty. On a GPU the whole step is what counts. Alone, the penalty is a
-few dozen small kernels, whose launches take the time; in a step they are queued long before the device gets to them.
+"""The cost of LocAteR: training steps of a GPT-2-small shape without it, with it and with its measured form, in turns;
+and the time of its loss and gradient alone, beside those of the d x d penalty. On a GPU the whole step is what counts.
+Alone, the penalty is a few dozen small kernels, whose launches take the time; in a step they are queued long before the
+device gets to them. The measured form has a model of its own, equal to the other, because it listens to the forward
+pass. On the CPU seconds are those of the process, so that other work on the machine does not count.
 
 python benchmarks/penalty.py              on the CPU, one thread; writes benchmarks/results/penalty-cpu.json
 python benchmarks/penalty.py --gpu        on a GPU, bf16 autocast, compiled; writes benchmarks/results/penalty-gpu.json
@@ -13,8 +15,9 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ from locater.families import attention_layers, effective
 
 RESULTS = Path(__file__).parent / "results"
 WORDS = 50257
+FORMS: tuple[Literal["effective", "measured"], ...] = ("effective", "measured")
 
 
 def model_of(device: str) -> Any:
@@ -50,70 +54,94 @@ def naive(model: nn.Module, shrink: float = 0.01, hold: float = 0.01, target: fl
 
 def timed(work: Callable[[], None], times: int, cuda: bool) -> float:
     """Seconds, the least of several: other work on the machine can only add."""
+    clock = time.perf_counter if cuda else time.process_time
     best = float("inf")
     for _ in range(times):
         if cuda:
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        began = clock()
         work()
         if cuda:
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, clock() - began)
     return best
 
 
-def several(step: Callable[..., None], **how: Any) -> None:
-    for _ in range(10 if torch.cuda.is_available() else 2):
-        step(**how)
+class Steps:
+    """Training steps of one model, with the penalty of a control or without."""
+
+    def __init__(self, device: str, form: Literal["effective", "measured"], ids: Tensor) -> None:
+        self.cuda, self.ids, self.device = device == "cuda", ids, device
+        self.model = model_of(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=self.cuda)
+        self.control = LocAteR(form=form).attach(self.model)
+        self.forward: Any = torch.compile(self._forward) if self.cuda else self._forward
+        self.penalty: Any = torch.compile(self.control.loss) if self.cuda else self.control.loss
+
+    def _forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.cuda):
+            logits = self.model(x, use_cache=False).logits
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten())
+
+    def step(self, charged: bool, x: Tensor | None = None) -> None:
+        self.optimizer.zero_grad()
+        loss = self.forward(self.ids if x is None else x)
+        (loss + self.penalty() if charged else loss).backward()
+        self.optimizer.step()
+
+    def several(self, charged: bool) -> None:
+        for _ in range(10 if self.cuda else 1):
+            self.step(charged)
+
+    def warm_up(self) -> None:
+        """Compile and allocate; on the CPU a few tokens do."""
+        for _ in range(3 if self.cuda else 1):
+            for charged in (False, True):
+                self.step(charged, None if self.cuda else self.ids[:1, :8])
+            self.penalty().backward()
 
 
 def measure(device: str, batch: int, length: int, steps: int) -> dict[str, Any]:
     cuda = device == "cuda"
-    model = model_of(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=cuda)
-    control = LocAteR().attach(model)
     ids = torch.randint(0, WORDS, (batch, length), device=device)
-
-    def forward(x: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=cuda):
-            logits = model(x, use_cache=False).logits
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten())
-
-    run: Any = torch.compile(forward) if cuda else forward
-    loss: Any = torch.compile(control.loss) if cuda else control.loss
-
-    def step(x: Tensor = ids, charged: bool = False) -> None:
-        optimizer.zero_grad()
-        (run(x) + loss() if charged else run(x)).backward()
-        optimizer.step()
-
+    arms = {form: Steps(device, form, ids) for form in FORMS}
+    plain = arms["effective"]
     with torch.no_grad():
-        ours, theirs = float(control.loss()), float(naive(model))
+        ours, theirs = float(plain.control.loss()), float(naive(plain.model))
     assert abs(ours - theirs) < 1e-4 * abs(theirs), (ours, theirs)
-    for _ in range(3 if cuda else 1):  # compile, allocate
-        step(ids if cuda else ids[:1, :8])
-        step(ids if cuda else ids[:1, :8], charged=True)
-        loss().backward()
+    for arm in arms.values():
+        arm.warm_up()
     seconds = {
-        "penalty": timed(lambda: loss().backward(), 10, cuda),
-        "naive penalty": timed(lambda: naive(model).backward(), 10 if cuda else 2, cuda),
-        "training step": timed(step, steps, cuda),
+        "penalty": timed(lambda: plain.penalty().backward(), 10, cuda),
+        "measured penalty": timed(lambda: arms["measured"].penalty().backward(), 10, cuda),
+        "naive penalty": timed(lambda: naive(plain.model).backward(), 10 if cuda else 2, cuda),
+        "training step": timed(lambda: plain.step(False), steps, cuda),
     }
-    turns = [
-        (timed(lambda: several(step), 1, cuda), timed(lambda: several(step, charged=True), 1, cuda))
-        for _ in range(7 if cuda else 1)
-    ]
-    ratios = sorted(b / a for a, b in turns)
+    ratios: dict[str, list[float]] = {form: [] for form in FORMS}
+    for _ in range(7 if cuda else 3):
+        without = timed(lambda: plain.several(False), 1, cuda)
+        for form, arm in arms.items():
+            ratios[form].append(timed(partial(arm.several, True), 1, cuda) / without)
+    medians = {form: sorted(each)[len(each) // 2] for form, each in ratios.items()}
     return {
-        "machine": torch.cuda.get_device_name() if cuda else f"{platform.processor() or platform.machine()}, 1 thread",
+        "machine": torch.cuda.get_device_name() if cuda else f"{processor_name()}, 1 thread",
         "torch": torch.__version__,
         "shape": {"model": "GPT-2 small", "batch": batch, "length": length},
         "seconds": seconds,
-        "step with / step without": ratios[len(ratios) // 2],
-        "ratios": ratios,
+        "step with / step without": medians["effective"],
+        "ratios": sorted(ratios["effective"]),
+        "step with the measured form / step without": medians["measured"],
+        "measured ratios": sorted(ratios["measured"]),
         "penalty / training step": seconds["penalty"] / seconds["training step"],
+        "measured penalty / training step": seconds["measured penalty"] / seconds["training step"],
         "penalty / naive": seconds["penalty"] / seconds["naive penalty"],
     }
+
+
+def processor_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> None:

@@ -8,8 +8,13 @@ M = s tr W is the mean logit of a unit token with itself. V is the scale of the 
     part="full"        V = s^2 (2 ||W||_F^2 + tr W^2) / 3     penalizes the antisymmetric part too; it is the variance
                                                               of the paper's delta, averaged over positions
 
-W is the effective map, norms folded in, so one setting fits every width and head size, and scaling W_Q where a norm
-follows changes nothing. Raw tr W^2 is no such penalty: it has no lower bound, since a rotation makes it negative.
+With form="effective" W is the effective map, norms folded in, so one setting fits every width and head size, and
+scaling W_Q where a norm follows changes nothing. With form="stored" W is made of the parameters as stored. Raw tr W^2
+is no such penalty: it has no lower bound, since a rotation makes it negative.
+
+With form="measured" M and V are those of tokens that the layer really reads, in place of unit tokens:
+
+    L_ij = s q_i . (k_j - mean k)        V = mean of L_ij^2 over all pairs        M = mean of L_ii
 """
 
 from __future__ import annotations
