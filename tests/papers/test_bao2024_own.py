@@ -11,7 +11,11 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 
+from locater.control import LocAteR
+from locater.models.shape import Shape
+from locater.models.transformer import Transformer
 from locater.train.controls import parse_control
 from locater_papers import PAPERS
 from locater_papers.bao2024 import acting, acting_judged, arms, cause, own, own_judged, planned
@@ -77,6 +81,20 @@ def test_nothing_waits_for_a_choice_but_what_follows_from_it(earlier: dict[str, 
     assert own.rows_of(runs) == own.sweep()
     assert own.long_rows_of(runs) == []
     assert {row.plan.steps for row in runs.missing(acting.rows_of(runs))} == {arms.SHORT}
+
+
+def test_without_a_norm_in_front_the_stored_map_is_the_effective_one() -> None:
+    """So that the sweep of j leaves the stored form out; with norms in front the two differ."""
+    torch.manual_seed(0)
+    shape = {"vocabulary": 40, "layers": 1, "width": 16, "heads": 1, "kv_heads": 1, "hidden": 16, "length": 8}
+    charged = {}
+    for norm in ("post", "pre"):
+        model = Transformer(Shape(**shape, positions="sinusoidal", mlp="gelu", norm=norm), scale=0.3)
+        for gain in (p for p in model.parameters() if p.ndim == 1):
+            torch.nn.init.uniform_(gain, 0.5, 2.0)
+        charged[norm] = [float(LocAteR(form=form).attach(model).loss().detach()) for form in ("stored", "effective")]
+    assert charged["post"][0] == pytest.approx(charged["post"][1], rel=1e-6)
+    assert charged["pre"][0] != pytest.approx(charged["pre"][1], rel=1e-2)
 
 
 # --- j: doses
