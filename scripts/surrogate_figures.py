@@ -1,0 +1,289 @@
+"""Errors of predicted entropies, with bootstrap intervals over heads, and the claims of docs/results/surrogate-plan.md.
+
+An entry is the record of one model (`surrogate_heads.record`). Samples are arrays (DRAWS,) of a figure on heads drawn
+with replacement, always within a model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from locater_papers.engine.intervals import decided_together
+
+DRAWS = 4000
+Numbers = NDArray[np.float64]
+Entry = dict[str, Any]
+PARTS = {"text": ("covariance", "own"), "shape": ("own", "shuffled"), "order": ("shuffled", None)}
+SIZES = ("causal 4x128", "causal 6x256", "causal 8x384", "causal 12x512")
+QUANTITIES = {  # column of a head or of its layer: words
+    "sink": "weight on the first token",
+    "previous": "weight on the previous token",
+    "induction": "induction score",
+    "identity": "variance of row entropy that the query's token explains",
+    "skew": "skew of logits within a row, absolute",
+    "kurtosis": "excess kurtosis of logits within a row",
+    "spread": "standard deviation of logits within a row",
+    "layer_kurtosis": "median excess kurtosis of the layer's channels",
+    "normality": "distance of the layer's input from normal",
+    "mean_share": "share of the energy in the layer's mean",
+    "rank": "effective rank of the head over its size",
+    "entropy_ratio": "measured entropy over its largest value",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure on all heads, and the same on heads drawn with replacement."""
+
+    value: float
+    samples: Numbers
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        low, high = np.quantile(self.samples, (0.025, 0.975))
+        return float(low), float(high)
+
+    def p_value(self, bound: float) -> float:
+        """Two-sided: how often the drawn figure is on the other side of the bound."""
+        beyond = min(int((self.samples <= bound).sum()), int((self.samples >= bound).sum()))
+        return min(1.0, 2 * (beyond + 1) / (len(self.samples) + 1))
+
+    def __sub__(self, other: Estimate) -> Estimate:
+        return Estimate(self.value - other.value, self.samples - other.samples)
+
+
+def draws_of(entry: Entry, heads: int | None = None) -> Numbers:
+    """How often each head of a model, or each of some, is drawn (DRAWS, heads). The same in every call, so that
+    differences are paired.
+    """
+    return _draws(len(entry["heads"]["entropy"]) if heads is None else heads, zlib.crc32(entry["model"].encode()))
+
+
+@cache
+def _draws(heads: int, seed: int) -> Numbers:
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(heads, np.full(heads, 1 / heads), size=DRAWS).astype(np.float64)
+
+
+def mean(values: Numbers, counts: Numbers) -> Estimate:
+    """The mean over heads."""
+    return Estimate(float(values.mean()), counts @ values / counts.sum(1))
+
+
+def rank_correlation(x: Numbers, y: Numbers, counts: Numbers) -> Estimate:
+    """Spearman's correlation over heads. Heads that are drawn several times are ties, and share their mean rank.
+
+    >>> x, once = np.array([1.0, 2.0, 3.0]), np.ones((1, 3))
+    >>> round(rank_correlation(x, np.array([10.0, 20.0, 15.0]), once).value, 6)
+    0.5
+    """
+    whole = np.ones((1, len(x)))
+    value = weighted_correlation(drawn_ranks(x, whole), drawn_ranks(y, whole), whole)[0]
+    return Estimate(float(value), weighted_correlation(drawn_ranks(x, counts), drawn_ranks(y, counts), counts))
+
+
+def drawn_ranks(values: Numbers, counts: Numbers) -> Numbers:
+    """Mean rank of each head (DRAWS, heads) among the heads drawn."""
+    distinct, inverse = np.unique(values, return_inverse=True)
+    of_value = counts @ np.eye(len(distinct))[inverse]  # (DRAWS, distinct values)
+    return (of_value.cumsum(1) - (of_value - 1) / 2)[:, inverse]
+
+
+def weighted_correlation(x: Numbers, y: Numbers, weights: Numbers) -> Numbers:
+    """Pearson's correlation (DRAWS,) of x and y (DRAWS, heads); 0 where one is constant."""
+    total = weights.sum(1, keepdims=True)
+    x, y = (z - (weights * z).sum(1, keepdims=True) / total for z in (x, y))
+    size = np.sqrt((weights * x * x).sum(1) * (weights * y * y).sum(1))
+    return (weights * x * y).sum(1) / np.where(size > 0, size, np.inf)
+
+
+def errors(entry: Entry, kind: str = "covariance", column: str = "entropy") -> Numbers:
+    """Predicted less measured, per head."""
+    return np.array(entry["predicted"][kind][column]) - np.array(entry["heads"][column])
+
+
+def parts(entry: Entry) -> dict[str, Numbers]:
+    """The error of each head as a sum of three: another text, tokens that are not normal, order."""
+    predicted = {kind: np.array(columns["entropy"]) for kind, columns in entry["predicted"].items()}
+    measured = np.array(entry["heads"]["entropy"])
+    return {name: predicted[a] - (measured if b is None else predicted[b]) for name, (a, b) in PARTS.items()}
+
+
+def mean_error(entry: Entry, kind: str = "covariance", column: str = "entropy") -> Estimate:
+    return mean(np.abs(errors(entry, kind, column)), draws_of(entry))
+
+
+def order_of_heads(entry: Entry, kind: str = "covariance", column: str = "entropy") -> Estimate:
+    return rank_correlation(
+        np.array(entry["predicted"][kind][column]), np.array(entry["heads"][column]), draws_of(entry)
+    )
+
+
+def part_size(entry: Entry, name: str) -> Estimate:
+    return mean(np.abs(parts(entry)[name]), draws_of(entry))
+
+
+def part_share(entry: Entry, name: str) -> Estimate:
+    """E(error * part) / E(error^2): shares of the three parts sum to 1."""
+    error, part, counts = errors(entry), parts(entry)[name], draws_of(entry)
+    return Estimate(float((error * part).sum() / (error**2).sum()), counts @ (error * part) / (counts @ error**2))
+
+
+def slope_with_width(entries: Sequence[Entry]) -> Estimate:
+    """Least-squares slope of heads' absolute errors on log2 of the width of their model."""
+    width = np.log2([e["width"] for e in entries])
+    heads = np.array([len(e["heads"]["entropy"]) for e in entries], dtype=np.float64)
+    lever = heads * (width - (heads * width).sum() / heads.sum())
+    means = [mean_error(e) for e in entries]
+    total = (lever * width).sum()
+    value = sum(w * m.value for w, m in zip(lever, means, strict=True)) / total
+    samples = sum((w * m.samples for w, m in zip(lever, means, strict=True)), np.zeros(DRAWS)) / total
+    return Estimate(float(value), samples)
+
+
+def quantity(entry: Entry, name: str) -> Numbers | None:
+    """One number per head; None where a model has no such number for some head."""
+    by_layer = {facts["layer"]: facts for facts in entry["layers"]}
+    column = {"layer_kurtosis": "kurtosis", "signed_skew": "skew"}.get(name, name)
+    if name in ("layer_kurtosis", "normality", "mean_share"):
+        values = [by_layer[layer][column] for layer in entry["heads"]["layer"]]
+    else:
+        values = entry["heads"][column]
+    if any(x is None for x in values):
+        return None
+    return np.abs(np.array(values)) if name == "skew" else np.array(values)
+
+
+def goes_with_error(
+    entries: Sequence[Entry], name: str, target: Callable[[Entry], Numbers] = lambda e: np.abs(errors(e))
+) -> tuple[Estimate, int, int]:
+    """Correlation of absolute errors, or another `target`, with a quantity, by ranks within each model; in how many
+    models it has the same sign, and how many there are.
+    """
+    pairs, alike = [], []
+    for entry in entries:
+        values = quantity(entry, name)
+        if values is None or len(np.unique(values)) < 2:
+            continue
+        x, y = (_standing(z) for z in (values, target(entry)))
+        pairs.append((x, y, draws_of(entry)))
+        alike.append(float(x @ y) > 0)
+    x, y = (np.concatenate([pair[i] for pair in pairs])[None] for i in range(2))
+    counts = np.concatenate([pair[2] for pair in pairs], 1)
+    value = float(weighted_correlation(x, y, np.ones_like(x))[0])
+    samples = weighted_correlation(x, y, counts)
+    same = sum(alike) if value > 0 else len(alike) - sum(alike)
+    return Estimate(value, samples), same, len(alike)
+
+
+def _standing(values: Numbers) -> Numbers:
+    """Ranks within a model, centred and over the number of heads."""
+    ranks = drawn_ranks(values, np.ones((1, len(values))))[0]
+    return (ranks - ranks.mean()) / len(values)
+
+
+# ---- reasons that the models at hand suggested ----
+
+
+REASONS: dict[str, tuple[str, str, Callable[[Entry], Numbers]]] = {  # claim: words, quantity, part of the error
+    "tails": (
+        'part "not normal", signed, with excess kurtosis of logits within a row',
+        "kurtosis",
+        lambda e: parts(e)["shape"],
+    ),
+    "skew": ('part "not normal", signed, with skew of logits within a row', "signed_skew", lambda e: parts(e)["shape"]),
+    "previous": (
+        'size of the part "order" with weight on the previous token',
+        "previous",
+        lambda e: np.abs(parts(e)["order"]),
+    ),
+}
+
+
+def reasons(entries: Sequence[Entry]) -> dict[str, tuple[Estimate, int, int]]:
+    """By claim: correlation, models of the same sign, models."""
+    return {claim: goes_with_error(entries, name, part) for claim, (_, name, part) in REASONS.items()}
+
+
+def learned_order(entries: Sequence[Entry]) -> Estimate | None:
+    """Mean size of the part "order", learned positions less rotary ones; None where one was not trained."""
+    by_name = {entry["model"]: entry for entry in entries}
+    if not {"learned 6x256", "causal 6x256"} <= by_name.keys():
+        return None
+    return part_size(by_name["learned 6x256"], "order") - part_size(by_name["causal 6x256"], "order")
+
+
+# ---- claims ----
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim in one model, or over several."""
+
+    claim: str
+    model: str
+    estimate: Estimate
+    bound: float
+    most: bool = False  # the claim is that the figure is at most the bound
+    verdict: str = "undecided"
+
+
+CLAIMS: dict[str, tuple[str, Callable[[Entry], Estimate], float, bool]] = {
+    "order": ("Mean and covariance order the heads: rank correlation at least 0.85", order_of_heads, 0.85, False),
+    "error": ("They predict entropy: mean error at most 0.35 nats", mean_error, 0.35, True),
+    "covariance": (
+        "The covariance is worth more than its diagonal: it lowers the mean error",
+        lambda e: mean_error(e, "diagonal") - mean_error(e),
+        0.0,
+        False,
+    ),
+    "text": (
+        "Statistics of the measured text itself would predict better",
+        lambda e: mean_error(e) - mean_error(e, "own"),
+        0.0,
+        False,
+    ),
+    "shape": (
+        "More error comes from taking tokens as normal than from forgetting their order",
+        lambda e: part_size(e, "shape") - part_size(e, "order"),
+        0.0,
+        False,
+    ),
+}
+BETWEEN = {
+    "size": "The error grows with the width of causal models (nats per doubling)",
+    "positions": "Learned positions are predicted worse than rotary ones, 6 x 256 (difference of errors, nats)",
+    "head size": "Heads of 16 are predicted worse than heads of 64, 6 x 256 (difference of errors, nats)",
+}
+
+
+def judged(entries: Sequence[Entry]) -> list[Judged]:
+    """Every claim in every model, then those between models, judged together."""
+    items = [
+        Judged(claim, entry["model"], figure(entry), bound, most)
+        for claim, (_, figure, bound, most) in CLAIMS.items()
+        for entry in entries
+    ]
+    by_name = {entry["model"]: entry for entry in entries}
+    plain = by_name.get("causal 6x256")
+    if all(name in by_name for name in SIZES):
+        items.append(Judged("size", "causal models", slope_with_width([by_name[name] for name in SIZES]), 0.0))
+    for claim, name in (("positions", "learned 6x256"), ("head size", "small heads 6x256")):
+        if plain is not None and name in by_name:
+            items.append(Judged(claim, name, mean_error(by_name[name]) - mean_error(plain), 0.0))
+    decided = decided_together({str(i): x.estimate.p_value(x.bound) for i, x in enumerate(items)})
+    return [
+        Judged(x.claim, x.model, x.estimate, x.bound, x.most, _verdict(x)) if str(i) in decided else x
+        for i, x in enumerate(items)
+    ]
+
+
+def _verdict(x: Judged) -> str:
+    return "holds" if (x.estimate.value <= x.bound) == x.most else "fails"

@@ -1,0 +1,163 @@
+"""Models that are trained to test the surrogate on: docs/results/surrogate-plan.md. Each run leaves one line of JSON
+with the figures of its heads, and no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from surrogate_heads import record
+
+from locater.data.text import Batch, read_text
+from locater.errors import LocaterError, first_line
+from locater.train.data import open_data
+from locater.train.loop import DivergedError, run
+from locater.train.plan import PACE, Plan
+from locater.train.sweep import append_line, read_lines
+from locater_papers.engine.rounding import rounded
+from locater_papers.engine.runs import machine
+
+TEXT, IMAGES = "articles.txt", "fashion.npz"
+GATHERED, MEASURED = 4096, 8192  # tokens for statistics, and to measure on
+BASE = Plan(
+    corpus=(TEXT,), vocabulary=4096, layers=6, width=256, heads=4, length=256, batch=32, steps=1500, rate=2.5e-3,
+    observe=0, evaluate=0, checkpoint=0, log=500, compile=True,
+)  # fmt: skip
+ARMS: dict[str, Plan] = {
+    "causal 4x128": replace(BASE, layers=4, width=128, rate=4e-3),
+    "causal 6x256": BASE,
+    "causal 8x384": replace(BASE, layers=8, width=384, heads=6, rate=1.5e-3),
+    "causal 12x512": replace(BASE, layers=12, width=512, heads=8, rate=1e-3),
+    "masked 6x256": replace(BASE, task="masked"),
+    "image 6x192": replace(
+        BASE, task="image", corpus=(), vocabulary=256, length=128, images=IMAGES, width=192, heads=6, batch=128, rate=5e-4
+    ),
+    "learned 6x256": replace(BASE, positions="learned"),
+    "small heads 6x256": replace(BASE, heads=16),
+    "causal 6x256, seed 1": replace(BASE, seed=1),
+}  # fmt: skip
+
+TINY = dict(layers=2, width=32, heads=2, steps=10, compile=False)  # to try the command
+
+
+def tiny(plan: Plan) -> Plan:
+    """The same in small, which trains in seconds on a CPU."""
+    return replace(plan, **TINY, **({"batch": 16} if plan.images else {"length": 64, "batch": 4, "vocabulary": 300}))
+
+
+def train_all(
+    out: Path,
+    data: Path,
+    jobs: int,
+    characters: int = 24_000_000,
+    arms: dict[str, Plan] = ARMS,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Train every arm that has no line in `out`, `jobs` at a time. `data` is a folder that holds articles.txt.xz and
+    fashion.npz, directly or one level down.
+    """
+    done = {line["options"] for line in map(_keyed, read_lines(out))}
+    missing = {name: plan for name, plan in arms.items() if _key(plan, characters) not in done}
+    if not missing:
+        tell("every run has its line")
+        return
+    torch.set_num_threads(1)  # a process with a team of threads cannot be forked safely
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    with tempfile.TemporaryDirectory(prefix="locater-surrogate-") as folder:
+        placed = {name: _placed(plan, data, Path(folder), characters) for name, plan in missing.items()}
+        text = next((plan for plan in placed.values() if plan.corpus), None)
+        if text is not None:
+            open_data(text, Path(folder), torch.device("cpu"))  # forked processes inherit the tokens
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        broken = []
+        with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+            under_way = {pool.submit(train, placed[name], Path(folder)): name for name in missing}
+            for future in as_completed(under_way):
+                name = under_way[future]
+                try:
+                    line = {"arm": name, "options": _key(missing[name], characters), **future.result()}
+                except Exception as error:  # of any kind: compilers, memory
+                    broken.append(f"{name}: {type(error).__name__}: {first_line(error)}")
+                    tell(broken[-1])
+                    continue
+                append_line(out, rounded(line, 5))
+                tell(f"{name}: {line.get('report_loss', line['status'])}, {line.get('seconds', 0):.0f} s")
+    if broken:
+        raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
+
+
+def train(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Train one model, then measure its heads on the CPU, in float32."""
+    from locater.train import load
+
+    plan = replace(plan, out=tempfile.mkdtemp(dir=folder))
+    try:
+        result = run(plan)
+    except DivergedError as error:
+        return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    model = load(result.model)
+    figures = record(model, windows(plan, "select", GATHERED), windows(plan, "report", MEASURED))
+    shutil.rmtree(plan.out, ignore_errors=True)
+    return {
+        "status": "done",
+        "report_loss": result.report_loss,
+        "accuracy": result.accuracy,
+        "seconds": result.seconds,
+        "trained_tokens": result.tokens,
+        **figures,
+        **machine(plan),
+    }
+
+
+def windows(plan: Plan, split: str, tokens: int) -> list[Batch]:
+    """The beginning of a split, as batches that the model takes: about so many tokens, or all there are."""
+    data = open_data(plan, Path(plan.out), torch.device("cpu"))
+    each = plan.length if plan.task != "image" else _patches(plan, data.facts["shape"])
+    return [{"inputs": inputs} for inputs, _ in data.windows(split, max(1, tokens // each))]
+
+
+def _patches(plan: Plan, shape: list[int]) -> int:
+    return shape[0] * shape[1] // plan.patch**2
+
+
+def _placed(plan: Plan, data: Path, folder: Path, characters: int) -> Plan:
+    """The plan with its data where it is. Text is cut after so many characters, at the end of an article."""
+    if plan.images is not None:
+        return replace(plan, images=str(_find(data, plan.images)))
+    path = folder / TEXT
+    if not path.is_file():
+        text = read_text(_find(data, f"{TEXT}.xz"))
+        end = text.find("\n\n", characters)
+        path.write_text(text if end < 0 else text[:end], encoding="utf-8")
+    return replace(plan, corpus=(str(path),))
+
+
+def _find(data: Path, name: str) -> Path:
+    path = next((path for path in (data / name, *sorted(data.glob(f"*/{name}"))) if path.is_file()), None)
+    if path is None:
+        raise LocaterError(f"{data}: no {name} in it, nor one level down: give --data FOLDER")
+    return path
+
+
+def _key(plan: Plan, characters: int) -> str:
+    """What decides a run: options that are not a plan's defaults, and how much text there was."""
+    plain = Plan().to_dict()
+    options = {name: x for name, x in plan.to_dict().items() if name not in PACE and x != plain[name]}
+    return json.dumps({**options, "characters": characters if plan.corpus else None}, sort_keys=True)
+
+
+def _keyed(line: dict[str, Any]) -> dict[str, Any]:
+    return {"options": "", **line}
