@@ -129,8 +129,8 @@ def ordinary_arms(arm: Arm | None) -> list[Arm]:
 
 def by_seeds(runs: Runs, arms: Iterable[str]) -> dict[int, list[list[dict[str, object]]]]:
     """By seed: for each arm its lines at the tested rates. Seeds that one of them lacks are left out."""
-    found = {seed: [acting.hot_lines(runs, arm, seed, acting.TESTED) for arm in arms] for seed in acting.SEEDS}
-    return {seed: [x for x in lines if x is not None] for seed, lines in found.items() if None not in lines}
+    by_seed = {seed: [acting.hot_lines(runs, arm, seed, acting.TESTED) for arm in arms] for seed in acting.SEEDS}
+    return {seed: [x for x in lines if x is not None] for seed, lines in by_seed.items() if None not in lines}
 
 
 def of_hot(runs: Runs) -> dict[str, Measured | None]:
@@ -188,7 +188,7 @@ def kind_of(arm: str) -> str:
 
 
 def of_settings(runs: Runs, settings: Mapping[str, Mapping[str, list[Row]]]) -> dict[str, Measured | None]:
-    asked = (
+    questions = (
         ("k9", "learned positions", "none", "report_loss"),
         ("k10", "masked", "none", "report_loss"),
         ("k11", "norms after the sums", "none", "report_loss"),
@@ -197,7 +197,7 @@ def of_settings(runs: Runs, settings: Mapping[str, Mapping[str, list[Row]]]) -> 
     )
     return {
         id: change_of(runs, settings[name]["measured"], settings[name][base], what)
-        for id, name, base, what in asked
+        for id, name, base, what in questions
         if settings[name]
     }
 
