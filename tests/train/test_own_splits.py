@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from locater import LocaterError
-from locater.train import Plan, run
+from locater.train import Plan, Result, run
 from locater.train.data import open_data
 from locater_papers.engine.runs import Row, _present, placed
 from tests.train.test_parts import TINY
@@ -103,8 +103,11 @@ def test_rows_of_papers_find_them_in_the_data_folder(tmp_path: Path) -> None:
 
 def test_the_command(run: Run, tmp_path: Path) -> None:
     paths = [word for part, (path,) in files(tmp_path).items() for word in (f"--{part}", path)]
-    sizes = "--layers 1 --width 16 --heads 2 --length 8 --steps 2 --device cpu --observe 0 --words".split()
+    sizes = (
+        "--layers 1 --width 16 --heads 2 --length 8 --steps 2 --device cpu --observe 0 --words --vocabulary 3".split()
+    )
     result = run("train", "--out", str(tmp_path / "run"), *paths, *sizes)
     assert result.status == 0, result.err
+    assert Result.load(tmp_path / "run" / "result.json").data["vocabulary"] == 5
     result = run("train", "--out", str(tmp_path / "other"), *paths[:4], *sizes)
     assert (result.status, len(result.err.splitlines())) == (2, 1)

@@ -15,7 +15,8 @@ from locater import LocaterError
 from locater.data.word_tokenizer import WordTokenizer
 from locater.train import Plan, load, run
 from locater.train.data import open_data
-from tests.train.test_runs import Cut, Run, cut_at, options, plan, weights
+from locater.verbs.explain_target import Entries
+from tests.train.test_runs import Cut, cut_at, plan, weights
 
 # every kind of white space, blank lines, literal special tokens (alone and within words), a rare word
 TEXT = "the cat <unk> sat\n\n  a\xa0cat\u3000the\tthe\x1ccat\x1f \x85dog\n<eos> x<unk>y naïve 🙂 (the \u2028 cat)\r\n \nend\n"
@@ -55,21 +56,21 @@ def test_the_most_frequent_are_kept_and_the_first_of_equals() -> None:
     assert WordTokenizer.from_texts(["b a"], 9).size == 4
 
 
-@pytest.mark.parametrize("vocabulary", [0, 7])
-def test_a_run_with_words_goes_on_exactly(tmp_path: Path, vocabulary: int) -> None:
-    whole = run(plan(tmp_path, words=True, vocabulary=vocabulary))
-    again = plan(tmp_path, words=True, vocabulary=vocabulary, out=str(tmp_path / "cut"))
+def test_a_run_with_words_goes_on_exactly(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"words": True, "vocabulary": 7, "steps": 6, "observe": 0}
+    whole = run(plan(tmp_path, **settings))
+    again = plan(tmp_path, **settings, out=str(tmp_path / "cut"))
     with pytest.raises(Cut):
-        run(again, cut_at(7))
+        run(again, cut_at(5))
     assert weights(run(again)) == weights(whole)
-    text = (tmp_path / "corpus.txt").read_text()
-    assert whole.data["vocabulary"] == 2 + (vocabulary or len({*text.split()}))
-    assert load(whole.model).shape.vocabulary == whole.data["vocabulary"]
+    assert load(whole.model).shape.vocabulary == whole.data["vocabulary"] == 9
 
 
 def test_the_loss_is_that_of_words(tmp_path: Path) -> None:
     """Perplexity is per word and end of line; bits per byte only where no word of the report split is unknown."""
-    whole, few = (run(plan(tmp_path, words=True, vocabulary=n, steps=2, out=str(tmp_path / str(n)))) for n in (0, 3))
+    whole, few = (
+        run(plan(tmp_path, words=True, vocabulary=n, steps=2, observe=0, out=str(tmp_path / str(n)))) for n in (0, 3)
+    )
     data = open_data(whole.plan, tmp_path, torch.device("cpu"))
     model, losses = load(whole.model), []
     with torch.no_grad():
@@ -77,6 +78,7 @@ def test_the_loss_is_that_of_words(tmp_path: Path) -> None:
             picked = model(inputs).double().log_softmax(-1).gather(-1, targets[..., None])
             losses.append(-picked.flatten())
     assert whole.perplexity == pytest.approx(math.exp(float(torch.cat(losses).mean())), rel=1e-5)
+    assert whole.data["vocabulary"] == 2 + len({*(tmp_path / "corpus.txt").read_text().split()})
     assert whole.data["unknown"] == {"train": 0, "select": 0, "report": 0}
     bits = whole.report_loss / math.log(2) * whole.data["tokens"]["report"] / whole.data["bytes"]["report"]
     assert whole.bits_per_byte == pytest.approx(bits)
@@ -86,7 +88,7 @@ def test_the_loss_is_that_of_words(tmp_path: Path) -> None:
 
 def test_the_model_is_probed_on_text(tmp_path: Path) -> None:
     """By the saved tokenizer: the same numbers as on the tokens that it was trained on."""
-    result = run(plan(tmp_path, words=True, steps=2))
+    result = run(plan(tmp_path, words=True, steps=2, observe=0))
     text = (tmp_path / "corpus.txt").read_text()
     ids = WordTokenizer.from_texts([text]).ids  # in another order than those of the train split: only the words count
     tokenizer = open_data(result.plan, tmp_path, torch.device("cpu")).tokenizer  # type: ignore[attr-defined]
@@ -99,14 +101,25 @@ def test_the_model_is_probed_on_text(tmp_path: Path) -> None:
 
 
 def test_words_of_masked_models_and_classes(tmp_path: Path) -> None:
-    masked = run(plan(tmp_path, words=True, task="masked", steps=2))
+    masked = run(plan(tmp_path, words=True, task="masked", steps=2, observe=0))
     assert load(masked.model).shape.vocabulary == masked.data["vocabulary"] + 1  # the mask
     other = tmp_path / "other.txt"
     other.write_text("one two three\n\n" * 400)
     texts = (str(tmp_path / "corpus.txt"), str(other))
-    classes = run(plan(tmp_path, words=True, task="classify", corpus=texts, steps=2, out=str(tmp_path / "classes")))
+    classes = run(
+        plan(tmp_path, words=True, task="classify", corpus=texts, steps=2, observe=0, out=str(tmp_path / "classes"))
+    )
     known = {*(tmp_path / "corpus.txt").read_text().split(), *other.read_text().split()}
     assert classes.data["vocabulary"] == 2 + len(known)
+
+
+def test_a_word_that_is_not_in_the_vocabulary_is_no_target() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    entries = Entries(tokenizer=PreTrainedTokenizerFast(tokenizer_object=saved(WordTokenizer(["a", "cat"]))))
+    assert (entries.index("cat"), entries.index("<unk>")) == (3, 0)
+    with pytest.raises(LocaterError, match="target 'dog' is no token of the vocabulary"):
+        entries.index("dog")
 
 
 @pytest.mark.parametrize(
@@ -127,9 +140,3 @@ def test_the_default_vocabulary_is_that_of_the_kind() -> None:
     assert (Plan().vocabulary, Plan(words=True).vocabulary) == (256, 0)
     assert Plan.from_json('{"words": true}') == Plan(words=True)
     assert Plan.from_json(Plan(words=True, vocabulary=9).to_json()).vocabulary == 9
-
-
-def test_the_command_with_words(run: Run, tmp_path: Path) -> None:
-    result = run("train", *options(tmp_path), "--words", "--vocabulary", "9")
-    assert result.status == 0, result.err
-    assert Plan.load(tmp_path / "run" / "plan.json").vocabulary == 9

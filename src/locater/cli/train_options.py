@@ -16,7 +16,7 @@ from locater.train.plan import Plan
 
 PANELS = {  # group of the help: fields of the plan
     "Data": (
-        *("task", "corpus", "select", "report", "images", "vocabulary", "words", "length"),
+        *("task", "corpus", "select", "report", "images", "vocabulary", "words", "bos", "length"),
         *("patch", "masked", "parents", "concentration"),
     ),
     "Model": (

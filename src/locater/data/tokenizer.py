@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from locater.data.start_token import without_start
 from locater.errors import LocaterError
 
 BYTES = 256
@@ -101,12 +102,15 @@ def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def tokenizer_of_run(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
-    """The tokenizer in the folder of a run that has a checkpoint to continue from; for other runs a new one."""
+    """The tokenizer in the folder of a run that has a checkpoint to continue from, without its start token; for other
+    runs a new one.
+    """
     path = folder / FILE
     if vocabulary == BYTES or not path.is_file() or not any(folder.glob("step-*")):
         return make()
     try:
-        return PairTokenizer(_library(vocabulary).Tokenizer.from_file(str(path)))
+        saved = without_start(path.read_text(encoding="utf-8"))
+        return PairTokenizer(_library(vocabulary).Tokenizer.from_str(saved))
     except LocaterError:
         raise
     except Exception as error:  # the package raises plain exceptions

@@ -34,7 +34,8 @@ _numbers = count()
 class TokenSample:
     """Tokens (size, d) that one attention module read, and which places are `real`: a small batch does not fill all.
 
-    `passes` counts the calls of the module since `restart`. `sequences`: whether a call came whose tokens are known.
+    `passes` counts the calls of the module that share the sample, `filled` says whether there was one at all. In a
+    distributed run each rank fills a part of the places.
     """
 
     def __init__(self, name: str, width: int, like: Tensor, size: int = SIZE) -> None:
@@ -42,8 +43,7 @@ class TokenSample:
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.tokens = torch.zeros(size, width, dtype=dtype, device=like.device)
         self.real = torch.zeros(size, dtype=torch.bool, device=like.device)
-        self.passes = 0  # those that share the sample
-        self.filled = False
+        self.passes, self.filled = 0, False
         _samples[self.number] = self
 
     def see(self, x: Tensor, shown: Tensor | None) -> None:
@@ -70,21 +70,20 @@ def take_tokens(x: Tensor, shown: Tensor | None, number: int, tokens: Tensor, re
     sample = _samples.get(number)
     if sample is None or not x.shape[:2].numel() or torch._C._current_graph_task_id() != -1:
         return  # in a backward pass: activation checkpointing runs the layer a second time
-    size = len(tokens)
+    first, last = own_places(len(tokens))
+    size = last - first
     if shown is None:
         index, new = chosen_tokens(x.shape[:2].numel(), size, x.device)
     else:
         shown = shown.flatten()
         index, new = _spread(shown.sum(), size, x.device)
         index = torch.sort(~shown, stable=True).indices[index]
-    picked = x.flatten(0, 1)[index]
+    picked, here, filled = x.flatten(0, 1)[index].to(tokens.dtype), tokens[first:last], real[first:last]
     if sample.passes:
         change = _share(sample.passes, size, x.device)
-        tokens.copy_(torch.where(change[:, None], picked.to(tokens.dtype), tokens))
-        real.copy_(torch.where(change, new, real))
-    else:
-        tokens.copy_(picked)
-        real.copy_(new)
+        picked, new = torch.where(change[:, None], picked, here), torch.where(change, new, filled)
+    here.copy_(picked)
+    filled.copy_(new)
     sample.passes += 1
     sample.filled = True
 
@@ -123,26 +122,41 @@ def _share(passes: int, size: int, device: torch.device) -> Tensor:
     return (order < size / (passes + 1)).to(device)
 
 
-def share_samples(samples: Sequence[TokenSample]) -> None:
-    """In a distributed run, make each sample one of the tokens of all ranks, an equal part of each; every rank calls
-    it. A penalty on it then has the same value and gradient on every rank. One collective.
-    """
+def own_places(size: int) -> tuple[int, int]:
+    """The first and last of the places of a sample that this process fills; in a distributed run all ranks share it."""
+    rank, ranks = _rank()
+    return rank * size // ranks, (rank + 1) * size // ranks
+
+
+def _rank() -> tuple[int, int]:
+    """The number of this process, and how many there are."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+@torch.no_grad()
+def share_samples(samples: Sequence[TokenSample]) -> None:
+    """In a distributed run, give every rank the places of all others; every rank calls it. A penalty on the samples
+    then has the same value and gradient everywhere. One collective.
+    """
+    if _rank()[1] == 1:
         return
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = [x for sample in samples for x in (sample.tokens, sample.real)]
-    flat = torch.cat([_own(x, rank, ranks).flatten() for x in parts])
-    dist.all_reduce(flat)
+    flat = torch.cat([_own(x).flatten() for x in parts])
+    torch.distributed.all_reduce(flat)
     for x, part in zip(parts, flat.split([x.numel() for x in parts]), strict=True):
         x.copy_(part.view_as(x))
 
 
-def _own(x: Tensor, rank: int, ranks: int) -> Tensor:
+def _own(x: Tensor) -> Tensor:
     """The places of this rank, zeros elsewhere."""
-    mine = torch.arange(len(x), device=x.device) % ranks == rank
-    return torch.where(mine.view(-1, *(1,) * (x.ndim - 1)), x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)
+    first, last = own_places(len(x))
+    own = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    own[first:last] = x[first:last]
+    return own
 
 
 def sampled_inputs(
@@ -153,11 +167,13 @@ def sampled_inputs(
     """
     weights, padding = ModuleWeights(model), Padding()
     samples: dict[int, TokenSample] = {}
-    ends = [instead(model, "forward", partial(_noting_masks, padding, _names(model)))]
+    ends: list[Callable[[], None]] = []
     for number, layer in layers.items():
         module = weights.submodule(layer.name)
         samples[number] = TokenSample(layer.name, layer.width, layer.query.weight().detach(), size)
         ends.append(instead(module, "forward", partial(_sampling, samples[number], padding, _names(module))))
+    # last, so that masks are noted first where the model is itself the attention module
+    ends.append(instead(model, "forward", partial(_noting_masks, padding, _names(model))))
     return samples, ends
 
 
@@ -190,5 +206,21 @@ def _sampling(
     if module.training:
         read = attention_input(module, args, kwargs, names)
         if read is not None:
-            sample.see(read.x, padding.of(read.x, sample.name) if read.real is None else read.real)
+            shown = read.real if read.real is not None else padding.of(read.x, sample.name)
+            if not padding.masks and shown is None:  # the model was not run as a whole
+                shown = _shown(dict(zip(names, args, strict=False)) | kwargs, read.x)
+            sample.see(read.x, shown)
     return forward(*args, **kwargs)
+
+
+def _shown(arguments: Mapping[str, Any], x: Tensor) -> Tensor | None:
+    """Which tokens (B, T) of an attention module are no padding, by the masks in its own arguments: a real token
+    may look at itself. None where they do not say.
+    """
+    padding, mask = arguments.get("key_padding_mask"), arguments.get("attention_mask")
+    if isinstance(padding, Tensor) and padding.shape == x.shape[:2] and padding.dtype == torch.bool:
+        return ~padding
+    if not isinstance(mask, Tensor) or mask.shape != (len(x), 1, x.shape[1], x.shape[1]):
+        return None
+    itself = mask.diagonal(dim1=-2, dim2=-1)[:, 0]
+    return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2

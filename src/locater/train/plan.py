@@ -60,6 +60,7 @@ class Plan:
         least=0,
     )
     words: bool = option(False, "Tokens are words, split at white space, in place of bytes; <unk> is all others.")
+    bos: bool = option(False, "A start token in front of every sequence of text; it is one of the --length tokens.")
     parents: str = option("1", "Distances to the tokens that decide the next one, such as 1,2; for --task ngram.")
     concentration: float = option(
         1.0, "Of the Dirichlet prior of tables, for --task ngram: small is nearly deterministic.", least=0.01
@@ -197,10 +198,14 @@ class Plan:
             self._check_ngram()
 
     def _check_splits(self) -> None:
-        """Refuse texts for select and report where the task makes its own splits, and one without the other."""
+        """Refuse texts for select and report, and a start token, where the task makes its own; and one of the texts
+        without the other.
+        """
         for name, paths in (("select", self.select), ("report", self.report)):
             if paths and self.task not in ("causal", "masked"):
                 raise LocaterError(f"task={self.task} makes its own splits: leave out {name}={paths[0]}")
+        if self.bos and self.task not in ("causal", "masked"):
+            raise LocaterError(f"task={self.task} has no start token to choose: leave out bos")
         if bool(self.select) != bool(self.report):
             raise LocaterError("select=PATH and report=PATH go together: give both or neither")
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
+from locater.data.start_token import WithStart
 from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
 from locater.data.word_tokenizer import WordTokenizer
 from locater.errors import LocaterError
@@ -35,34 +36,50 @@ class TextData:
         """The token that masks another."""
         return self.tokenizer.size
 
+    @property
+    def start(self) -> int | None:
+        """The token in front of every sequence."""
+        return self.tokenizer.start if isinstance(self.tokenizer, WithStart) else None
+
     def keep_tokenizer(self, folder: Path) -> None:
         """Save it in the run's folder, for checkpoints and for a run that resumes."""
         write_whole(folder / FILE, self.tokenizer.to_json())
 
     def batch(self, index: int) -> Batch:
         """Sequences that start anywhere in the training text."""
-        tokens, length, rng = self.splits["train"], self.plan.length, draw(self.plan.seed, index)
-        starts = torch.randint(len(tokens) - length, (self.plan.batch, 1), generator=rng)
-        at = (starts + torch.arange(length + 1)).to(self.device, non_blocking=True)
-        return self._pair(tokens[at].long(), rng)
+        tokens, rng = self.splits["train"], draw(self.plan.seed, index)
+        starts = torch.randint(len(tokens) - self._row + 1, (self.plan.batch, 1), generator=rng)
+        return self._pair(tokens, starts, rng)
 
     def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
         """A split from its beginning, window by window, so that each token is a target once. An incomplete last window
         is left out.
         """
-        tokens, length = self.splits[name], self.plan.length
-        count = (len(tokens) - 1) // length
-        starts = torch.arange(count if most is None else min(count, most))[:, None] * length
+        tokens, stride = self.splits[name], self.plan.length
+        if self.plan.task == "masked" and self.start is not None:
+            stride -= 1  # the start token is one of the inputs, and no target
+        count = (len(tokens) - self._row) // stride + 1
+        starts = torch.arange(count if most is None else min(count, most))[:, None] * stride
         for index, part in enumerate(starts.split(self.plan.batch)):
-            at = (part + torch.arange(length + 1)).to(self.device)
-            yield self._pair(tokens[at].long(), draw(0, index))  # the same tokens are masked for every seed
+            yield self._pair(tokens, part, draw(0, index))  # the same tokens are masked for every seed
 
-    def _pair(self, rows: Tensor, rng: torch.Generator) -> Batch:
+    @property
+    def _row(self) -> int:
+        """Tokens of text in a row: inputs and one more target, less the start token."""
+        return self.plan.length + (self.start is None)
+
+    def _pair(self, tokens: Tensor, starts: Tensor, rng: torch.Generator) -> Batch:
+        """Inputs and targets of rows that begin at these places of the text, the start token in front."""
+        at = (starts + torch.arange(self._row)).to(self.device, non_blocking=True)
+        rows, first = tokens[at].long(), 0
+        if self.start is not None:
+            rows, first = nn.functional.pad(rows, (1, 0), value=self.start), 1
         if self.plan.task == "causal":
             return next_token_pair(rows)
         rows = rows[:, :-1]
         masked = (torch.rand(rows.shape, generator=rng) < self.plan.masked).to(rows.device)
-        masked[:, 0] |= ~masked.any(1)  # at least one, or there would be no loss
+        masked[:, :first] = False
+        masked[:, first] |= ~masked.any(1)  # at least one, or there would be no loss
         return rows.masked_fill(masked, self.mask), rows.masked_fill(~masked, IGNORED)
 
 
@@ -87,13 +104,13 @@ def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
         "characters": {name: len(x) for name, x in text.joined.items()},
         "bytes": {name: len(x.encode()) for name, x in text.joined.items()},
         "tokens": {name: len(x) for name, x in splits.items()},
-        "vocabulary": tokenizer.size,
+        "vocabulary": tokenizer.size + plan.bos,
     }
     if plan.select:
         facts["held_out"] = {"select": list(plan.select), "report": list(plan.report)}
     if isinstance(tokenizer, WordTokenizer):
         facts["unknown"] = {name: tokenizer.unknown(x) for name, x in text.joined.items()}
-    return TextData(plan, tokenizer, splits, facts, device)
+    return TextData(plan, WithStart(tokenizer) if plan.bos else tokenizer, splits, facts, device)
 
 
 def _held_out(plan: Plan, documents: Sequence[str]) -> dict[str, list[str]]:
