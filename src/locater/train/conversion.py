@@ -53,8 +53,8 @@ class Conversion:
 
 
 def conversion_of(plan: Plan, model: Transformer) -> Conversion | None:
-    """The conversion of a plan. A mechanism that does not fit the images is refused here, and so are controls that do not
-    fit the model after it: no run fails at its conversion.
+    """The conversion of a plan. A mechanism that does not fit the images is refused here, and so are controls that do
+    not fit the model after it: no run fails at its conversion.
     """
     if plan.convert is None:
         return None
