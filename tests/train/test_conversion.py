@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from locater.cli.train import summary
 from locater.control import SwapMechanism
 from locater.errors import LocaterError
 from locater.tracking.run_log import read_run
@@ -52,6 +53,7 @@ def test_at_the_last_step_the_weights_are_those_of_the_plain_run(tmp_path: Path)
     assert other.report_loss == other.conversion["after"]["loss"] == pytest.approx(loss, rel=1e-5)
     assert other.accuracy == other.conversion["after"]["accuracy"] == pytest.approx(accuracy)
     assert load(other.model).shape.attention == "centred"
+    assert summary(other).endswith(f"at step 12 moved the report loss from {plain.report_loss:.4f} to {loss:.4f}")
     assert other.measures["entropy"] is None, "weights that may be negative have none"
     assert Result.load(tmp_path / "other" / RESULT) == other
 
@@ -92,6 +94,7 @@ def test_heads_are_observed_where_they_can_be_on_both_sides(tmp_path: Path) -> N
     [
         ({"convert": "softmax"}, "that is the attention of the model already"),
         ({"convert": "binary", "convert_at": 13}, "convert_at=13: the run ends at step 12"),
+        ({"convert": "binary(grid=(3, 3))"}, "a grid of 3 x 3 has 9 tokens, and there are 4 keys"),
         ({"convert_at": 5}, "Give --convert MECHANISM too"),
         ({"convert": "delta"}, "--convert delta: task=image: delta attention is causal only"),
         ({"convert": "binery"}, "--convert binery: no attention mechanism 'binery'"),

@@ -125,4 +125,10 @@ def summary(result: Result) -> str:
     if "least_loss" in result.data:
         least = "Bayes" if result.plan.task == "ngram" else "its source"
         last += f", {result.report_loss - result.data['least_loss']['report']:.4f} above {least}"
-    return f"report loss {result.report_loss:.4f} ({last}), select loss {result.select_loss:.4f}{entropy}"
+    line = f"report loss {result.report_loss:.4f} ({last}), select loss {result.select_loss:.4f}{entropy}"
+    if result.conversion is None:
+        return line
+    before, after = (result.conversion[when]["loss"] for when in ("before", "after"))
+    return (
+        f"{line}; --convert at step {result.conversion['step']} moved the report loss from {before:.4f} to {after:.4f}"
+    )

@@ -53,10 +53,17 @@ class Conversion:
 
 
 def conversion_of(plan: Plan, model: Transformer) -> Conversion | None:
-    """The conversion of a plan; refused where the plan's controls do not fit the model after it."""
+    """The conversion of a plan. A mechanism that does not fit the images is refused here, and so are controls that do
+    not fit the model after it: no run fails at its conversion.
+    """
     if plan.convert is None:
         return None
     conversion = Conversion(model, plan.convert)
+    for named in {named.name: named for named in conversion.shape.by_layer}.values():  # each mechanism once
+        try:
+            named.check(model.shape.length, **model.shape.sizes())
+        except LocaterError as error:
+            raise LocaterError(f"--convert {plan.convert}: {error}") from None
     if plan.control:
         attach(plan.control, Transformer(conversion.shape)).detach()
     return conversion

@@ -8,7 +8,7 @@ size and the model: losses compare over runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,7 @@ class DiffusionData:
 
     images: ImageData
     noise: dict[str, Tensor]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self.images.facts
+    facts: dict[str, Any]
 
     def batch(self, index: int) -> Batch:
         images, _ = self.images.batch(index)
@@ -73,4 +70,4 @@ def read_noisy_images(plan: Plan, path: Path, device: torch.device) -> Diffusion
         for name, number in FIXED.items()
     }
     facts = {name: value for name, value in images.facts.items() if name != "classes"}
-    return DiffusionData(replace(images, facts=facts), noise)
+    return DiffusionData(images, noise, facts)
