@@ -1,15 +1,22 @@
 """The early-warning record: how many steps before a training run goes wrong each signal crosses its threshold, and how
 often it does so in healthy runs.
 
-    python scripts/early_warning.py run --out FOLDER [--text FILE] [--part I/N]     trains the runs (minutes on a GPU), one JSON each
+    python scripts/early_warning.py unseen --text FILE [--out LINES] [--jobs N] [--device cuda] [--minutes M] [--part I/N]
+    python scripts/early_warning.py judge [LINES]     judges them, writes docs/results/early-warning-unseen.json and .md
+
+The unseen runs (docs/results/early-warning-plan.md) measure what `locater.Monitor()` is worth as it is released, on runs
+that its thresholds were not chosen on: other text, sizes, optimizers, mechanisms, precisions and causes of failure.
+
+    python scripts/early_warning.py run --out FOLDER [--text FILE] [--part I/N]     trains the first runs, one JSON each
     python scripts/early_warning.py table FOLDER                                    judges them, writes docs/results/early-warning.json
     python scripts/early_warning.py show                                            prints the table from that file
 
-Runs are small language models on bytes, watched at every step by `locater.Monitor`. Some are pushed to fail: high
-learning rate, no warm-up, large initial scale, half precision without a loss scale. Whether a run went wrong is judged
-by its loss alone: for 30 steps in a row the smoothed loss stays 0.5 nats above its best so far, or above that of the
-usual run of its kind at the same step, or it is not finite. A collapse that only stalls the loss counts as much as a
-spike.
+The first runs, 32 small language models on bytes watched at every step, are those on which the thresholds were chosen.
+Some are pushed to fail: high learning rate, no warm-up, large initial scale, half precision without a loss scale.
+
+Whether a run went wrong is judged by its loss alone: for 30 steps in a row the smoothed loss stays 0.5 nats above its
+best so far, or above that of the usual run of its kind at the same step, or it is not finite. A collapse that only stalls
+the loss counts as much as a spike.
 """
 
 from __future__ import annotations
@@ -20,20 +27,26 @@ import math
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
+from early_warning_judge import BEHIND, LASTING, RISE, SMOOTH, smoothed, wrong_from  # noqa: E402 - beside this file
+from early_warning_plan import BATCH as UNSEEN_BATCH  # noqa: E402
+from early_warning_plan import LENGTH as UNSEEN_LENGTH  # noqa: E402
+from early_warning_plan import STEPS as UNSEEN_STEPS  # noqa: E402
 from early_warning_runs import BATCH, HEADS, LAYERS, LENGTH, STEPS, WIDTH, plans, run_all  # noqa: E402 - beside this file
 
 OUT = Path("docs/results/early-warning.json")
-RISE, BEHIND, LASTING, SMOOTH = 0.5, 0.5, 30, 5
+UNSEEN_SIZE = (UNSEEN_BATCH, UNSEEN_LENGTH)
+UNSEEN = Path("docs/results/early-warning-unseen.jsonl")
 
 
 def smooth(run: dict[str, Any]) -> list[float]:
-    """Losses as means over the last SMOOTH steps; not finite stays so."""
-    losses = [math.inf if x["loss"] is None else x["loss"] for x in run["steps"]]
-    return [statistics.fmean(losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(losses))]
+    """Losses as means over the last steps; not finite stays so."""
+    return smoothed([x["loss"] for x in run["steps"]])
 
 
 def usual(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -46,23 +59,9 @@ def usual(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def wrong_at(run: dict[str, Any], healthy: list[float]) -> int | None:
-    """The first step from which on the loss shows that the run has gone wrong; None for a healthy one.
-
-    Wrong is 0.5 nats above the best so far, or above the usual loss at that step, for LASTING steps in a row, or not
-    finite.
-    """
-    losses = smooth(run)
-    best = math.inf
-    run_length = 0
-    for step, loss in enumerate(losses):
-        behind = not math.isfinite(loss) or loss > best + RISE or loss > healthy[min(step, len(healthy) - 1)] + BEHIND
-        run_length = run_length + 1 if behind else 0
-        if not math.isfinite(loss):
-            return step - run_length + 1
-        if run_length >= LASTING:
-            return step - LASTING + 1
-        best = min(best, loss)
-    return None
+    """The first step, counted from 0, from which on the loss shows that the run has gone wrong; None for a healthy one."""
+    step = wrong_from([x["loss"] for x in run["steps"]], healthy)
+    return None if step is None else step - 1
 
 
 def signals() -> dict[str, tuple[str, Any]]:
@@ -212,17 +211,59 @@ def text(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def refuse(why: str) -> NoReturn:
+    """End with one line, and the status of a wrong call."""
+    print(why, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def judge_unseen(lines: Path) -> None:
+    """Write the record of the unseen runs, and its page."""
+    from early_warning_page import record
+    from early_warning_page import text as page
+
+    if not lines.exists():
+        refuse(f"{lines}: no such file: make the runs with `early_warning.py unseen --text FILE` first")
+    data = record([json.loads(line) for line in lines.read_text().splitlines()])
+    UNSEEN.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    UNSEEN.with_suffix(".md").write_text(page(data))
+    print(page(data))
+
+
+def make_unseen(args: argparse.Namespace) -> None:
+    """Train the unseen runs that are not made yet."""
+    from early_warning_train import run_all as train_unseen
+
+    if args.text is None:
+        refuse("early_warning.py unseen needs --text FILE: Wikipedia prose, which may be packed with xz")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    how = dict(jobs=args.jobs, part=args.part, minutes=args.minutes, only=args.only, seed=args.seed)
+    train_unseen(args.out or UNSEEN, args.text, device=device, size=args.size, steps=args.steps or UNSEEN_STEPS, **how)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("run", "table", "show"))
-    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("verb", choices=("unseen", "judge", "run", "table", "show"))
+    parser.add_argument("folder", nargs="?", type=Path, help="of table: where run wrote; of judge: the lines of unseen")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--part", default="1/1")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--jobs", type=int, default=1, help="of unseen: runs at a time")
+    parser.add_argument("--device", help="of unseen: cuda or cpu; by default cuda where there is one")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of unseen: after these no run begins")
+    parser.add_argument("--only", default="", help="of unseen: a pattern that names of runs have to match")
+    parser.add_argument("--seed", type=int, default=0, help="of unseen: added to all seeds, for trials")
+    parser.add_argument(
+        "--size", type=int, nargs=2, default=UNSEEN_SIZE, help="of unseen: sequences and tokens, for trials"
+    )
     args = parser.parse_args()
     if args.verb == "show":
         print(text(json.loads(OUT.read_text())))
+    elif args.verb == "unseen":
+        make_unseen(args)
+    elif args.verb == "judge":
+        judge_unseen(args.folder or UNSEEN)
     elif args.verb == "table":
         runs = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.json"))]
         order = {plan.name: i for i, plan in enumerate(plans())}
@@ -232,7 +273,7 @@ def main() -> None:
         OUT.with_suffix(".md").write_text(text(record))
         print(text(record))
     else:
-        run_all(args.out, args.text, args.part, args.steps)
+        run_all(args.out, args.text, args.part, args.steps or STEPS)
 
 
 if __name__ == "__main__":

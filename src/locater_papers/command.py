@@ -56,7 +56,8 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="FOLDER",
-        help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, rte/ for dong2021, fashion.npz for sahiner2022.",
+        help="Data to train on: speeches.tar.xz and fashion.npz for --jobs, wikipedia/ and wikipedia-2/ for bao2024, wikipedia/ for "
+        "sun2026 and qiu2025, rte/ for dong2021, fashion.npz for sahiner2022.",
     ),
 ]
 Jobs = Annotated[

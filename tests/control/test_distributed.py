@@ -38,12 +38,14 @@ def batch() -> Tensor:
     return torch.randint(0, 64, (2 * RANKS, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model: nn.Module, ids: Tensor, before: bool = True) -> tuple[float, dict[str, Tensor]]:
+def gradients(
+    model: nn.Module, ids: Tensor, before: bool = True, form: Any = "effective"
+) -> tuple[float, dict[str, Tensor]]:
     """Of the mean loss over ids and the penalty, which is taken before or after the forward pass."""
     from locater.control import LocAteR
 
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    control = LocAteR(shrink=1.0, hold=1.0).attach(inner)
+    control = LocAteR(shrink=1.0, hold=1.0, form=form).attach(inner.train())
     penalty = control.loss() if before else None
     loss = model(ids, labels=ids).loss
     penalty = control.loss() if penalty is None else penalty
@@ -102,14 +104,19 @@ def llama() -> Any:
 
 
 def worker(rank: int) -> None:
-    dist.init_process_group("gloo")
     ids = batch()
+    alone = gradients(model_of(), ids, False, "measured")  # before there are other ranks
+    dist.init_process_group("gloo")
     mine = ids.chunk(RANKS)[rank]
     one = gradients(model_of(), ids)
     for before in (True, False):
         same(gradients(nn.parallel.DistributedDataParallel(model_of()), mine, before), one)
         same(gradients(shard(model_of()), mine, before), one)
     same(gradients(shard(model_of(), reshard_after_forward=False), mine, False), one)
+
+    # measured tokens: the sample is one of all ranks
+    same(gradients(nn.parallel.DistributedDataParallel(model_of()), mine, False, "measured"), alone)
+    same(gradients(shard(model_of()), mine, False, "measured"), alone)
 
     # QK-Clip: the largest logit is that over all ranks, and sharded maps are written in place
     whole = clipped(llama(), ids, 1.0)  # every rank sees the whole batch here, as one process would

@@ -443,6 +443,18 @@ def test_rows_are_those_of_attention_entropy() -> None:
         assert torch.equal(a, b)
 
 
+def test_gradients_of_transposed_queries_have_the_layout_that_the_compiler_is_told() -> None:
+    """Queries that no rotation copies are a view of (B, T, H, h); compiled, a model with learned positions broke."""
+    q, k = (torch.randn(2, 5, 3, 4).transpose(1, 2) for _ in range(2))
+    numbers = Terms(0.5, causal=True).flat()
+    entropy, _, lse, mass = torch.ops.locater.row_entropy(q, k, True, *numbers)
+    operands = (q, k, lse, entropy, mass, torch.ones_like(entropy), *numbers)
+    made = torch.ops.locater.row_entropy_gradient(*operands)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        told = torch.ops.locater.row_entropy_gradient(*operands)
+    assert [x.stride() for x in made] == [x.stride() for x in told]
+
+
 def test_each_row_is_compared_with_the_keys_it_sees() -> None:
     """Uniform causal attention is as spread as can be, from the second row on: no penalty at a floor of 1."""
     model = llama().train()

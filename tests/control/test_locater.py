@@ -215,10 +215,13 @@ def test_a_model_that_moves_to_another_dtype_is_read_again() -> None:
     assert float(control.loss().detach()) == pytest.approx(float(explicit(model).detach()), rel=1e-10)
 
 
-def step_of(model: nn.Module, control: LocAteR) -> Callable[[Tensor], Tensor]:
+def step_of(model: nn.Module, *controls: LocAteR) -> Callable[[Tensor], Tensor]:
     def step(ids: Tensor) -> Tensor:
         logits = model(ids, use_cache=False).logits
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + 100 * control.loss()
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        for control in controls:
+            loss = loss + 100 * control.loss()
+        return loss
 
     return step
 
@@ -247,7 +250,7 @@ def test_a_compiled_training_step_keeps_one_graph() -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    step = step_of(model, LocAteR().attach(model))
+    step = step_of(model, LocAteR().attach(model), LocAteR(form="measured").attach(model))
     eager = gradients(model, step(IDS))
     torch._dynamo.reset()
     found = torch._dynamo.explain(step)(IDS)

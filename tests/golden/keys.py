@@ -33,6 +33,7 @@ CHANGED: dict[str, dict[str, object]] = {
     "probe": {"schema": 2},  # three columns were renamed
     "names": {  # runs were added: arms of headlines have eight seeds
         "kept_runs.bao2024.bao2024": 273,
+        "kept_runs.bao2024.xiao2026": 3,
         "kept_runs.mechanisms.qiu2025": 90,
         "kept_runs.mechanisms.sun2026": 107,
         "kept_runs.mechanisms.zoo": 198,
@@ -55,8 +56,10 @@ NEW: dict[str, tuple[str, ...]] = {
         *(f"{place}.{kind}_induction" for place in ("heads[*]", "assumptions.how") for kind in ("skip", "pair")),
     ),
     "train": (
+        *("result.plan.convert", "result.plan.convert_at", "result.conversion"),  # null here
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
+        *(f"result.plan.{name}" for name in ("words", "select", "report", "bos")),
         *("scan.heads[*].effective_rank",),
     ),
 }

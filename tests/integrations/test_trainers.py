@@ -46,9 +46,11 @@ class Counting(LocAteR):
         self.steps += 1
 
 
-def by_hand(model: Any, accumulate: int, clip: float | None, whole_groups: bool = False) -> Any:
+def by_hand(
+    model: Any, accumulate: int, clip: float | None, whole_groups: bool = False, form: Any = "effective"
+) -> Any:
     """SGD with the penalty counted once per optimizer step. Lightning divides a short last group by the full size."""
-    control = LocAteR(shrink=0.05, hold=0.05).attach(model)
+    control = LocAteR(shrink=0.05, hold=0.05, form=form).attach(model.train())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     data = Words()
     batches = [[data[i] for i in range(at, min(at + SIZE, COUNT))] for at in range(0, COUNT, SIZE)]
@@ -73,9 +75,11 @@ def furthest(a: Any, b: Any) -> float:
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_transformers_trainer(tmp_path: Path, accumulate: int, clip: float | None) -> None:
+@pytest.mark.parametrize(
+    ("accumulate", "clip", "form"),
+    [*((n, clip, "effective") for n in (1, 2, 3) for clip in (None, 0.5)), (1, 0.5, "measured")],
+)
+def test_transformers_trainer(tmp_path: Path, accumulate: int, clip: float | None, form: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
     start = llama()
@@ -91,13 +95,13 @@ def test_transformers_trainer(tmp_path: Path, accumulate: int, clip: float | Non
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     trainer = InOrder(model, settings, train_dataset=Words())
-    control = Counting(shrink=0.05, hold=0.05)
+    control = Counting(shrink=0.05, hold=0.05, form=form)
     hf.attach(trainer, control)
     trainer.train()
     assert control.steps == -(-COUNT // SIZE // accumulate)
     assert any("penalty" in entry for entry in trainer.state.log_history)
     plain = copy.deepcopy(start)
-    assert furthest(model, by_hand(plain, accumulate, clip)) < 2e-6
+    assert furthest(model, by_hand(plain, accumulate, clip, form=form)) < 2e-6
     assert furthest(start, model) > 1e-3
     hf.detach(trainer)
     hf.detach(trainer)
@@ -115,9 +119,11 @@ def test_misuse_of_the_trainer_is_told(tmp_path: Path) -> None:
         hf.attach(object(), [LocAteR()])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_lightning(tmp_path: Path, accumulate: int, clip: float | None) -> None:
+@pytest.mark.parametrize(
+    ("accumulate", "clip", "form"),
+    [*((n, clip, "effective") for n in (1, 2) for clip in (None, 0.5)), (2, 0.5, "measured")],
+)
+def test_lightning(tmp_path: Path, accumulate: int, clip: float | None, form: Any) -> None:
     import lightning
 
     from locater.integrations.lightning import ControlCallback
@@ -135,7 +141,7 @@ def test_lightning(tmp_path: Path, accumulate: int, clip: float | None) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=RATE)
 
-    control = Counting(shrink=0.05, hold=0.05)
+    control = Counting(shrink=0.05, hold=0.05, form=form)
     trainer = lightning.Trainer(
         max_epochs=1, accumulate_grad_batches=accumulate, gradient_clip_val=clip, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
@@ -144,7 +150,8 @@ def test_lightning(tmp_path: Path, accumulate: int, clip: float | None) -> None:
     lit = Lit()
     trainer.fit(lit, torch.utils.data.DataLoader(Words(), batch_size=SIZE))
     assert control.steps == -(-COUNT // SIZE // accumulate)
-    assert furthest(lit.model, by_hand(copy.deepcopy(start), accumulate, clip, whole_groups=True)) < 2e-6
+    plain = by_hand(copy.deepcopy(start), accumulate, clip, whole_groups=True, form=form)
+    assert furthest(lit.model, plain) < 2e-6
     assert control.model is None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locater_papers.engine.runs import Arm, Runs
+from locater_papers.engine.text_sinks import PROBE_SEED, RECIPES, SEEDS, probe, text_arms, text_rows
 
 
 def made_line(loss: float, **more: Any) -> dict[str, Any]:
@@ -28,3 +29,30 @@ def fill(runs: Runs, arm: Arm, losses: Sequence[float], measures: Mapping[str, A
         runs.add(arm.row(rate, 0), made_line(losses[0] + 1))
     for seed, loss in enumerate(losses):
         runs.add(arm.row(arm.rates[0], seed), made_line(loss, measures=measures, **more))
+
+
+def text_line(loss: float, share: float, rate: float = 0.5, spike: float = 30.0, **more: Any) -> dict[str, Any]:
+    """A run on text, its first token with this share of rows, and `rate` of its heads with a sink."""
+    measures = {"first_mass": share, "first_weight": share, "first_value": 0.2, "sink_rate": rate, "sink_ratio": rate, "row_mass": 1.0,
+                "gate": None, "spike_ratio": spike}  # fmt: skip
+    curve = {"sinks": [[50, share / 2], [100, share]], "sink_rates": [[50, 0.0], [100, rate]]}
+    return made_line(loss, measures=measures | more, **curve)
+
+
+def fill_text(
+    runs: Runs, levels: Mapping[str, Mapping[str, Any]], rate: float = 0.5, recipe: str = "start token"
+) -> None:
+    """All runs on text: `recipe` is picked, arms have a share of 0.4 unless `levels` says otherwise. Seeds hardly
+    differ.
+    """
+    for name in RECIPES:
+        runs.add(probe(name), text_line(3.0, 0.4, rate if name == recipe else 0.0))
+    for number, (name, arm) in enumerate(text_arms(recipe).items()):
+        for seed in range(SEEDS):
+            noise = 1e-4 * (1 + number) * ((7 * seed + number) % 5 - 2)
+            own = {"share": 0.4, "rate": rate} | levels.get(name, {})
+            runs.add(
+                arm.row(arm.rates[0], seed), text_line(3.0 + noise, own.pop("share") + noise, own.pop("rate"), **own)
+            )
+    assert not runs.missing(text_rows(runs))
+    assert PROBE_SEED not in range(SEEDS)

@@ -15,8 +15,9 @@ from locater_papers.engine.claims import judged_together
 from locater_papers.engine.pages import page
 from locater_papers.engine.papers import Reproduction, Results
 from locater_papers.engine.runs import Runs
+from locater_papers.engine.text_sinks import GATES, SEEDS, text_arms
 from locater_papers.qiu2025 import gates, nonlinear, qwen, training, variants
-from tests.papers.made_runs import made_line
+from tests.papers.made_runs import fill_text, made_line
 
 PAPER = PAPERS["qiu2025"]
 
@@ -122,15 +123,22 @@ def line(loss: float, first: float = 0.1, gate: float | None = None, spike: floa
 @pytest.fixture(scope="module")
 def runs() -> Runs:
     """Every arm done: gates close in the order of the paper's table, and the sink with them. Seeds hardly differ."""
+    return filled(0.5)
+
+
+def filled(rate: float) -> Runs:
+    """`rate` of the heads of models of text have a sink."""
     runs = Runs()
-    levels = {arm.name: (0.1 + 0.1 * n, 0.02 + 0.05 * n) for n, arm in enumerate(training.SIX)}
+    levels = {name: {"gate": 0.1 + 0.1 * n, "share": 0.02 + 0.05 * n} for n, name in enumerate(GATES)}
+    fill_text(runs, levels, rate)
+    gates_of = {GATES[name]: level["gate"] for name, level in levels.items()}
     for number, arm in enumerate(training.ARMS):
-        gate, first = levels.get(arm.name, (None, 0.4))
+        gate = gates_of.get(arm.name)
         while missing := runs.missing(arm.rows(runs)):
             for row in missing:
                 noise = 1e-6 * (number + 1) * (row.plan.seed - 1)
                 loss = (3.0 if gate else 3.1) + (gate or 0) / 10 - row.plan.rate + row.plan.seed / 1000
-                runs.add(row, line(loss + noise, first + noise, None if gate is None else gate + noise))
+                runs.add(row, line(loss + noise, 0.01, None if gate is None else gate + noise))
     return runs
 
 
@@ -152,30 +160,21 @@ def test_verdicts_follow_the_runs(runs: Runs, results: Results) -> None:
     assert first.value == pytest.approx(-0.09, abs=1e-4)
     assert by_claim["d1"] == by_claim["d7"] == "holds"
     assert results.measured["d15"].value == pytest.approx(1.0)  # type: ignore[union-attr]
-    assert by_claim["d15"] == "undecided", "two equal numbers decide nothing"
+    assert by_claim["d15"] == "undecided", "four equal numbers decide nothing"
     assert by_claim["d18"] == "fails", "a gate without input is 0.05 ahead in these runs"
     table = results.tables["gates_in_training"]
     assert len(table["arms"]) == len(training.ARMS)
-    assert table["has_sink"]
-    less = Runs()
-    less.lines = {
-        key: end
-        for key, end in runs.lines.items()
-        if key != training.ELEMENT.row(training.ELEMENT.rate(runs) or 0.0, 1).key
-    }
-    assert len(less.lines) == len(runs.lines) - 1
-    assert training.judge(less).measured["d15"] is None, "an arm with a seed missing decides nothing"
+    assert not table["has_sink"]
+    for seeds, known in ((3, True), (2, False)):
+        less, element = Runs(), text_arms("start token")["element"]
+        gone = {element.row(element.rates[0], seed).key for seed in range(seeds, SEEDS)}
+        less.lines = {key: end for key, end in runs.lines.items() if key not in gone}
+        assert len(less.lines) == len(runs.lines) - len(gone)
+        assert (training.judge(less).measured["d15"] is not None) == known, "three seeds are the least"
 
 
-def without_sink(runs: Runs) -> Runs:
-    """The same runs, first tokens with less than uniform attention would give them."""
-    bare = Runs()
-    bare.lines = {key: {**end, "measures": {**end["measures"], "first_mass": 0.01}} for key, end in runs.lines.items()}
-    return bare
-
-
-def test_without_a_sink_nothing_is_said_of_sinks(runs: Runs, document: dict[str, Any]) -> None:
-    results = training.judge(without_sink(runs))
+def test_without_a_sink_nothing_is_said_of_sinks(document: dict[str, Any]) -> None:
+    results = training.judge(filled(0.0))
     by_claim = verdicts_of(results)
     assert {by_claim[key] for key in training.OF_SINKS} == {"undecided"}
     assert by_claim["d1"] == "holds"
@@ -233,10 +232,11 @@ def test_the_page_stands_with_all_some_and_no_claims_measured(document: dict[str
     assert "## d." not in text
     assert "In training" not in text
     text, figures = page(with_runs(document, results), PAPER)
-    assert set(figures) == {"linear", "table", "training", "first"}
+    assert set(figures) == {"linear", "table", "training", "first", "text"}
     assert "| per element | 0.0025 | 3.0" in text
     assert "In training, as seen at this size, a gate per element changes the loss by -0.090 (-0.090 to -0.090)" in text
-    assert "No sink formed" not in text
+    assert '(50% of softmax heads have a sink by the recipe "start token")' in text
+    assert "### Where there is a sink" in text
     nothing = [{**entry, "measured": None, "verdict": "undecided"} for entry in document["claims"]]
     text, figures = page({**document, "claims": nothing, "studies": {}}, PAPER)
     assert figures == {}

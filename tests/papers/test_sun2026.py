@@ -18,9 +18,8 @@ from locater_papers.engine.pages import page
 from locater_papers.engine.papers import Reproduction, Results
 from locater_papers.engine.runs import Runs
 from locater_papers.engine.trained_heads import sources
-from locater_papers.qiu2025.training import ELEMENT, HEAD
-from locater_papers.sun2026 import first, forms, metrics, norms, spikes, training
-from tests.papers.made_runs import made_line
+from locater_papers.sun2026 import first, forms, growth, metrics, norms, spikes, training
+from tests.papers.made_runs import fill_text, made_line
 
 PAPER = PAPERS["sun2026"]
 
@@ -204,23 +203,27 @@ def line(loss: float, share: float, spike: float) -> dict[str, Any]:
     return made_line(loss, measures=measures)
 
 
-def made_up() -> Runs:
+def made_up(rate: float = 0.5) -> Runs:
     """Sinks grow with head size, gates have none, norms lower spikes alone. Seeds hardly differ."""
     runs = Runs()
-    of = {
-        training.SIZES[8].name: (0.05, 50.0),
-        training.SIZES[16].name: (0.1, 45.0),
-        training.SIZES[128].name: (0.4, 20.0),
-        HEAD.name: (0.02, 48.0),
-        ELEMENT.name: (0.01, 47.0),
-        training.SANDWICH.name: (0.3, 5.0),
-    }
     for number, arm in enumerate(training.ARMS):
-        share, spike = of.get(arm.name, (0.3, 30.0))
         while missing := runs.missing(arm.rows(runs)):
             for row in missing:
                 noise = 1e-6 * (number + 1) * (row.plan.seed - 1)
-                runs.add(row, line(3.0 + row.plan.rate, share + noise, spike + noise))
+                runs.add(row, line(3.0 + row.plan.rate, 0.01, 30.0 + noise))
+    levels: dict[str, dict[str, Any]] = {
+        "heads of 8": {"share": 0.05, "spike": 50.0},
+        "heads of 16": {"share": 0.1, "spike": 45.0},
+        "heads of 128": {"share": 0.6, "spike": 20.0},
+        "head": {"share": 0.02},
+        "element": {"share": 0.01},
+        "gelu": {"share": 0.5},
+        "no mlp": {"share": 0.5},
+        "sigmoid": {"share": 0.2, "first_weight": 0.01},
+        "no decay": {"share": 0.3},
+        "other start": {"share": 0.1, "rate": 0.0},
+    }
+    fill_text(runs, levels, rate)
     return runs
 
 
@@ -234,15 +237,31 @@ def test_verdicts_follow_the_runs() -> None:
     by_claim = verdicts_of(results)
     assert by_claim.keys() == {claim.id for claim in training.CLAIMS}
     assert {key for key in by_claim if by_claim[key] == "fails"} == {"e2"}
-    assert {by_claim[key] for key in ("e1", "e3", "e5", "e6", "e8")} == {"holds"}
+    assert {by_claim[key] for key in ("e3", "e5", "e6", "e8", "e10", "e11")} == {"holds"}
     assert {by_claim[key] for key in training.OF_SPIKES} == {"undecided"}, "there is no spike"
     sizes = results.measured["e4"]
     assert sizes is not None
     assert sizes.value == pytest.approx(1.0)
-    assert results.tables["drivers"]["has_sink"]
+    assert not results.tables["drivers"]["has_sink"]
     empty = training.judge(Runs())
-    assert empty.measured["e4"] is None
+    assert empty.measured.get("e4") is None
     assert empty.tables == {}
+
+
+def test_without_a_sink_nothing_is_said_of_sinks() -> None:
+    by_claim = verdicts_of(training.judge(made_up(rate=0.0)))
+    assert {by_claim[key] for key in training.OF_SINKS} == {"undecided"}
+    measured = growth.judge(made_up(rate=0.0)).measured.values()
+    assert all(x is not None and x.spread == math.inf for x in measured)
+
+
+def test_what_a_sink_on_text_is() -> None:
+    results = growth.judge(made_up())
+    by_claim = {c.id: verdict_of(c, results.measured[c.id], "").verdict for c in growth.CLAIMS}
+    assert by_claim["g2"] == "fails", "it has the whole of it still"
+    assert {by_claim[key] for key in ("g1", "g3", "g6")} == {"holds"}
+    assert len(results.tables["text_sinks"]["recipes"]) == 8
+    assert growth.judge(Runs()) == Results({}, {})
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -259,9 +278,12 @@ def test_what_holds_and_what_waits(document: dict[str, Any]) -> None:
 
 
 def with_runs(document: dict[str, Any], results: Results) -> dict[str, Any]:
-    """The document as it were if study e had been measured too."""
-    verdicts = judged_together([verdict_of(claim, results.measured[claim.id], "") for claim in training.CLAIMS])
-    more = Reproduction(PAPER, verdicts, {}, {training.STUDY.title: results.tables}).to_dict()
+    """The document as it were if studies e and g had been measured too."""
+    grown = growth.judge(made_up())
+    measured = {**results.measured, **grown.measured}
+    verdicts = judged_together([verdict_of(c, measured[c.id], "") for c in (*training.CLAIMS, *growth.CLAIMS)])
+    tables = {training.STUDY.title: results.tables, growth.STUDY.title: grown.tables}
+    more = Reproduction(PAPER, verdicts, {}, tables).to_dict()
     by_id = {entry["id"]: entry for entry in more["claims"]}
     claims = [by_id.get(entry["id"], entry) for entry in document["claims"]]
     return {**document, "claims": claims, "studies": {**document["studies"], **more["studies"]}}
@@ -273,9 +295,12 @@ def test_the_page_stands_with_all_some_and_no_claims_measured(document: dict[str
     assert set(figures) == {"norm", "stream"}
     assert "## e." not in text
     text, figures = page(with_runs(document, training.judge(made_up())), PAPER)
-    assert set(figures) == {"norm", "stream", "sinks", "spikes"}
+    assert set(figures) == {"norm", "stream", "sinks", "spikes", "growth", "text"}
     assert "| heads of 8 |" in text
-    assert "heads of 8 change its share by -0.2500" in text
+    assert "heads of 8 by -0.35" in text
+    assert 'It picks "start token".' in text
+    assert ">start token<" in figures["growth"]
+    assert "50% of the heads have a sink (section g)" in text
     nothing = [{**entry, "measured": None, "verdict": "undecided"} for entry in document["claims"]]
     text, figures = page({**document, "claims": nothing, "studies": {}}, PAPER)
     assert figures == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import re
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -20,9 +23,10 @@ from locater_papers.engine.claims import verdict_of
 from locater_papers.engine.draws import normal
 from locater_papers.engine.mechanism_runs import SOFTMAX, SOFTMAX_IMAGE
 from locater_papers.engine.pages import write_report
+from locater_papers.engine.pictures import strip_of
 from locater_papers.engine.runs import Arm, Runs
 from locater_papers.engine.trained_heads import sources
-from locater_papers.xiao2026 import PAPER, flattening, models, signs, training
+from locater_papers.xiao2026 import PAPER, flattening, models, signs, training, vision
 from tests import ROOT
 from tests.papers.made_runs import made_line
 
@@ -58,9 +62,9 @@ def test_exact_claims_are_decided(document: dict[str, Any]) -> None:
 
 def test_accuracy_and_speed_stand_among_the_papers_claims_and_are_open(document: dict[str, Any]) -> None:
     papers = [x for x in document["claims"] if x["by"] == "paper"]
-    assert [x["id"] for x in papers] == ["d2", "e1", "e2", "e3", "f1"]
+    assert [x["id"] for x in papers] == ["d2", "e1", "e2", "e3", "f1", "g1", "g6"]
     assert all(x["where"] == "abstract" for x in papers)
-    unmeasured = [x for x in papers if x["id"] != "d2"]
+    unmeasured = [x for x in papers if x["id"][0] in "ef"]
     assert {(x["measured"], x["verdict"]) for x in unmeasured} == {(None, "undecided")}
     assert "ImageNet" in entry(document, "e1")["waits_for"]
     assert "kernel" in entry(document, "f1")["waits_for"]
@@ -164,6 +168,67 @@ def test_runs_are_judged_seed_by_seed_and_shown(tmp_path: Path, document: dict[s
     rate = min(training.PLAIN.rates)
     losses = ", ".join(f"{4.5 + rate + NOISE[seed] * 5.5:.3f}" for seed in range(training.PLAIN.seeds))
     assert f"| binary, no bias | {rate:g} | {losses} |" in page
+
+
+ENDS = {  # accuracy of classifiers, loss of denoisers
+    "softmax": (0.9, 0.2),
+    "binary": (0.88, 0.21),
+    "converted": (0.898, 0.201),
+}
+
+
+def made_up_images() -> Runs:
+    """The second rate is the better one. Converted models lose 5 points, or 40 % of their loss, at the change."""
+    runs, strip = Runs(), strip_of(torch.full((10, 28, 28, 1), 255, dtype=torch.uint8))
+    for arms, worse in ((vision.IMAGES, 0), (vision.NOISE, 1)):
+        for (name, arm), number in zip(arms.items(), range(3), strict=True):
+            for rate, seed in [(arm.rates[0], 0), *((arm.rates[1], seed) for seed in range(arm.seeds))]:
+                noise, first = 1e-4 * (number + 1) * (seed % 3), rate == arm.rates[0]
+                accuracy, loss = ENDS[name][0] + noise, (ENDS[name][1] if worse else 0.3) + noise + first
+                before = {"loss": 0.3 + noise, "accuracy": 0.89}
+                after = {"loss": 1.4 * before["loss"] + noise, "accuracy": 0.84 + noise}
+                change = {"conversion": {"step": 1000, "before": before, "after": after}} if number == 2 else {}
+                more = {"samples": strip} if worse and seed == 0 else {}
+                line = made_line(
+                    loss, accuracy=None if worse else accuracy, measures={"entropy": 3.0}, **change, **more
+                )
+                runs.add(arm.row(rate, seed), line)
+    return runs
+
+
+def test_models_of_images_are_judged_and_drawn(tmp_path: Path, document: dict[str, Any]) -> None:
+    results = vision.judge(made_up_images())
+    measured = {id: x for id, x in results.measured.items() if x is not None}
+    assert measured.keys() == {claim.id for claim in vision.CLAIMS}
+    values = {id: x.value for id, x in measured.items()}
+    expected = {"g1": -0.002, "g3": -0.05, "g4": 0.018, "g5": -0.02}
+    assert {id: values[id] for id in expected} == pytest.approx(expected, abs=5e-4)
+    ratios = {"g6": 0.201 / 0.2, "g8": 1.4, "g9": 0.201 / 0.21, "g10": 1.05}
+    assert {id: math.exp(values[id]) for id in ratios} == pytest.approx(ratios, abs=2e-3)
+    verdicts = {c.id: verdict_of(c, measured[c.id], "") for c in vision.CLAIMS}
+    assert [id for id, x in verdicts.items() if x.verdict == "fails"] == ["g1", "g5", "g6", "g10"]
+    entries = [x.to_dict() for x in verdicts.values()]
+    claims = [x for x in document["claims"] if x["id"][0] != "g"] + entries
+    studies = {**document["studies"], vision.STUDY.title: {"tables": dict(results.tables)}}
+    whole = json.loads(json.dumps({**document, "claims": claims, "studies": studies}))
+    written = write_report(whole, PAPER, tmp_path / "x.md", tmp_path)
+    page = written[0].read_text()
+    assert "less accurate, and within one point" in page
+    assert "moves the loss by +40." in page
+    assert "| converted, diffusion | 0.0015 |" in page
+    drawing = next(path for path in written if path.name == "xiao2026-samples.svg").read_text()
+    strips = [base64.b64decode(x) for x in re.findall('base64,([^"]+)', drawing)]
+    assert len(strips) == 3
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed").open(io.BytesIO(strips[0]))
+    assert (image.size, image.getextrema()) == ((280, 28), (255, 255))
+
+
+def test_a_strip_is_a_png_of_its_images() -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    for channels in (1, 3):
+        images = torch.randint(256, (3, 5, 4, channels), dtype=torch.uint8)
+        read = np.asarray(pillow.open(io.BytesIO(base64.b64decode(strip_of(images)))))
+        assert np.array_equal(read.reshape(5, 12, channels), np.concatenate(list(images.numpy()), 1))
 
 
 def test_the_page_is_made_of_the_document_alone(tmp_path: Path, document: dict[str, Any]) -> None:

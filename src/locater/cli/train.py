@@ -118,7 +118,9 @@ def _train_several(plan: Plan, values: dict[str, list[Any]], json: str | None) -
 
 def summary(result: Result) -> str:
     """A result in one line."""
-    last = f"accuracy {result.accuracy:.4f}" if result.accuracy is not None else f"perplexity {result.perplexity:.4g}"
+    last = "mean squared error" if result.perplexity is None else f"perplexity {result.perplexity:.4g}"
+    if result.accuracy is not None:
+        last = f"accuracy {result.accuracy:.4f}"
     entropy = "" if result.report_entropy is None else f", attention entropy {result.report_entropy:.3f}"
     if "least_loss" in result.data:
         least = "Bayes" if result.plan.task == "ngram" else "its source"

@@ -15,10 +15,13 @@ from locater.errors import LocaterError
 from locater.train.plan import Plan
 
 PANELS = {  # group of the help: fields of the plan
-    "Data": ("task", "corpus", "images", "vocabulary", "length", "patch", "masked", "parents", "concentration"),
+    "Data": (
+        *("task", "corpus", "select", "report", "images", "vocabulary", "words", "bos", "length"),
+        *("patch", "masked", "parents", "concentration"),
+    ),
     "Model": (
         *("layers", "width", "heads", "kv_heads", "hidden", "positions", "qk_norm"),
-        *("attention", "mlp", "norm", "fusion", "scale", "dropout"),
+        *("attention", "convert", "convert_at", "mlp", "norm", "fusion", "scale", "dropout"),
     ),
     "Optimization": (
         *("steps", "batch", "accumulate", "rate", "warmup", "schedule", "floor"),
@@ -30,10 +33,11 @@ PANELS = {  # group of the help: fields of the plan
 }
 METAVARS = {
     "out": "FOLDER",
-    "corpus": "PATH",
+    **dict.fromkeys(("corpus", "select", "report"), "PATH"),
     "images": "FILE",
     "parents": "N,N",
     "attention": "MECHANISM",
+    "convert": "MECHANISM",
     "control": "CONTROL",
     "device": "DEVICE",
 }

@@ -14,7 +14,6 @@ follows changes nothing. Raw tr W^2 is no such penalty: it has no lower bound, s
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -23,25 +22,39 @@ import torch
 from torch import Tensor, nn
 
 from locater.control.base import Control, Layers, chosen_layers, device_of
-from locater.errors import LocaterError, first_line
-from locater.families import attention_layers, effective
-from locater.families.folded import FoldedStacks, Maps, maps_of
+from locater.control.model_maps import ModelMaps
+from locater.errors import LocaterError
+from locater.families import attention_layers
+from locater.families.folded import Maps
 
-logger = logging.getLogger("locater")
 Schedule = Callable[[int], float]  # of the step, from 0; multiplies the penalty
 
 
 class LocAteR(Control):
     """The regularizer of Bao, Hataya and Karakida (2024) in logit units.
 
+    `form` says which logits M and V are of:
+
+    - "effective": of unit tokens, with the norms in front of attention folded into W;
+    - "measured": of tokens that the layer read in the last training pass (a sample of 256, not differentiated). With
+      L_ij = s q_i . (k_j - mean k), V is the mean of L_ij^2 over all pairs and M the mean of L_ii. Norms and biases of
+      queries and keys are exact; rotation is left out, so these are logits at distance zero. `loss()` comes after the
+      forward pass. Passes between two calls of `loss()` share the sample;
+    - "stored": of unit tokens, with W_Q and W_K as the parameters are stored and no norm at all.
+
     `target="free"` concentrates the spectrum around whatever mean it has: shrink * (V - M^2 / d_head), never negative.
+    With a `limit` only V above it is charged: shrink * max(0, V - limit). `part` is for W, not for the measured form.
     `layers` are numbers as in a scan; cross-attention has no mean and is left out. A layer that several depths share
     counts once.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
-    >>> control = LocAteR(target=2.0).attach(nn.TransformerEncoder(block, 2, enable_nested_tensor=False))
+    >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    >>> control = LocAteR(target=2.0).attach(model)
     >>> bool(control.loss() > 0), control.loss().requires_grad
     (True, True)
+    >>> control = LocAteR(form="measured").attach(model)
+    >>> _ = model(torch.randn(4, 32, 16)); bool(control.loss() > 0)
+    True
     """
 
     state_attributes = ("step",)
@@ -51,20 +64,30 @@ class LocAteR(Control):
         shrink: float = 0.01,
         hold: float = 0.01,
         target: float | Literal["free"] = 2.0,
+        form: Literal["effective", "measured", "stored"] = "effective",
         part: Literal["symmetric", "full"] = "symmetric",
+        limit: float = 0.0,
         layers: Layers = None,
         schedule: Schedule | None = None,
     ) -> None:
+        if form not in ("effective", "measured", "stored"):
+            raise LocaterError(f"form={form!r}: choose effective, measured or stored")
         if part not in ("symmetric", "full"):
             raise LocaterError(f"part={part!r}: choose symmetric or full")
+        if form == "measured" and part == "full":
+            raise LocaterError("part='full' is a part of W, and form='measured' charges all logits: leave part out")
         if target != "free" and not (isinstance(target, int | float) and math.isfinite(target)):
             raise LocaterError(f"target={target!r}: a number, or free")
         if schedule is not None and not callable(schedule):
             raise LocaterError(f"schedule={schedule!r}: a function of the step, so it is given in Python alone")
         if shrink < 0 or hold < 0:
             raise LocaterError(f"shrink={shrink}, hold={hold}: both are 0 or more, or the penalty would be a reward")
-        self.shrink, self.hold, self.target = shrink, hold, target
-        self.part, self.layers, self.schedule = part, layers, schedule
+        if not (isinstance(limit, int | float) and 0 <= limit < math.inf):
+            raise LocaterError(f"limit={limit!r}: a number from 0, the V that is free of charge")
+        if limit and target == "free":
+            raise LocaterError(f"limit={limit} with target='free', which charges no V: give a number as target")
+        self.shrink, self.hold, self.target, self.form = shrink, hold, target, form
+        self.part, self.limit, self.layers, self.schedule = part, limit, layers, schedule
         self.step = 0
 
     def _attach(self, model: nn.Module) -> None:
@@ -75,31 +98,22 @@ class LocAteR(Control):
                 f"{type(model).__name__}: none of its query and key maps is trained, so a penalty would change nothing"
             )
         numbers = range(len(every)) if self.layers is None else self.layers
-        self._numbers = [number for number in numbers if every[number].kind == "self"]
-        self._stacks: FoldedStacks | None = None
-        try:
-            self._stacks = FoldedStacks(model, self._numbers)
-        except LocaterError:
-            raise
-        except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
-            logger.warning(
-                "LocAteR: the maps of %s are read anew at each step, which is slower: they cannot be recorded (%s)",
-                type(model).__name__,
-                first_line(error),
-            )
+        of_self = {number: every[number] for number in numbers if every[number].kind == "self"}
         self.step = 0
         self._set_strength()
+        self._maps = ModelMaps(model, of_self, self.form)  # last: the measured form begins to listen
 
     def _detach(self, model: nn.Module) -> None:
-        del self._stacks
+        self._maps.close()
+        del self._maps
 
     def maps(self) -> list[Maps]:
-        """Effective query and key maps of the chosen layers and their logit scales, layers of one kind stacked."""
-        model = self.attached
-        if self._stacks is not None:
-            return self._stacks.maps()
-        layers = attention_layers(model)
-        return [maps_of(effective(layers[number])) for number in self._numbers]
+        """Query and key maps of the chosen layers and their logit scales, layers of one kind stacked.
+
+        In the measured form these are maps from the numbers of the sampled tokens (`families.forms.token_maps`).
+        """
+        _ = self.attached
+        return self._maps.now()
 
     def loss(self) -> Tensor:
         """The penalty of this step, in float32 at least, under autocast too."""
@@ -111,14 +125,22 @@ class LocAteR(Control):
     def of(self, query: Tensor, key: Tensor, scale: Tensor | float) -> Tensor:
         """The penalty of every head (..., H), from queries (..., H, h, d), keys (..., K, h, d) and logit scales."""
         trace, square, size = traces(query, key)
-        M = scale * trace
-        V = scale**2 * ((square + size) / 2 if self.part == "symmetric" else (2 * size + square) / 3)
+        M, V = scale * trace, scale**2 * self._spread(square, size)
         if self.target == "free":
             return self.shrink * (V - M**2 / query.shape[-2])
         assert not isinstance(self.target, str)
-        return self.shrink * V + self.hold * (M - self.target) ** 2
+        charged = torch.relu(V - self.limit) if self.limit else V
+        return self.shrink * charged + self.hold * (M - self.target) ** 2
+
+    def _spread(self, square: Tensor, size: Tensor) -> Tensor:
+        """V / s^2, from tr W^2 and ||W||_F^2."""
+        if self.form == "measured":
+            return size
+        return (square + size) / 2 if self.part == "symmetric" else (2 * size + square) / 3
 
     def after_step(self) -> None:
+        if self.model is not None:
+            self._maps.forget()
         self.step += 1
         self._set_strength()
 

@@ -89,10 +89,13 @@ def _gradient(
     with torch.autocast(q.device.type, enabled=False):
         terms = terms_of(Call(q, k, Terms.from_flat(arguments)))
         if default_backend(q, terms) == "torch":
-            return reference.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
-        from locater.kernels import triton_kernels
+            dq, dk = reference.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
+        else:
+            from locater.kernels import triton_kernels
 
-        return triton_kernels.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
+            dq, dk = triton_kernels.entropy_gradient(q, k, terms, lse, entropy, mass, grad)
+    # as the compiler is told below; queries that nothing rotates are a transposed view
+    return dq.contiguous(), dk.contiguous()
 
 
 @_gradient.register_fake

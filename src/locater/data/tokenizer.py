@@ -13,12 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from locater.data.start_token import without_start
 from locater.errors import LocaterError
 
 BYTES = 256
 FILE = "tokenizer.json"
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # tokenizer_config.json
-PIECE = 1 << 20  # characters encoded at a time
+PIECE, PIECES = 1 << 20, 16  # characters of a piece, and pieces that are encoded at the same time
 
 
 class Tokenizer(Protocol):
@@ -78,12 +79,18 @@ class PairTokenizer:
 
     def encode(self, text: str) -> Tensor:
         ids: list[int] = []
-        for begin in range(0, len(text), PIECE):
-            ids += self._tokenizer.encode(text[begin : begin + PIECE]).ids
+        pieces = [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]
+        for begin in range(0, len(pieces), PIECES):
+            for piece in self._tokenizer.encode_batch_fast(pieces[begin : begin + PIECES]):
+                ids += piece.ids
         return torch.tensor(ids, dtype=torch.int32)
 
     def to_json(self) -> str:
         return str(self._tokenizer.to_str())
+
+    @classmethod
+    def from_json(cls, text: str) -> PairTokenizer:
+        return cls(_library(BYTES + 1).Tokenizer.from_str(text))
 
 
 def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
@@ -101,12 +108,15 @@ def make_tokenizer(vocabulary: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def tokenizer_of_run(folder: Path, vocabulary: int, make: Callable[[], Tokenizer]) -> Tokenizer:
-    """The tokenizer in the folder of a run that has a checkpoint to continue from; for other runs a new one."""
+    """The tokenizer in the folder of a run that has a checkpoint to continue from, without its start token; for other
+    runs a new one.
+    """
     path = folder / FILE
     if vocabulary == BYTES or not path.is_file() or not any(folder.glob("step-*")):
         return make()
     try:
-        return PairTokenizer(_library(vocabulary).Tokenizer.from_file(str(path)))
+        saved = without_start(path.read_text(encoding="utf-8"))
+        return PairTokenizer(_library(vocabulary).Tokenizer.from_str(saved))
     except LocaterError:
         raise
     except Exception as error:  # the package raises plain exceptions

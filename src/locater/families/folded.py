@@ -9,7 +9,7 @@ tensors as they are at that moment. What cannot be recorded can still be folded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from locater.families.reading import layers_of
 from locater.spectrum import cross_moments, moments
 
 Result = TypeVar("Result")
+Inputs = Callable[[], tuple[Tensor, ...]]
 Maps = tuple[Tensor, Tensor, Tensor]  # queries (L, H, h, d), keys (L, K, h, d), logit scales (L,) of L layers
 
 
@@ -86,12 +87,22 @@ def maps_of(folded: Effective) -> Maps:
 class FoldedStacks:
     """The chosen layers of a model, numbered as in a scan. Raises what reading or recording them raises.
 
+    `fold` makes the maps of a layer; `inputs` are, by the number of a layer, further tensors for it, read anew at each
+    call.
+
     A model that moves to another device or dtype, or that gets an adapter, is recorded anew at the next call; though
     not inside a compiled step, so begin when the model is where it will be trained.
     """
 
-    def __init__(self, model: nn.Module, chosen: Sequence[int]) -> None:
-        self.model, self.chosen = model, list(chosen)
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: Sequence[int],
+        fold: Callable[..., Effective] = effective,
+        inputs: Mapping[int, Inputs] | None = None,
+    ) -> None:
+        self.model, self.chosen, self.fold = model, list(chosen), fold
+        self.inputs = inputs or {}
         self._record()
 
     def maps(self) -> list[Maps]:
@@ -133,10 +144,14 @@ class FoldedStacks:
         return [torch.stack(same) for same in zip(*by_layer, strict=True)]
 
     def _now(self, name: str) -> Tensor:
-        if torch.compiler.is_compiling():
+        if name in self._places:
+            number, place = self._places[name]
+            tensor = self.inputs[number]()[place]
+        elif torch.compiler.is_compiling():
             return ModuleWeights.read(self._weights, name)
-        tensor = self._weights.now(name)
-        if tensor_kind(tensor) != self._kinds[name]:
+        else:
+            tensor = self._weights.now(name)
+        if not torch.compiler.is_compiling() and tensor_kind(tensor) != self._kinds[name]:
             raise _ChangedError
         return tensor
 
@@ -149,6 +164,13 @@ class FoldedStacks:
     @torch.no_grad()
     def _record(self) -> None:
         self._weights = weights = _Shapes(self.model)
+        self._places = {
+            f"input {place} of layer {number}": (number, place)
+            for number in self.inputs
+            for place in range(len(self.inputs[number]()))
+        }
+        for name, (number, place) in self._places.items():
+            weights.put(name, self.inputs[number]()[place])
         with weights.mode:
             list(self._fold())
         names, fakes = list(weights.tensors), list(weights.tensors.values())
@@ -164,13 +186,17 @@ class FoldedStacks:
             whole = make_fx(functionalize(maps), tracing_mode="fake")(*fakes)
             weights.tensors = {}
             self.stacks = list(layer_stacks(whole, self.chosen, names, folded))
-        self._edges = _edges(self.model, [weights.live_tensor(name).module for name in names])
+        own = [weights.live_tensor(name).module for name in names if name not in self._places]
+        self._edges = _edges(self.model, own)
         wrappers = [part for part in self.model.modules() if is_a(part, "peft.utils.other", "ModulesToSaveWrapper")]
         self._wrappers = [(wrapper, _active_copy(wrapper)) for wrapper in wrappers]
 
     def _fold(self) -> Iterator[Effective]:
         layers = list(layers_of(self._weights, config_of(self.model)))
-        yield from (effective(layers[i]) for i in self.chosen)
+        for i in self.chosen:
+            yield self.fold(
+                layers[i], *(self._weights.tensors[name] for name, (at, _) in self._places.items() if at == i)
+            )
 
 
 class _ChangedError(Exception):
@@ -191,9 +217,13 @@ class _Shapes(Recorder):
         if name not in self.tensors:
             with unset_fake_temporarily():
                 tensor = ModuleWeights.read(self, name).detach()
-            self.kinds[name] = tensor_kind(tensor)
-            self.tensors[name] = self.mode.from_tensor(tensor)
+            self.put(name, tensor)
         return take_rows(self.tensors[name], rows)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """From now on there is a tensor of this name, of the same kind and without data."""
+        self.kinds[name] = tensor_kind(tensor)
+        self.tensors[name] = self.mode.from_tensor(tensor)
 
 
 def _edges(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -30,4 +30,4 @@ def names_of(model: Transformer) -> list[str]:
     """
     with torch.device("meta"):
         plain = Transformer(model.shape)
-    return [name for name in plain.state_dict() if name != "lm_head.weight" or model.shape.is_classifier]
+    return [name for name in plain.state_dict() if name != "lm_head.weight" or not model.shape.is_tied]

@@ -33,8 +33,9 @@ class Config(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and kinds of a model. `image` is (height, width, channels), and `vocabulary` then counts classes. A model
-    that classifies text has `classes` beside its `vocabulary`. Classifiers read the mean over tokens.
+    """Sizes and kinds of a model. `image` is (height, width, channels), and `vocabulary` then counts classes, or the
+    numbers in a patch where the model `denoises`. A model that classifies text has `classes` beside its `vocabulary`.
+    Classifiers read the mean over tokens.
     """
 
     vocabulary: int = 256
@@ -54,6 +55,7 @@ class Shape:
     norm: str = "pre"
     fusion: str | None = None
     classes: int | None = None
+    denoises: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -62,11 +64,16 @@ class Shape:
 
     @property
     def is_classifier(self) -> bool:
-        return self.image is not None or self.classes is not None
+        return (self.image is not None and not self.denoises) or self.classes is not None
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output map is the embedding of tokens."""
+        return self.image is None and self.classes is None
 
     @property
     def is_llama(self) -> bool:
-        plain = self.attention == "softmax" and not self.is_classifier and self.is_plain
+        plain = self.attention == "softmax" and self.is_tied and self.is_plain
         return plain and self.causal and self.positions == "rotary" and self.mlp == "swiglu"
 
     @property
@@ -114,6 +121,8 @@ class Shape:
         )
         if self.classes is not None:
             config["classes"] = self.classes
+        if self.denoises:
+            config["denoises"] = True
         return config if self.is_plain else Config(config, norm=self.norm, fusion=self.fusion)
 
     def _model_type(self) -> str:
@@ -132,4 +141,5 @@ class Shape:
             fields |= {"causal": config["is_causal"], "image": None if image is None else tuple(image)}
             fields |= {"attention": config.get("attention", "softmax"), "norm": config.get("norm", "pre")}
             fields |= {"fusion": config.get("fusion"), "classes": config.get("classes")}
+            fields |= {"denoises": config.get("denoises", False)}
         return cls(**fields)

@@ -1,4 +1,4 @@
-"""One set of blocks for a causal language model, a masked one, and classifiers of text and images.
+"""One set of blocks for a causal language model, a masked one, classifiers of text and images, and denoisers of images.
 
 Names and numbers are those of Llama. A causal model with rotary positions and SwiGLU is saved as a Llama, with QK-norm
 as a Qwen3, and transformers loads it. All others have the model type `locater`; with other norms, without MLPs or with
@@ -22,6 +22,8 @@ from locater.attention.fusion import Fusion, layer_fusion
 from locater.attention.interface import _listener
 from locater.errors import LocaterError
 from locater.families.own import EPS
+from locater.models.noise import NoiseLevel
+from locater.models.patches import to_patches
 from locater.models.shape import THETA, Shape
 
 
@@ -188,7 +190,10 @@ def _dropped(module: Block | Stack, x: Tensor) -> Tensor:
 
 
 class Stack(nn.Module):
-    """From token ids (B, T) or images (B, height, width, channels) to a normalized stream (B, T, d)."""
+    """From token ids (B, T) or images (B, height, width, channels) to a normalized stream (B, T, d).
+
+    Images with noise have a plane more, their noise level (`models.noise`).
+    """
 
     cos: Tensor
     sin: Tensor
@@ -201,6 +206,7 @@ class Stack(nn.Module):
             self.embed_tokens: nn.Module = nn.Embedding(shape.vocabulary, shape.width)
         else:
             self.embed_tokens = nn.Linear(shape.patch**2 * shape.image[2], shape.width, bias=False)
+        self.embed_level = NoiseLevel(shape.width) if shape.denoises else None
         if shape.positions == "learned":
             self.embed_positions = nn.Embedding(length, shape.width)
         elif shape.positions == "sinusoidal":
@@ -217,9 +223,15 @@ class Stack(nn.Module):
 
     def embedded(self, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The stream before the first block, and the cosines and sines by which queries and keys are rotated."""
-        if self.shape.image is not None:
+        levels = None
+        if self.embed_level is not None:
+            levels, noisy = inputs[:, 0, 0, -1], inputs[..., :-1]
+            inputs = to_patches(noisy, self.shape.patch).to(self.norm.weight.dtype)
+        elif self.shape.image is not None:
             inputs = patches(inputs, self.shape.patch, self.norm.weight.dtype)
         x = self.embed_tokens(inputs)
+        if self.embed_level is not None:
+            x = x + self.embed_level(levels)
         length = x.shape[1]
         if self.shape.positions == "learned":
             return _dropped(self, x + self.embed_positions.weight[:length]), None
@@ -239,6 +251,8 @@ class Stack(nn.Module):
 class Transformer(nn.Module):
     """The model. `model(ids)` gives logits, `model(ids, targets)` the mean loss over targets that are not -100.
 
+    A denoiser gives the velocity of each patch (B, T, numbers), and with targets their mean squared error.
+
     >>> _ = torch.manual_seed(0)
     >>> Transformer(Shape(width=16, layers=1, hidden=24))(torch.zeros(1, 5, dtype=torch.long)).shape
     torch.Size([1, 5, 256])
@@ -254,7 +268,7 @@ class Transformer(nn.Module):
                 # maps whose output is added to the stream start smaller, so that its size does not grow with depth
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=scale / (2 * shape.layers) ** 0.5 if adds else scale)
-        if not shape.is_classifier and isinstance(self.model.embed_tokens, nn.Embedding):
+        if shape.is_tied and isinstance(self.model.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
@@ -275,6 +289,8 @@ class Transformer(nn.Module):
         logits = self.lm_head(x.mean(1) if self.shape.is_classifier else x)
         if targets is None:
             return logits
+        if self.shape.denoises:
+            return functional.mse_loss(logits.float(), targets)
         return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
@@ -300,6 +316,4 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def patches(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """(B, height, width, channels) in 0..255 to (B, patches, size * size * channels) around 0."""
-    B, height, width, channels = images.shape
-    x = images.to(dtype).view(B, height // size, size, width // size, size, channels).transpose(2, 3)
-    return x.reshape(B, -1, size * size * channels) / 127.5 - 1.0
+    return to_patches(images.to(dtype), size) / 127.5 - 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +29,13 @@ class Read:
     real: Tensor | None = None  # (B, T), where x itself says which tokens there are: a nested tensor
 
 
-def attention_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read | None:
-    """The input of a call of an attention module, None where it is not known."""
-    names = list(inspect.signature(module.forward).parameters)
+def attention_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] | None = None
+) -> Read | None:
+    """The input of a call of an attention module, None where it is not known. `names` are those of its arguments, where
+    they were looked up before.
+    """
+    names = list(inspect.signature(module.forward).parameters) if names is None else names
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     if isinstance(module, nn.MultiheadAttention):
         x, memory = arguments.get("query"), arguments.get("key")

@@ -24,8 +24,8 @@ def controls() -> dict[str, type[Control]]:
 def parse_control(text: str) -> Control:
     """A control from its description. Errors begin with `--control`.
 
-    >>> parse_control("locater(target=free, shrink=0.02)")
-    LocAteR(shrink=0.02, hold=0.01, target='free', part='symmetric', layers=None, schedule=None)
+    >>> parse_control("temperature(init=2, layers=[0])")
+    Temperature(init=2, learn=True, layers=[0])
     """
     name, options = parse_call(text, "--control")
     with _naming(text):

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from locater.train.batches import Data
+from locater.train.diffusion_data import read_noisy_images
 from locater.train.generated_data import make_copies, make_ngrams, make_numbers
 from locater.train.image_data import read_images
 from locater.train.plan import Plan
@@ -16,6 +17,8 @@ from locater.train.text_data import read_text_data
 
 def open_data(plan: Plan, folder: Path, device: torch.device) -> Data:
     """The data of a plan. Nothing is written; a tokenizer that `folder` holds already is used again."""
+    if plan.task == "diffusion" and plan.images is not None:
+        return read_noisy_images(plan, Path(plan.images), device)
     if plan.images is not None:
         return read_images(plan, Path(plan.images), device)
     if plan.task == "sort":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from locater.models.transformer import Transformer
 from locater.observing import observe
@@ -30,21 +30,24 @@ class Evaluation:
         return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
 
     @torch.no_grad()
-    def loss_and_accuracy(self, split: str, most: int | None = None) -> tuple[float, float]:
+    def loss_and_accuracy(self, split: str, most: int | None = None) -> tuple[float, float | None]:
         """Mean loss over the targets of a split, and the share of them that the model ranks first; of the first `most`
-        sequences, or of all.
+        sequences, or of all. Targets that are no classes, of a model that denoises, have a squared error and no rank.
         """
         with _evaluating(self.model):
             total, right, count = 0.0, 0, 0
             for inputs, targets in self.data.windows(split, most):
                 with self.autocast():
                     logits = self.model(inputs).float().flatten(0, -2)
+                if self.model.shape.denoises:
+                    total, count = total + _squared_error(logits, targets.flatten(0, -2)), count + targets.numel()
+                    continue
                 flat, known = targets.flatten(), int((targets >= 0).sum())
                 total += float(nn.functional.cross_entropy(logits, flat, reduction="sum"))
                 right, count = right + int((logits.argmax(-1) == flat).sum()), count + known
-        return total / count, right / count
+        return total / count, None if self.model.shape.denoises else right / count
 
-    def report(self) -> tuple[float, float, list[float]]:
+    def report(self) -> tuple[float, float | None, list[float]]:
         """Loss and accuracy on the report split, and the entropy of each head; none where attention has none."""
         if why_unread(self.model) is not None:
             return *self.loss_and_accuracy("report"), []
@@ -57,6 +60,11 @@ class Evaluation:
         inputs, _ = next(iter(self.data.windows("report", SEQUENCES)))
         with _evaluating(self.model):
             return measure(self.model, inputs)
+
+
+def _squared_error(outputs: Tensor, targets: Tensor) -> float:
+    """Summed over all numbers."""
+    return float(nn.functional.mse_loss(outputs, targets, reduction="sum"))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from locater.tracking.run_log import LOG
 from locater.train import checkpoint
 from locater.train.batches import Batch, Data
 from locater.train.controls import attach, check_controls, restore
+from locater.train.conversion import Conversion, check_conversion, conversion_of
 from locater.train.data import open_data
 from locater.train.evaluation import Evaluation
 from locater.train.health import culprit, why_unread
@@ -36,6 +37,8 @@ from locater.train.text_data import TextData
 
 logger = logging.getLogger("locater")
 WINDOWS = 256  # sequences of the select split that are evaluated during training; the end is measured on all
+WITH_ACCURACY = ("image", "classify", "sort")
+NO_PERPLEXITY = ("image", "classify", "diffusion")
 OnProgress = Callable[[dict[str, Any]], None]
 
 
@@ -69,6 +72,7 @@ def run(plan: Plan, on_progress: OnProgress = lambda event: None) -> Result:
 def check_plan(plan: Plan) -> None:
     """Refuse controls that do not exist or do not fit the attention. `Plan` itself checks everything else."""
     check_controls(plan.control, [layer.name for layer in parse_attention(plan.attention, plan.layers)])
+    check_conversion(plan)
 
 
 @dataclass
@@ -87,11 +91,13 @@ class Training:
     optimizer: torch.optim.Optimizer
     monitor: Monitor | LossLog | None
     last_entropy: LastEntropy
+    conversion: Conversion | None
     step: int = 0
     loss: float = math.nan
     history: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0  # of earlier parts of the run
     began: float = field(default_factory=time.monotonic)
+    converted: dict[str, Any] | None = None  # losses before and after the conversion, once it was made
     last_progress: tuple[int, float] = (0, 0.0)  # step and time of the last call of `on_progress`
 
     def __post_init__(self) -> None:
@@ -102,12 +108,14 @@ class Training:
         """Data, model, controls, optimizer and monitor of a plan. Nothing is written."""
         data = open_data(plan, folder, device)
         model = Transformer(shape_of(plan, data), plan.scale, plan.dropout).to(device)
+        conversion = conversion_of(plan, model)
         controls = attach(plan.control, model)
-        learned = dict(model.named_parameters()) | {f"control.{i}": p for i, p in enumerate(controls.parameters())}
+        learned = dict(model.named_parameters()) | ({} if conversion is None else conversion.named_parameters())
+        learned |= {f"control.{i}": p for i, p in enumerate(controls.parameters())}
         trainable = {name: p for name, p in learned.items() if p.requires_grad}
         entropy = LastEntropy()
         try:
-            monitor = _monitor(plan, folder, model, entropy) if plan.observe else None
+            monitor = _monitor(plan, folder, model, entropy, conversion) if plan.observe else None
             forward = torch.compile(model) if plan.compile else model
             optimizer = optimizer_for(plan, trainable, device)
         except BaseException:
@@ -115,7 +123,7 @@ class Training:
             raise
         return cls(
             *(plan, folder, device, on_progress, data, model, forward, controls),
-            *([*trainable.values()], optimizer, monitor, entropy),
+            *([*trainable.values()], optimizer, monitor, entropy, conversion),
         )
 
     def go_on(self) -> None:
@@ -165,7 +173,7 @@ class Training:
             raise DivergedError(self._failure(self.step, f"the report loss is {report}", self._batches(self.step - 1)))
         facts, target = self.data.facts, checkpoint.save(self.folder, "model", self.model)
         bits_per_byte = None
-        if self.plan.task == "causal":
+        if self.plan.task == "causal" and not facts.get("unknown", {}).get("report"):  # <unk> hides what it stands for
             bits_per_byte = report * (facts["tokens"]["report"] / facts["bytes"]["report"] / math.log(2))
         result = Result(
             plan=self.plan,
@@ -174,7 +182,8 @@ class Training:
             report_loss=report,
             report_entropy=sum(entropies) / len(entropies) if entropies else None,
             bits_per_byte=bits_per_byte,
-            accuracy=accuracy if self.plan.task in ("image", "classify", "sort") else None,
+            accuracy=accuracy if self.plan.task in WITH_ACCURACY else None,
+            conversion=self.converted,
             history=tuple(self.history),
             parameters=sum(p.numel() for p in self.model.parameters()),
             tokens=self.step * self._tokens_per_step,
@@ -209,6 +218,8 @@ class Training:
     def _after_step(self, start: int) -> None:
         """Evaluate, write a checkpoint and report progress, where this step is due for it."""
         plan, last = self.plan, self.step == self.plan.steps
+        if self.conversion is not None and self.step == plan.conversion_step:
+            self._convert(self.conversion)
         if plan.evaluate and self.step % plan.evaluate == 0:
             self.history.append((self.step, self.evaluation.loss_and_accuracy("select", WINDOWS)[0]))
         due = plan.checkpoint and self.step % plan.checkpoint == 0
@@ -220,6 +231,19 @@ class Training:
         if self.step % plan.log == 0 or last or self.step == start + 1:
             self._report_progress()
 
+    def _convert(self, conversion: Conversion) -> None:
+        """Put another mechanism in, the report split measured right before and right after."""
+        before = self._measured_now()
+        conversion.apply()
+        if self.plan.compile:
+            torch._dynamo.reset()
+            self.forward = torch.compile(self.model)
+        self.converted = {"step": self.step, "before": before, "after": self._measured_now()}
+
+    def _measured_now(self) -> dict[str, float | None]:
+        loss, accuracy = self.evaluation.loss_and_accuracy("report")
+        return {"loss": loss, "accuracy": accuracy if self.plan.task in WITH_ACCURACY else None}
+
     def _report_progress(self) -> None:
         step, since = self.last_progress
         self.last_progress = self.step, time.monotonic()
@@ -230,7 +254,7 @@ class Training:
                 "step": self.step,
                 "steps": self.plan.steps,
                 "loss": self.loss,
-                "perplexity": None if self.plan.task in ("image", "classify") else math.exp(min(self.loss, 700.0)),
+                "perplexity": None if self.plan.task in NO_PERPLEXITY else math.exp(min(self.loss, 700.0)),
                 "select_loss": self.history[-1][1] if self.history else None,
                 "entropy": self.last_entropy.value,
                 "tokens_per_second": self._tokens_per_step / pace,
@@ -247,6 +271,7 @@ class Training:
             "step": self.step,
             "loss": self.loss,
             "history": self.history,
+            "converted": self.converted,
             "seconds": self.seconds + time.monotonic() - self.began,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -265,6 +290,9 @@ class Training:
                 f"{self.folder}: began on other data than there is now (sha256 {state['sha256'][:12]}...): "
                 "give another --out"
             )
+        self.converted = state.get("converted")  # checkpoints of earlier versions have none
+        if self.conversion is not None and self.converted is not None:
+            self.conversion.apply()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         restore(self.controls, state["controls"])
@@ -279,9 +307,13 @@ class Training:
         return f"{self.folder}: step {step}: {reason}; {layer}; {good}. Lower --rate, or add a --control"
 
 
-def _monitor(plan: Plan, folder: Path, model: Transformer, entropy: LastEntropy) -> Monitor | LossLog:
-    """A monitor of every head; where heads cannot be measured, a log of losses alone, and a warning that says why."""
-    why = why_unread(model)
+def _monitor(
+    plan: Plan, folder: Path, model: Transformer, entropy: LastEntropy, conversion: Conversion | None
+) -> Monitor | LossLog:
+    """A monitor of every head; where heads cannot be measured, or will not be after a conversion, a log of losses
+    alone, and a warning that says why.
+    """
+    why = why_unread(model) or (None if conversion is None else conversion.why_unread)
     if why is None:
         return Monitor(folder / LOG, entropy, every=plan.observe)
     logger.warning("%s: the run goes on, its heads not observed: %s", folder, why)

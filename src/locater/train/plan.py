@@ -38,20 +38,29 @@ class Plan:
 
     out: str = option("run", "Folder of the run.")
     task: str = option(
-        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", *GENERATED)
+        "causal", "What the model learns.", choices=("causal", "masked", "classify", "image", "diffusion", *GENERATED)
     )
     corpus: tuple[str, ...] = option(
         (),
         "Text: a file, a folder or a .tar (.xz and .gz too), may be repeated. Default: Python's documentation. "
         "With --task classify, each is one class.",
     )
-    images: str | None = option(None, "Images and labels (.npz), for --task image.")
-    vocabulary: int = option(
-        256,
-        "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
-        "fewer for --task copy, ngram or sort.",
-        least=2,
+    select: tuple[str, ...] = option(
+        (), "Text to choose settings by, in place of a share of the corpus: a file or folder, may be repeated."
     )
+    report: tuple[str, ...] = option(
+        (), "Text to publish numbers of, in place of a share of the corpus. With --select: give both or neither."
+    )
+    images: str | None = option(None, "Images and labels (.npz), for --task image and diffusion.")
+    vocabulary: int = option(
+        None,  # 256, or with words 0
+        "Size of the vocabulary: 256 are bytes; more are byte pairs learned from the text (needs tokenizers); "
+        "fewer for --task copy, ngram or sort. Default 256. With --words: how many of the most frequent words to keep. "
+        "Default 0, which is all.",
+        least=0,
+    )
+    words: bool = option(False, "Tokens are words, split at white space, in place of bytes; <unk> is all others.")
+    bos: bool = option(False, "A start token in front of every sequence of text; it is one of the --length tokens.")
     parents: str = option("1", "Distances to the tokens that decide the next one, such as 1,2; for --task ngram.")
     concentration: float = option(
         1.0, "Of the Dirichlet prior of tables, for --task ngram: small is nearly deterministic.", least=0.01
@@ -74,6 +83,14 @@ class Plan:
     attention: str = option(
         "softmax",
         f"The mechanism, such as 'gated(per=element)' or 'hybrid(layout=3:1)': {ATTENTION}, hybrid of several.",
+    )
+    convert: str | None = option(
+        None, "A mechanism that takes the place of --attention after step --convert-at; the weights stay as they are."
+    )
+    convert_at: int | None = option(
+        None,
+        "Step of --convert; later steps train on. Default: the last step, so that nothing is trained after it.",
+        least=1,
     )
     mlp: str = option("swiglu", "The MLP.", choices=("swiglu", "gelu", "linear", "none"))
     norm: str = option(
@@ -120,6 +137,8 @@ class Plan:
     deterministic: bool = option(True, "On a GPU, use algorithms that give equal weights for equal plans.")
 
     def __post_init__(self) -> None:
+        if self.vocabulary is None:
+            object.__setattr__(self, "vocabulary", 0 if self.words else BYTES)
         for item in fields(self):
             _check(item.name, getattr(self, item.name), item.metadata)
         if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
@@ -145,18 +164,26 @@ class Plan:
     def _check_data(self) -> None:
         """Refuse data that the task does not read, and a vocabulary that it cannot have."""
         source = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
-        if self.task == "image" and self.corpus:
-            raise LocaterError(f"task=image learns from images alone: leave out {source}")
+        if self.reads_images and self.corpus:
+            raise LocaterError(f"task={self.task} learns from images alone: leave out {source}")
         if self.task in GENERATED and source:
             raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
-        if (self.task == "image") != (self.images is not None):
-            raise LocaterError("task=image and images=PATH go together: give both or neither")
+        if self.reads_images != (self.images is not None):
+            task = self.task if self.reads_images else "image or diffusion"
+            raise LocaterError(f"task={task} and images=PATH go together: give both or neither")
+        self._check_splits()
+        if self.words and not self.is_text:
+            raise LocaterError(f"task={self.task} has no text: leave out words")
         if self.task == "classify" and len(self.corpus) < 2:
             raise LocaterError("task=classify needs a corpus for each class: give --corpus twice or more")
-        if self.task not in GENERATED and self.vocabulary < BYTES:
+        if self.words and self.vocabulary == BYTES:  # the default of a plan without words
+            raise LocaterError(
+                f"vocabulary={BYTES}, words=True: {BYTES} are bytes: give --vocabulary 0 for all words, or another"
+            )
+        if self.task not in GENERATED and not self.words and self.vocabulary < BYTES:
             raise LocaterError(
                 f"vocabulary={self.vocabulary}: must be at least {BYTES}, except with task=copy, task=ngram and "
-                "task=sort"
+                "task=sort, or with words"
             )
         if self.vocabulary < LEAST_VOCABULARY.get(self.task, 0):
             raise LocaterError(
@@ -169,6 +196,18 @@ class Plan:
             )
         if self.task == "ngram":
             self._check_ngram()
+
+    def _check_splits(self) -> None:
+        """Refuse texts for select and report, and a start token, where the task makes its own; and one of the texts
+        without the other.
+        """
+        for name, paths in (("select", self.select), ("report", self.report)):
+            if paths and self.task not in ("causal", "masked"):
+                raise LocaterError(f"task={self.task} makes its own splits: leave out {name}={paths[0]}")
+        if self.bos and self.task not in ("causal", "masked"):
+            raise LocaterError(f"task={self.task} has no start token to choose: leave out bos")
+        if bool(self.select) != bool(self.report):
+            raise LocaterError("select=PATH and report=PATH go together: give both or neither")
 
     def _check_ngram(self) -> None:
         """Refuse parents that are no distances within a sequence, and tables that are too large."""
@@ -184,14 +223,21 @@ class Plan:
 
     def _check_attention(self) -> None:
         """Refuse a mechanism that does not fit the task or the sizes, and options that it does not have."""
-        if self.attention == "softmax":
-            return
-        try:
-            layers = parse_attention(self.attention, self.layers)
-            for layer in {layer.name: layer for layer in layers}.values():  # each mechanism once
-                self._check_mechanism(layer)
-        except LocaterError as error:
-            raise LocaterError(f"--attention {self.attention}: {error}") from None
+        for option, text in (("--attention", self.attention), ("--convert", self.convert)):
+            if text is None or text == "softmax":
+                continue
+            try:
+                layers = parse_attention(text, self.layers)
+                for layer in {layer.name: layer for layer in layers}.values():  # each mechanism once
+                    self._check_mechanism(layer)
+            except LocaterError as error:
+                raise LocaterError(f"{option} {text}: {error}") from None
+        if self.convert_at is not None and self.convert is None:
+            raise LocaterError(f"convert_at={self.convert_at}: to what? Give --convert MECHANISM too")
+        if self.convert == self.attention:
+            raise LocaterError(f"--convert {self.convert}: that is the attention of the model already")
+        if self.conversion_step > self.steps:
+            raise LocaterError(f"convert_at={self.convert_at}: the run ends at step {self.steps}")
 
     def _check_mechanism(self, layer: Named) -> None:
         size = self.width // self.heads
@@ -201,13 +247,32 @@ class Plan:
                 f"width={self.width}, heads={self.heads}: differential attention rotates pairs of channels in each "
                 "half of a head: give heads a size that is a multiple of 4"
             )
-        tokens = None if self.task == "image" else self.length
+        tokens = None if self.reads_images else self.length
         layer.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
 
     @property
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier ones."""
         return self.task in ("causal", "copy", "ngram")
+
+    @property
+    def attention_after(self) -> tuple[Named, ...]:
+        """The mechanism of each layer at the end of the run."""
+        return parse_attention(self.convert or self.attention, self.layers)
+
+    @property
+    def conversion_step(self) -> int:
+        """The step after which `convert` takes the place of `attention`."""
+        return self.convert_at or self.steps
+
+    @property
+    def reads_images(self) -> bool:
+        return self.task in ("image", "diffusion")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the model learns from text."""
+        return self.task in ("causal", "masked", "classify")
 
     @property
     def distances(self) -> tuple[int, ...]:
@@ -220,14 +285,14 @@ class Plan:
     @property
     def where(self) -> str:
         """Kind of positions: those of the plan, or the default of the task."""
-        return self.positions or ("learned" if self.task == "image" else "rotary")
+        return self.positions or ("learned" if self.reads_images else "rotary")
 
     @property
     def unread(self) -> dict[str, str]:
         """Options that have no effect in this run, each with the choice that makes it so. Setting one of them is a
         mistake.
         """
-        ignored = dict.fromkeys(("vocabulary", "length") if self.task == "image" else ("patch",), f"--task {self.task}")
+        ignored = dict.fromkeys(("vocabulary", "length") if self.reads_images else ("patch",), f"--task {self.task}")
         if self.task != "masked":
             ignored["masked"] = f"--task {self.task}"
         if self.task != "ngram":

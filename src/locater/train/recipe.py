@@ -21,9 +21,9 @@ MOMENTUM = 0.9  # of SGD
 def shape_of(plan: Plan, data: Data) -> Shape:
     """The shape of a plan's model, on this data."""
     facts = data.facts
-    image = tuple(facts["shape"]) if plan.task == "image" else None
+    image = tuple(facts["shape"]) if plan.reads_images else None
     return Shape(
-        vocabulary=facts["classes"] if image else facts["vocabulary"] + (plan.task == "masked"),
+        vocabulary=_outputs(plan, facts, image),
         layers=plan.layers,
         width=plan.width,
         heads=plan.heads,
@@ -40,7 +40,15 @@ def shape_of(plan: Plan, data: Data) -> Shape:
         norm=plan.norm,
         fusion=plan.fusion,
         classes=facts["classes"] if plan.task == "classify" else None,
+        denoises=plan.task == "diffusion",
     )
+
+
+def _outputs(plan: Plan, facts: Mapping[str, Any], image: tuple[int, int, int] | None) -> int:
+    """What `Shape.vocabulary` counts: classes of images, numbers in a patch with noise, or tokens."""
+    if image is None:
+        return int(facts["vocabulary"]) + (plan.task == "masked")
+    return plan.patch**2 * image[2] if plan.task == "diffusion" else int(facts["classes"])
 
 
 def hidden_of(width: int, mlp: str) -> int:

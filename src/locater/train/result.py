@@ -17,7 +17,8 @@ from locater.version import SCHEMA, __version__
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run. Losses are those of the final weights, in nats per token: choose settings by `select_loss`,
+    """The outcome of a run. Losses are those of the final weights, in nats per token (of --task diffusion: squared
+    errors): choose settings by `select_loss`,
     publish `report_loss`.
     """
 
@@ -26,8 +27,9 @@ class Result:
     select_loss: float
     report_loss: float
     report_entropy: float | None  # of attention, mean over heads, nats
-    bits_per_byte: float | None = None  # of text that was learned causally
+    bits_per_byte: float | None = None  # of text that was learned causally, without unknown words
     accuracy: float | None = None  # of images and texts by class, and of sorted numbers
+    conversion: dict[str, Any] | None = None  # --convert: step; report loss and accuracy before and after
     history: tuple[tuple[int, float], ...] = ()  # step and loss on the select split
     parameters: int = 0
     tokens: int = 0  # seen in training
@@ -37,9 +39,9 @@ class Result:
     model: str = ""  # folder of the final weights
 
     @property
-    def perplexity(self) -> float:
-        """exp of the report loss."""
-        return math.exp(min(self.report_loss, 700.0))
+    def perplexity(self) -> float | None:
+        """exp of the report loss; None where that is a squared error."""
+        return None if self.plan.task == "diffusion" else math.exp(min(self.report_loss, 700.0))
 
     def to_dict(self) -> dict[str, Any]:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -62,8 +64,8 @@ class Result:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        # results of earlier versions have no `measures`
-        values = {item.name: data[item.name] for item in fields(cls) if item.name in data or item.name != "measures"}
+        newer = ("measures", "conversion")  # results of earlier versions have none
+        values = {item.name: data[item.name] for item in fields(cls) if item.name in data or item.name not in newer}
         history = tuple((step, loss) for step, loss in data["history"])
         return cls(**{**values, "plan": Plan.from_dict(data["plan"]), "history": history})
 

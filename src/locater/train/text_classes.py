@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from locater.data.corpus import fingerprint, read_documents
-from locater.data.tokenizer import FILE, Tokenizer, tokenizer_of_run
+from locater.data.tokenizer import FILE, Tokenizer
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.batches import Batch, draw
 from locater.train.plan import Plan
-from locater.train.text_data import Text, encoded, trained_tokenizer
+from locater.train.text_data import Text, encoded, tokenizer_of_plan
 
 
 @dataclass
@@ -57,7 +56,7 @@ def read_classes(plan: Plan, folder: Path, device: torch.device) -> ClassData:
     """Each corpus of the plan as one class. Documents are split as for language models; nothing is written."""
     texts = tuple(Text(read_documents([path])) for path in plan.corpus)
     _check_distinct(plan, texts)
-    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(trained_tokenizer, plan.vocabulary, texts))
+    tokenizer = tokenizer_of_plan(plan, folder, texts)
     tokens_of = encoded(tokenizer, texts)
     splits = {name: [tokens[name].to(device) for tokens in tokens_of] for name in ("train", "select", "report")}
     for name, streams in splits.items():

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from locater.data.corpus import JOINT, embedded_documents, fingerprint, read_documents, split
-from locater.data.tokenizer import FILE, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.data.start_token import WithStart
+from locater.data.tokenizer import BYTES, FILE, PairTokenizer, Tokenizer, make_tokenizer, tokenizer_of_run
+from locater.data.word_tokenizer import WordTokenizer
 from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.train.batches import IGNORED, Batch, draw, next_token_pair
 from locater.train.plan import Plan
+from locater.train.token_files import made_once
 
 
 @dataclass
@@ -34,69 +37,111 @@ class TextData:
         """The token that masks another."""
         return self.tokenizer.size
 
+    @property
+    def start(self) -> int | None:
+        """The token in front of every sequence."""
+        return self.tokenizer.start if isinstance(self.tokenizer, WithStart) else None
+
     def keep_tokenizer(self, folder: Path) -> None:
         """Save it in the run's folder, for checkpoints and for a run that resumes."""
         write_whole(folder / FILE, self.tokenizer.to_json())
 
     def batch(self, index: int) -> Batch:
         """Sequences that start anywhere in the training text."""
-        tokens, length, rng = self.splits["train"], self.plan.length, draw(self.plan.seed, index)
-        starts = torch.randint(len(tokens) - length, (self.plan.batch, 1), generator=rng)
-        at = (starts + torch.arange(length + 1)).to(self.device, non_blocking=True)
-        return self._pair(tokens[at].long(), rng)
+        tokens, rng = self.splits["train"], draw(self.plan.seed, index)
+        starts = torch.randint(len(tokens) - self._row + 1, (self.plan.batch, 1), generator=rng)
+        return self._pair(tokens, starts, rng)
 
     def windows(self, name: str, most: int | None = None) -> Iterator[Batch]:
         """A split from its beginning, window by window, so that each token is a target once. An incomplete last window
         is left out.
         """
-        tokens, length = self.splits[name], self.plan.length
-        count = (len(tokens) - 1) // length
-        starts = torch.arange(count if most is None else min(count, most))[:, None] * length
+        tokens, stride = self.splits[name], self.plan.length
+        if self.plan.task == "masked" and self.start is not None:
+            stride -= 1  # the start token is one of the inputs, and no target
+        count = (len(tokens) - self._row) // stride + 1
+        starts = torch.arange(count if most is None else min(count, most))[:, None] * stride
         for index, part in enumerate(starts.split(self.plan.batch)):
-            at = (part + torch.arange(length + 1)).to(self.device)
-            yield self._pair(tokens[at].long(), draw(0, index))  # the same tokens are masked for every seed
+            yield self._pair(tokens, part, draw(0, index))  # the same tokens are masked for every seed
 
-    def _pair(self, rows: Tensor, rng: torch.Generator) -> Batch:
+    @property
+    def _row(self) -> int:
+        """Tokens of text in a row: inputs and one more target, less the start token."""
+        return self.plan.length + (self.start is None)
+
+    def _pair(self, tokens: Tensor, starts: Tensor, rng: torch.Generator) -> Batch:
+        """Inputs and targets of rows that begin at these places of the text, the start token in front."""
+        at = (starts + torch.arange(self._row)).to(self.device, non_blocking=True)
+        rows, first = tokens[at].long(), 0
+        if self.start is not None:
+            rows, first = nn.functional.pad(rows, (1, 0), value=self.start), 1
         if self.plan.task == "causal":
             return next_token_pair(rows)
         rows = rows[:, :-1]
         masked = (torch.rand(rows.shape, generator=rng) < self.plan.masked).to(rows.device)
-        masked[:, 0] |= ~masked.any(1)  # at least one, or there would be no loss
+        masked[:, :first] = False
+        masked[:, first] |= ~masked.any(1)  # at least one, or there would be no loss
         return rows.masked_fill(masked, self.mask), rows.masked_fill(~masked, IGNORED)
 
 
 def read_text_data(plan: Plan, folder: Path, device: torch.device) -> TextData:
     """The plan's text as tokens, by split. A tokenizer that `folder` has already is used again; nothing is written."""
-    text = Text(read_documents(plan.corpus) if plan.corpus else _embedded())
-    tokenizer = tokenizer_of_run(folder, plan.vocabulary, partial(trained_tokenizer, plan.vocabulary, (text,)))
+    documents = read_documents(plan.corpus) if plan.corpus else _embedded()
+    text = Text(documents, _held_out(plan, documents) if plan.select else None)
+    tokenizer = tokenizer_of_plan(plan, folder, (text,))
     (tokens_of,) = encoded(tokenizer, (text,))
     splits = {name: tokens.to(device) for name, tokens in tokens_of.items()}
     for name, tokens in splits.items():
         if len(tokens) <= plan.length:
+            source = {"select": plan.select, "report": plan.report}.get(name) or plan.corpus or ("the text",)
             raise LocaterError(
-                f"{', '.join(plan.corpus)}: its {name} split has {len(tokens)} tokens, too few for sequences of "
+                f"{', '.join(source)}: its {name} split has {len(tokens)} tokens, too few for sequences of "
                 f"{plan.length}: give more text, or a smaller --length"
             )
-    facts = {
+    facts: dict[str, Any] = {
         "text": list(plan.corpus) or "locater.data.corpus.embedded_text",
         "sha256": text.sha256,
         "documents": text.count,
         "characters": {name: len(x) for name, x in text.joined.items()},
         "bytes": {name: len(x.encode()) for name, x in text.joined.items()},
         "tokens": {name: len(x) for name, x in splits.items()},
-        "vocabulary": tokenizer.size,
+        "vocabulary": tokenizer.size + plan.bos,
     }
-    return TextData(plan, tokenizer, splits, facts, device)
+    if plan.select:
+        facts["held_out"] = {"select": list(plan.select), "report": list(plan.report)}
+    if isinstance(tokenizer, WordTokenizer):
+        facts["unknown"] = {name: tokenizer.unknown(x) for name, x in text.joined.items()}
+    return TextData(plan, WithStart(tokenizer) if plan.bos else tokenizer, splits, facts, device)
+
+
+def _held_out(plan: Plan, documents: Sequence[str]) -> dict[str, list[str]]:
+    """Documents of the plan's own texts for select and report. Refused where one of them is in another split too."""
+    texts = {"select": read_documents(plan.select), "report": read_documents(plan.report)}
+    seen = dict.fromkeys(documents, "--corpus")
+    for name, part in texts.items():
+        double = next((seen[document] for document in part if document in seen), None)
+        if double is not None:
+            raise LocaterError(
+                f"--{name} {', '.join(getattr(plan, name))}: a document in it is in {double} too: "
+                "give each split a text of its own"
+            )
+        seen |= dict.fromkeys(part, f"--{name}")
+    return texts
 
 
 class Text:
     """Documents by split. Equal where the text is the same, so that the runs of a sweep train one tokenizer and encode
-    once.
+    once. `held_out` has the documents of select and report; without it they get shares of `documents`.
     """
 
-    def __init__(self, documents: Sequence[str]) -> None:
-        self.sha256, self.count, self.parts = fingerprint(JOINT.join(documents)), len(documents), split(documents)
+    def __init__(self, documents: Sequence[str], held_out: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.parts = split(documents) if held_out is None else {"train": documents, **held_out}
         self.joined = {name: JOINT.join(self.parts[name]) for name in ("train", "select", "report")}
+        if held_out is None:
+            self.count, self.sha256 = len(documents), fingerprint(JOINT.join(documents))
+        else:
+            self.count = sum(map(len, self.parts.values()))
+            self.sha256 = fingerprint(" ".join(fingerprint(joined) for joined in self.joined.values()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Text) and self.sha256 == other.sha256
@@ -105,16 +150,42 @@ class Text:
         return hash(self.sha256)
 
 
+def tokenizer_of_plan(plan: Plan, folder: Path, texts: tuple[Text, ...]) -> Tokenizer:
+    """The tokenizer of a plan: that of the run in `folder`, if there is one, or a new one. Words are counted again in
+    every part of a run: the same text, which is checked, has the same.
+    """
+    if plan.words:
+        return _counted(plan.vocabulary, texts)
+    return tokenizer_of_run(folder, plan.vocabulary, partial(_trained, plan.vocabulary, texts))
+
+
 @lru_cache(maxsize=1)
-def trained_tokenizer(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
-    """Cached, as are the tokens below, for the next run of a sweep."""
-    return make_tokenizer(vocabulary, [document for text in texts for document in text.parts["train"]])
+def _counted(most: int, texts: tuple[Text, ...]) -> Tokenizer:
+    """Cached, as are the byte pairs and the tokens below, for the next run of a sweep."""
+    return WordTokenizer.from_texts((document for text in texts for document in text.parts["train"]), most)
+
+
+@lru_cache(maxsize=1)
+def _trained(vocabulary: int, texts: tuple[Text, ...]) -> Tokenizer:
+    documents = [document for text in texts for document in text.parts["train"]]
+    if vocabulary == BYTES:
+        return make_tokenizer(vocabulary, documents)
+    key = f"tokenizer {vocabulary} {_names(texts)}"
+    return PairTokenizer.from_json(made_once(key, lambda: make_tokenizer(vocabulary, documents).to_json()))
 
 
 @lru_cache(maxsize=1)
 def encoded(tokenizer: Tokenizer, texts: tuple[Text, ...]) -> list[dict[str, Tensor]]:
     """Tokens of each text, by split."""
-    return [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts]
+    tokens: list[dict[str, Tensor]] = made_once(
+        f"tokens {tokenizer.to_json()} {_names(texts)}",
+        lambda: [{name: tokenizer.encode(joined) for name, joined in text.joined.items()} for text in texts],
+    )
+    return tokens
+
+
+def _names(texts: tuple[Text, ...]) -> str:
+    return " ".join(text.sha256 for text in texts)
 
 
 @lru_cache(maxsize=1)

@@ -73,7 +73,8 @@ class Entries:
             if name in vocabulary:
                 return vocabulary[name]
         pieces = [int(i) for i in self.tokenizer(target, add_special_tokens=False)["input_ids"]]
-        if len(pieces) == 1 and pieces[0] != self.tokenizer.unk_token_id:
+        unknown = (self.tokenizer.unk_token_id, vocabulary.get("<unk>"))  # a tokenizer may have it and not declare it
+        if len(pieces) == 1 and pieces[0] not in unknown:
             return pieces[0]
         names = ", ".join(repr(self.name(i)) for i in pieces) or "no token"
         raise LocaterError(

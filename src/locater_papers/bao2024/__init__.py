@@ -4,7 +4,17 @@ mean.
 
 from pathlib import Path
 
-from locater_papers.bao2024 import curves, gaussian, judged, propagation, softmax, training
+from locater_papers.bao2024 import (
+    acting_judged,
+    cause,
+    curves,
+    gaussian,
+    judged,
+    own_judged,
+    propagation,
+    softmax,
+    training,
+)  # fmt: skip
 from locater_papers.engine.papers import Paper
 
 PAPER = Paper(
@@ -22,6 +32,11 @@ PAPER = Paper(
         gaussian.STUDY,
         curves.ENTROPY_STUDY,
         judged.HOT_STUDY,
+        own_judged.STUDY,
+        acting_judged.STUDY,
+        cause.STUDY,
+        acting_judged.ONCE_STUDY,
+        own_judged.LONG_STUDY,
     ),
     Path(__file__).parent,
 )

@@ -30,13 +30,13 @@ from locater_papers.engine.runs import Arm, Runs
 
 SURVIVED = 0.5  # nats above the plain run at the coolest of the hot rates
 TUNED = "each at its best of three rates"
-WHERE = "experiment on WikiText-2"
 
+# The paper says both of its own experiment, which is study j; here they are asked of a larger model.
 LOWER_LOSS = Claim(
-    "c1", "LocAteR lowers validation perplexity", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, where=WHERE
+    "c1", "LocAteR lowers validation perplexity", f"change of report loss by LocAteR, {TUNED}", "at most", 0.0, by="ours"
 )  # fmt: skip
 MORE_ENTROPY = Claim(
-    "c2", "LocAteR raises attention entropy", f"change of mean attention entropy by LocAteR, {TUNED}", "at least", 0.0, where=WHERE
+    "c2", "LocAteR raises attention entropy", f"change of mean attention entropy by LocAteR, {TUNED}", "at least", 0.0, by="ours"
 )  # fmt: skip
 PARTS_CLAIMS = (
     Claim(

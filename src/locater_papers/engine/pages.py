@@ -8,6 +8,7 @@ it is open. A name that is not there is an error, not an empty space.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from locater.report.prose import prose_page
 from locater_papers.engine import verdict_words
 from locater_papers.engine.figures import Cells, Contour, Field, Panel, Series, draw
 from locater_papers.engine.papers import Paper
+from locater_papers.engine.pictures import picture_rows
 from locater_papers.engine.strips import strips
 from locater_papers.engine.tables import arms_table, cell, failed, failed_words, markdown_table, means_table, renamed
 
@@ -213,10 +215,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Field": Field,
     "Contour": Contour,
     "strips": strips,
+    "picture_rows": picture_rows,
     "failed": failed,
     "failed_words": failed_words,
     "max": max,
     "min": min,
     "zip": zip,
+    "exp": math.exp,
     "enumerate": enumerate,
 }

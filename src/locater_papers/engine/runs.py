@@ -15,8 +15,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,17 @@ from typing import Any
 import locater
 from locater.errors import LocaterError, first_line
 from locater.tracking.run_log import LOG, read_run
+from locater.train.measured import SINK
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
+from locater.train.token_files import shared_tokens
 from locater.version import __version__
 from locater_papers.engine.rounding import rounded
 
 KEPT = ("train_loss", "select_loss", "report_loss", "accuracy", "history", "seconds", "parameters", "measures")
+TEXTS = ("corpus", "select", "report")  # fields of a plan that name files of text
+
+SAMPLES = 10  # images that are drawn from a model that denoises
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Row:
         held, plain = self.plan.to_dict(), Plan().to_dict()
         return {name: value for name, value in held.items() if name not in PACE and value != plain.get(name)}
 
-    @property
+    @cached_property
     def key(self) -> str:
         return json.dumps(self.options, sort_keys=True)
 
@@ -97,6 +103,14 @@ def complete(
     A run that breaks, rather than diverges, leaves no line and stops no other; the first of them is raised at the end.
     """
     _present(rows(runs), data)
+    with tempfile.TemporaryDirectory(prefix="locater-tokens-") as folder, shared_tokens(Path(folder)):
+        _tokenize(runs.missing(rows(runs)), data, Path(folder))
+        _complete(rows, runs, data, jobs, tell)
+
+
+def _complete(
+    rows: Callable[[Runs], Sequence[Row]], runs: Runs, data: Path, jobs: int, tell: Callable[[str], None]
+) -> None:
     asked: set[str] = set()
     broken: list[str] = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -121,7 +135,25 @@ def complete(
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
 
 
-_trained: list[tuple[Any, ...]] = []  # controls and mechanism of the last run of this process
+def _tokenize(rows: Iterable[Row], data: Path, folder: Path) -> None:
+    """Read each text once with all cores, before the processes that train on it ask for its tokens. What cannot be read
+    is left to its run, which says so.
+    """
+    import torch
+
+    from locater.train.data import open_data
+
+    texts: dict[tuple[Any, ...], Plan] = {}
+    for row in rows:
+        if row.plan.corpus and row.plan.task in ("causal", "masked"):
+            plan = row.plan
+            texts.setdefault((plan.corpus, plan.select, plan.report, plan.vocabulary, plan.words), plan)
+    for plan in texts.values():
+        with suppress(LocaterError):
+            open_data(placed(plan, data, folder), folder, torch.device("cpu"))
+
+
+_trained: list[tuple[Any, ...]] = []  # controls, mechanism and sizes of the last run of this process
 
 
 def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
@@ -132,7 +164,11 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     from locater.train.loop import DivergedError, run
 
     plan = Plan.from_dict(held)
-    kind = (plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads)
+    kind = (
+        *(plan.control, plan.attention, plan.norm, plan.mlp, plan.fusion, plan.task, plan.heads, plan.convert),
+        # of another size graphs would be for any size, and slower
+        *(plan.layers, plan.width, plan.batch, plan.length, plan.positions),
+    )
     if plan.compile and _trained != [kind]:
         torch._dynamo.reset()  # graphs of other controls are of no use, and too many of them are refused
     _trained[:] = [kind]
@@ -140,7 +176,11 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
     try:
         result = run(placed(plan, Path(data), folder))
         found = {"status": "done", **{name: getattr(result, name) for name in KEPT}, "entropy": result.report_entropy}
-        observed = curves(folder / LOG) if plan.observe else {}
+        observed: dict[str, Any] = curves(folder / LOG) if plan.observe else {}
+        if result.conversion is not None:
+            observed["conversion"] = result.conversion
+        if plan.task == "diffusion" and plan.seed == 0:
+            observed["samples"] = samples(result.model, plan.device)
         return {**found, **observed, "heads": moments(result.model), **machine(plan)}
     except DivergedError as error:
         return {"status": "diverged", "message": str(error).replace(str(folder), "run"), **machine(plan)}
@@ -148,21 +188,37 @@ def train(held: Mapping[str, Any], data: str) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def samples(model: str, device: str) -> str:
+    """A few images drawn from a model of --task diffusion, as a strip."""
+    from locater.models.loading import load
+    from locater.models.sampling import sample_images
+    from locater.train.recipe import device_of
+    from locater_papers.engine.pictures import strip_of
+
+    return strip_of(sample_images(load(model).to(device_of(device)), SAMPLES))
+
+
 def curves(log: Path) -> dict[str, list[tuple[int, float]]]:
-    """Means over heads at each observed step: `entropies` in nats, and `sinks`, the weight on the first token."""
+    """Means over heads at each observed step: `entropies` in nats, `sinks`, the weight on the first token, and
+    `sink_rates`, the share of heads in which that is a sink.
+    """
     steps = read_run(log).steps
-    return {name: _means(steps, column) for name, column in (("entropies", "entropy"), ("sinks", "sink"))}
+    means = {name: _means(steps, column) for name, column in (("entropies", "entropy"), ("sinks", "sink"))}
+    return {**means, "sink_rates": _means(steps, "sink", lambda weight: float(weight > SINK))}
 
 
-def _means(steps: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
-    by_step = [(step["step"], [x for row in step["heads"][column] for x in row if x is not None]) for step in steps]
+def _means(
+    steps: Sequence[Mapping[str, Any]], column: str, of: Callable[[float], float] = float
+) -> list[tuple[int, float]]:
+    by_step = [(step["step"], [of(x) for row in step["heads"][column] for x in row if x is not None]) for step in steps]
     return [(step, statistics.fmean(values)) for step, values in by_step if values]
 
 
 def placed(plan: Plan, data: Path, out: Path) -> Plan:
     """The plan with its data where it is."""
     images = None if plan.images is None else str(data / plan.images)
-    return replace(plan, out=str(out), corpus=tuple(str(data / name) for name in plan.corpus), images=images)
+    corpus, select, report = (tuple(str(data / name) for name in getattr(plan, part)) for part in TEXTS)
+    return replace(plan, out=str(out), corpus=corpus, select=select, report=report, images=images)
 
 
 def moments(model: str) -> dict[str, float] | None:
@@ -224,7 +280,8 @@ def _commit(folder: Path) -> str | None:
 def _present(rows: Sequence[Row], data: Path) -> None:
     """Refuse before anything is trained what would fail for want of a file."""
     for row in rows:
-        for name in (*row.plan.corpus, *([row.plan.images] if row.plan.images else [])):
+        texts = [name for part in TEXTS for name in getattr(row.plan, part)]
+        for name in (*texts, *([row.plan.images] if row.plan.images else [])):
             if not (data / name).is_file():
                 raise LocaterError(
                     f"{data / name}: no such file, and the runs of claim {row.claim} train on it: give --data FOLDER"
@@ -235,12 +292,20 @@ def _outcome(line: Mapping[str, Any]) -> str:
     return f"{line['report_loss']:.4f}" if line["status"] == "done" else str(line["status"])
 
 
-def foreseen(rows: Callable[[Runs], Sequence[Row]]) -> list[Row]:
-    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate."""
+def foreseen(rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str, Any]] | None = None) -> list[Row]:
+    """All rows that there will be, for a plan: those that wait for an outcome are counted at the first rate. `known` are
+    lines of runs that there are, by key.
+    """
     runs = Runs()
+    runs.lines |= known or {}
     while missing := runs.missing(rows(runs)):
         for row in missing:
-            runs.lines[row.key] = {"status": "done", "select_loss": row.plan.rate, "report_loss": 0.0}
+            runs.lines[row.key] = {
+                "status": "done",
+                "select_loss": row.plan.rate,
+                "report_loss": 0.0,
+                "entropy": 0.0,
+            }
     return distinct(rows(runs))
 
 

@@ -51,9 +51,9 @@ def sink_arm(attention: str = "softmax", **changes: Any) -> Arm:
 PLAIN = sink_arm()
 
 
-def left_of(runs: Runs, arm: Arm) -> Measured | None:
+def left_of(runs: Runs, arm: Arm, against: Arm = PLAIN) -> Measured | None:
     """Weight on the first token over that of the plain model, seed by seed."""
-    ends, plain = arm.ends(runs), PLAIN.ends(runs)
+    ends, plain = arm.ends(runs), against.ends(runs)
     values = [(value_of(a, WEIGHT), value_of(b, WEIGHT)) for a, b in zip(ends or (), plain or (), strict=False)]
     ratios = [a / b for a, b in values if a is not None and b]
     return by_seed(ratios) if ratios and len(ratios) == len(values) else None
@@ -61,7 +61,7 @@ def left_of(runs: Runs, arm: Arm) -> Measured | None:
 
 def sink_tables(runs: Runs, arms: Iterable[Arm]) -> dict[str, Any]:
     """The tables that sinks.md.j2 reads: the arms with the seeds that there are, and how they were trained."""
-    rows = ends_table(runs, arms, _end)
+    rows = ends_table(runs, arms, end_with_weights)
     if not rows:
         return {}
     return {
@@ -84,6 +84,7 @@ def _means(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, float]:
     }
 
 
-def _end(line: Line) -> dict[str, Any]:
+def end_with_weights(line: Line) -> dict[str, Any]:
+    """What pages on sinks show of a run."""
     measures = line.get("measures") or {}
     return end_of(line) | {name: measures.get(name) for name in ("first_weight", "first_value")}

@@ -3,8 +3,10 @@ Studies d and e.
 
 The paper's models have 15 billion parameters and 400 billion tokens. These have 6 layers of width 256 and a few million
 tokens, so that every verdict is of this size alone. Softmax and one gate per head are at the better of two learning
-rates, variations at the higher of them. Where softmax gives its first token no more than uniform attention does,
-nothing is said of sinks.
+rates, variations at the higher of them.
+
+No head of these models has a sink, so claims on sinks are judged by other ones (`engine/text_sinks.py`), trained on
+more text by the recipe that grew the most. Where not one head of softmax has a sink there, nothing is said of sinks.
 """
 
 from __future__ import annotations
@@ -21,14 +23,27 @@ from locater_papers.engine.arms import (
     has_sink,
     level,
     mark_inconclusive,
+    of_runs,
     rank_correlation,
     trained,
     uniform_first,
 )
-from locater_papers.engine.claims import Claim, by_seed
-from locater_papers.engine.mechanism_runs import BASE, NO_SINK, SEEN, SOFTMAX, TUNED, VARIED, arm
+from locater_papers.engine.claims import Claim, Measured, by_seed
+from locater_papers.engine.mechanism_runs import BASE, SEEN, SOFTMAX, TUNED, VARIED, arm
 from locater_papers.engine.papers import Results
 from locater_papers.engine.runs import Arm, Row, Runs
+from locater_papers.engine.text_sinks import (
+    GATE,
+    GATES,
+    NO_TEXT_SINK,
+    ON_TEXT,
+    SHARE,
+    has_text_sink,
+    picked,
+    text_arms,
+    text_rows,
+    text_sink_tables,
+)
 
 HEAD, ELEMENT = arm("gated"), arm("gated(per=element)")
 VALUE, KEY, QUERY = arm("gated(position=value, per=element)"), arm("gated(position=key)"), arm("gated(position=query)")
@@ -38,10 +53,9 @@ CONSTANT, NS, SHARED = (
     arm("gated(shared=True, per=element)"),
 )
 ARMS = (SOFTMAX, HEAD, ELEMENT, VALUE, KEY, QUERY, CONSTANT, NS, SHARED)
-SIX = (ELEMENT, HEAD, VALUE, SHARED, CONSTANT, NS)  # those of the paper's table
 HOT, SHORT, HOT_SEEDS = 1.5e-2, 400, 2  # a rate at which softmax loses half a nat, and steps
 UNIFORM = math.log(BASE.vocabulary)  # what a run that diverged is counted as
-FIRST, SPIKE = "measures.first_mass", "measures.spike_ratio"
+SPIKE = "measures.spike_ratio"
 OF_SINKS = ("d7", "d8", "d9", "d10", "d11", "d12", "d15")
 
 CLAIMS = (
@@ -56,24 +70,24 @@ CLAIMS = (
           where="Table 1"),
     Claim("d6", "It is better than on queries", f"report loss after attention less on queries, per head, {VARIED}", "at most", 0.0,
           where="Table 1"),
-    Claim("d7", "The gate takes the sink away", f"change of the first token's share of rows by a gate per element, {VARIED}",
+    Claim("d7", "The gate takes the sink away", f"change of the first token's share of rows by a gate per element, {ON_TEXT}",
           "at most", 0.0, where="Table 4"),
-    Claim("d8", "So does one per head", f"change of the first token's share of rows by a gate per head, {TUNED}", "at most", 0.0,
+    Claim("d8", "So does one per head", f"change of the first token's share of rows by a gate per head, {ON_TEXT}", "at most", 0.0,
           where="Table 4"),
-    Claim("d9", "Gates on values leave more of the sink", f"first token's share with gates on values less after attention, {VARIED}",
+    Claim("d9", "Gates on values leave more of the sink", f"first token's share with gates on values less after attention, {ON_TEXT}",
           "at least", 0.0, where="Table 4"),
-    Claim("d10", "So do gates shared by heads", f"first token's share with shared gates less with own ones, {VARIED}", "at least", 0.0,
+    Claim("d10", "So do gates shared by heads", f"first token's share with shared gates less with own ones, {ON_TEXT}", "at least", 0.0,
           where="Table 4"),
-    Claim("d11", "So do gates that cannot close", f"first token's share with NS-sigmoid less with the sigmoid, {VARIED}", "at least", 0.0,
-          where="Table 4"),
-    Claim("d12", "So do gates that ignore the input", f"first token's share without input less with it, per head, {VARIED}",
+    Claim("d11", "So do gates that cannot close", f"first token's share with NS-sigmoid less with the sigmoid, {ON_TEXT}",
+          "at least", 0.0, where="Table 4"),
+    Claim("d12", "So do gates that ignore the input", f"first token's share without input less with it, per head, {ON_TEXT}",
           "at least", 0.0, where="Table 4"),
     Claim("d13", "The gate lowers the largest activation", f"change of the largest entry over the median by a gate per element, {VARIED}",
           "at most", 0.0, where="Table 4"),
     Claim("d14", "Gates close in training: they start at 1/2", f"mean gate per element after training, {VARIED}", "at most", 0.5,
           where="Table 4", bound="ours"),
     Claim("d15", "The more the gates close, the smaller the sink", "rank correlation of mean gate with the first token's share over the "
-          f"table's six variants, seed by seed, {SEEN}", "at least", 0.8, where="Table 4", bound="ours"),
+          f"table's six variants, seed by seed, {ON_TEXT}", "at least", 0.8, where="Table 4", bound="ours"),
     Claim("d16", "Gates that cannot close cost loss", f"report loss with NS-sigmoid less with the sigmoid, per element, {VARIED}",
           "at least", 0.0, where="Table 4"),
     Claim("d17", "Gates shared by heads cost loss", f"report loss with shared gates less with own ones, per element, {VARIED}",
@@ -114,23 +128,42 @@ def judge(runs: Runs) -> Results:
         "d4": change(runs, ELEMENT, VALUE, loss),
         "d5": change(runs, HEAD, KEY, loss),
         "d6": change(runs, HEAD, QUERY, loss),
-        "d7": change(runs, ELEMENT, SOFTMAX, FIRST),
-        "d8": change(runs, HEAD, SOFTMAX, FIRST),
-        "d9": change(runs, VALUE, ELEMENT, FIRST),
-        "d10": change(runs, SHARED, ELEMENT, FIRST),
-        "d11": change(runs, NS, ELEMENT, FIRST),
-        "d12": change(runs, CONSTANT, HEAD, FIRST),
         "d13": change(runs, ELEMENT, SOFTMAX, SPIKE),
         "d14": level(runs, ELEMENT, "measures.gate"),
-        "d15": rank_correlation(runs, SIX, "measures.gate", FIRST),
         "d16": change(runs, NS, ELEMENT, loss),
         "d17": change(runs, SHARED, ELEMENT, loss),
         "d18": change(runs, CONSTANT, SOFTMAX, loss),
     }
-    if not has_sink(runs, SOFTMAX):
-        measured = mark_inconclusive(measured, OF_SINKS, NO_SINK)
     table = training_table(runs, ARMS)
-    return Results(measured, {} if table is None else {"gates_in_training": table})
+    tables = {} if table is None else {"gates_in_training": table}
+    return Results(measured | judge_sinks(runs), tables | text_sink_tables(runs, ("plain", *GATES)))
+
+
+def judge_sinks(runs: Runs) -> dict[str, Measured | None]:
+    """Claims on sinks, by the arms of the recipe that was picked; nothing while none is."""
+    recipe = picked(runs)
+    if recipe is None:
+        return {}
+    arms = text_arms(recipe)
+    plain, element = arms["plain"], arms["element"]
+    measured = {
+        "d7": change(runs, element, plain, SHARE),
+        "d8": change(runs, arms["head"], plain, SHARE),
+        "d9": change(runs, arms["values"], element, SHARE),
+        "d10": change(runs, arms["shared"], element, SHARE),
+        "d11": change(runs, arms["ns"], element, SHARE),
+        "d12": change(runs, arms["constant"], arms["head"], SHARE),
+        "d15": rank_correlation(runs, [arms[name] for name in GATES], GATE, SHARE),
+    }
+    return measured if has_text_sink(runs, plain) else mark_inconclusive(measured, OF_SINKS, NO_TEXT_SINK)
+
+
+def rows(runs: Runs) -> list[Row]:
+    """Runs of both kinds of models; of the second, recipes, and arms that gates are judged by."""
+    recipe = picked(runs)
+    arms = [] if recipe is None else [text_arms(recipe)[name].name for name in ("plain", *GATES)]
+    on_text = [row for row in text_rows(runs) if row.plan.observe or row.arm in arms]
+    return [row for arm in ARMS for row in arm.rows(runs)] + on_text
 
 
 def hot_rows() -> dict[str, list[Row]]:
@@ -159,7 +192,7 @@ def _loss(line: Mapping[str, Any]) -> float:
     return float(line["report_loss"]) if line["status"] == "done" else UNIFORM
 
 
-STUDY = trained("gates in training", CLAIMS, ARMS, judge)
+STUDY = of_runs("gates in training", CLAIMS, rows, judge)
 HOT_STUDY = trained(
     "a hot learning rate", HOT_CLAIMS, (), judge_hot, [row for rows in hot_rows().values() for row in rows]
 )

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from locater_papers.engine.papers import Paper
-from locater_papers.sun2026 import first, metrics, norms, sinks, spikes, training
+from locater_papers.sun2026 import first, growth, metrics, norms, sinks, spikes, training
 
 PAPER = Paper(
     "sun2026",
     "Spikes, sparse tokens and sinks: claim by claim",
     "Sun, Canziani, LeCun and Zhu, Spike, Sparse, Sink (2026, arXiv 2603.05498); measures of Gu et al. (2024, arXiv 2410.10781) and "
     "Sun et al. (2024, arXiv 2402.17762)",
-    (metrics.STUDY, norms.STUDY, first.STUDY, spikes.STUDY, training.STUDY, sinks.STUDY),
+    (metrics.STUDY, norms.STUDY, first.STUDY, spikes.STUDY, training.STUDY, sinks.STUDY, growth.STUDY),
     Path(__file__).parent,
 )
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from locater_papers.engine.papers import Paper
-from locater_papers.xiao2026 import flattening, models, published, signs, training
+from locater_papers.xiao2026 import flattening, models, published, signs, training, vision
 
 PAPER = Paper(
     "xiao2026",
@@ -16,6 +16,7 @@ PAPER = Paper(
         training.STUDY,
         published.ACCURACY_STUDY,
         published.SPEED_STUDY,
+        vision.STUDY,
     ),
     Path(__file__).parent,
 )

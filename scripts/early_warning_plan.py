@@ -1,0 +1,178 @@
+"""The unseen runs of the early-warning record: which models, which causes of failure, in which order.
+
+docs/results/early-warning-plan.md says why. Everything that is drawn (the step at which a fault begins) is drawn from
+the name of the run, so that the list is the same wherever it is made.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+STEPS, LENGTH, BATCH = 600, 128, 32
+HEALTHY = 5  # runs of every kind that are left alone
+FACTORS = (1.0, 1.0, 1.0, 0.8, 1.25)  # of the kind's rate, in these
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and how it is usually trained. `build` names a class of transformers, or `own` for locater.models."""
+
+    name: str
+    build: str
+    layers: int
+    width: int
+    heads: int
+    text: str  # wiki: bytes of Wikipedia; words: its 2,048 most frequent words; docs: bytes of Python's documentation
+    optimizer: str
+    rate: float
+    dtype: str
+    kv_heads: int | None = None
+    own: tuple[tuple[str, Any], ...] = ()  # fields of `Shape`
+    warmup: int = 50
+    cosine: bool = False  # to a tenth of the rate; else the rate stays
+
+    @property
+    def model(self) -> str:
+        """The family that is left out: mechanism, positions and norm."""
+        return FAMILY[self.name]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: a kind, and what was changed to make it fail. Without a cause nothing was but the seed and the rate."""
+
+    kind: str
+    name: str
+    seed: int
+    cause: str = ""
+    rate: float = 1.0  # times the kind's
+    warmup: int | None = None  # None is the kind's
+    clip: float = 1.0
+    weights: float = 1.0  # times all initial weights of two axes
+    query_key: float = 1.0  # times the initial query and key maps
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.9
+    decay: float = 0.1
+    onset: int | None = None  # the first step of what follows
+    until: int = STEPS
+    jump: float = 1.0  # the rate is multiplied by this from onset to until
+    growth: float = 1.0  # the rate is multiplied by this at every step from onset on
+    data: str = ""  # shuffled, random, relabelled; creeping: a share of shuffled sequences that grows to 1
+
+
+def _own(**fields: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(fields.items())
+
+
+LEARNED = _own(positions="learned", mlp="gelu")
+POST = _own(norm="post", mlp="gelu")
+KINDS = (
+    Kind("gpt2-a", "GPT2", 4, 128, 4, "wiki", "adamw", 2e-3, "bfloat16"),
+    Kind("gpt2-b", "GPT2", 2, 192, 6, "docs", "sgd", 0.3, "float32"),
+    Kind("gpt2-c", "GPT2", 6, 96, 6, "words", "muon", 2e-3, "float16", cosine=True),
+    Kind("llama-a", "Llama", 2, 64, 4, "docs", "adamw", 3e-3, "float32", cosine=True),
+    Kind("llama-b", "Llama", 8, 96, 4, "wiki", "adamw", 1e-3, "float16", kv_heads=2),
+    Kind("llama-c", "Llama", 4, 128, 8, "wiki", "muon", 2e-3, "bfloat16"),
+    Kind("llama-d", "Llama", 4, 128, 2, "words", "sgd", 0.3, "bfloat16"),
+    Kind("qwen3-a", "Qwen3", 4, 128, 4, "wiki", "adamw", 3e-3, "bfloat16", kv_heads=2, cosine=True),
+    Kind("qwen3-b", "Qwen3", 6, 64, 4, "docs", "muon", 2e-3, "float32"),
+    Kind("qwen3-c", "Qwen3", 2, 128, 4, "words", "adamw", 2e-3, "float16"),
+    Kind("olmo2", "Olmo2", 6, 128, 4, "wiki", "adamw", 2e-3, "bfloat16"),
+    Kind("gemma2", "Gemma2", 4, 128, 4, "wiki", "adamw", 2e-3, "bfloat16", kv_heads=2),
+    Kind("softcap", "own", 4, 96, 4, "docs", "adamw", 2e-3, "float32", own=(*LEARNED, ("attention", "softcap"))),
+    Kind("neox", "GPTNeoX", 4, 128, 4, "docs", "adamw", 2e-3, "float16", cosine=True),
+    Kind("opt", "OPT", 4, 128, 4, "words", "adamw", 2e-3, "float32"),
+    Kind("bloom", "Bloom", 4, 128, 8, "wiki", "adamw", 2e-3, "bfloat16"),
+    Kind("starcoder2", "Starcoder2", 4, 96, 4, "docs", "sgd", 0.3, "float32", kv_heads=2),
+    Kind("post-a", "own", 6, 128, 4, "wiki", "adamw", 1e-3, "float32", own=POST, warmup=100),
+    Kind("post-b", "own", 12, 64, 4, "docs", "adamw", 5e-4, "bfloat16", own=POST, warmup=100),
+    Kind("sandwich", "own", 6, 96, 4, "wiki", "muon", 2e-3, "bfloat16", own=_own(norm="sandwich")),
+    Kind("sink", "own", 4, 128, 4, "wiki", "adamw", 2e-3, "bfloat16", own=_own(attention="learned_sink"), cosine=True),
+    Kind(
+        "plus-one",
+        "own",
+        3,
+        192,
+        6,
+        "words",
+        "adamw",
+        2e-3,
+        "bfloat16",
+        own=(*LEARNED, ("attention", "softmax_plus_one")),
+    ),
+)
+FAMILY = {
+    **dict.fromkeys(("gpt2-a", "gpt2-b", "gpt2-c", "opt"), "learned positions, LayerNorm"),
+    **dict.fromkeys(("llama-a", "llama-b", "llama-c", "llama-d", "starcoder2", "neox"), "rotary"),
+    **dict.fromkeys(("qwen3-a", "qwen3-b", "qwen3-c", "olmo2"), "QK-norm"),
+    **dict.fromkeys(("gemma2", "softcap"), "softcap"),
+    **dict.fromkeys(("post-a", "post-b"), "post-norm"),
+    **dict.fromkeys(("sink", "plus-one"), "softmax with a sink of its own"),
+    "bloom": "ALiBi",
+    "sandwich": "sandwich norm",
+}
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+def healthy_runs() -> list[Run]:
+    """Runs that are left alone."""
+    return [
+        Run(kind.name, f"{kind.name} healthy {i + 1}", seed=100 + i, rate=FACTORS[i])
+        for i in range(HEALTHY)
+        for kind in KINDS
+    ]
+
+
+def forced_runs() -> list[Run]:
+    """Runs that are pushed to fail, by cause."""
+    runs: list[Run] = []
+
+    def add(cause: str, kinds: str, *variants: dict[str, Any], begins: bool = False) -> None:
+        for i, kind in enumerate(kinds.split()):
+            name = f"{kind} {cause} {i + 1}"
+            change = dict(variants[i % len(variants)])
+            if begins:
+                change["onset"] = random.Random(name).randint(150, 400)
+            if "lasts" in change:
+                change["until"] = change["onset"] + change.pop("lasts")
+            runs.append(Run(kind, name, seed=200 + len(runs), cause=cause, **change))
+
+    def rates(*factors: float, **change: Any) -> list[dict[str, Any]]:
+        return [dict(rate=factor, **change) for factor in factors]
+
+    free = dict(clip=math.inf)
+    add("hot rate", "gpt2-a llama-a olmo2 softcap opt bloom sink plus-one", *rates(50, 100))
+    add("no warm-up", "gpt2-a llama-b gemma2 neox opt sandwich", *rates(30, 100, warmup=0, **free))
+    jumps = [dict(jump=factor) for factor in (20, 50, 100)]
+    add("sudden rate", "gpt2-c llama-c qwen3-a softcap bloom post-a sink plus-one", *jumps, begins=True)
+    growth = [dict(growth=factor, onset=100) for factor in (1.03, 1.015)]
+    add("rising rate", "gpt2-a llama-a qwen3-c gemma2 neox opt sandwich", *growth)
+    spoilt = [dict(data="shuffled"), dict(data="random", lasts=80), dict(data="relabelled"), dict(data="creeping")]
+    add("bad data", "gpt2-b llama-c qwen3-b gemma2 post-b starcoder2 plus-one olmo2", *spoilt, begins=True)
+    overflow = [*rates(50, **free), dict(decay=-6, **free)]
+    add("float16 overflow", "gpt2-c llama-b qwen3-c neox llama-b qwen3-c", *overflow)
+    add(
+        "post-norm without warm-up", "post-a post-b post-a post-b post-a post-b", *rates(6, 6, 20, 20, 60, 60, warmup=0)
+    )
+    start = [dict(weights=8, rate=10), dict(query_key=300, rate=30), dict(weights=8, rate=30)]
+    add("large start", "gpt2-a llama-a bloom opt sink softcap", *start)
+    constants = [dict(beta2=0.9999, warmup=0), dict(beta2=0.5), dict(beta2=0.9999, eps=1e-16, warmup=0)]
+    add(
+        "optimizer constants",
+        "llama-a neox qwen3-a opt gpt2-a sink",
+        *(dict(rate=50, **change) for change in constants),
+    )
+    hot = [dict(growth=1.02, onset=100, **free), *rates(1, momentum=0.99, **free), *rates(4)]
+    add("SGD too hot", "gpt2-b llama-d starcoder2 llama-d starcoder2 gpt2-b", *hot)
+    add("negative decay", "gpt2-a llama-c qwen3-a gemma2 bloom sandwich", dict(decay=-6), dict(decay=-3))
+    return runs
+
+
+def all_runs() -> list[Run]:
+    """In the order in which they are made: three healthy runs of each kind, the forced ones, the other healthy ones."""
+    healthy = healthy_runs()
+    return [*healthy[: 3 * len(KINDS)], *forced_runs(), *healthy[3 * len(KINDS) :]]

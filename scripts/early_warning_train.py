@@ -1,0 +1,239 @@
+"""Trains the unseen runs of the early-warning record, several at a time; scripts/early_warning.py starts it.
+
+Each run is a loop of its own with `locater.Monitor()` attached as a user would, and a second monitor that observes
+every 10th step for comparison. Its line has every loss and gradient norm, and the warnings as they came.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import multiprocessing
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from early_warning_models import WORDS, build, optimizers, vocabulary
+from early_warning_plan import BATCH, BY_NAME, LENGTH, STEPS, Kind, Run, all_runs
+from torch import Tensor, nn
+from torch.nn import functional
+
+from locater.data.corpus import embedded_text, fingerprint
+from locater.data.text import read_text
+from locater.monitor import Monitor
+from locater.version import __version__
+
+CHARACTERS = 10_000_000  # of the text
+EXTREMES = {"max_logit": max, "spread": max, "entropy_ratio": min}  # over heads
+DENSE = 10  # steps between observations of the second monitor
+
+
+def read_texts(path: Path, folder: Path) -> dict[str, str]:
+    """Write the tokens of each text to `folder`; the fingerprints of the texts."""
+    wiki, docs = read_text(path)[:CHARACTERS], embedded_text()
+    words = re.findall(r"\w+|[^\w\s]", wiki)
+    ranks = {word: i + 1 for i, (word, _) in enumerate(Counter(words).most_common(WORDS - 1))}  # 0 is every other word
+    tokens = {
+        "wiki": np.frombuffer(wiki.encode(), np.uint8),
+        "docs": np.frombuffer(docs.encode(), np.uint8),
+        "words": np.array([ranks.get(word, 0) for word in words], np.int16),
+    }
+    for name, ids in tokens.items():
+        np.save(folder / f"{name}.npy", ids)
+    return {"wiki": f"{path.name} {fingerprint(wiki)[:12]}", "docs": f"Python's documentation {fingerprint(docs)[:12]}"}
+
+
+def rate_at(kind: Kind, run: Run, step: int) -> float:
+    """The learning rate of a step, counted from 1."""
+    warmup = kind.warmup if run.warmup is None else run.warmup
+    rate = kind.rate * run.rate * min(1.0, step / max(1, warmup))
+    if kind.cosine:
+        rate *= 0.55 + 0.45 * math.cos(math.pi * step / STEPS)
+    if run.onset is not None and run.onset <= step:
+        rate *= run.growth ** (step - run.onset + 1) * (run.jump if step < run.until else 1.0)
+    return rate
+
+
+def batches(run: Run, ids: Tensor, most: int, size: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of each step, spoilt where the run has it."""
+    generator = torch.Generator().manual_seed(run.seed)
+    other = torch.Generator().manual_seed(run.seed + 1)  # so that a spoilt run has the batches of a whole one before
+    labels = torch.randperm(most, generator=other)
+    batch, length = size
+    for step in range(1, STEPS + 1):
+        at = torch.randint(len(ids) - length - 1, (batch,), generator=generator)
+        rows = torch.stack([ids[i : i + length + 1] for i in at.tolist()]).long()
+        spoilt = run.onset is not None and run.onset <= step < run.until
+        if spoilt and run.data == "random":
+            rows = torch.randint(most, rows.shape, generator=other)
+        if spoilt and run.data in ("shuffled", "creeping"):
+            count = batch if run.data == "shuffled" else round(batch * min(1.0, (step - run.onset) / 150))
+            for row in rows[:count]:
+                row.copy_(row[torch.randperm(length + 1, generator=other)])
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        yield inputs, labels[targets] if spoilt and run.data == "relabelled" else targets
+
+
+class Warnings:
+    """A sink that stores the warnings of a run, and the extreme value over heads of what was observed."""
+
+    def __init__(self) -> None:
+        self.warnings: list[dict[str, Any]] = []
+        self.messages: set[str] = set()
+        self.observed: list[list[Any]] = []  # step, heads that are not finite, EXTREMES
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "warning":
+            self.messages.add(record["message"])
+            self.warnings.append({name: record[name] for name in ("step", "flag", "layer", "head", "value")})
+        if record["kind"] == "step":
+            heads = record["heads"]
+            known = {name: [x for layer in heads[name] for x in layer if x is not None] for name in heads}
+            row = [record["step"], sum(x is None for layer in heads["entropy"] for x in layer)]
+            for name, choose in EXTREMES.items():
+                row.append(_short(choose(known[name])) if known[name] else None)
+            self.observed.append(row)
+
+    def first(self) -> list[dict[str, Any]]:
+        """Warnings without those of a step and flag that are listed already."""
+        return list({(w["step"], w["flag"]): w for w in reversed(self.warnings)}.values())[::-1]
+
+    def close(self) -> None:
+        return
+
+
+class Log(logging.Handler):
+    """Stores what the monitor logs; the warnings among it are in its sink as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.setdefault(record.getMessage())
+
+
+def _short(x: float, digits: int = 4) -> float | None:
+    return float(f"{x:.{digits}g}") if math.isfinite(x) else None
+
+
+def train(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int) -> dict[str, Any]:
+    """One run, with its monitors; `size` is sequences and tokens of a batch."""
+    kind = BY_NAME[run.kind]
+    torch.manual_seed(run.seed)
+    model = build(kind, run).to(device).train()
+    stepping = optimizers(kind, run, model)
+    sparse, dense, log = Warnings(), Warnings(), Log()
+    logger = logging.getLogger("locater")
+    logger.handlers, logger.propagate = [log], False
+    monitors = [Monitor(sparse).attach(model), Monitor(dense, every=DENSE).attach(model)]
+    ids = torch.from_numpy(np.load(tokens / f"{kind.text}.npy"))
+    losses: list[float] = []
+    norms: list[float] = []
+    began = time.time()
+    for step, (inputs, targets) in zip(range(1, steps + 1), batches(run, ids, vocabulary(kind), size), strict=False):
+        for optimizer in stepping:
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(kind, run, step)
+        inputs, targets = inputs.to(device), targets.to(device)
+        with torch.autocast(device, getattr(torch, kind.dtype), enabled=kind.dtype != "float32"):
+            out = model(inputs) if kind.build == "own" else model(input_ids=inputs, use_cache=False).logits
+        loss = functional.cross_entropy(out.flatten(0, 1).float(), targets.flatten())
+        model.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        for optimizer in stepping:
+            optimizer.step()
+        for monitor in monitors:
+            monitor.after_step(loss=loss, grad_norm=norm)
+        losses.append(loss.item())
+        norms.append(norm.item())
+        if len(losses) > 10 and not any(map(math.isfinite, losses[-10:])):
+            break  # it has diverged
+    for monitor in monitors:
+        monitor.detach()
+    logger.handlers, logger.propagate = [], True
+    return {
+        "name": run.name,
+        "run": {name: x for name, x in asdict(run).items() if x != math.inf}
+        | ({"clip": None} if run.clip == math.inf else {}),
+        "seconds": round(time.time() - began, 1),
+        "losses": [None if not math.isfinite(x) else round(x, 3) for x in losses],
+        "norms": [_short(x, 3) for x in norms],
+        "warnings": sparse.first(),
+        "warnings_dense": dense.first(),
+        "observed": dense.observed,
+        "troubles": [message for message in log.messages if message not in sparse.messages | dense.messages],
+    }
+
+
+def _work(run: Run, tokens: Path, device: str, size: tuple[int, int], steps: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return train(run, tokens, device, size, steps)
+
+
+def run_all(
+    out: Path,
+    text: Path,
+    *,
+    device: str,
+    jobs: int = 1,
+    part: str = "1/1",
+    minutes: float = math.inf,
+    size: tuple[int, int] = (BATCH, LENGTH),
+    steps: int = STEPS,
+    only: str = "",
+    seed: int = 0,
+) -> None:
+    """Make the runs of a part that `out` does not have yet, and append a line for each. After `minutes` none begins.
+
+    `seed` is added to every run's, for trials.
+    """
+    began = time.time()
+    done = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
+    number, count = (int(x) for x in part.split("/"))
+    runs = [run for i, run in enumerate(all_runs()) if i % count == number - 1 and run.name not in done]
+    runs = [Run(**{**asdict(run), "seed": run.seed + seed}) for run in runs if re.search(only, run.name)]
+    facts = {"machine": _machine(device), "locater": __version__, "commit": _commit()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, out.open("a") as lines:
+        facts["texts"] = read_texts(text, Path(folder))
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            waiting = {pool.submit(_work, run, Path(folder), device, size, steps): run for run in runs}
+            for i, future in enumerate(as_completed(waiting), 1):
+                if time.time() - began > 60 * minutes:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                if future.cancelled():
+                    continue
+                try:
+                    line = future.result()
+                except Exception as error:  # one run that cannot be made leaves the others
+                    print(f"{waiting[future].name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    continue
+                lines.write(json.dumps({**line, **facts}, separators=(",", ":")) + "\n")
+                lines.flush()
+                told = f"{len(line['losses'])} steps in {line['seconds']} s, loss {line['losses'][-1]}"
+                print(f"{i} of {len(runs)} {line['name']}: {told}", file=sys.stderr, flush=True)
+
+
+def _machine(device: str) -> dict[str, str]:
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__}
+
+
+def _commit() -> str | None:
+    where = Path(__file__).parent
+    made = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True)
+    return made.stdout.strip() or None

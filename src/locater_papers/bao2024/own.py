@@ -1,0 +1,146 @@
+"""The paper's own experiment: one layer, one head, width 128, norms after the sums, words. Its runs; studies j and n.
+
+The recipe is that of fairseq's language models. Its rate depends on the update alone (warm-up over 4,000 updates, then
+the inverse square root), so a run of 3,000 updates is the beginning of a longer one. The weight of the penalty is not
+at hand, so it is swept with seed 0. The sweep names two doses, which are judged with other seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from locater.train.plan import Plan
+from locater_papers.engine.arms import Line
+from locater_papers.engine.runs import Row, Runs
+
+OWN = Plan(
+    corpus=("wikipedia-2/train.txt.xz",),
+    select=("wikipedia-2/valid.txt.xz",),
+    report=("wikipedia-2/test.txt.xz",),
+    words=True,
+    layers=1,
+    heads=1,
+    width=128,
+    hidden=128,
+    mlp="gelu",
+    norm="post",
+    positions="sinusoidal",
+    scale=0.0884,  # 128^-1/2: of embeddings in fairseq
+    dropout=0.1,
+    length=512,
+    batch=64,  # 32,768 tokens
+    steps=3000,
+    rate=5e-4,
+    schedule="inverse_sqrt",
+    warmup=4000.0,
+    decay=0.01,
+    beta2=0.98,
+    clip=0.0,
+    observe=250,
+    evaluate=250,
+    checkpoint=0,
+    compile=True,
+)
+LONG = replace(OWN, steps=12_000, observe=500, evaluate=500)
+SEEDS = range(1, 11)  # that judge; seed 0 is the sweep's
+LONG_SEEDS = range(1, 4)
+MORE_ENTROPY = 0.1  # nats that a dose must add with seed 0 to be the best one
+NO_COST = 0.005  # nats: about the difference of two compiled runs of the same plan
+NONE = "none"
+
+
+def penalty(form: str, strength: float, target: str = "2") -> str:
+    """Both parts with the same strength.
+
+    >>> penalty("measured", 1e-3)
+    'locater(form=measured, shrink=0.001, hold=0.001, target=2)'
+    """
+    return f"locater(form={form}, shrink={strength:g}, hold={strength:g}, target={target})"
+
+
+FORMS = ("measured", "effective")  # no norm stands in front of this attention, so that effective is as stored
+STRENGTHS = (1e-3, 1e-2, 1e-4, 1e-1, 1e-5)  # what decides most comes first
+DOSES = {f"{form}, {s:g}": penalty(form, s) for s in STRENGTHS for form in FORMS}
+DOSES |= {f"measured, 0.001, target {t}": penalty("measured", 1e-3, t) for t in ("0", "4", "8")}
+DOSES |= {f"effective, {s:g}, free": penalty("effective", s, "free") for s in (1e-3, 1e-2)}
+PARTS = {
+    "measured, scale only, 0.001": "locater(form=measured, shrink=0.001, hold=0)",
+    "measured, scale only, 0.01": "locater(form=measured, shrink=0.01, hold=0)",
+    "measured, mean only, target 4": "locater(form=measured, shrink=0, hold=0.01, target=4)",
+    "effective, mean only, target 4": "locater(form=effective, shrink=0, hold=0.01, target=4)",
+}
+ARMS = {NONE: None, **DOSES, **PARTS}
+
+
+@cache
+def row(arm: str, seed: int, base: Plan = OWN, claim: str = "j") -> Row:
+    control = ARMS[arm]
+    return Row(claim, arm, replace(base, control=() if control is None else (control,), seed=seed))
+
+
+def sweep() -> list[Row]:
+    return [row(arm, 0) for arm in ARMS]
+
+
+def swept(runs: Runs) -> dict[str, Line] | None:
+    """Lines of the sweep that came to their end; None while one of its runs is missing."""
+    lines = {each.arm: runs.of(each) for each in sweep()}
+    if any(line is None for line in lines.values()):
+        return None
+    return {arm: line for arm, line in lines.items() if line is not None and line["status"] == "done"}
+
+
+def best_dose(runs: Runs) -> str | None:
+    """The least select loss among the doses that raise entropy by `MORE_ENTROPY`; where none does, the one with the
+    most entropy. None while the sweep is not whole, or its plain run failed.
+    """
+    lines = swept(runs)
+    if lines is None or NONE not in lines:
+        return None
+    doses = {arm: line for arm, line in lines.items() if arm in DOSES}
+    least = lines[NONE]["entropy"] + MORE_ENTROPY
+    raising = {arm: line for arm, line in doses.items() if line["entropy"] >= least}
+    if raising:
+        return min(raising, key=lambda arm: raising[arm]["select_loss"])
+    return max(doses, key=lambda arm: doses[arm]["entropy"], default=None)
+
+
+def nearest_dose(runs: Runs) -> str | None:
+    """The dose, other than the best, that comes nearest to what the paper says: the most entropy among those whose
+    select loss is within `NO_COST` of the plain run's or below; where there is none, the least select loss.
+    """
+    lines, best = swept(runs), best_dose(runs)
+    if lines is None or best is None:
+        return None
+    others = {arm: line for arm, line in lines.items() if arm in DOSES and arm != best}
+    free = {arm: x for arm, x in others.items() if x["select_loss"] <= lines[NONE]["select_loss"] + NO_COST}
+    if free:
+        return max(free, key=lambda arm: free[arm]["entropy"])
+    return min(others, key=lambda arm: others[arm]["select_loss"], default=None)
+
+
+def judged_rows(runs: Runs) -> dict[str, list[Row]]:
+    """The plain arm and the two doses, by role, with the seeds that judge; nothing before the sweep is whole."""
+    roles = {"none": NONE, "best": best_dose(runs), "nearest": nearest_dose(runs)}
+    return {
+        role: [row(arm, seed) for seed in SEEDS] for role, arm in roles.items() if arm is not None and roles["best"]
+    }
+
+
+def rows_of(runs: Runs) -> list[Row]:
+    """The sweep; then seed by seed, so that a sitting cut short leaves whole seeds."""
+    by_role = judged_rows(runs)
+    return [*sweep(), *(each for same_seed in zip(*by_role.values(), strict=True) for each in same_seed)]
+
+
+def long_rows(runs: Runs) -> dict[str, list[Row]]:
+    """The plain arm and the best dose, four times as long; nothing before the sweep is whole."""
+    best = best_dose(runs)
+    if best is None:
+        return {}
+    return {role: [row(arm, seed, LONG, "n") for seed in LONG_SEEDS] for role, arm in (("none", NONE), ("best", best))}
+
+
+def long_rows_of(runs: Runs) -> list[Row]:
+    return [each for same_seed in zip(*long_rows(runs).values(), strict=True) for each in same_seed]

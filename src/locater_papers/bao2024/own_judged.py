@@ -1,0 +1,213 @@
+"""Claims on the paper's own experiment, judged by the runs of `own.py`: study j at 3,000 updates, study n at 12,000.
+
+Perplexity is exp of a loss, so the verdict on one is that on the other; losses are in nats per word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+from locater_papers.bao2024 import own
+from locater_papers.bao2024.repeats import change_of, differences, finished, level_of
+from locater_papers.engine.arms import Line, of_runs
+from locater_papers.engine.claims import Claim, by_seed
+from locater_papers.engine.papers import Results
+from locater_papers.engine.runs import Row, Runs
+
+WHERE = "experiment on WikiText-2"
+OVERFITS = 0.01  # nats by which the last select loss exceeds the least
+BEST = f"the dose of the least select loss among those that add {own.MORE_ENTROPY:g} nats of entropy (our choice)"
+NEAREST = "the dose nearest to the paper's claim"
+CLAIMS = (
+    Claim(
+        "j1", "In the paper's own experiment, LocAteR lowers perplexity",
+        f"change of report loss by {BEST}, {own.OWN.steps:,} updates", "at most", 0.0, where=WHERE,
+    ),
+    Claim(
+        "j2", "In the paper's own experiment, LocAteR raises attention entropy",
+        f"change of mean attention entropy by {BEST}, {own.OWN.steps:,} updates", "at least", 0.0, where=WHERE,
+    ),
+    Claim(
+        "j3", "Validation perplexity is lower over training, too",
+        f"change of select loss by {BEST}, mean over training (our measure)", "at most", 0.0, where=f"{WHERE}, over training",
+    ),
+    Claim(
+        "j4", "Attention entropy is higher over training, too",
+        f"change of entropy by {BEST}, mean over training (our measure)", "at least", 0.0, where=f"{WHERE}, over training",
+    ),
+    Claim(
+        "j5", "The best checkpoint of a run is better with LocAteR",
+        f"change of the least select loss over training by {BEST}", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "j6", f"The plain model overfits within {own.OWN.steps:,} updates",
+        "its last select loss less its least", "at least", OVERFITS, by="ours",
+    ),
+    Claim(
+        "j7", "Some dose of LocAteR costs no perplexity",
+        f"change of report loss by {NEAREST}", "at most", own.NO_COST, by="ours",
+    ),
+    Claim(
+        "j8", "That dose raises entropy",
+        f"change of entropy by {NEAREST}", "at least", 0.0, by="ours",
+    ),
+)  # fmt: skip
+LONG_CLAIMS = (
+    Claim(
+        "n1", f"In the paper's own experiment, the plain model overfits within {own.LONG.steps:,} updates",
+        "its last select loss less its least", "at least", OVERFITS, by="ours",
+    ),
+    Claim(
+        "n2", "LocAteR lowers perplexity at the end of such a long training",
+        f"change of report loss by {BEST}, {own.LONG.steps:,} updates", "at most", 0.0, by="ours",
+    ),
+    Claim(
+        "n3", "The best checkpoint of such a long run is better with LocAteR",
+        f"change of the least select loss over training by {BEST}, {own.LONG.steps:,} updates", "at most", 0.0, by="ours",
+    ),
+)  # fmt: skip
+
+
+def least_select(line: Line) -> float:
+    """Over training, on the part of the select split that is evaluated during it."""
+    return min(loss for _, loss in line["history"])
+
+
+def overfitting(line: Line) -> float:
+    return float(line["history"][-1][1]) - least_select(line)
+
+
+def mean_select(line: Line) -> float:
+    return fmean(loss for _, loss in line["history"])
+
+
+def mean_entropy(line: Line) -> float:
+    return fmean(entropy for _, entropy in line["entropies"]) if line.get("entropies") else math.nan
+
+
+def of_own(runs: Runs) -> Results:
+    rows = own.judged_rows(runs)
+    tables = {"own_sweep": sweep_table(runs), "own_training": training_table(runs)}
+    if not rows:
+        return Results({}, tables)
+    none, best, nearest = rows["none"], rows["best"], rows.get("nearest", [])
+    measured = {
+        "j1": change_of(runs, best, none, "report_loss", {"dose": best[0].arm}),
+        "j2": change_of(runs, best, none, "entropy"),
+        "j3": change_of(runs, best, none, mean_select),
+        "j4": change_of(runs, best, none, mean_entropy),
+        "j5": change_of(runs, best, none, least_select),
+        "j6": level_of(runs, none, overfitting),
+        "j7": change_of(runs, nearest, none, "report_loss", {"dose": nearest[0].arm}) if nearest else None,
+        "j8": change_of(runs, nearest, none, "entropy"),
+    }
+    arms = [arm_table(runs, role, rows[role], none) for role in rows]
+    return Results(measured, {**tables, "own_arms": [arm for arm in arms if arm["ends"]]})
+
+
+def of_long(runs: Runs) -> Results:
+    rows = own.long_rows(runs)
+    if not rows:
+        return Results({})
+    none, best = rows["none"], rows["best"]
+    measured = {
+        "n1": level_of(runs, none, overfitting),
+        "n2": change_of(runs, best, none, "report_loss", {"dose": best[0].arm}),
+        "n3": change_of(runs, best, none, least_select),
+    }
+    arms = [arm_table(runs, role, rows[role], none) for role in rows]
+    curves = {each.arm: curve(line) for each, line in first_lines(runs, rows.values())}
+    return Results(measured, {"long_arms": [arm for arm in arms if arm["ends"]], "long_training": curves})
+
+
+# --- tables for the page
+# --------------------------------------------------------------------------------------------------
+
+
+def end_of(line: Line) -> dict[str, Any]:
+    return {
+        "loss": line["report_loss"],
+        "select_loss": line["select_loss"],
+        "entropy": line["entropy"],
+        "least": least_select(line),
+        "overfitting": overfitting(line),
+        **{name: (line["heads"] or {}).get(name) for name in "MF"},
+    }
+
+
+def sweep_table(runs: Runs) -> list[dict[str, Any]]:
+    """A row for each run of the sweep that has ended, with its changes against the plain one."""
+    lines = {each.arm: runs.of(each) for each in own.sweep()}
+    plain = lines[own.NONE]
+    table = []
+    for arm, line in lines.items():
+        if line is None:
+            continue
+        done = line["status"] == "done"
+        known = done and plain is not None and plain["status"] == "done"
+        changes = {
+            key: line[name] - plain[name] if known and plain is not None else None
+            for key, name in (("loss_change", "report_loss"), ("entropy_change", "entropy"))
+        }
+        blank = dict.fromkeys(("loss", "select_loss", "entropy", "least", "overfitting", "M", "F"))
+        table.append({"arm": arm, "family": family(arm), **(end_of(line) if done else blank), **changes})
+    return table
+
+
+def family(arm: str) -> str:
+    """What arms of the sweep are drawn with: their form, or the part of the penalty that they have.
+
+    >>> [family(arm) for arm in ("measured, 0.001", "measured, 0.001, target 4", "effective, mean only, target 4")]
+    ['measured', 'measured', 'mean only']
+    """
+    return next((part for part in ("scale only", "mean only", "free") if part in arm), arm.split(",")[0])
+
+
+def training_table(runs: Runs) -> dict[str, dict[str, Any]]:
+    """Curves of seed 0: the plain run, and the dose of the least select loss of each form."""
+    lines = own.swept(runs) or {}
+    chosen = [own.NONE] if own.NONE in lines else []
+    for form in own.FORMS:
+        arms = [arm for arm in own.DOSES if arm in lines and arm.startswith(form)]
+        chosen += [min(arms, key=lambda arm: lines[arm]["select_loss"])] if arms else []
+    best = own.best_dose(runs)
+    chosen += [best] if best is not None and best not in chosen else []
+    return {arm: curve(lines[arm]) for arm in chosen}
+
+
+def curve(line: Line) -> dict[str, Any]:
+    return {
+        "perplexity": [[step, math.exp(loss)] for step, loss in line["history"]],
+        "entropy": [list(pair) for pair in line.get("entropies") or ()],
+    }
+
+
+def first_lines(runs: Runs, groups: Iterable[list[Row]]) -> list[tuple[Row, Line]]:
+    """The first finished run of each group."""
+    pairs = [[(row, line) for row in rows for line in finished(runs, [row]).values()] for rows in groups]
+    return [each[0] for each in pairs if each]
+
+
+def arm_table(runs: Runs, role: str, rows: list[Row], plain: list[Row]) -> dict[str, Any]:
+    """An arm with the ends of the seeds that there are, and its changes within a seed."""
+    changes: Mapping[str, list[float]] = {
+        key: list(differences(runs, rows, plain, name).values())
+        for key, name in (("loss", "report_loss"), ("entropy", "entropy"))
+    }
+    about = {key: by_seed(values) for key, values in changes.items() if values and role != "none"}
+    return {
+        "arm": rows[0].arm,
+        "role": role,
+        "ends": [end_of(line) for line in finished(runs, rows).values()],
+        "change": {
+            key: {"by_seed": changes[key], "mean": x.value, "half": x.spread if math.isfinite(x.spread) else None}
+            for key, x in about.items()
+        },
+    }
+
+
+STUDY = of_runs("the paper's own experiment", CLAIMS, own.rows_of, of_own)
+LONG_STUDY = of_runs("the paper's own experiment, longer", LONG_CLAIMS, own.long_rows_of, of_long)

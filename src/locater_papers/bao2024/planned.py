@@ -1,0 +1,53 @@
+"""The plan of studies j to n as a table, written before anything was trained: new runs, their steps, and GPU seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from locater_papers.bao2024 import acting, arms, cause, own
+from locater_papers.engine.runs import Row, Runs, foreseen
+
+ROWS: dict[str, Callable[[Runs], Sequence[Row]]] = {
+    "j": own.rows_of,
+    "k": acting.rows_of,
+    "l": cause.rows_of,
+    "m": acting.once_rows_of,
+    "n": own.long_rows_of,
+}
+QUESTIONS = {
+    "j": "the paper's own experiment: a sweep over doses, then ten seeds of three arms",
+    "k": "LocAteR on what acts: hot rates, ordinary rates, other settings",
+    "l": "cause or company: entropy and mean moved apart",
+    "m": "text that is seen once",
+    "n": "the paper's own experiment, four times as long",
+}
+STEP = {"j": 0.007, "n": 0.007}  # seconds of a whole GPU; the others as below
+OTHER_STEP, RUN = 0.003, 2.0
+
+
+def earlier(runs: Runs) -> dict[str, dict[str, Any]]:
+    """Lines of the runs that were there when the plan was written: those of claims c to i."""
+    return {key: line for key, line in runs.lines.items() if line["claim"] in arms.ORDER}
+
+
+def new_rows(known: Mapping[str, dict[str, Any]]) -> dict[str, list[Row]]:
+    """By letter, the runs that neither the file nor an earlier letter has."""
+    seen, rows = set(known), {}
+    for letter, of in ROWS.items():
+        # the longer runs wait for the sweep of j
+        every = foreseen(
+            (lambda runs: [*own.rows_of(runs), *own.long_rows_of(runs)]) if letter == "n" else of, dict(known)
+        )
+        rows[letter] = [row for row in every if row.key not in seen]
+        seen |= {row.key for row in every}
+    return rows
+
+
+def plan_table(known: Mapping[str, dict[str, Any]]) -> list[str]:
+    lines = ["| claim | question | runs | steps | seconds |", "|---|---|---|---|---|"]
+    for letter, rows in new_rows(known).items():
+        steps = sum(row.plan.steps for row in rows)
+        seconds = STEP.get(letter, OTHER_STEP) * steps + RUN * len(rows)
+        lines.append(f"| {letter} | {QUESTIONS[letter]} | {len(rows)} | {steps:,} | {seconds:.0f} |")
+    return lines

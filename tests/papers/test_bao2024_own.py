@@ -1,0 +1,246 @@
+"""Studies j to n of bao2024: which runs they ask for, what they choose, how made-up runs are judged, and their pages."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from locater.train.controls import parse_control
+from locater_papers import PAPERS
+from locater_papers.bao2024 import acting, acting_judged, arms, cause, own, own_judged, planned
+from locater_papers.engine.arms import known
+from locater_papers.engine.pages import page
+from locater_papers.engine.papers import Setting, joined, reproduce
+from locater_papers.engine.runs import Row, Runs
+from tests import ROOT
+from tests.papers.made_runs import made_line
+
+KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"
+Line = dict[str, object]
+
+
+@pytest.fixture(scope="module")
+def earlier() -> dict[str, Line]:
+    return planned.earlier(Runs(KEPT))
+
+
+def filled(earlier: dict[str, Line], letters: str, line: Callable[[Row], Line]) -> Runs:
+    """Every run that these studies ask for, made by `line`, beside those that there were."""
+    runs = Runs()
+    runs.lines |= copy.copy(earlier)
+    while missing := runs.missing([row for letter in letters for row in planned.ROWS[letter](runs)]):
+        for row in missing:
+            runs.add(row, line(row))
+    return runs
+
+
+def own_line(row: Row, loss: float, entropy: float) -> Line:
+    steps = range(row.plan.evaluate, row.plan.steps + 1, row.plan.evaluate)
+    history = [(step, loss + 1 / step) for step in steps]
+    return made_line(loss, entropy=entropy, history=history, entropies=[(step, entropy) for step in steps])
+
+
+def strength(row: Row) -> float:
+    control = parse_control(row.plan.control[0]) if row.plan.control else None
+    return 0.0 if control is None else float(control.shrink)
+
+
+# --- the plan
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_page_shows_the_plan_and_its_controls_exist(earlier: dict[str, Line]) -> None:
+    text = (ROOT / "docs" / "results" / "bao2024-own-plan.md").read_text()
+    assert "\n".join(planned.plan_table(earlier)) in text
+    rows = planned.new_rows(earlier)
+    assert {letter: {row.claim for row in each} for letter, each in rows.items()} == {x: {x} for x in "jklmn"}
+    for text in {text for each in rows.values() for row in each for text in row.plan.control}:
+        parse_control(text)
+
+
+def test_hot_runs_that_there_are_already_are_asked_for_by_the_same_key(earlier: dict[str, Line]) -> None:
+    for arm, old in (("none", "none"), ("effective", "LocAteR"), ("QK-norm", "QK-norm")):
+        for rate in acting.RATES:
+            assert acting.hot_row(arm, rate, 1).key == arms.stability_rows()[old][rate][1].key in earlier
+
+
+def test_nothing_waits_for_a_choice_but_what_follows_from_it(earlier: dict[str, Line]) -> None:
+    runs = Runs()
+    runs.lines |= earlier
+    assert own.rows_of(runs) == own.sweep()
+    assert own.long_rows_of(runs) == []
+    assert {row.plan.steps for row in runs.missing(acting.rows_of(runs))} == {arms.SHORT}
+
+
+# --- j: doses
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_doses_are_chosen_by_select_loss_and_entropy_of_the_sweep() -> None:
+    runs = Runs()
+    ends = {  # select loss, entropy
+        own.NONE: (5.0, 3.0),
+        "measured, 0.001": (5.003, 3.09),  # nearest: the most entropy at no cost
+        "measured, 0.01": (5.02, 3.3),
+        "effective, 0.01": (5.01, 3.11),  # best: the least loss that adds 0.1
+        "effective, 0.0001": (4.999, 3.02),
+        "measured, scale only, 0.01": (4.9, 4.0),  # a part, and no dose
+    }
+    for row in own.sweep():
+        assert own.best_dose(runs) is None
+        loss, entropy = ends.get(row.arm, (5.5, 3.5))
+        # report losses are the other way around, and must not count
+        runs.add(row, own_line(row, loss, entropy) | {"report_loss": 10 - loss})
+    assert (own.best_dose(runs), own.nearest_dose(runs)) == ("effective, 0.01", "measured, 0.001")
+    rows = runs.missing(own.rows_of(runs))
+    assert [row.arm for row in rows[:3]] == [own.NONE, "effective, 0.01", "measured, 0.001"]
+    assert {row.plan.seed for row in rows} == set(range(1, 11)), "seed 0 chooses and does not judge"
+
+
+def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dict[str, Line]) -> None:
+    noise = random.Random(0)
+
+    def line(row: Row) -> Line:
+        dose = -math.log10(strength(row)) if strength(row) else 9.0
+        wrong = 0.0 if row.plan.seed or not row.plan.control else 2.0  # what seed 0 says must not count
+        loss = 5.0 + 0.1 * (9.0 - dose) / 9 + wrong + noise.gauss(0, 1e-4)
+        return own_line(row, loss, 3.0 + (9.0 - dose) / 9 + noise.gauss(0, 1e-4))
+
+    runs = filled(earlier, "jn", line)
+    found = known(own_judged.of_own(runs).measured)
+    assert set(found) == {f"j{n}" for n in range(1, 9)}
+    best = -math.log10(strength(next(row for row in own.sweep() if row.arm == own.best_dose(runs))))
+    for id, expected in (("j1", 0.1), ("j3", 0.1), ("j5", 0.1), ("j2", 1.0), ("j4", 1.0)):
+        assert found[id].value == pytest.approx(expected * (9 - best) / 9, abs=1e-3), id
+        assert len(found[id].sample) == 10
+    assert found["j6"].value == pytest.approx(0.0, abs=1e-9), "losses of these fall to the end"
+    assert set(known(own_judged.of_long(runs).measured)) == {"n1", "n2", "n3"}
+
+
+def test_seeds_that_one_arm_lacks_are_left_out(earlier: dict[str, Line]) -> None:
+    runs = filled(earlier, "j", lambda row: own_line(row, 5.0 + strength(row) + row.plan.seed, 3.0 + strength(row)))
+    best = own.judged_rows(runs)["best"]
+    for row in best[3:]:
+        del runs.lines[row.key]
+    found = own_judged.of_own(runs).measured["j1"]
+    assert found is not None
+    assert len(found.sample) == 3
+    assert found.value == pytest.approx(strength(best[0])), "the size of a seed cancels within it"
+    del runs.lines[best[0].key]
+    assert own_judged.of_own(runs).measured["j1"] is None, "two seeds judge nothing"
+
+
+# --- k and l
+# -------------------------------------------------------------------------------------------------------------
+
+
+def acting_line(row: Row) -> Line:
+    """Measured forms keep their entropy and cost 0.02; weights decayed by 1 do best; at 0.1 the effective form
+    diverges.
+    """
+    text, seed = " ".join(row.plan.control), 0.1 * row.plan.seed + random.Random(row.key).gauss(0, 1e-4)
+    if "target=2" in text and row.plan.rate == 0.1:
+        return {"status": "diverged", "message": "", "device": "cpu"}
+    form = "measured" in text
+    loss = (4.0 if row.plan.decay == 1 else 5.0) + seed + (0.02 if form else 0.0) + ("limit" in text) * 0.01
+    return made_line(loss, entropy=2.5 if form else 0.2, accuracy=0.5 - 0.01 * form if row.plan.images else None)
+
+
+def test_variant_and_rival_are_chosen_and_judged(earlier: dict[str, Line]) -> None:
+    # hot runs and those on images are all made up
+    old = {key: line for key, line in earlier.items() if line["claim"] != "i" and "image" not in str(line["arm"])}
+    runs = filled(old, "k", acting_line)
+    assert acting.chosen_rival(runs) == "weight decay 1"
+    assert acting.chosen_variant(runs) in set(acting.MEASURED) - {"limit 4", "limit 10"}
+    found = known(acting_judged.of_acting(runs).measured)
+    assert set(found) == {f"k{n}" for n in range(1, 15)}
+    assert (found["k1"].value, found["k2"].value) == (2.5, 0.0), "a run that diverges has collapsed"
+    guess = math.log(4096)
+    expected = 5.02 - (5.0 + guess) / 2 + 0.05 * fmean(acting.SEEDS)  # of 0.1 * seed half stays
+    assert found["k3"].value == pytest.approx(expected, abs=1e-3)
+    assert found["k4"].value == pytest.approx(1.02, abs=1e-3)
+    assert found["k11"].value == pytest.approx(0.02, abs=1e-3)
+    assert found["k13"].value == pytest.approx(-0.01)
+
+
+def cause_runs(earlier: dict[str, Line], entropy_of_floor: float = 0.0) -> Runs:
+    """Loss is 2 - 0.03 M + 0.01 entropy + seed; what there is of the six arms already is made up, too."""
+
+    def line(row: Row) -> Line:
+        text = " ".join(row.plan.control)
+        M = 2.0 if "locater" in text and "hold=0" not in text else 0.0
+        entropy = 3.0 + 0.5 * bool(text) - 0.4 * ("shrink=0)" in text) + 0.001 * row.plan.seed
+        entropy += entropy_of_floor if "floor=0.4" in text else (0.3 if "floor" in text else 0.0)
+        entropy += 0.4 if "init=2" in text or "init=8" in text else 0.0
+        heads = {"M": M * 1.0, "S": 0.0, "F": 1.0, "concentration": 0.0}
+        if "temperature" in text:
+            heads["M"] = 0.8  # of the weights; 0.2 under a temperature of 4
+            M = 0.2
+        noise = random.Random(row.key).gauss(0, 1e-5)
+        return made_line(2 - 0.03 * M + 0.01 * entropy + row.plan.seed + noise, entropy=entropy, heads=heads)
+
+    rate = {
+        key: x for key, x in earlier.items() if x["arm"] == "learned positions, none" and "seed" not in x["options"]
+    }
+    learned = Runs()
+    learned.lines |= rate
+    plan = cause.base(learned)
+    assert plan is not None
+    runs = filled(rate, "l", line)
+    for row in cause.known_rows(plan, "none"):
+        runs.add(row, line(row))
+    return runs
+
+
+def test_slopes_of_loss_are_those_that_made_it(earlier: dict[str, Line]) -> None:
+    runs = cause_runs(earlier)
+    plan = cause.base(runs)
+    assert plan is not None
+    assert cause.nearest(runs, plan, "temperature") == "temperature 4"
+    assert cause.nearest(runs, plan, "entropy penalty") == "floor 0.4"
+    found = known(cause.of_cause(runs).measured)
+    assert set(found) == {f"l{n}" for n in range(1, 7)}
+    assert (found["l3"].value, found["l4"].value) == (pytest.approx(0.01, abs=1e-3), pytest.approx(-0.03, abs=1e-3))
+    assert found["l1"].value == pytest.approx(0.06, abs=1e-3)
+    assert found["l5"].value > 0.5
+    assert found["l6"].value == pytest.approx(0.005, abs=1e-3)
+
+
+def test_entropy_that_is_not_matched_leaves_the_claim_open(earlier: dict[str, Line]) -> None:
+    found = known(cause.of_cause(cause_runs(earlier, entropy_of_floor=0.25)).measured)
+    assert math.isinf(found["l1"].spread)
+    assert "+0.25 nats from LocAteR's" in found["l1"].spread_of
+
+
+# --- the page
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_made_runs_and_of_none(earlier: dict[str, Line], tmp_path: Path) -> None:
+    paper, path = PAPERS["bao2024"], tmp_path / "runs.jsonl"
+
+    def line(row: Row) -> Line:
+        return {**own_line(row, 5.0, 3.0), **acting_line(row)} if row.plan.evaluate else acting_line(row)
+
+    def rendered(lines: Iterable[Line]) -> tuple[str, dict[str, str], set[str]]:
+        path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        documents = [reproduce(paper, Setting(runs=path), letter).to_dict() for letter in planned.ROWS]
+        document = json.loads(json.dumps(joined(documents, paper)))
+        return *page(document, paper), {claim["verdict"] for claim in document["claims"]}
+
+    text, figures, _ = rendered(filled(earlier, "jklmn", line).lines.values())
+    assert list(figures) == ["own-training", "own-doses", "acting-hot", "cause", "own-long"]
+    headings = [part[0] for part in text.split("\n## ") if part[1:3] == ". "]
+    assert headings == ["j", "k", "l", "m", "n"]
+    assert "Not decided yet" not in text
+    text, figures, verdicts = rendered(earlier.values())
+    assert "planned and not run yet" in text
+    assert verdicts == {"undecided"}
+    assert not figures
