@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,14 @@ QUANTITIES = {  # column of a head or of its layer: words
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure on all heads, and the same on heads drawn with replacement."""
+    """A figure on all heads, and the same on heads drawn with replacement, which `draw` computes when it is needed."""
 
     value: float
-    samples: Numbers
+    draw: Callable[[], Numbers]
+
+    @cached_property
+    def samples(self) -> Numbers:
+        return self.draw()
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -56,7 +60,7 @@ class Estimate:
         return min(1.0, 2 * (beyond + 1) / (len(self.samples) + 1))
 
     def __sub__(self, other: Estimate) -> Estimate:
-        return Estimate(self.value - other.value, self.samples - other.samples)
+        return Estimate(self.value - other.value, lambda: self.samples - other.samples)
 
 
 def draws_of(entry: Entry, heads: int | None = None) -> Numbers:
@@ -69,12 +73,13 @@ def draws_of(entry: Entry, heads: int | None = None) -> Numbers:
 @cache
 def _draws(heads: int, seed: int) -> Numbers:
     rng = np.random.default_rng(seed)
-    return rng.multinomial(heads, np.full(heads, 1 / heads), size=DRAWS).astype(np.float64)
+    places = rng.integers(heads, size=(DRAWS, heads)) + heads * np.arange(DRAWS)[:, None]
+    return np.bincount(places.ravel(), minlength=DRAWS * heads).reshape(DRAWS, heads).astype(np.float64)
 
 
 def mean(values: Numbers, counts: Numbers) -> Estimate:
     """The mean over heads."""
-    return Estimate(float(values.mean()), counts @ values / counts.sum(1))
+    return Estimate(float(values.mean()), lambda: counts @ values / counts.sum(1))
 
 
 def rank_correlation(x: Numbers, y: Numbers, counts: Numbers) -> Estimate:
@@ -86,7 +91,7 @@ def rank_correlation(x: Numbers, y: Numbers, counts: Numbers) -> Estimate:
     """
     whole = np.ones((1, len(x)))
     value = weighted_correlation(drawn_ranks(x, whole), drawn_ranks(y, whole), whole)[0]
-    return Estimate(float(value), weighted_correlation(drawn_ranks(x, counts), drawn_ranks(y, counts), counts))
+    return Estimate(float(value), lambda: weighted_correlation(drawn_ranks(x, counts), drawn_ranks(y, counts), counts))
 
 
 def drawn_ranks(values: Numbers, counts: Numbers) -> Numbers:
@@ -133,7 +138,8 @@ def part_size(entry: Entry, name: str) -> Estimate:
 def part_share(entry: Entry, name: str) -> Estimate:
     """E(error * part) / E(error^2): shares of the three parts sum to 1."""
     error, part, counts = errors(entry), parts(entry)[name], draws_of(entry)
-    return Estimate(float((error * part).sum() / (error**2).sum()), counts @ (error * part) / (counts @ error**2))
+    value = float((error * part).sum() / (error**2).sum())
+    return Estimate(value, lambda: counts @ (error * part) / (counts @ error**2))
 
 
 def slope_with_width(entries: Sequence[Entry]) -> Estimate:
@@ -144,8 +150,7 @@ def slope_with_width(entries: Sequence[Entry]) -> Estimate:
     means = [mean_error(e) for e in entries]
     total = (lever * width).sum()
     value = sum(w * m.value for w, m in zip(lever, means, strict=True)) / total
-    samples = sum((w * m.samples for w, m in zip(lever, means, strict=True)), np.zeros(DRAWS)) / total
-    return Estimate(float(value), samples)
+    return Estimate(float(value), lambda: np.sum([w * m.samples for w, m in zip(lever, means, strict=True)], 0) / total)
 
 
 def quantity(entry: Entry, name: str) -> Numbers | None:
@@ -175,12 +180,18 @@ def goes_with_error(
         x, y = (_standing(z) for z in (values, target(entry)))
         pairs.append((x, y, draws_of(entry)))
         alike.append(float(x @ y) > 0)
-    x, y = (np.concatenate([pair[i] for pair in pairs])[None] for i in range(2))
-    counts = np.concatenate([pair[2] for pair in pairs], 1)
-    value = float(weighted_correlation(x, y, np.ones_like(x))[0])
-    samples = weighted_correlation(x, y, counts)
+    x, y = (np.concatenate([pair[i] for pair in pairs]) for i in range(2))
+    value = float(np.corrcoef(x, y)[0, 1])
     same = sum(alike) if value > 0 else len(alike) - sum(alike)
-    return Estimate(value, samples), same, len(alike)
+    return Estimate(value, lambda: _drawn_correlation(x, y, [counts for _, _, counts in pairs])), same, len(alike)
+
+
+def _drawn_correlation(x: Numbers, y: Numbers, counts: Sequence[Numbers]) -> Numbers:
+    """Pearson's correlation (DRAWS,) of x and y (heads,), whose heads are drawn model by model."""
+    columns = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], 1)
+    parts_of = np.split(columns, np.cumsum([c.shape[1] for c in counts])[:-1])
+    count, sx, sy, sxx, syy, sxy = np.sum([c @ part for c, part in zip(counts, parts_of, strict=True)], 0).T
+    return (sxy - sx * sy / count) / np.sqrt((sxx - sx**2 / count) * (syy - sy**2 / count))
 
 
 def _standing(values: Numbers) -> Numbers:

@@ -43,6 +43,7 @@ COLUMNS = {
     "rest_entropy": "Entropy without the first token (nats)",
     "sink": "Weight on the first token",
 }
+Correlation = tuple[str, Estimate, int, int, str]  # words, estimate, models of this sign, models, whether decided
 WORST = 3  # heads of a model that are listed
 
 
@@ -60,7 +61,7 @@ def table(entries: Sequence[Entry], column: str = "entropy") -> str:
 
 
 def page(entries: Sequence[Entry]) -> str:
-    verdicts = judged(entries)
+    verdicts, correlations = judged(entries), _correlations(entries)
     sections: list[list[str]] = [
         [
             "# The Gaussian surrogate: entropy of heads, predicted and measured",
@@ -70,14 +71,14 @@ def page(entries: Sequence[Entry]) -> str:
             "section 6. Statistics come from one text, measurements from another. Brackets are 95 % bootstrap intervals over the heads of a",
             "model; they say how far these heads speak for such heads, not how another training run would come out.",
         ],
-        _in_short(entries, verdicts),
+        _in_short(entries, verdicts, correlations),
         _claims(verdicts),
         _models(entries),
         _by_kind(entries),
         _groups(entries),
         _by_layer(entries),
         _parts(entries),
-        _reasons(entries),
+        _reasons(correlations),
         _suggested(entries),
         _worst(entries),
         *(_other_column(entries, column, title) for column, title in COLUMNS.items()),
@@ -85,7 +86,7 @@ def page(entries: Sequence[Entry]) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
-def _in_short(entries: Sequence[Entry], verdicts: Sequence[Judged]) -> list[str]:
+def _in_short(entries: Sequence[Entry], verdicts: Sequence[Judged], correlations: Sequence[Correlation]) -> list[str]:
     """Sentences with their figures."""
     orders, sizes = ([figure(e) for e in entries] for figure in (order_of_heads, mean_error))
     low, high = min(orders, key=_value), max(orders, key=_value)
@@ -93,7 +94,7 @@ def _in_short(entries: Sequence[Entry], verdicts: Sequence[Judged]) -> list[str]
     name = {id(x): e["model"] for figures in (orders, sizes) for x, e in zip(figures, entries, strict=True)}
     prior = [mean_error(e, "weights").value for e in entries]
     between = [x for x in verdicts if x.claim in BETWEEN]
-    strong = [(words, x) for words, x, _, _, verdict in _correlations(entries) if verdict == "yes"]
+    strong = [(words, x) for words, x, _, _, verdict in correlations if verdict == "yes"]
     lines = [
         "## In short",
         "",
@@ -268,7 +269,7 @@ def _parts(entries: Sequence[Entry]) -> list[str]:
     return lines
 
 
-def _correlations(entries: Sequence[Entry]) -> list[tuple[str, Estimate, int, int, str]]:
+def _correlations(entries: Sequence[Entry]) -> list[Correlation]:
     """Per quantity: words, correlation with the absolute error, models of the same sign, models, whether decided."""
     known = {name: goes_with_error(entries, name) for name in QUANTITIES}
     decided = decided_together({name: x.p_value(0.0) for name, (x, _, _) in known.items()})
@@ -276,7 +277,7 @@ def _correlations(entries: Sequence[Entry]) -> list[tuple[str, Estimate, int, in
     return [(QUANTITIES[name], *known[name], "yes" if name in decided else "undecided") for name in order]
 
 
-def _reasons(entries: Sequence[Entry]) -> list[str]:
+def _reasons(correlations: Sequence[Correlation]) -> list[str]:
     lines = [
         "## Where it fails",
         "",
@@ -285,7 +286,7 @@ def _reasons(entries: Sequence[Entry]) -> list[str]:
         "",
         *_head("quantity", "correlation with the error", "models of this sign", "decided"),
     ]
-    for words, estimate, same, models, verdict in _correlations(entries):
+    for words, estimate, same, models, verdict in correlations:
         lines.append(_row(words, _shown(estimate), f"{same} of {models}", verdict))
     return lines
 

@@ -71,16 +71,9 @@ def train_all(
     if not missing:
         tell("every run has its line")
         return
-    torch.set_num_threads(1)  # a process with a team of threads cannot be forked safely
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    broken = []
     with tempfile.TemporaryDirectory(prefix="locater-surrogate-") as folder:
-        placed = {name: _placed(plan, data, Path(folder), characters) for name, plan in missing.items()}
-        text = next((plan for plan in placed.values() if plan.corpus), None)
-        if text is not None:
-            open_data(text, Path(folder), torch.device("cpu"))  # forked processes inherit the tokens
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        broken = []
+        placed = _prepared(missing, data, Path(folder), characters)
         with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
             under_way = {pool.submit(train, placed[name], Path(folder)): name for name in missing}
             for future in as_completed(under_way):
@@ -92,9 +85,27 @@ def train_all(
                     tell(broken[-1])
                     continue
                 append_line(out, rounded(line, 5))
-                tell(f"{name}: {line.get('report_loss', line['status'])}, {line.get('seconds', 0):.0f} s")
+                trained = (
+                    f"loss {line['report_loss']:.4f}, {line['seconds']:.0f} s"
+                    if line["status"] == "done"
+                    else "diverged"
+                )
+                tell(f"{name}: {trained}")
     if broken:
         raise LocaterError(f"{len(broken)} runs broke and can be run again, the first: {broken[0]}")
+
+
+def _prepared(arms: dict[str, Plan], data: Path, folder: Path, characters: int) -> dict[str, Plan]:
+    """The plans with their data where it is. Text is turned into tokens here, once: forked processes inherit them."""
+    torch.set_num_threads(1)  # a process with a team of threads cannot be forked safely
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    placed = {name: _placed(plan, data, folder, characters) for name, plan in arms.items()}
+    text = next((plan for plan in placed.values() if plan.corpus), None)
+    if text is not None:
+        open_data(text, folder, torch.device("cpu"))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return placed
 
 
 def train(plan: Plan, folder: Path) -> dict[str, Any]:

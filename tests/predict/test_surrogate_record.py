@@ -21,6 +21,7 @@ sys.path.append(str(ROOT / "scripts"))
 import surrogate
 import surrogate_figures as figures
 import surrogate_heads as heads
+import surrogate_inputs as inputs
 import surrogate_runs as runs
 
 SHAPE = Shape(vocabulary=12, layers=2, width=16, heads=2, kv_heads=2, hidden=24, length=12)
@@ -193,6 +194,11 @@ def test_inputs_that_are_no_text_are_halved(tmp_path: Path) -> None:
         surrogate.own_inputs(path)
 
 
+def test_reactions_lose_the_numbers_of_their_atoms() -> None:
+    assert inputs.without_numbers("[CH3:1][c:2]1[nH:3][N+:4].Br[Br:5]>>[C@H:12]") == "Cc1[nH][N+].BrBr>>[C@H]"
+    assert inputs.PIECES.findall("Clc1[nH]%12>>Br") == ["Cl", "c", "1", "[nH]", "%12", ">>", "Br"]
+
+
 # ---- what is written down ----
 
 
@@ -203,5 +209,5 @@ def test_the_page_and_the_table_are_those_of_the_results() -> None:
     at_hand = json.loads((ROOT / "docs/results/surrogate.json").read_text())
     theory = (ROOT / "docs/theory.md").read_text()
     assert surrogate.table(at_hand) in theory, "make surrogate, then copy its table"
-    for entry in entries:
+    for entry in at_hand:
         assert figures.mean_error(entry).value < figures.mean_error(entry, "weights").value, entry["model"]
