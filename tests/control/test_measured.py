@@ -299,8 +299,12 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     ids = IDS % 64
 
     def step() -> dict[str, Tensor]:
-        loss = model(ids, labels=ids, use_cache=False).loss
-        return gradients(model, loss + 100 * control.loss())
+        """Of two micro-batches: the second forward pass of the first must not count for the second."""
+        model.zero_grad()
+        for part in ids.chunk(2):
+            loss = model(part, labels=part, use_cache=False).loss
+            (loss + 100 * control.loss()).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     plain = step()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -318,6 +322,16 @@ def test_autocast_does_not_touch_the_penalty() -> None:
         inside = control.loss()
     assert inside.dtype == torch.float32
     assert torch.equal(inside, control.loss())
+
+
+def test_a_model_that_moves_to_another_dtype_is_read_again() -> None:
+    model = small().float()
+    control = LocAteR(form="measured").attach(model)
+    model(IDS)
+    control.loss()
+    model.double()(IDS)
+    assert control.loss().dtype == torch.float64
+    assert float(control.loss().detach()) == pytest.approx(float(penalty(own_logits(model)).detach()), rel=1e-9)
 
 
 def test_a_free_mean_is_never_rewarded() -> None:

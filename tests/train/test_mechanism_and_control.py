@@ -160,3 +160,19 @@ def test_the_command_names_the_control(tmp_path: Path, run: Callable[..., Ran]) 
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith("locater: --control qk_clip: model.layers.0.self_attn: its logits have a soft cap")
     assert len(done.err.splitlines()) == 1
+
+
+def test_equal_plans_with_measured_tokens_give_equal_weights(tmp_path: Path) -> None:
+    def weights(name: str, control: str) -> dict[str, torch.Tensor]:
+        plan = plan_of("softmax", control, tmp_path / name, steps=3, accumulate=2, norm="post", dropout=0.1)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            training = begun(plan)
+            training.train()
+        training.end()
+        return training.model.state_dict()
+
+    first, second = (weights(name, "locater(form=measured, shrink=1)") for name in ("first", "second"))
+    plain = weights("plain", "locater(shrink=0, hold=0)")
+    assert all(torch.equal(first[name], x) for name, x in second.items())
+    assert any(not torch.equal(plain[name], x) for name, x in second.items())

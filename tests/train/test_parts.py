@@ -347,7 +347,7 @@ def test_controls_by_name() -> None:
         ("locator", "no control 'locator': did you mean 'locater'? There are "),
         (
             "locater(goal=2)",
-            "control locater has no option 'goal': it has shrink, hold, target, part, layers, schedule",
+            "control locater has no option 'goal': it has shrink, hold, target, form, part, limit, layers, schedule",
         ),
         ("locater(2)", "write it as name or name(option=value, ...)"),
         ("locater(**{})", "write it as"),

@@ -15,7 +15,7 @@ from locater.families import AttentionLayer, attention_layers, effective
 from locater.families.effective import Effective
 from locater.families.folded import FoldedStacks, Inputs, Maps, maps_of
 from locater.families.forms import stored_maps, token_maps
-from locater.observing.token_sample import TokenSample, sampled_inputs, share_samples
+from locater.observing.token_sample import TokenSample, fill_samples, samples_of, share_samples
 
 logger = logging.getLogger("locater")
 Form = Literal["effective", "measured", "stored"]
@@ -31,16 +31,12 @@ class ModelMaps:
 
     def __init__(self, model: nn.Module, layers: Mapping[int, AttentionLayer], form: Form) -> None:
         self.model, self.numbers, self.fold = model, list(layers), FOLDS[form]
-        self.samples: dict[int, TokenSample] = {}
-        self._ends: list[Callable[[], None]] = []
-        if form == "measured":
-            self.samples, self._ends = sampled_inputs(model, layers)
+        self.samples = samples_of(model, layers) if form == "measured" else {}
         inputs: dict[int, Inputs] = {number: partial(_tokens, sample) for number, sample in self.samples.items()}
         self._stacks: FoldedStacks | None = None
         try:
             self._stacks = FoldedStacks(model, self.numbers, self.fold, inputs)
         except LocaterError:
-            self.close()
             raise
         except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
             logger.warning(
@@ -48,6 +44,7 @@ class ModelMaps:
                 type(model).__name__,
                 first_line(error),
             )
+        self._ends = fill_samples(model, self.samples.values()) if self.samples else []
 
     def now(self) -> list[Maps]:
         """Queries (L, H, h, d), keys (L, K, h, d) and logit scales (L,) of each stack; gradients flow to the weights.

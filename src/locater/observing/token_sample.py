@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from locater.attention.stand_ins import instead
 from locater.checkpoints.weights import ModuleWeights
+from locater.errors import LocaterError
 from locater.families import AttentionLayer
 from locater.observing.inputs import attention_input
 from locater.observing.stream import Padding
@@ -48,8 +49,9 @@ class TokenSample:
 
     def see(self, x: Tensor, shown: Tensor | None) -> None:
         """Take tokens of x (B, T, d); `shown` (B, T) says which are no padding, None that none is."""
-        if self.tokens.device != x.device:  # the model has moved since
-            self.tokens, self.real = self.tokens.to(x.device), self.real.to(x.device)
+        precise = torch.promote_types(self.tokens.dtype, x.dtype)
+        if (self.tokens.device, self.tokens.dtype) != (x.device, precise):  # the model has moved since
+            self.tokens, self.real = self.tokens.to(x.device, precise), self.real.to(x.device)
         shown = None if shown is None else shown.to(x.device)
         take_tokens(x.detach(), shown, self.number, self.tokens, self.real)
 
@@ -159,22 +161,30 @@ def _own(x: Tensor) -> Tensor:
     return own
 
 
-def sampled_inputs(
-    model: nn.Module, layers: Mapping[int, AttentionLayer], size: int = SIZE
-) -> tuple[dict[int, TokenSample], list[Callable[[], None]]]:
-    """A sample of what each of these layers reads whenever its module runs in training mode, by the number of the
-    layer; and functions that end it.
+def samples_of(model: nn.Module, layers: Mapping[int, AttentionLayer], size: int = SIZE) -> dict[int, TokenSample]:
+    """An empty sample for each of these layers, by its number; refused where no module is the layer."""
+    modules = ModuleWeights(model).modules()
+    missing = [layer.name for layer in layers.values() if layer.name and layer.name not in modules]
+    if missing:
+        raise LocaterError(f"{missing[0]}: no module of {type(model).__name__} has this name, so its input is not seen")
+    return {
+        number: TokenSample(layer.name, layer.width, layer.query.weight().detach(), size)
+        for number, layer in layers.items()
+    }
+
+
+def fill_samples(model: nn.Module, samples: Iterable[TokenSample]) -> list[Callable[[], None]]:
+    """From now on, take tokens whenever a module of these samples runs in training mode; returns functions that end
+    it.
     """
     weights, padding = ModuleWeights(model), Padding()
-    samples: dict[int, TokenSample] = {}
     ends: list[Callable[[], None]] = []
-    for number, layer in layers.items():
-        module = weights.submodule(layer.name)
-        samples[number] = TokenSample(layer.name, layer.width, layer.query.weight().detach(), size)
-        ends.append(instead(module, "forward", partial(_sampling, samples[number], padding, _names(module))))
+    for sample in samples:
+        module = weights.submodule(sample.name)
+        ends.append(instead(module, "forward", partial(_sampling, sample, padding, _names(module))))
     # last, so that masks are noted first where the model is itself the attention module
     ends.append(instead(model, "forward", partial(_noting_masks, padding, _names(model))))
-    return samples, ends
+    return ends
 
 
 def _names(module: nn.Module) -> list[str]:
