@@ -15,9 +15,9 @@ from scipy import stats
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "scripts")]
 
+import early_warning_claims as claims  # noqa: E402
 import early_warning_judge as judge  # noqa: E402 - scripts/ is no package
 import early_warning_models as models  # noqa: E402
-import early_warning_page as page  # noqa: E402
 import early_warning_plan as plan  # noqa: E402
 import early_warning_train as training  # noqa: E402
 
@@ -87,7 +87,7 @@ def test_false_alarms_are_those_of_healthy_stretches() -> None:
     assert (m["caught"], m["failed"], m["lead"]) == (1, 2, 49)
     assert (m["false"], m["ordinary"], m["false_survived"], m["survived"]) == (1, 2, 1, 1)
     assert m["false_per_1000"] == pytest.approx(1000 * 3 / (500 + 500 + 200))
-    assert page.score(runs, "x") == pytest.approx(0.5 - 0.5)
+    assert claims.score(runs, "x") == pytest.approx(0.5 - 0.5)
 
 
 def test_rates_jump_and_grow_at_the_step_that_is_planned() -> None:
