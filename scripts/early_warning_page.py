@@ -83,7 +83,8 @@ def text(data: Mapping[str, Any]) -> str:
         f"stayed healthy, {survived} were forced and survived. Brackets are intervals of 95 %.",
         "",
         "Lead is how many steps an alarm came before the loss showed the failure. It is in time if it came "
-        f"{EARLY} steps before or earlier, and not before the fault began. The monitor observes one step in 50; its rivals read every step.",
+        f"{EARLY} steps before or earlier, and not before the fault began. The monitor observes one step in 50; its rivals read every step. The share caught "
+        "depends on which causes were planned: read it by cause.",
         "",
         "## The claims",
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter
@@ -18,13 +19,63 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "scripts")]
 import early_warning_claims as claims  # noqa: E402
 import early_warning_judge as judge  # noqa: E402 - scripts/ is no package
 import early_warning_models as models  # noqa: E402
+import early_warning_page as page  # noqa: E402
 import early_warning_plan as plan  # noqa: E402
 import early_warning_train as training  # noqa: E402
+
+from locater.monitor import Monitor  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs/results"
+
+
+def test_the_page_and_what_is_quoted_from_it_are_those_of_the_record() -> None:
+    data = json.loads((RESULTS / "early-warning-unseen.json").read_text())
+    assert page.text(data) == (RESULTS / "early-warning-unseen.md").read_text(), "python scripts/early_warning.py judge"
+    quoted = (ROOT / "docs/monitor.md").read_text()
+    for alarm, shown in (
+        ("Monitor()", "`Monitor()`"),
+        ("Monitor(every=10)", "`Monitor(every=10)`"),
+        *((name, name) for name in ("rate 3 times the usual or more", "rate of 1e-2 or more")),
+        *((name, name) for name in ("loss 0.2 above its best", "gradient norm 3 times its median")),
+    ):
+        m = data["inside"][alarm]
+        caught = claims.share_text(m["caught"], m["failed"], m["recall"])
+        false = claims.share_text(m["false"], m["ordinary"], m["false_share"])
+        assert f"| {shown} | {caught} | {claims.lead_text(m)} | {false} |" in quoted
+    m = data["inside"]["Monitor()"]
+    for text in (quoted, " ".join((Monitor.__doc__ or "").split())):
+        assert f"{m['caught']} of {m['failed']}" in text
+    by_cause = data["groups"]["cause"]
+    for cause, words in (
+        ("hot rate", "hot rate {}"),
+        ("negative decay", "negative weight decay {}"),
+        ("float16 overflow", "float16 overflow {}"),
+        ("large start", "large initial weights {}"),
+        ("sudden rate", "a rate that jumps ({})"),
+        ("bad data", "bad data ({})"),
+        ("SGD too hot", "SGD too hot {}"),
+        ("optimizer constants", "optimizer constants {}"),
+    ):
+        assert words.format(f"{by_cause[cause]['caught']} of {by_cause[cause]['failed']}") in quoted
+    assert f"Of the {data['missed']['failures']} failures missed, {data['missed']['not observed']} had" in quoted
+
+
+def test_the_record_is_that_of_its_lines() -> None:
+    lines = [json.loads(line) for line in (RESULTS / "early-warning-unseen.jsonl").read_text().splitlines()]
+    record = json.loads((RESULTS / "early-warning-unseen.json").read_text())
+    assert {line["name"] for line in lines} == {run.name for run in plan.all_runs()}
+    assert all(row["step"] % 50 == 1 for line in lines for row in line["warnings"])
+    outcomes = {run["name"]: run for run in record["runs"]}
+    for line in lines[::10]:  # every tenth: judging all takes seconds
+        wrong = judge.wrong_from(line["losses"], judge.usual_losses(lines, line["run"]["kind"], without=line["name"]))
+        assert outcomes[line["name"]]["wrong"] == wrong
+        assert outcomes[line["name"]]["warned"] == min((row["step"] for row in line["warnings"]), default=None)
 
 
 def test_the_plan_has_the_runs_that_its_page_states() -> None:
     runs = plan.all_runs()
-    text = (Path(__file__).parent.parent / "docs/results/early-warning-plan.md").read_text()
+    text = (RESULTS / "early-warning-plan.md").read_text()
     assert len({run.name for run in runs}) == len({run.seed for run in plan.forced_runs()}) + len(plan.healthy_runs())
     causes = Counter(run.cause for run in runs)
     ordinary = causes.pop("")
