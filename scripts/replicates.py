@@ -20,7 +20,7 @@ from typing import Any
 
 from locater.files import write_whole
 from locater_papers.bao2024.arms import PLAIN
-from locater_papers.engine.runs import machine, train
+from locater_papers.engine.one_run import machine, train
 
 MODES = {
     "eager": dict(compile=False, deterministic=False),

@@ -24,8 +24,8 @@ from locater.train.data import open_data
 from locater.train.loop import DivergedError, run
 from locater.train.plan import PACE, Plan
 from locater.train.sweep import append_line, read_lines
+from locater_papers.engine.one_run import machine
 from locater_papers.engine.rounding import rounded
-from locater_papers.engine.runs import machine
 
 TEXT, IMAGES = "articles.txt", "fashion.npz"
 GATHERED, MEASURED = 4096, 8192  # tokens for statistics, and to measure on

@@ -16,8 +16,9 @@ from locater.train.plan import Plan
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.bao2024 import arms, judged
 from locater_papers.engine.arms import known
+from locater_papers.engine.one_run import placed
 from locater_papers.engine.pages import page
-from locater_papers.engine.runs import Arm, Row, Runs, complete, placed
+from locater_papers.engine.runs import Arm, Row, Runs, complete
 from tests import ROOT
 
 KEPT = ROOT / "docs" / "results" / "bao2024-runs.jsonl"

@@ -10,9 +10,10 @@ import pytest
 
 from locater_papers.engine.arms import level
 from locater_papers.engine.claims import Claim, verdict_of
+from locater_papers.engine.one_run import train
 from locater_papers.engine.pages import page
 from locater_papers.engine.papers import Paper, Results
-from locater_papers.engine.runs import Arm, Runs, train
+from locater_papers.engine.runs import Arm, Runs
 from locater_papers.engine.sink_runs import COPY, PLAIN, RATE, SEEDS, UNIFORM, WEIGHT, left_of, sink_arm, sink_tables
 from locater_papers.qiu2025 import sinks as gates
 from locater_papers.sun2026 import sinks as blocks

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from locater.train.measured import SINK
-from locater_papers.engine.runs import Runs, train
+from locater_papers.engine.one_run import train
+from locater_papers.engine.runs import Runs
 from locater_papers.engine.text_sinks import (
     RECIPES,
     SEEDS,

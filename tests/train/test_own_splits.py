@@ -12,7 +12,8 @@ import torch
 from locater import LocaterError
 from locater.train import Plan, Result, run
 from locater.train.data import open_data
-from locater_papers.engine.runs import Row, _present, placed
+from locater_papers.engine.one_run import placed
+from locater_papers.engine.runs import Row, _present
 from tests.train.test_parts import TINY
 from tests.train.test_runs import Cut, Run, cut_at, weights
 

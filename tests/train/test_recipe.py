@@ -12,7 +12,7 @@ import torch
 from locater import LocaterError, attention_layers, observe
 from locater.train import Plan, Shape, Transformer, load, run
 from locater.train.recipe import OptimizerPair, optimizer_for, rate_at
-from locater_papers.engine.runs import train
+from locater_papers.engine.one_run import train
 from tests.train.test_parts import corpus
 from tests.train.test_runs import Cut, cut_at, plan, weights
 

@@ -11,15 +11,11 @@ from typing import Any, Self, get_type_hints
 
 from locater.attention import mechanisms
 from locater.attention.text import Named, parse_attention
-from locater.control.mechanism import check_causality
 from locater.data.tokenizer import BYTES
 from locater.errors import LocaterError
+from locater.train.plan_checks import GENERATED, check_plan_attention, check_plan_data, check_plan_sizes
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
-GENERATED = {"sort": "numbers", "copy": "tokens", "ngram": "tokens"}  # tasks that generate their data, and read none
-LEAST_VOCABULARY = {"sort": 8, "copy": 8, "ngram": 2}  # of those tasks; all others have bytes at least
-LARGEST_COPY = 4096  # vocabulary of --task copy, whose source has a probability for every pair of tokens
-LARGEST_TABLE = 4096  # probabilities in a table of --task ngram, of which there is one per sequence
 PACE = ("out", "log")  # fields that do not affect the weights: the folder, and how often progress is shown
 
 
@@ -141,114 +137,9 @@ class Plan:
             object.__setattr__(self, "vocabulary", 0 if self.words else BYTES)
         for item in fields(self):
             _check(item.name, getattr(self, item.name), item.metadata)
-        if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
-            shared = "" if self.kv_heads is None else f", kv_heads={self.kv_heads}"
-            raise LocaterError(f"width={self.width}, heads={self.heads}{shared}: each must be a multiple of the next")
-        if (self.width // self.heads) % 2 and self.where == "rotary":
-            raise LocaterError(
-                f"width={self.width}, heads={self.heads}: rotary positions rotate pairs of channels; "
-                "give heads an even size"
-            )
-        self._check_data()
-        self._check_attention()
-        if self.width % 2 and self.where == "sinusoidal":
-            raise LocaterError(f"width={self.width}: sinusoidal positions are pairs of channels: give an even width")
-        if self.masked >= 1 or self.dropout >= 1 or self.beta2 >= 1 or self.floor > 1:
-            raise LocaterError(
-                f"masked={self.masked}, dropout={self.dropout}, beta2={self.beta2}, floor={self.floor}: "
-                "these are shares, below 1 (floor 1 at most)"
-            )
-        if self.warmup > 1 and self.warmup != int(self.warmup):
-            raise LocaterError(f"warmup={self.warmup}: up to 1 a share of the steps, above a whole number of them")
-
-    def _check_data(self) -> None:
-        """Refuse data that the task does not read, and a vocabulary that it cannot have."""
-        source = f"corpus={self.corpus[0]}" if self.corpus else "" if self.images is None else f"images={self.images}"
-        if self.reads_images and self.corpus:
-            raise LocaterError(f"task={self.task} learns from images alone: leave out {source}")
-        if self.task in GENERATED and source:
-            raise LocaterError(f"task={self.task} makes its own {GENERATED[self.task]}: leave out {source}")
-        if self.reads_images != (self.images is not None):
-            task = self.task if self.reads_images else "image or diffusion"
-            raise LocaterError(f"task={task} and images=PATH go together: give both or neither")
-        self._check_splits()
-        if self.words and not self.is_text:
-            raise LocaterError(f"task={self.task} has no text: leave out words")
-        if self.task == "classify" and len(self.corpus) < 2:
-            raise LocaterError("task=classify needs a corpus for each class: give --corpus twice or more")
-        if self.words and self.vocabulary == BYTES:  # the default of a plan without words
-            raise LocaterError(
-                f"vocabulary={BYTES}, words=True: {BYTES} are bytes: give --vocabulary 0 for all words, or another"
-            )
-        if self.task not in GENERATED and not self.words and self.vocabulary < BYTES:
-            raise LocaterError(
-                f"vocabulary={self.vocabulary}: must be at least {BYTES}, except with task=copy, task=ngram and "
-                "task=sort, or with words"
-            )
-        if self.vocabulary < LEAST_VOCABULARY.get(self.task, 0):
-            raise LocaterError(
-                f"vocabulary={self.vocabulary}: must be at least {LEAST_VOCABULARY[self.task]} with task={self.task}"
-            )
-        if self.task == "copy" and self.vocabulary > LARGEST_COPY:
-            raise LocaterError(
-                f"vocabulary={self.vocabulary}: must be at most {LARGEST_COPY} with task=copy, "
-                "which stores a number for every pair of tokens"
-            )
-        if self.task == "ngram":
-            self._check_ngram()
-
-    def _check_splits(self) -> None:
-        """Refuse texts for select and report, and a start token, where the task makes its own; and one of the texts
-        without the other.
-        """
-        for name, paths in (("select", self.select), ("report", self.report)):
-            if paths and self.task not in ("causal", "masked"):
-                raise LocaterError(f"task={self.task} makes its own splits: leave out {name}={paths[0]}")
-        if self.bos and self.task not in ("causal", "masked"):
-            raise LocaterError(f"task={self.task} has no start token to choose: leave out bos")
-        if bool(self.select) != bool(self.report):
-            raise LocaterError("select=PATH and report=PATH go together: give both or neither")
-
-    def _check_ngram(self) -> None:
-        """Refuse parents that are no distances within a sequence, and tables that are too large."""
-        distances = self.distances
-        if max(distances) > self.length:
-            raise LocaterError(f"parents={self.parents}: the farthest is beyond the length of {self.length}")
-        if self.vocabulary ** (len(distances) + 1) > LARGEST_TABLE:
-            raise LocaterError(
-                f"vocabulary={self.vocabulary}, parents={self.parents}: a table would have "
-                f"{self.vocabulary ** (len(distances) + 1):,} probabilities, {LARGEST_TABLE:,} at most: "
-                "give a smaller --vocabulary, such as 3"
-            )
-
-    def _check_attention(self) -> None:
-        """Refuse a mechanism that does not fit the task or the sizes, and options that it does not have."""
-        for option, text in (("--attention", self.attention), ("--convert", self.convert)):
-            if text is None or text == "softmax":
-                continue
-            try:
-                layers = parse_attention(text, self.layers)
-                for layer in {layer.name: layer for layer in layers}.values():  # each mechanism once
-                    self._check_mechanism(layer)
-            except LocaterError as error:
-                raise LocaterError(f"{option} {text}: {error}") from None
-        if self.convert_at is not None and self.convert is None:
-            raise LocaterError(f"convert_at={self.convert_at}: to what? Give --convert MECHANISM too")
-        if self.convert == self.attention:
-            raise LocaterError(f"--convert {self.convert}: that is the attention of the model already")
-        if self.conversion_step > self.steps:
-            raise LocaterError(f"convert_at={self.convert_at}: the run ends at step {self.steps}")
-
-    def _check_mechanism(self, layer: Named) -> None:
-        size = self.width // self.heads
-        check_causality(layer.mechanism, self.is_causal, f"task={self.task}")
-        if layer.name == "differential" and self.where == "rotary" and size % 4:
-            raise LocaterError(
-                f"width={self.width}, heads={self.heads}: differential attention rotates pairs of channels in each "
-                "half of a head: give heads a size that is a multiple of 4"
-            )
-        tokens = None if self.reads_images else self.length
-        layer.check(tokens, width=self.width, heads=self.heads, size=size, kv_heads=self.kv_heads or self.heads)
+        check_plan_sizes(self)
+        check_plan_data(self)
+        check_plan_attention(self)
 
     @property
     def is_causal(self) -> bool:

@@ -36,9 +36,10 @@ from locater_papers.amsel2024.plan import (
 )
 from locater_papers.engine.arms import mark_inconclusive
 from locater_papers.engine.claims import Claim, Measured, by_seed
+from locater_papers.engine.one_run import versions
 from locater_papers.engine.papers import Results, Setting, Study
 from locater_papers.engine.rounding import rounded
-from locater_papers.engine.runs import Runs, versions
+from locater_papers.engine.runs import Runs
 
 NEEDS = (
     "training runs: --runs docs/results/amsel2024-runs.jsonl; `locater reproduce amsel2024 --claim d --runs FILE --jobs 1` "
