@@ -149,8 +149,17 @@ class LocAteR(Control):
         self.step += 1
         self._set_strength()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The step and, where a layer without a norm in front of it has run, the sums behind the size of its tokens."""
+        sizes = {} if self.model is None else self._maps.state()
+        return {**super().state_dict(), **({"sizes": sizes} if sizes else {})}
+
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+        super().load_state_dict({name: value for name, value in state.items() if name != "sizes"})
+        if state.get("sizes"):
+            _ = self.attached
+            self._maps.load_state(state["sizes"])
         self._set_strength()
 
     def _set_strength(self) -> None:
