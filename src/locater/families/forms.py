@@ -1,5 +1,5 @@
-"""Query and key maps of a layer in other forms than `effective`: with tokens of a known size in place of unit tokens, as
-they are stored, and on tokens that were read.
+"""Query and key maps of a layer in other forms than `effective`: for tokens of a known size in place of unit tokens, as
+stored, and on tokens that were read.
 """
 
 from __future__ import annotations
