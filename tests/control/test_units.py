@@ -254,7 +254,7 @@ def test_a_compiled_step_is_one_graph() -> None:
         return model(ids).square().mean() + 100 * control.loss()
 
     eager = gradients(model, step(WORDS // 2))
-    model(WORDS)
+    step(WORDS)
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     ours = gradients(model, compiled(WORDS // 2))
