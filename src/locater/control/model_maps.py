@@ -15,7 +15,7 @@ from locater.families import AttentionLayer, attention_layers
 from locater.families.effective import Effective
 from locater.families.folded import FoldedStacks, Inputs, Maps, maps_of
 from locater.families.forms import size_counts, sized_maps, stored_maps, token_maps
-from locater.observing.token_sample import TokenSample, on_training_tokens, samples_of, share_samples
+from locater.observing.token_sample import Listener, TokenSample, on_training_tokens, samples_of, share_samples
 from locater.observing.token_size import TokenSize, share_sizes, sizes_of
 
 logger = logging.getLogger("locater")
@@ -54,7 +54,7 @@ class ModelMaps:
                 type(model).__name__,
                 first_line(error),
             )
-        listeners = [*self.samples.values(), *self.sizes.values()]
+        listeners: list[Listener] = [*self.samples.values(), *self.sizes.values()]
         self._ends = on_training_tokens(model, listeners) if listeners else []
 
     def now(self) -> list[Maps]:
