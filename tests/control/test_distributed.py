@@ -69,9 +69,19 @@ def shard(model: Any, **kw: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (RANKS,))
-    for block in model.model.layers:
+    for block in getattr(model.model, "decoder", model.model).layers:
         fully_shard(block, mesh=mesh, **kw)
     return fully_shard(model, mesh=mesh, **kw)
+
+
+def post_norm() -> Any:
+    """No norm in front of its first layer; embeddings far from unit size."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48)
+    plain = dict(vocab_size=64, dropout=0.0, do_layer_norm_before=False, max_position_embeddings=64, init_std=0.3)
+    return OPTForCausalLM(OPTConfig(**shape, **plain))
 
 
 def clipped(model: Any, ids: Tensor, limit: float) -> dict[str, Tensor]:
@@ -113,6 +123,11 @@ def worker(rank: int) -> None:
         same(gradients(nn.parallel.DistributedDataParallel(model_of()), mine, before), one)
         same(gradients(shard(model_of()), mine, before), one)
     same(gradients(shard(model_of(), reshard_after_forward=False), mine, False), one)
+
+    # without a norm in front, the size of tokens is that of all ranks
+    whole = gradients(post_norm(), ids, False)  # every rank sees the whole batch here
+    same(gradients(nn.parallel.DistributedDataParallel(post_norm()), mine, False), whole)
+    same(gradients(shard(post_norm()), mine, False), whole)
 
     # measured tokens: the sample is one of all ranks
     same(gradients(nn.parallel.DistributedDataParallel(model_of()), mine, False, "measured"), alone)

@@ -94,24 +94,24 @@ def of_three_sizes() -> dict[str, Any]:
     return models
 
 
-def own_logits(model: Any) -> Tensor:
+def own_logits(model: Any, ids: Tensor = IDS) -> Tensor:
     """Logits (H, n, n) of all pairs of tokens of a pass, from the queries and keys of the attention module itself."""
     read: list[Tensor] = []
     attention = model.model.layers[0].self_attn
     handle = attention.register_forward_pre_hook(lambda module, args: read.append(args[0].detach()))
-    model(IDS)
+    model(ids)
     handle.remove()
     q, k, _ = (x.transpose(0, 1).flatten(1, 2) for x in attention.operands(read[0], None))
     return attention.size**-0.5 * q @ k.mT
 
 
-def mean_and_spread(model: Any) -> tuple[Tensor, Tensor]:
-    L = own_logits(model).detach()
+def mean_and_spread(model: Any, ids: Tensor = IDS) -> tuple[Tensor, Tensor]:
+    L = own_logits(model, ids).detach()
     L = L - L.mean(-1, keepdim=True)
     return L.diagonal(dim1=-2, dim2=-1).mean(-1), L.square().mean((-2, -1))
 
 
-def at_rest(model: Any, form: str) -> tuple[Tensor, Tensor]:
+def at_rest(model: Any, form: str, ids: Tensor = IDS) -> tuple[Tensor, Tensor]:
     """M and V of the model's own logits after the penalty alone has come to rest."""
     control = LocAteR(shrink=0.5, hold=1.0, target=2.0, form=form).attach(model)
     attention = model.model.layers[0].self_attn
@@ -125,7 +125,7 @@ def at_rest(model: Any, form: str) -> tuple[Tensor, Tensor]:
         tolerance_change=0,
         line_search_fn="strong_wolfe",
     )
-    model(IDS)
+    model(ids)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -135,7 +135,7 @@ def at_rest(model: Any, form: str) -> tuple[Tensor, Tensor]:
 
     optimizer.step(closure)
     control.detach()
-    return mean_and_spread(model)
+    return mean_and_spread(model, ids)
 
 
 def test_the_same_strength_leaves_the_same_logits_whatever_the_size_of_tokens() -> None:
@@ -149,17 +149,17 @@ def test_the_same_strength_leaves_the_same_logits_whatever_the_size_of_tokens() 
         assert torch.allclose(spread, M**2 / 8, rtol=1e-2), (name, spread)
 
 
-def test_unit_tokens_leave_other_logits_behind_norms_after_the_sums() -> None:
+def test_the_stored_form_leaves_other_logits_behind_norms_after_the_sums() -> None:
     models = of_three_sizes()
-    post, rescaled = at_rest(models["post"], "effective"), at_rest(models["post, rescaled"], "effective")
+    post, rescaled = at_rest(models["post"], "stored"), at_rest(models["post, rescaled"], "stored")
     assert torch.allclose(rescaled[0] / post[0], torch.full((2,), 64.0, dtype=torch.float64))
     assert torch.allclose(rescaled[1] / post[1], torch.full((2,), 4096.0, dtype=torch.float64))
 
 
-def pull(model: Any, form: str) -> Tensor:
+def pull(model: Any, form: str, ids: Tensor = IDS) -> Tensor:
     """How fast the penalty falls as the logits of all heads shrink together."""
     control = LocAteR(form=form).attach(model)
-    model(IDS)
+    model(ids)
     weight = model.model.layers[0].self_attn.q_proj.weight
     (gradient,) = torch.autograd.grad(control.loss(), [weight])
     control.detach()
@@ -172,7 +172,7 @@ def test_the_pull_on_logits_is_that_of_their_own_spread() -> None:
         factor = torch.ones((), dtype=torch.float64, requires_grad=True)
         (want,) = torch.autograd.grad(penalty(factor * own_logits(model).detach()), [factor])
         assert torch.allclose(pull(model, "measured"), want, rtol=1e-9)
-        wrong.append(abs(float(pull(model, "effective") / want) - 1))
+        wrong.append(abs(float(pull(model, "stored") / want) - 1))
     assert min(wrong[1:]) > 0.1
 
 

@@ -27,6 +27,14 @@ def llama() -> Any:
     return model
 
 
+def post_norm() -> Any:
+    """No norm in front of its first layer."""
+    shape = dict(word_embed_proj_dim=32, ffn_dim=48, dropout=0.0, do_layer_norm_before=False)
+    model = make("OPT", **shape)
+    redraw(model, 0.3)
+    return model
+
+
 class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return COUNT
@@ -76,13 +84,17 @@ def furthest(a: Any, b: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "clip", "form"),
-    [*((n, clip, "effective") for n in (1, 2, 3) for clip in (None, 0.5)), (1, 0.5, "measured")],
+    ("accumulate", "clip", "form", "built"),
+    [
+        *((n, clip, "effective", llama) for n in (1, 2, 3) for clip in (None, 0.5)),
+        (1, 0.5, "measured", llama),
+        (1, 0.5, "effective", post_norm),
+    ],
 )
-def test_transformers_trainer(tmp_path: Path, accumulate: int, clip: float | None, form: Any) -> None:
+def test_transformers_trainer(tmp_path: Path, accumulate: int, clip: float | None, form: Any, built: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
-    start = llama()
+    start = built()
     settings = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=SIZE, gradient_accumulation_steps=accumulate, num_train_epochs=1,
         max_grad_norm=clip or 0.0, learning_rate=RATE, lr_scheduler_type="constant", optim="sgd", report_to=[], use_cpu=True,
@@ -120,15 +132,19 @@ def test_misuse_of_the_trainer_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "clip", "form"),
-    [*((n, clip, "effective") for n in (1, 2) for clip in (None, 0.5)), (2, 0.5, "measured")],
+    ("accumulate", "clip", "form", "built"),
+    [
+        *((n, clip, "effective", llama) for n in (1, 2) for clip in (None, 0.5)),
+        (2, 0.5, "measured", llama),
+        (2, 0.5, "effective", post_norm),
+    ],
 )
-def test_lightning(tmp_path: Path, accumulate: int, clip: float | None, form: Any) -> None:
+def test_lightning(tmp_path: Path, accumulate: int, clip: float | None, form: Any, built: Any) -> None:
     import lightning
 
     from locater.integrations.lightning import ControlCallback
 
-    start = llama()
+    start = built()
 
     class Lit(lightning.LightningModule):
         def __init__(self) -> None:

@@ -9,8 +9,12 @@ M = s tr W is the mean logit of a unit token with itself. V is the scale of the 
                                                               of the paper's delta, averaged over positions
 
 With form="effective" W is the effective map, norms folded in, so one setting fits every width and head size, and
-scaling W_Q where a norm follows changes nothing. With form="stored" W is made of the parameters as stored. Raw tr W^2
-is no such penalty: it has no lower bound, since a rotation makes it negative.
+scaling W_Q where a norm follows changes nothing. Where no norm stands in front of a layer, nothing fixes the size of
+its tokens. There W is multiplied by their mean square size in the last training pass, r^2 = E |z|^2 / d, so that
+M = s r^2 tr W and V = s^2 r^4 tr W_sym^2.
+
+With form="stored" W is made of the parameters as stored. Raw tr W^2 is no such penalty: it has no lower bound, since a
+rotation makes it negative.
 
 With form="measured" M and V are those of tokens that the layer really reads, in place of unit tokens:
 
@@ -40,7 +44,10 @@ class LocAteR(Control):
 
     `form` says which logits M and V are of:
 
-    - "effective": of unit tokens, with the norms in front of attention folded into W;
+    - "effective": of unit tokens, with the norms in front of attention folded into W. Where there is no such norm (the
+      first layer of a post-norm model), of tokens with the mean square size of those that the layer read in the last
+      training pass (not differentiated). There `loss()` comes after the first forward pass. Norms of both queries and
+      keys undo the size, so such layers need no pass;
     - "measured": of tokens that the layer read in the last training pass (a sample of 256, not differentiated). With
       L_ij = s q_i . (k_j - mean k), V is the mean of L_ij^2 over all pairs and M the mean of L_ii. Norms and biases of
       queries and keys are exact; rotation is left out, so these are logits at distance zero. `loss()` comes after the
@@ -55,6 +62,7 @@ class LocAteR(Control):
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
     >>> control = LocAteR(target=2.0).attach(model)
+    >>> _ = model(torch.randn(4, 32, 16))                              # its first layer has no norm in front
     >>> bool(control.loss() > 0), control.loss().requires_grad
     (True, True)
     >>> control = LocAteR(form="measured").attach(model)
@@ -149,8 +157,17 @@ class LocAteR(Control):
         self.step += 1
         self._set_strength()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The step and, where a layer without a norm in front of it has run, the sums behind the size of its tokens."""
+        sizes = {} if self.model is None else self._maps.state()
+        return {**super().state_dict(), **({"sizes": sizes} if sizes else {})}
+
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+        super().load_state_dict({name: value for name, value in state.items() if name != "sizes"})
+        if state.get("sizes"):
+            _ = self.attached
+            self._maps.load_state(state["sizes"])
         self._set_strength()
 
     def _set_strength(self) -> None:

@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
-from locater.families import AttentionLayer, attention_layers, effective
+from locater.families import AttentionLayer, attention_layers
 from locater.families.effective import Effective
 from locater.families.folded import FoldedStacks, Inputs, Maps, maps_of
-from locater.families.forms import stored_maps, token_maps
-from locater.observing.token_sample import TokenSample, fill_samples, samples_of, share_samples
+from locater.families.forms import size_counts, sized_maps, stored_maps, token_maps
+from locater.observing.token_sample import Listener, TokenSample, on_training_tokens, samples_of, share_samples
+from locater.observing.token_size import TokenSize, share_sizes, sizes_of
 
 logger = logging.getLogger("locater")
 Form = Literal["effective", "measured", "stored"]
 FOLDS: Mapping[Form, Callable[..., Effective]] = {
-    "effective": effective,
+    "effective": sized_maps,
     "measured": token_maps,
     "stored": stored_maps,
 }
 
 
 class ModelMaps:
-    """Maps of the layers of these numbers. The measured form listens to the model until `close`."""
+    """Maps of the layers of these numbers.
+
+    Until `close`, the measured form listens to all of these layers, and the effective form to those whose logits depend
+    on the size of their tokens.
+    """
 
     def __init__(self, model: nn.Module, layers: Mapping[int, AttentionLayer], form: Form) -> None:
         self.model, self.numbers, self.fold = model, list(layers), FOLDS[form]
         self.samples = samples_of(model, layers) if form == "measured" else {}
-        inputs: dict[int, Inputs] = {number: partial(_tokens, sample) for number, sample in self.samples.items()}
+        raw = {number: layer for number, layer in layers.items() if form == "effective" and size_counts(layer)}
+        self.sizes = sizes_of(model, raw)
+        self._inputs: dict[int, Inputs] = {
+            **{number: partial(_tokens, sample) for number, sample in self.samples.items()},
+            **{number: partial(_mean_square, size) for number, size in self.sizes.items()},
+        }
         self._stacks: FoldedStacks | None = None
         try:
-            self._stacks = FoldedStacks(model, self.numbers, self.fold, inputs)
+            self._stacks = FoldedStacks(model, self.numbers, self.fold, self._inputs)
         except LocaterError:
             raise
         except Exception as error:  # whatever a reader of a family from elsewhere does that cannot be traced
@@ -44,24 +54,43 @@ class ModelMaps:
                 type(model).__name__,
                 first_line(error),
             )
-        self._ends = fill_samples(model, self.samples.values()) if self.samples else []
+        listeners: list[Listener] = [*self.samples.values(), *self.sizes.values()]
+        self._ends = on_training_tokens(model, listeners) if listeners else []
 
     def now(self) -> list[Maps]:
         """Queries (L, H, h, d), keys (L, K, h, d) and logit scales (L,) of each stack; gradients flow to the weights.
 
-        In the measured form d counts tokens of the sample; refused where there is none.
+        In the measured form d counts tokens of the sample. Refused where tokens are needed and none were seen.
         """
         if self.samples:
             self._finish_samples()
+        if self.sizes:
+            self._finish_sizes()
         if self._stacks is not None:
             return self._stacks.maps()
         layers = attention_layers(self.model)
-        return [maps_of(self.fold(layers[number], *self._inputs(number))) for number in self.numbers]
+        return [maps_of(self.fold(layers[number], *self._inputs_of(number))) for number in self.numbers]
 
     def forget(self) -> None:
-        """After a step: the samples were of the weights before it."""
+        """After a step: the samples were of the weights before it. Sizes of tokens stay until the next pass."""
         for sample in self.samples.values():
             sample.forget()
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums behind the size of tokens (2,), by the name of the layer, of layers that have run."""
+        return {size.name: size.sums.detach().clone() for size in self.sizes.values() if size.filled}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over the sizes of a checkpoint; refused where a layer of it has none here."""
+        by_name = {size.name: size for size in self.sizes.values()}
+        unknown = [name for name in state if name not in by_name]
+        if unknown:
+            raise LocaterError(
+                f"LocAteR: this state has the size of the tokens of {unknown[0] or 'the model'}, which is not needed "
+                "here: it is of another model or other layers"
+            )
+        for name, sums in state.items():
+            by_name[name].load(sums)
 
     def close(self) -> None:
         """Stop listening."""
@@ -69,9 +98,19 @@ class ModelMaps:
             end()
         self._ends = []
 
-    def _inputs(self, number: int) -> tuple[Tensor, ...]:
+    def _inputs_of(self, number: int) -> tuple[Tensor, ...]:
         """Copies, since the next pass writes over a sample while a graph may still need it."""
-        return tuple(x.clone() for x in _tokens(self.samples[number])) if self.samples else ()
+        return tuple(x.clone() for x in self._inputs[number]()) if number in self._inputs else ()
+
+    def _finish_sizes(self) -> None:
+        sizes = list(self.sizes.values())
+        if not torch.compiler.is_compiling():  # as for samples
+            empty = [size for size in sizes if not size.filled]
+            if empty:
+                raise LocaterError(_why_unsized(type(self.model).__name__, empty))
+        share_sizes(sizes)
+        for size in sizes:
+            size.restart()
 
     def _finish_samples(self) -> None:
         samples = list(self.samples.values())
@@ -86,6 +125,18 @@ class ModelMaps:
 
 def _tokens(sample: TokenSample) -> tuple[Tensor, Tensor]:
     return sample.tokens, sample.real
+
+
+def _mean_square(size: TokenSize) -> tuple[Tensor]:
+    return (size.mean_square(),)
+
+
+def _why_unsized(model: str, empty: Sequence[TokenSize]) -> str:
+    return (
+        f"{empty[0].name or model}: no norm stands in front of this layer, and the size of the tokens that it reads is "
+        "not known before its first forward pass in training mode: call loss() after model(...) of the model that was "
+        "handed to attach(), or choose layers=[...] without it"
+    )
 
 
 def _why_empty(model: str, empty: list[TokenSample], of: int) -> str:

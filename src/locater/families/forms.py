@@ -1,18 +1,58 @@
-"""Query and key maps of a layer in other forms than `effective`: as they are stored, and on tokens that were read."""
+"""Query and key maps of a layer in other forms than `effective`: for tokens of a known size in place of unit tokens, as
+stored, and on tokens that were read.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.families.effective import Effective, effective
+from locater.families.effective import Effective, effective, folded
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
 from locater.families.normed import NormedProjection
+
+
+def size_counts(layer: AttentionLayer) -> bool:
+    """Whether the logits of a self-attention layer depend on the size of the tokens that it reads: no norm in front of
+    it fixes this size, and none of both queries and keys undoes it.
+
+    >>> plain = Projection(lambda: torch.eye(2), (2, 2))
+    >>> layer = AttentionLayer("attention", 0, 1, 1, 2, query=plain, key=plain, scale=1.0)
+    >>> size_counts(layer), size_counts(replace(layer, norm=Norm("rms")))
+    (True, False)
+    >>> size_counts(replace(layer, query_norm=Norm("rms"), key_norm=Norm("rms")))
+    False
+    """
+    sides = ((layer.query, layer.query_norm), (layer.key, layer.key_norm))
+    return layer.norm.kind == "none" and not all(_undoes_size(*side) for side in sides)
+
+
+def _undoes_size(projection: Projection, norm: Norm | None) -> bool:
+    """Whether a norm behind the map makes the same of tokens of any size. A bias in front of that norm does not grow
+    with the tokens, and rotary channels beside a latent do not pass through it.
+    """
+    if isinstance(projection, NormedProjection):
+        return projection.down.bias is None and projection.shared is None
+    return norm is not None and projection.bias is None
+
+
+def sized_maps(layer: AttentionLayer, mean_square: Float[Tensor, " 1"] | None = None) -> Effective:
+    """The effective maps; given r^2 = E |z|^2 / d of the tokens that the layer reads, those of tokens of this size in
+    place of unit tokens: M = s r^2 tr W and V = s^2 r^4 tr W_sym^2.
+
+    r is a gain in front of the maps, so a norm behind one of them has its mean field over tokens of this size.
+    """
+    if mean_square is None:
+        return effective(layer)
+    norm = Norm(gain=mean_square.sqrt().expand(layer.width))
+    query, key = (side.linear(partial(folded, norm=norm)) for side in (layer.query, layer.key))
+    return effective(replace(layer, norm=norm, query=query, key=key))
 
 
 def stored_maps(layer: AttentionLayer) -> Effective:

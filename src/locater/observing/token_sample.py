@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,6 +30,15 @@ GOLDEN = 40503  # 2^16 / golden ratio
 
 _samples: WeakValueDictionary[int, TokenSample] = WeakValueDictionary()
 _numbers = count()
+
+
+class Listener(Protocol):
+    """What is told the tokens that one attention module reads."""
+
+    name: str  # of the module
+
+    def see(self, x: Tensor, shown: Tensor | None) -> None:
+        """Tokens x (B, T, d); `shown` (B, T) says which are no padding, None that none is."""
 
 
 class TokenSample:
@@ -126,11 +135,11 @@ def _share(passes: int, size: int, device: torch.device) -> Tensor:
 
 def own_places(size: int) -> tuple[int, int]:
     """The first and last of the places of a sample that this process fills; in a distributed run all ranks share it."""
-    rank, ranks = _rank()
+    rank, ranks = rank_and_ranks()
     return rank * size // ranks, (rank + 1) * size // ranks
 
 
-def _rank() -> tuple[int, int]:
+def rank_and_ranks() -> tuple[int, int]:
     """The number of this process, and how many there are."""
     import torch.distributed as dist
 
@@ -144,7 +153,7 @@ def share_samples(samples: Sequence[TokenSample]) -> None:
     """In a distributed run, give every rank the places of all others; every rank calls it. A penalty on the samples
     then has the same value and gradient everywhere. One collective.
     """
-    if _rank()[1] == 1:
+    if rank_and_ranks()[1] == 1:
         return
     parts = [x for sample in samples for x in (sample.tokens, sample.real)]
     flat = torch.cat([_own(x).flatten() for x in parts])
@@ -161,27 +170,30 @@ def _own(x: Tensor) -> Tensor:
     return own
 
 
-def samples_of(model: nn.Module, layers: Mapping[int, AttentionLayer], size: int = SIZE) -> dict[int, TokenSample]:
-    """An empty sample for each of these layers, by its number; refused where no module is the layer."""
+def check_names(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
+    """Refuse a layer that no module is, since its input is not seen."""
     modules = ModuleWeights(model).modules()
-    missing = [layer.name for layer in layers.values() if layer.name and layer.name not in modules]
+    missing = [layer.name for layer in layers if layer.name and layer.name not in modules]
     if missing:
         raise LocaterError(f"{missing[0]}: no module of {type(model).__name__} has this name, so its input is not seen")
+
+
+def samples_of(model: nn.Module, layers: Mapping[int, AttentionLayer], size: int = SIZE) -> dict[int, TokenSample]:
+    """An empty sample for each of these layers, by its number; refused where no module is the layer."""
+    check_names(model, layers.values())
     return {
         number: TokenSample(layer.name, layer.width, layer.query.weight().detach(), size)
         for number, layer in layers.items()
     }
 
 
-def fill_samples(model: nn.Module, samples: Iterable[TokenSample]) -> list[Callable[[], None]]:
-    """From now on, take tokens whenever a module of these samples runs in training mode; returns functions that end
-    it.
-    """
+def on_training_tokens(model: nn.Module, listeners: Iterable[Listener]) -> list[Callable[[], None]]:
+    """From now on, tell the listeners whenever their modules run in training mode; returns functions that end it."""
     weights, padding = ModuleWeights(model), Padding()
     ends: list[Callable[[], None]] = []
-    for sample in samples:
-        module = weights.submodule(sample.name)
-        ends.append(instead(module, "forward", partial(_sampling, sample, padding, _names(module))))
+    for listener in listeners:
+        module = weights.submodule(listener.name)
+        ends.append(instead(module, "forward", partial(_listening, listener, padding, _names(module))))
     # last, so that masks are noted first where the model is itself the attention module
     ends.append(instead(model, "forward", partial(_noting_masks, padding, _names(model))))
     return ends
@@ -204,8 +216,8 @@ def _noting_masks(
     return forward(*args, **kwargs)
 
 
-def _sampling(
-    sample: TokenSample,
+def _listening(
+    listener: Listener,
     padding: Padding,
     names: list[str],
     module: nn.Module,
@@ -216,10 +228,10 @@ def _sampling(
     if module.training:
         read = attention_input(module, args, kwargs, names)
         if read is not None:
-            shown = read.real if read.real is not None else padding.of(read.x, sample.name)
+            shown = read.real if read.real is not None else padding.of(read.x, listener.name)
             if not padding.masks and shown is None:  # the model was not run as a whole
                 shown = _shown(dict(zip(names, args, strict=False)) | kwargs, read.x)
-            sample.see(read.x, shown)
+            listener.see(read.x, shown)
     return forward(*args, **kwargs)
 
 

@@ -59,7 +59,9 @@ def penalty(form: str, strength: float, target: str = "2") -> str:
     return f"locater(form={form}, shrink={strength:g}, hold={strength:g}, target={target})"
 
 
-FORMS = ("measured", "effective")  # no norm stands in front of this attention, so that effective is as stored
+# No norm stands in front of this attention. In the runs kept until 2026-11-16 the effective form was that of unit
+# tokens, which is the stored form here; it is now that of tokens as large as those that are read.
+FORMS = ("measured", "effective")
 STRENGTHS = (1e-3, 1e-2, 1e-4, 1e-1, 1e-5)  # what decides most comes first
 DOSES = {f"{form}, {s:g}": penalty(form, s) for s in STRENGTHS for form in FORMS}
 DOSES |= {f"measured, 0.001, target {t}": penalty("measured", 1e-3, t) for t in ("0", "4", "8")}
