@@ -63,8 +63,14 @@ def strength(row: Row) -> float:
 
 
 def test_the_plan_page_shows_the_plan_and_its_controls_exist(earlier: dict[str, Line]) -> None:
+    """The amended plan: what the first sitting left. Runs that come later change nothing in it."""
     text = (ROOT / "docs" / "results" / "bao2024-own-plan.md").read_text()
-    assert "\n".join(planned.plan_table(earlier)) in text
+    runs = Runs(KEPT)
+    assert "\n".join(planned.next_table(runs)) in text.split("## After the first sitting")[1]
+    later = next(row for row in own.sweep() if row.arm == "effective, 0.1")
+    runs.path = None
+    runs.add(later, own_line(later, 5.0, 9.0) | {"commit": "of a later sitting"})
+    assert "\n".join(planned.next_table(runs)) in text
     rows = planned.new_rows(earlier)
     assert {letter: {row.claim for row in each} for letter, each in rows.items()} == {x: {x} for x in "jklmn"}
     for text in {text for each in rows.values() for row in each for text in row.plan.control}:
@@ -111,7 +117,6 @@ def test_doses_are_chosen_by_select_loss_and_entropy_of_the_sweep() -> None:
         "measured, 0.01": (5.02, 3.3),
         "effective, 0.01": (5.01, 3.11),  # best: the least loss that adds 0.1
         "effective, 0.0001": (4.999, 3.02),
-        "measured, scale only, 0.01": (4.9, 4.0),  # a part, and no dose
     }
     for row in own.sweep():
         assert own.best_dose(runs) is None
@@ -155,6 +160,30 @@ def test_seeds_that_one_arm_lacks_are_left_out(earlier: dict[str, Line]) -> None
     assert found.value == pytest.approx(strength(best[0])), "the size of a seed cancels within it"
     del runs.lines[best[0].key]
     assert own_judged.of_own(runs).measured["j1"] is None, "two seeds judge nothing"
+
+
+def test_a_sweep_that_is_not_whole_shows_its_runs_and_judges_nothing(earlier: dict[str, Line]) -> None:
+    """Curves of every run that there is, with the distance from the plain one; no verdict, and the page says so."""
+    runs = Runs()
+    arms_run = (own.NONE, "effective, 0.01", "measured, 0.001")
+    for row in own.sweep():
+        if row.arm in arms_run:
+            runs.add(row, own_line(row, 5.0 + strength(row), 3.0 + 10 * strength(row)))
+    results = own_judged.of_own(runs)
+    assert known(results.measured) == {}
+    curves = results.tables["own_training"]
+    assert list(curves) == [own.NONE, "measured, 0.001", "effective, 0.01"], "by form and strength"
+    for arm, change in ((own.NONE, 0.0), ("measured, 0.001", 0.001), ("effective, 0.01", 0.01)):
+        assert [loss for _, loss in curves[arm]["change"]] == pytest.approx([change] * 12)
+    claims = [{"id": f"j{n}", "measured": None} for n in range(1, 9)]
+    studies = {"the paper's own experiment": {"tables": json.loads(json.dumps(results.tables))}}
+    document = json.loads((KEPT.parent / "bao2024.json").read_text())
+    others = [{**claim, "measured": None} for claim in document["claims"] if claim["id"][0] != "j"]
+    asked = [{**claim, **claims[int(claim["id"][1:]) - 1]} for claim in document["claims"] if claim["id"][0] == "j"]
+    text, figures = page({**document, "claims": [*others, *asked], "studies": studies}, PAPERS["bao2024"])
+    assert "**The paper's own experiment is open**: 3 runs of one seed" in text
+    assert '"effective, 0.01", entropy +0.10' in text
+    assert list(figures) == ["own-training", "own-doses"]
 
 
 # --- k and l
