@@ -40,7 +40,7 @@ class Control:
 CONTROLS = (
     Control(
         "LocAteR, effective", "LocAteR, effective", "LocAteR", "effective", "",
-        "hot rates: entropy collapses there (k2). Norms after the sums: unit tokens are not what acts there",
+        "hot rates: entropy collapses there (k2). Norms after the sums, perhaps: unit tokens are not what acts there, and no run has decided it (k12)",
     ),
     Control(
         "LocAteR, measured", "LocAteR, measured", "measured LocAteR: both, 0.001", "both, 0.001", "",
@@ -117,12 +117,12 @@ class Results:
         keep = [n for n, seed in enumerate(cell["seeds"]) if seed or len(cell["seeds"]) <= FEWEST]
         return [cell["losses"][n] for n in keep], [cell["entropies"][n] for n in keep]
 
-    def interval(self, id: str, digits: int, verdict: str, sign: str = "+", flip: bool = False) -> str:
-        """Of a claim, for a sentence that presupposes its verdict; `flip` for the difference the other way around."""
+    def interval(self, id: str, digits: int, verdict: str, sign: str = "+") -> str:
+        """Of a claim, for a sentence that presupposes its verdict."""
         claim = self.claims[id]
         if claim["verdict"] != verdict:
             raise SystemExit(f"{id} is {claim['verdict']} now: the words of {PAGE.name} around it presuppose {verdict}")
-        return text_of(-claim["measured"] if flip else claim["measured"], claim["spread"], digits, sign)
+        return text_of(claim["measured"], claim["spread"], digits, sign)
 
     def hot_difference(self, arm: str, other: str) -> list[float]:
         """By seed: loss of one arm less that of another, mean over the hot rates."""
