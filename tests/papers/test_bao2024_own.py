@@ -63,8 +63,14 @@ def strength(row: Row) -> float:
 
 
 def test_the_plan_page_shows_the_plan_and_its_controls_exist(earlier: dict[str, Line]) -> None:
+    """The amended plan: what the first sitting left. Runs that come later change nothing in it."""
     text = (ROOT / "docs" / "results" / "bao2024-own-plan.md").read_text()
-    assert "\n".join(planned.plan_table(earlier)) in text
+    runs = Runs(KEPT)
+    assert "\n".join(planned.next_table(runs)) in text.split("## After the first sitting")[1]
+    later = next(row for row in own.sweep() if row.arm == "stored, 0.1")
+    runs.path = None
+    runs.add(later, own_line(later, 5.0, 9.0) | {"commit": "of a later sitting"})
+    assert "\n".join(planned.next_table(runs)) in text
     rows = planned.new_rows(earlier)
     assert {letter: {row.claim for row in each} for letter, each in rows.items()} == {x: {x} for x in "jklmn"}
     for text in {text for each in rows.values() for row in each for text in row.plan.control}:
@@ -85,18 +91,26 @@ def test_nothing_waits_for_a_choice_but_what_follows_from_it(earlier: dict[str, 
     assert {row.plan.steps for row in runs.missing(acting.rows_of(runs))} == {arms.SHORT}
 
 
-def test_without_a_norm_in_front_the_stored_map_is_the_effective_one() -> None:
-    """So that the sweep of j leaves the stored form out; with norms in front the two differ."""
+def test_the_stored_form_charges_unit_tokens_and_the_default_those_that_are_read() -> None:
+    """In the paper's own model, whose first layer has no norm in front."""
     torch.manual_seed(0)
     shape = Shape(vocabulary=40, layers=1, width=16, heads=1, kv_heads=1, hidden=16, length=8, positions="sinusoidal")
-    charged = {}
-    for norm in ("post", "pre"):
-        model = Transformer(replace(shape, norm=norm), scale=0.3)
-        for gain in (p for p in model.parameters() if p.ndim == 1):
-            torch.nn.init.uniform_(gain, 0.5, 2.0)
-        charged[norm] = [float(LocAteR(form=form).attach(model).loss().detach()) for form in ("stored", "effective")]
-    assert charged["post"][0] == pytest.approx(charged["post"][1], rel=1e-6)
-    assert charged["pre"][0] != pytest.approx(charged["pre"][1], rel=1e-2)
+    model = Transformer(replace(shape, norm="post"), scale=0.3)
+    attention = model.model.layers[0].self_attn
+    W = (
+        attention.q_proj.weight.T @ attention.k_proj.weight
+    ).detach().double() / 4  # logits of unit tokens: head size 16
+    stored, effective = (LocAteR(form=form).attach(model) for form in ("stored", "effective"))
+    ids = torch.randint(40, (2, 8))
+    model.train()(ids)
+    size = float(model.model.embedded(ids)[0].detach().double().square().mean())
+
+    def penalty(W: torch.Tensor) -> float:
+        return 0.01 * float(((W + W.T) / 2).square().sum()) + 0.01 * (float(W.trace()) - 2) ** 2
+
+    assert float(stored.loss().detach()) == pytest.approx(penalty(W), rel=1e-5)
+    assert float(effective.loss().detach()) == pytest.approx(penalty(size * W), rel=1e-5)
+    assert size > 1.5, "the two would be nearly the same"
 
 
 # --- j: doses
@@ -109,18 +123,17 @@ def test_doses_are_chosen_by_select_loss_and_entropy_of_the_sweep() -> None:
         own.NONE: (5.0, 3.0),
         "measured, 0.001": (5.003, 3.09),  # nearest: the most entropy at no cost
         "measured, 0.01": (5.02, 3.3),
-        "effective, 0.01": (5.01, 3.11),  # best: the least loss that adds 0.1
-        "effective, 0.0001": (4.999, 3.02),
-        "measured, scale only, 0.01": (4.9, 4.0),  # a part, and no dose
+        "stored, 0.01": (5.01, 3.11),  # best: the least loss that adds 0.1
+        "stored, 0.0001": (4.999, 3.02),
     }
     for row in own.sweep():
         assert own.best_dose(runs) is None
         loss, entropy = ends.get(row.arm, (5.5, 3.5))
         # report losses are the other way around, and must not count
         runs.add(row, own_line(row, loss, entropy) | {"report_loss": 10 - loss})
-    assert (own.best_dose(runs), own.nearest_dose(runs)) == ("effective, 0.01", "measured, 0.001")
+    assert (own.best_dose(runs), own.nearest_dose(runs)) == ("stored, 0.01", "measured, 0.001")
     rows = runs.missing(own.rows_of(runs))
-    assert [row.arm for row in rows[:3]] == [own.NONE, "effective, 0.01", "measured, 0.001"]
+    assert [row.arm for row in rows[:3]] == [own.NONE, "stored, 0.01", "measured, 0.001"]
     assert {row.plan.seed for row in rows} == set(range(1, 11)), "seed 0 chooses and does not judge"
 
 
@@ -155,6 +168,30 @@ def test_seeds_that_one_arm_lacks_are_left_out(earlier: dict[str, Line]) -> None
     assert found.value == pytest.approx(strength(best[0])), "the size of a seed cancels within it"
     del runs.lines[best[0].key]
     assert own_judged.of_own(runs).measured["j1"] is None, "two seeds judge nothing"
+
+
+def test_a_sweep_that_is_not_whole_shows_its_runs_and_judges_nothing(earlier: dict[str, Line]) -> None:
+    """Curves of every run that there is, with the distance from the plain one; no verdict, and the page says so."""
+    runs = Runs()
+    arms_run = (own.NONE, "stored, 0.01", "measured, 0.001")
+    for row in own.sweep():
+        if row.arm in arms_run:
+            runs.add(row, own_line(row, 5.0 + strength(row), 3.0 + 10 * strength(row)))
+    results = own_judged.of_own(runs)
+    assert known(results.measured) == {}
+    curves = results.tables["own_training"]
+    assert list(curves) == [own.NONE, "measured, 0.001", "stored, 0.01"], "by form and strength"
+    for arm, change in ((own.NONE, 0.0), ("measured, 0.001", 0.001), ("stored, 0.01", 0.01)):
+        assert [loss for _, loss in curves[arm]["change"]] == pytest.approx([change] * 12)
+    claims = [{"id": f"j{n}", "measured": None} for n in range(1, 9)]
+    studies = {"the paper's own experiment": {"tables": json.loads(json.dumps(results.tables))}}
+    document = json.loads((KEPT.parent / "bao2024.json").read_text())
+    others = [{**claim, "measured": None} for claim in document["claims"] if claim["id"][0] != "j"]
+    asked = [{**claim, **claims[int(claim["id"][1:]) - 1]} for claim in document["claims"] if claim["id"][0] == "j"]
+    text, figures = page({**document, "claims": [*others, *asked], "studies": studies}, PAPERS["bao2024"])
+    assert "**The paper's own experiment is open**: 3 runs of one seed" in text
+    assert '"stored, 0.01", entropy +0.10' in text
+    assert list(figures) == ["own-training", "own-doses"]
 
 
 # --- k and l

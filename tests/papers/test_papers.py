@@ -320,6 +320,10 @@ def test_figures_are_sound_and_hold_their_points() -> None:
     assert dots[0][1] > dots[1][1]  # up is more
     fills = [rect.get("fill") for rect in root.iter(f"{space}rect")]
     assert fills[-2:] == ["#a83e26", "#215491"]
+    rings = replace(panel, series=[replace(panel.series[0], style="rings")])
+    circles = [*ElementTree.fromstring(draw([rings])).iter(f"{space}circle")]
+    assert [float(c.get("cx", "nan")) for c in circles[:2]] == [dots[0][0], dots[1][0]]
+    assert {c.get("fill") for c in circles} == {"#fff"}, "told apart from dots of the same colour"
 
 
 @pytest.mark.parametrize("values", [(2.0, 7.0), (0.3, 0.4), (5.0, 5.0)])

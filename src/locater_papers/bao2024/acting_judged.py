@@ -157,20 +157,32 @@ def of_hot(runs: Runs) -> dict[str, Measured | None]:
 
 def hot_table(runs: Runs) -> dict[str, Any]:
     """Losses and entropies of every arm of the grid, by rate, with all seeds that there are."""
-    rows = []
-    for arm in acting.HOT_PLANS:
-        for rate in sorted(acting.RATES):
-            lines = [runs.of(acting.hot_row(arm, rate, seed)) for seed in (0, *acting.SEEDS)]
-            known = [line for line in lines if line is not None]
-            done = [line for line in known if line["status"] == "done"]
-            if known:
-                rows.append({
-                    "arm": arm, "kind": kind_of(arm), "rate": rate, "runs": len(known), "diverged": len(known) - len(done),
-                    "loss": fmean(acting.hot_loss(line) for line in known),
-                    "entropy": fmean(acting.hot_entropy(line) for line in known),
-                    "least_entropy": min(acting.hot_entropy(line) for line in known),
-                })  # fmt: skip
-    return {"rows": rows, "roles": acting.hot_roles(runs), "steps": SHORT, "rates": sorted(acting.RATES)}
+    rows = [hot_cell(runs, arm, rate) for arm in acting.HOT_PLANS for rate in sorted(acting.RATES)]
+    return {
+        "rows": [row for row in rows if row["runs"]],
+        "roles": acting.hot_roles(runs),
+        "steps": SHORT,
+        "rates": sorted(acting.RATES),
+    }
+
+
+def hot_cell(runs: Runs, arm: str, rate: float) -> dict[str, Any]:
+    """An arm at a rate: its runs by seed (seed 0 chooses, the others judge), and their means."""
+    lines = {seed: runs.of(acting.hot_row(arm, rate, seed)) for seed in (0, *acting.SEEDS)}
+    known = {seed: line for seed, line in lines.items() if line is not None}
+    cell: dict[str, Any] = {"arm": arm, "kind": kind_of(arm), "rate": rate, "runs": len(known)}
+    if not known:
+        return cell
+    losses, entropies = ([of(line) for line in known.values()] for of in (acting.hot_loss, acting.hot_entropy))
+    return cell | {
+        "diverged": sum(line["status"] != "done" for line in known.values()),
+        "loss": fmean(losses),
+        "entropy": fmean(entropies),
+        "least_entropy": min(entropies),
+        "seeds": list(known),
+        "losses": losses,
+        "entropies": entropies,
+    }
 
 
 def kind_of(arm: str) -> str:

@@ -143,7 +143,8 @@ def sweep_table(runs: Runs) -> list[dict[str, Any]]:
     lines = {each.arm: runs.of(each) for each in own.sweep()}
     plain = lines[own.NONE]
     table = []
-    for arm, line in lines.items():
+    for arm in sorted(lines, key=dose_order):
+        line = lines[arm]
         if line is None:
             continue
         done = line["status"] == "done"
@@ -158,24 +159,32 @@ def sweep_table(runs: Runs) -> list[dict[str, Any]]:
 
 
 def family(arm: str) -> str:
-    """What arms of the sweep are drawn with: their form, or the part of the penalty that they have.
+    """What arms of the sweep are drawn with: their form, or "free" where the mean is.
 
-    >>> [family(arm) for arm in ("measured, 0.001", "measured, 0.001, target 4", "effective, mean only, target 4")]
-    ['measured', 'measured', 'mean only']
+    >>> [family(arm) for arm in ("measured, 0.001", "stored, 0.01", "stored, 0.01, free")]
+    ['measured', 'stored', 'free']
     """
-    return next((part for part in ("scale only", "mean only", "free") if part in arm), arm.split(",")[0])
+    return "free" if arm.endswith("free") else arm.split(",")[0]
 
 
 def training_table(runs: Runs) -> dict[str, dict[str, Any]]:
-    """Curves of seed 0: the plain run, and the dose of the least select loss of each form."""
-    lines = own.swept(runs) or {}
-    chosen = [own.NONE] if own.NONE in lines else []
-    for form in own.FORMS:
-        arms = [arm for arm in own.DOSES if arm in lines and arm.startswith(form)]
-        chosen += [min(arms, key=lambda arm: lines[arm]["select_loss"])] if arms else []
-    best = own.best_dose(runs)
-    chosen += [best] if best is not None and best not in chosen else []
-    return {arm: curve(lines[arm]) for arm in chosen}
+    """Curves of seed 0: every run of the sweep that there is, doses from weak to strong, so that none is picked."""
+    lines = own.ended(runs)
+    plain = dict(lines[own.NONE]["history"]) if own.NONE in lines else {}
+    return {
+        arm: {**curve(line), "change": [[step, loss - plain[step]] for step, loss in line["history"] if step in plain]}
+        for arm, line in sorted(lines.items(), key=lambda each: dose_order(each[0]))
+    }
+
+
+def dose_order(arm: str) -> tuple[int, float]:
+    """First no penalty, then by form and strength.
+
+    >>> sorted(["stored, 0.01, free", "measured, 0.1", "stored, 0.001", "none", "measured, 0.01"], key=dose_order)
+    ['none', 'measured, 0.01', 'measured, 0.1', 'stored, 0.001', 'stored, 0.01, free']
+    """
+    order = ("none", *own.FORMS, "effective", "free").index(family(arm))
+    return order, 0.0 if arm == own.NONE else float(arm.split(", ")[1])
 
 
 def curve(line: Line) -> dict[str, Any]:

@@ -17,11 +17,11 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Points with a name; drawn as a line, a dashed line or dots. Equal `colour` numbers share a colour."""
+    """Points with a name; drawn as a line, a dashed line, dots or rings. Equal `colour` numbers share a colour."""
 
     name: str
     points: Sequence[Point]
-    style: Literal["line", "dashed", "dots"] = "line"
+    style: Literal["line", "dashed", "dots", "rings"] = "line"
     colour: int = 0
 
 
@@ -145,6 +145,9 @@ def _series(series: Series, at: list[Point]) -> list[str]:
     colour = COLOURS[series.colour % len(COLOURS)]
     if series.style == "dots":
         return [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" fill="{colour}"/>' for a, b in at]
+    if series.style == "rings":
+        ring = f'r="2.6" fill="#fff" stroke="{colour}" stroke-width="1.4"'
+        return [f'<circle cx="{a:.1f}" cy="{b:.1f}" {ring}/>' for a, b in at]
     dashes = ' stroke-dasharray="5 3"' if series.style == "dashed" else ""
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
     return [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes}/>']
@@ -168,7 +171,9 @@ def _legend(series: Sequence[Series], taken: list[Point], where: str = "") -> li
     parts = [f'<rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high}" fill="#fff" fill-opacity="0.8"/>']
     for number, s in enumerate(shown):
         y = top + 14 + 14 * number
-        parts += _series(s, [(left + 10, y - 4)] if s.style == "dots" else [(left + 3, y - 4), (left + 17, y - 4)])
+        parts += _series(
+            s, [(left + 10, y - 4)] if s.style in ("dots", "rings") else [(left + 3, y - 4), (left + 17, y - 4)]
+        )
         parts.append(f'<text x="{left + 22:.1f}" y="{y:.1f}">{escape(s.name)}</text>')
     return parts
 

@@ -1,0 +1,258 @@
+"""The numbers of docs/which-control.md, from the kept results and benchmarks: writes what stands between its markers.
+
+.venv/bin/python scripts/which_control.py
+
+Losses and entropies are those of docs/results/bao2024.json (studies c, d, e, i, k and l), costs those of
+benchmarks/results/controls-cpu.json and controls-gpu.json, which benchmarks/controls.py makes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from locater_papers.bao2024.judged import mean_and_half
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "which-control.md"
+RESULTS = ROOT / "docs" / "results" / "bao2024.json"
+COSTS = {name: ROOT / "benchmarks" / "results" / f"controls-{name}.json" for name in ("cpu", "gpu")}
+HOT = (0.015, 0.1)
+FEWEST = 3  # runs that an interval is made of
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Control:
+    """A row of the table: where its numbers stand."""
+
+    name: str
+    cost: str  # its name in the benchmark, or words
+    ordinary: str  # arm of the tuned runs; "" where there is none
+    hot: str  # arm at hot rates; "" where there is none
+    learned: str  # arm of study l, where the others are missing
+    not_when: str
+
+
+CONTROLS = (
+    Control(
+        "LocAteR, effective", "LocAteR, effective", "LocAteR", "effective", "",
+        "hot rates: entropy collapses there (k2). Norms after the sums, perhaps: unit tokens are not what acts there, and no run has decided it (k12)",
+    ),
+    Control(
+        "LocAteR, measured", "LocAteR, measured", "measured LocAteR: both, 0.001", "both, 0.001", "",
+        "to lower the loss: it ends above the effective form at ordinary rates (k7) and hot ones (k3)",
+    ),
+    Control(
+        "QK-norm", "QK-norm, built in", "QK-norm", "QK-norm", "",
+        "`kind=\"layer\"` on rotary layers",
+    ),
+    Control(
+        "sigma-reparam", "sigma-reparam", "sigma-reparam", "sigma-reparam", "",
+        "ordinary rates: it costs loss there. Sharded models",
+    ),
+    Control(
+        "QK-clip at 20", "QK-clip", "QK-clip at 20", "QK-clip at 20", "",
+        "layers with query-key norms, position biases, soft-caps or adapters",
+    ),
+    Control(
+        "soft-cap at 20", "soft-cap", "soft-cap at 20", "soft-cap at 20", "",
+        "long sequences: it builds T x T matrices. Layers that have one",
+    ),
+    Control(
+        "weight decay 0.3", "nothing: AdamW has it", "weight decay 0.3", "weight decay 0.3", "",
+        "hot rates: entropy is near 0 there, as without it (one run)",
+    ),
+    Control(
+        "mimetic", "nothing: it acts before the first step", "mimetic", "mimetic", "",
+        "hot rates, as weight decay. A trained model: it is an initialisation. Latent attention",
+    ),
+    Control(
+        "temperature, fixed at 8", "temperature", "", "", "temperature",
+        "to lower the loss. Models outside the attention interface of transformers",
+    ),
+    Control(
+        "entropy penalty, floor 0.3", "entropy penalty", "", "", "entropy penalty",
+        "to lower the loss: the more entropy at the same mean, the higher it was (l3). Reentrant checkpointing",
+    ),
+)  # fmt: skip
+HEAD = (
+    "| control | a step with it / without: CPU | GPU | loss at an ordinary rate, against none | entropy there, against none "
+    "| rate 0.015: loss, entropy | rate 0.1: loss, entropy | not for |"
+)
+
+
+class Results:
+    """What the table asks of the document of bao2024."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.claims = {claim["id"]: claim for claim in document["claims"]}
+        self.tables = {name: t for study in document["studies"].values() for name, t in study["tables"].items()}
+
+    def change(self, arm: str, what: str) -> Sequence[float]:
+        """By seed: loss or entropy of a tuned arm less that of none."""
+        arms = (self.tables[name] for name in ("arms_main", "arms_rivals", "acting_ordinary"))
+        (first, *_) = (row for rows in arms for row in rows if row["arm"] == arm)
+        return first["change"][what]["by_seed"]
+
+    def learned_change(self, arm: str, what: str) -> list[float]:
+        """The same of study l: learned positions, every arm at the plain one's rate."""
+        by_arm = {
+            name: {row["seed"]: row[what] for row in self.tables["cause_points"] if row["arm"] == name}
+            for name in (arm, "none")
+        }
+        return [value - by_arm["none"][seed] for seed, value in by_arm[arm].items()]
+
+    def hot(self, arm: str, rate: float) -> tuple[list[float], list[float]]:
+        """Losses and entropies at a hot rate. Seed 0 chose between arms and is left out where eight others judge."""
+        cells = [row for row in self.tables["acting_hot"]["rows"] if (row["arm"], row["rate"]) == (arm, rate)]
+        if not cells:  # study i alone has it
+            rows = self.tables["hot_rates"]["rows"]
+            (row,) = (row for row in rows if (row["arm"], row["rate"]) == (arm, rate))
+            return row["losses"], row["entropies"]
+        (cell,) = cells
+        keep = [n for n, seed in enumerate(cell["seeds"]) if seed or len(cell["seeds"]) <= FEWEST]
+        return [cell["losses"][n] for n in keep], [cell["entropies"][n] for n in keep]
+
+    def interval(self, id: str, digits: int, verdict: str, sign: str = "+") -> str:
+        """Of a claim, for a sentence that presupposes its verdict."""
+        claim = self.claims[id]
+        if claim["verdict"] != verdict:
+            raise SystemExit(f"{id} is {claim['verdict']} now: the words of {PAGE.name} around it presuppose {verdict}")
+        return text_of(claim["measured"], claim["spread"], digits, sign)
+
+    def hot_difference(self, arm: str, other: str) -> list[float]:
+        """By seed: loss of one arm less that of another, mean over the hot rates."""
+        pairs = [zip(self.hot(arm, rate)[0], self.hot(other, rate)[0], strict=True) for rate in HOT]
+        return [sum(a - b for a, b in same) / len(HOT) for same in zip(*pairs, strict=True)]
+
+
+def text_of(mean: float, half: float, digits: int, sign: str = "+") -> str:
+    """
+    >>> text_of(-0.00557, 0.00532, 4)
+    '-0.0056 (-0.0109 to -0.0003)'
+    """
+    return f"{mean:{sign}.{digits}f} ({mean - half:{sign}.{digits}f} to {mean + half:{sign}.{digits}f})"
+
+
+def over_seeds(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """Mean and 95 % interval; the mean and how many runs there are where they are fewer than `FEWEST`."""
+    if len(values) < FEWEST:
+        runs = "1 run" if len(values) == 1 else f"{len(values)} runs"
+        return f"{sum(values) / len(values):{sign}.{digits}f} ({runs})"
+    found = mean_and_half(values)
+    return text_of(found["mean"], found["half"], digits, sign)
+
+
+def cost_cell(control: Control, costs: Mapping[str, Any] | None) -> str:
+    if control.cost.startswith("nothing"):
+        return control.cost
+    if costs is None:
+        return NOT_MEASURED
+    ratio = costs["ratios"][control.cost]
+    return f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['largest']:.2f})"
+
+
+def ordinary_cells(control: Control, results: Results) -> list[str]:
+    cells = []
+    for what, digits in (("loss", 4), ("entropy", 2)):
+        learned = bool(control.learned)
+        values = results.learned_change(control.learned, what) if learned else results.change(control.ordinary, what)
+        few = "" if len(values) >= 8 else f", {len(values)} seeds"
+        cells.append(over_seeds(values, digits, "+") + few + (", learned positions" if learned else ""))
+    return cells
+
+
+def hot_cell(control: Control, results: Results, rate: float) -> str:
+    if not control.hot:
+        return "not run"
+    losses, entropies = results.hot(control.hot, rate)
+    return f"{over_seeds(losses, 2)}, {over_seeds(entropies, 2)}"
+
+
+def table(results: Results, costs: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+    lines = [HEAD, "|" + "---|" * HEAD.count(" | ") + "---|"]
+    plain = [", ".join(over_seeds(values, 2) for values in results.hot("none", rate)) for rate in HOT]
+    lines.append(f"| none | 1 | 1 | 0 | 0 | {' | '.join(plain)} | hot rates |")
+    for control in CONTROLS:
+        cells = [*(cost_cell(control, costs[name]) for name in COSTS), *ordinary_cells(control, results)]
+        cells += [hot_cell(control, results, rate) for rate in HOT]
+        lines.append(f"| {control.name} | {' | '.join(cells)} | {control.not_when} |")
+    return [*lines, "", *(machine(name, held) for name, held in costs.items())]
+
+
+def machine(name: str, costs: Mapping[str, Any] | None) -> str:
+    """Where the costs of a column were measured, as an item of a list."""
+    if costs is None:
+        option = " --gpu" if name == "gpu" else ""
+        return f"- {name.upper()}: not measured yet; `python benchmarks/controls.py{option}` does it."
+    shape = costs["shape"]
+    return (
+        f"- {name.upper()}: {costs['machine']}, torch {costs['torch']}; {shape['layers']} layers of width {shape['width']}, "
+        f"{costs['sequences']} sequences of {shape['length']} tokens. Median, least and largest of seven turns in one process."
+    )
+
+
+def advice(results: Results) -> list[str]:
+    """What to try first. A sentence names the claims that it rests on, and is refused where a verdict changes."""
+    if (rival := results.claims["k4"]["numbers"]["against"]) != "sigma-reparam":
+        raise SystemExit(f"the rival of study k is {rival} now: write the words of {PAGE.name} again")
+    return [hot_advice(results), ordinary_advice(results), *sharp_advice(results)]
+
+
+def hot_advice(results: Results) -> str:
+    hot = results.tables["hot_rates"]
+    (plain,) = (row for row in results.tables["arms_main"] if row["arm"] == "none")
+    (tuned,) = (row for row in results.tables["arms_rivals"] if row["arm"] == "sigma-reparam")
+    effective = over_seeds(results.hot_difference("effective", "sigma-reparam"), 2)
+    edge = ", the hottest that was tried over the full length" if tuned["rate"] == max(tuned["rates"]) else ""
+    return (
+        f"- **The run fails at its rate: lower the rate; where it has to be hot, sigma-reparam.** The plain model trains at {plain['rate']:g} and fails at "
+        f"{min(hot['plain_fails_at']):g}. At 0.015 and 0.1, sigma-reparam ends {results.interval('k4', 2, 'fails', '')} nats below LocAteR on measured logits (k4) and {effective} below "
+        f"the effective form. At the best of three ordinary rates ({tuned['rate']:g}{edge}) it ends {over_seeds(results.change('sigma-reparam', 'loss'), 4)} nats above no control."
+    )  # fmt: skip
+
+
+def ordinary_advice(results: Results) -> str:
+    loss, entropy = results.change("weight decay 0.3", "loss"), results.change("weight decay 0.3", "entropy")
+    return (
+        f"- **The rate is ordinary and the loss matters: more weight decay.** A decay of 0.3, in place of 0.1, changes the loss by {over_seeds(loss, 4, '+')} nats and entropy by "
+        f"{over_seeds(entropy, 2, '+')}, and a step takes no longer. LocAteR ends {results.interval('e5', 4, 'fails', '')} nats above it (e5)."
+    )  # fmt: skip
+
+
+def sharp_advice(results: Results) -> list[str]:
+    return [
+        f"- **Attention is too sharp: weight decay again, or LocAteR, effective form.** LocAteR changes entropy by {results.interval('c2', 2, 'holds')} nats (c2), its scale part alone "
+        f"(`hold=0`) by {results.interval('d9', 2, 'holds')} (d9). Its change of loss, {results.interval('c1', 4, 'undecided')}, is undecided among all claims (c1); with learned positions it "
+        f"lowers the loss, {results.interval('d15', 4, 'holds')} (d15).",
+        f"- **Entropy must not collapse at a hot rate, and the maps have to stay as they are: LocAteR, measured form.** Its entropy is {results.interval('k1', 2, 'holds', '')} nats at its worst "
+        f"rate, that of the effective form {results.interval('k2', 2, 'holds', '')} (k1, k2). The price is loss: it ends {results.interval('k3', 2, 'fails', '')} nats above the effective form there (k3).",
+    ]  # fmt: skip
+
+
+def filled(page: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """The page with each part between its markers.
+
+    >>> filled("a\\n<!-- x -->\\nold\\n<!-- end of x -->\\nb", {"x": ["new"]})
+    'a\\n<!-- x -->\\nnew\\n<!-- end of x -->\\nb'
+    """
+    for name, lines in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        before, rest = page.split(begin)
+        page = before + begin + "\n".join(lines) + end + rest.split(end)[1]
+    return page
+
+
+def made(page: str) -> str:
+    results = Results(json.loads(RESULTS.read_text()))
+    costs = {name: json.loads(path.read_text()) if path.is_file() else None for name, path in COSTS.items()}
+    return filled(page, {"advice": advice(results), "table": table(results, costs)})
+
+
+if __name__ == "__main__":
+    PAGE.write_text(made(PAGE.read_text()))
+    print(PAGE)
