@@ -85,18 +85,24 @@ def test_nothing_waits_for_a_choice_but_what_follows_from_it(earlier: dict[str, 
     assert {row.plan.steps for row in runs.missing(acting.rows_of(runs))} == {arms.SHORT}
 
 
-def test_without_a_norm_in_front_the_stored_map_is_the_effective_one() -> None:
-    """So that the sweep of j leaves the stored form out; with norms in front the two differ."""
+def test_without_a_norm_in_front_the_effective_map_is_the_stored_one_times_the_size_of_tokens() -> None:
+    """So that the sweep of j leaves the stored form out; with norms in front the two differ by more than a number."""
     torch.manual_seed(0)
     shape = Shape(vocabulary=40, layers=1, width=16, heads=1, kv_heads=1, hidden=16, length=8, positions="sinusoidal")
-    charged = {}
+    ids, ratios = torch.arange(40).view(5, 8), {}
     for norm in ("post", "pre"):
-        model = Transformer(replace(shape, norm=norm), scale=0.3)
+        model = Transformer(replace(shape, norm=norm), scale=0.3).double().train()
         for gain in (p for p in model.parameters() if p.ndim == 1):
             torch.nn.init.uniform_(gain, 0.5, 2.0)
-        charged[norm] = [float(LocAteR(form=form).attach(model).loss().detach()) for form in ("stored", "effective")]
-    assert charged["post"][0] == pytest.approx(charged["post"][1], rel=1e-6)
-    assert charged["pre"][0] != pytest.approx(charged["pre"][1], rel=1e-2)
+        controls = [LocAteR(form=form).attach(model) for form in ("stored", "effective")]
+        model(ids)
+        stored, effective = (query.mT @ key for control in controls for query, key, _ in control.maps())
+        ratios[norm] = (effective / stored).detach()
+        if norm == "post":
+            square = model.model.embedded(ids)[0].square().mean().detach()
+    assert torch.allclose(ratios["post"], square, rtol=1e-9)
+    assert abs(float(square) - 1) > 0.01
+    assert float(ratios["pre"].std()) > 0.1
 
 
 # --- j: doses
