@@ -245,6 +245,7 @@ def test_half_precision_and_moves() -> None:
     assert float(control.loss().detach()) == pytest.approx(want, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_one_graph() -> None:
     """Which uses the size of the tokens of its own pass, not that of the one before."""
     model = small(norm="post")
