@@ -71,6 +71,7 @@ GONE: dict[str, tuple[str, ...]] = {
         "claims.bao2024.d4",  # c1 in another setting: a second measurement on the page, no second verdict
         "claims.bao2024.d5",  # the same of c2
     ),
+    "reproduce-zhai2023-runs": ("assumptions.runs",),  # excluded below
 }
 
 # Text that may be worded otherwise; that there is text is still compared.
