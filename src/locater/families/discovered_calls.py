@@ -27,6 +27,7 @@ LOGIT_STEPS = MOVING | frozenset(
     __sub__ sub_ __isub__ masked_fill masked_fill_ where clamp clamp_min max maximum tanh nan_to_num __setitem__ scatter
     amax written""".split()
 )
+CASTS = ("float", "to", "type", "type_as", "contiguous")
 MASKED = -1e4  # a logit below this is masked
 
 
@@ -70,7 +71,7 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[Call]:
             if products:  # the first is that of contents, where distances have products of their own
                 product = min(products, key=lambda n: n.order)
                 query, key = product.inputs[-2:]
-                yield Call(path, query, key, True, node, product, node.inputs[0])
+                yield Call(path, query, key, True, node, product, _before_casts(node.inputs[0]))
 
 
 def _products(tape: Tape, logits: Node) -> Iterator[Node]:
@@ -84,6 +85,13 @@ def _products(tape: Tape, logits: Node) -> Iterator[Node]:
             fresh = [x for x in moving if x not in seen]
             seen.update(fresh)
             todo += fresh
+
+
+def _before_casts(logits: Node) -> Node:
+    """Logits as they were before a cast for the softmax."""
+    while logits.name in CASTS and logits.inputs and logits.inputs[0].value.dtype == torch.float64:
+        logits = logits.inputs[0]
+    return logits
 
 
 def mixed_values(tape: Tape, call: Call) -> tuple[Node, Node]:

@@ -88,11 +88,16 @@ def _apart(ours: Tensor, theirs: Tensor, seen: Tensor) -> float:
 
 
 def _alibi_slopes(bias: Tensor, seen: Tensor) -> tuple[float, ...] | None:
-    """Slopes with bias = -slope |distance|, in all sequences and wherever a query may look."""
+    """Slopes with bias = -slope |distance| plus what a row has in common, wherever a query may look."""
     length, keys = bias.shape[-2:]
     distance = (torch.arange(length)[:, None] + (keys - length) - torch.arange(keys)).abs().to(bias)
-    far = (seen * distance.square()).sum((0, 2, 3))
-    slopes = -(bias * distance).sum((0, 2, 3)) / far.clamp_min(1e-30)
-    rest = (bias + slopes[:, None, None] * distance).masked_fill(~seen, 0.0)
-    # what a row has in common softmax does not see
+    distance, bias = centred(distance.expand(bias.shape), seen), centred(bias, seen)
+    slopes = -(bias * distance).sum((0, 2, 3)) / distance.square().sum((0, 2, 3)).clamp_min(1e-30)
+    rest = bias + slopes[:, None, None] * distance
     return tuple(slopes.tolist()) if rest.abs().max() < 1e-6 * bias.abs().max() else None
+
+
+def centred(logits: Tensor, seen: Tensor) -> Tensor:
+    """Logits without what a row has in common, which softmax does not see; 0 where masked."""
+    logits = logits.masked_fill(~seen, 0.0)
+    return (logits - logits.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)).masked_fill(~seen, 0.0)

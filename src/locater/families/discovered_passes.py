@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,17 @@ class Pass:
     model: nn.Module
 
 
-def two_passes(model: nn.Module, example: Mapping[str, Any] | None) -> tuple[Pass, Pass]:
-    """Run two copies with parameters of their own. The model itself, and the random state, stay as they are."""
+def passes(model: nn.Module, example: Mapping[str, Any] | None, seeds: Sequence[int] = (0, 1)) -> Iterator[Pass]:
+    """Run a copy once for each seed, with parameters drawn from it; the next pass overwrites them. The model itself
+    and the random state stay as they are.
+    """
     where = type(model).__name__
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        inputs = _arguments(model, example)
-        first, second = (_run(_copied(model, where), inputs, seed, where) for seed in (0, 1))
-    return first, second
+    inputs = _arguments(model, example)
+    copied = _copied(model, where)
+    for seed in seeds:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            run = _run(copied, inputs, seed, where)
+        yield run
 
 
 def _run(model: nn.Module, inputs: dict[str, Any], seed: int, where: str) -> Pass:
@@ -65,7 +69,11 @@ def _copied(model: nn.Module, where: str) -> nn.Module:
         raise LocaterError(
             f"{where}: it cannot be copied ({type(error).__name__}: {first_line(error):.120})"
         ) from error
-    return copied.to("cpu", torch.float64).eval().requires_grad_(False)
+    copied = copied.to("cpu", torch.float64).eval().requires_grad_(False)
+    if hasattr(copied, "set_experts_implementation"):  # fused products of experts do not run in float64
+        with contextlib.suppress(Exception):
+            copied.set_experts_implementation("eager")
+    return copied
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

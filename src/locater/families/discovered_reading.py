@@ -60,9 +60,7 @@ def read_layout(tape: Tape, call: Call) -> AttentionLayout:
     place = place_of(tape, call)
     query, key = heads_of(tape, place.query), heads_of(tape, place.key, call.key_transposed)
     if query.size != key.size or query.count % key.count:
-        raise UnreadableError(
-            f"it has {query.count} queries of {query.size} and {key.count} keys of {key.size}"
-        )
+        raise UnreadableError(f"it has {query.count} queries of {query.size} and {key.count} keys of {key.size}")
     products, logits, constant = captured_logits(call, place.queries, place.keys)
     how, unknown = read_logits(call, products, logits, constant)
     how = replace(how, scale=how.scale * query.factor * key.factor)

@@ -21,6 +21,7 @@ from locater.families.discovered_calls import (
     out_map,
 )
 from locater.families.discovered_layout import AttentionLayout, LogitsLayout
+from locater.families.discovered_logits import centred
 from locater.families.discovered_norms import apart
 from locater.families.discovered_passes import Pass
 from locater.families.discovered_reading import Place, place_of
@@ -40,7 +41,10 @@ def verified(layout: AttentionLayout, run: Pass, call: Call) -> AttentionLayout:
     if layout.unknown_logits is not None:
         return layout
     layer = layout.build(weights)
-    difference = apart(layer.logits(place.x, place.memory), logits, seen)
+    ours = layer.logits(place.x, place.memory)
+    if layout.logits.alibi is not None:
+        ours, logits = centred(ours, seen), centred(logits, seen)
+    difference = apart(ours, logits, seen)
     if not difference < TOLERANCE:
         why = f"its logits differ by {difference:.0e} of their spread with other weights"
         return replace(_without_output(layout, why), unknown_logits=why)
