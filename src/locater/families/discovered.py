@@ -20,12 +20,13 @@ from torch import nn
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
-from locater.families.coverage import attention_like
+from locater.families.coverage import attention_like, folded_paths
 from locater.families.discovered_calls import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
-from locater.families.discovered_passes import passes
+from locater.families.discovered_passes import Copy
 from locater.families.discovered_reading import plain, read_layout
 from locater.families.discovered_verifying import verified
+from locater.families.discovered_windows import window_settings, with_windows
 from locater.families.layer import AttentionLayer
 
 
@@ -46,6 +47,26 @@ class Discovered:
     refused: list[Refusal]
     unreached: list[str]
 
+    @property
+    def gaps(self) -> list[str]:
+        """A line for each reason why attention is missing, or known in part only."""
+        reasons: dict[str, list[str]] = {}
+        for refusal in self.refused:
+            reasons.setdefault(f"not read, because {refusal.reason}", []).append(refusal.name)
+        for layer in self.layers:
+            if layer.unknown_logits is not None:
+                reasons.setdefault(f"queries and keys only, because {layer.unknown_logits}", []).append(layer.name)
+            elif layer.unknown_output is not None:
+                reasons.setdefault(f"logits only, because {layer.unknown_output}", []).append(layer.name)
+        if self.unreached:
+            reasons["not read, because the example did not reach it"] = self.unreached
+        return [f"{folded_paths(names)}: {reason}" for reason, names in reasons.items()]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every attention that ran, and every module that looks like attention, is among the layers."""
+        return not self.refused and not self.unreached
+
 
 def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Discovered:
     """Find and verify every softmax attention of a live model. `example` holds arguments of its forward pass: small
@@ -54,16 +75,19 @@ def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Disc
     The model is not changed: a copy of it runs, on the CPU in float64. What was found is kept with the model, and used
     again while its tensors and its configuration stay the same.
     """
-    weights = ModuleWeights(model)
-    state = _state(weights)
+    return discovered_in(ModuleWeights(model), example)
+
+
+def discovered_in(weights: ModuleWeights, example: Mapping[str, Any] | None = None) -> Discovered:
+    """The same for an opened model: layers read their tensors from `weights`."""
+    model, state = weights.module, _state(weights)
     if example is None and model in _CACHE and _CACHE[model][0] == state:
         layouts, refused, unreached = _CACHE[model][1:]
     else:
         layouts, refused, unreached = _searched(model, weights, example)
         _CACHE[model] = (state, layouts, refused, unreached)
-    return Discovered(
-        [layout.build(weights, index) for index, layout in enumerate(layouts)], list(refused), list(unreached)
-    )
+    layers = [layout.build(weights, index) for index, layout in enumerate(layouts)]
+    return Discovered(layers, list(refused), list(unreached))
 
 
 # model -> (its state, layouts, refusals, modules that did not run)
@@ -80,24 +104,28 @@ def _searched(
     model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None
 ) -> tuple[list[AttentionLayout], list[Refusal], list[str]]:
     """(layouts, refusals, modules that look like attention and did not run)."""
-    runs = passes(model, example)
-    first = next(runs)
+    copied = Copy(model, example)
+    first = copied.run(0)
     readings = [_attempt(partial(read_layout, first.tape, call)) for call in first.calls]
     names = [plain(call.path) for call in first.calls]
-    second = next(runs)
+    ran = {plain(path) for path in first.tape.called}
+    settings = window_settings(copied.model, first.length)
+    second = copied.run(1)
     if names != [plain(call.path) for call in second.calls]:
         raise LocaterError(f"{weights.where}: it runs other attention when its parameters are redrawn")
-    layouts: list[AttentionLayout] = []
+    layouts: dict[int, AttentionLayout] = {}  # by number of the call
     refused: list[Refusal] = []
-    for reading, name, call in zip(readings, names, second.calls, strict=True):
+    for number, (reading, name, call) in enumerate(zip(readings, names, second.calls, strict=True)):
         if isinstance(reading, AttentionLayout):
             reading = _attempt(partial(verified, reading, second, call))
         if isinstance(reading, str):
             refused.append(Refusal(name, reading))
-        elif reading not in layouts:  # a module that runs twice is one layer
-            layouts.append(reading)
-    ran = {plain(path) for path in first.tape.called}
-    return layouts, refused, [path for path in attention_like(weights) if path not in ran]
+        else:
+            layouts[number] = reading
+    if settings:
+        layouts = with_windows(copied, layouts, settings)
+    unreached = [path for path in attention_like(weights) if path not in ran]
+    return list(dict.fromkeys(layouts.values())), refused, unreached  # a module that runs twice is one layer
 
 
 def _attempt(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +25,27 @@ class Pass:
     calls: list[Call]
     model: nn.Module
 
+    def module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
 
-def passes(model: nn.Module, example: Mapping[str, Any] | None, seeds: Sequence[int] = (0, 1)) -> Iterator[Pass]:
-    """Run a copy once for each seed, with parameters drawn from it; the next pass overwrites them. The model itself
-    and the random state stay as they are.
-    """
-    where = type(model).__name__
-    inputs = _arguments(model, example)
-    copied = _copied(model, where)
-    for seed in seeds:
+    @property
+    def length(self) -> int:
+        """The largest number of queries that a call had."""
+        return max((call.query.value.shape[-2] for call in self.calls), default=0)
+
+
+class Copy:
+    """A copy of a model that runs on tape. The model itself and the random state stay as they are."""
+
+    def __init__(self, model: nn.Module, example: Mapping[str, Any] | None) -> None:
+        self.where = type(model).__name__
+        self.inputs = _arguments(model, example)
+        self.model = _copied(model, self.where)
+
+    def run(self, seed: int) -> Pass:
+        """One pass with every parameter drawn anew. Passes before it keep their activations, not their parameters."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            run = _run(copied, inputs, seed, where)
-        yield run
+            return _run(self.model, self.inputs, seed, self.where)
 
 
 def _run(model: nn.Module, inputs: dict[str, Any], seed: int, where: str) -> Pass:

@@ -14,7 +14,7 @@ from locater.families.discovered_calls import UnreadableError
 from locater.tape import Node, replay
 
 CLOSE = 1e-6  # of a probe that should be equal
-LARGE = 1e6  # probes of this size show clipping
+SMALL, LARGE = 1e-3, 1e6  # sizes of probes: where they do not agree, numbers are clipped or bent
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,11 @@ def probing(target: Node, cut: Node, canonical: Canonical) -> Probe:
 
 def routing(probe: Probe, channels: int) -> Routing:
     """Where each channel of the target comes from. Channels that do not come from exactly one are refused."""
-    codes = torch.randperm(channels, generator=torch.Generator().manual_seed(0)).double() + 1
+    ramp = torch.arange(channels).double() + 1
+    codes = ramp[torch.randperm(channels, generator=torch.Generator().manual_seed(0))]
     zero = probe(torch.zeros(channels))[:, 0]
-    ones, ramp, mixed = (probe(code)[:, 0] - zero for code in (torch.ones(channels), torch.arange(channels) + 1, codes))
+    small = SMALL / channels
+    ones, ramp, mixed = ((probe(small * code)[:, 0] - zero) / small for code in (torch.ones_like(ramp), ramp, codes))
     if not (ones.abs() > 0).all():
         raise UnreadableError("channels of its queries, keys or values come from no map, or turn at the first position")
     sources = (ramp / ones - 1).round().long()
