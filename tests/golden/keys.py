@@ -49,6 +49,7 @@ NEW: dict[str, tuple[str, ...]] = {
     ),
     "scan": ("heads[*].effective_rank", "layers[*].provenance"),
     "compare": (
+        *("layers[*][*].provenance",),
         *("changes",),  # what changed most
         *("heads[*].difference.effective_rank", "medians.effective_rank"),
     ),

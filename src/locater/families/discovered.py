@@ -20,7 +20,7 @@ from torch import nn
 from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
-from locater.families.coverage import attention_like, folded_paths
+from locater.families.coverage import folded_paths, unread
 from locater.families.discovered_calls import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
 from locater.families.discovered_passes import Copy
@@ -28,6 +28,8 @@ from locater.families.discovered_reading import plain, read_layout
 from locater.families.discovered_verifying import verified
 from locater.families.discovered_windows import window_settings, with_windows
 from locater.families.layer import AttentionLayer
+
+NO_SOFTMAX = "no softmax of products of queries and keys was met in it"
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ def _searched(
             layouts[number] = reading
     if settings:
         layouts = with_windows(copied, layouts, settings)
-    unreached = [path for path in attention_like(weights) if path not in ran]
+    silent = unread(weights, names)
+    refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
+    unreached = [path for path in silent if path not in ran]
     return list(dict.fromkeys(layouts.values())), refused, unreached  # a module that runs twice is one layer
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.families.discovered_norms import may_be_norm
+from locater.families.discovered_norms import NormLayout, fitted, may_be_norm
 from locater.tape import Node, Tape, replay
 from locater.tape.walking import MOVING, LinearMap, moved_from, moved_to, upstream
 
@@ -55,7 +55,7 @@ class Side:
     node: Node
     map: LinearMap
     norms: list[Node]  # between the map and `node`, the latest first
-    front: Node | None  # what the norm in front of the map returned
+    front: NormLayout  # the norm in front of the map
     stream: Tensor  # x: what that norm read; what the map reads, where no norm is in front of it
 
 
@@ -123,12 +123,23 @@ def side(tape: Tape, node: Node, what: str) -> Side:
         names = ", ".join(tape.parameter(part.constant) or "?" for part in before.maps[:3])
         raise UnreadableError(f"its {what} are made of {len(before.maps)} maps ({names})")
     linear = before.maps[0]
-    front = moved_from(linear.source, lambda n: may_be_norm(tape, n))
-    stream = linear.source.value
-    if front is not None:
-        stream = replay(linear.source, {front: tape.made[front].source.value})
+    front, stream = _front(tape, linear)
     norms = [norm for norm in before.norms if norm is not linear.node]
     return Side(node, linear, norms, front, stream)
+
+
+def _front(tape: Tape, linear: LinearMap) -> tuple[NormLayout, Tensor]:
+    """(the norm in front of a map, the stream that it reads). Between the two, tokens may be moved. What is no norm, a
+    sum with positions for example, or follows no known formula, is left to the stream.
+    """
+    norm = moved_from(linear.source, lambda n: may_be_norm(tape, n))
+    if norm is not None:
+        made = tape.made[norm]
+        stream = replay(linear.source, {norm: made.source.value})
+        layout = fitted(made, stream, linear.source.value)
+        if layout is not None:
+            return layout, stream
+    return NormLayout(), linear.source.value
 
 
 def out_map(tape: Tape, mixed: Node) -> LinearMap:

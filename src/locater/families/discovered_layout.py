@@ -17,7 +17,7 @@ from locater.families.discovered_norms import NormLayout
 from locater.families.layer import AttentionLayer, Kind, Projection
 from locater.families.norm import Norm
 from locater.families.normed import normed
-from locater.families.rotary import Rotary
+from locater.families.rotary import Rotary, RotaryTable
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class AttentionLayout:
     norm_last: bool = False
     frequencies: tuple[float, ...] = ()
     amplitude: float = 1.0
+    angles: tuple[tuple[float, ...], ...] = ()  # of each token of the example and each pair, in place of frequencies
     kind: Kind = "self"
     product_scale: float = 1.0  # factor of queries times factor of keys, beside their maps
     unknown_logits: str | None = None  # why only queries and keys are known
@@ -106,6 +107,7 @@ class AttentionLayout:
             key_norm=None if self.key_norm is None else self.key_norm.build(weights),
             norm_last=self.norm_last,
             rotary=Rotary(torch.tensor(self.frequencies), self.amplitude) if self.frequencies else None,
+            rotary_table=RotaryTable(torch.tensor(self.angles, dtype=torch.float64)) if self.angles else None,
             bias=None if logits.alibi is None else Alibi(torch.tensor(logits.alibi, dtype=torch.float64)),
             softcap=logits.softcap,
             causal=logits.causal,

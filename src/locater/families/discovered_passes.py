@@ -50,13 +50,11 @@ class Copy:
 
 def _run(model: nn.Module, inputs: dict[str, Any], seed: int, where: str) -> Pass:
     redraw(model, seed)
-    torch.manual_seed(0)
-    tape = Tape(model, inputs)
     try:
-        with tape:
-            model(**inputs)
-    except LocaterError:
-        raise
+        try:
+            tape = _taped(model, inputs, precise=True)
+        except Exception:  # a model that compares dtypes
+            tape = _taped(model, inputs, precise=False)
     except Exception as error:
         raise LocaterError(
             f"{where}: its forward pass with {', '.join(inputs) or 'no arguments'} failed "
@@ -64,6 +62,14 @@ def _run(model: nn.Module, inputs: dict[str, Any], seed: int, where: str) -> Pas
         ) from error
     holding = {path for path, module in model.named_modules() if any(True for _ in module.parameters())}
     return Pass(tape, list(attention_calls(tape, holding)), model)
+
+
+def _taped(model: nn.Module, inputs: dict[str, Any], precise: bool) -> Tape:
+    torch.manual_seed(0)
+    tape = Tape(model, inputs, precise)
+    with tape:
+        model(**inputs)
+    return tape
 
 
 def _copied(model: nn.Module, where: str) -> nn.Module:

@@ -69,6 +69,7 @@ def routing(probe: Probe, channels: int) -> Routing:
     if not inside.all() or (codes[sources] * ones - mixed).abs().max() > CLOSE * mixed.abs().max():
         raise UnreadableError("a channel of its queries, keys or values is a mixture, or positions do not begin at 0")
     factor = float(ones.median())
+    factor = 1.0 if abs(factor - 1) < CLOSE else factor  # angles in float32 have rounded cosines
     if (ones - factor).abs().max() > CLOSE * abs(factor):
         raise UnreadableError("channels of its queries, keys or values have factors of their own")
     large = probe(LARGE * codes)[:, 0] - zero
@@ -127,9 +128,11 @@ def _pairs(matrices: Tensor) -> Turning:
     return Turning(first, second, torch.stack(angles, -1), float(amplitude.median()))
 
 
-def frequencies(turn: Turning, known: list[Tensor]) -> list[float]:
-    """Radians per position of each pair. Numbers of the model's own tables (`known`) are taken where they fit: they are
-    exact, and angles read from cosines are not.
+def frequencies(turn: Turning, known: list[Tensor]) -> list[float] | None:
+    """Radians per position of each pair; None where angles are not position times frequency.
+
+    Numbers of the model's own tables (`known`) are taken where they fit: they are exact, and angles read from cosines
+    are not.
     """
     steps = torch.arange(turn.angles.shape[0]).double()[:, None]
     rough = turn.angles[1] if len(steps) > 1 else turn.angles[0]
@@ -138,7 +141,7 @@ def frequencies(turn: Turning, known: list[Tensor]) -> list[float]:
         rough = ((turn.angles + 2 * torch.pi * turns)[-1]) / steps[-1]
     apart = (torch.exp(1j * (turn.angles - rough * steps)) - 1).abs().max()
     if apart > 1e-5:
-        raise UnreadableError("its angles are not position times frequency")
+        return None
     return [_snapped(value, known) for value in rough.tolist()]
 
 

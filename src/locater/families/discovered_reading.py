@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ from locater.families.discovered_calls import (
 )
 from locater.families.discovered_layout import AttentionLayout, MapLayout
 from locater.families.discovered_logits import read_logits, read_mask
-from locater.families.discovered_norms import NormLayout, fitted
-from locater.families.discovered_probing import frequencies
+from locater.families.discovered_probing import Turning, frequencies
 from locater.families.discovered_sides import Heads, heads_of, stored_map
 from locater.tape import Node, Tape, replay
 from locater.tape.walking import LinearMap
@@ -64,7 +64,6 @@ def read_layout(tape: Tape, call: Call) -> AttentionLayout:
     products, logits, constant = captured_logits(call, place.queries, place.keys)
     how, unknown = read_logits(call, products, logits, constant)
     how = replace(how, scale=how.scale * query.factor * key.factor)
-    norm = _front(tape, place.query)
     layout = AttentionLayout(
         name=plain(call.path),
         heads=query.count,
@@ -73,8 +72,8 @@ def read_layout(tape: Tape, call: Call) -> AttentionLayout:
         query=query.map,
         key=key.map,
         logits=how,
-        norm=norm,
-        memory_norm=None if place.memory is None else _front(tape, place.key),
+        norm=place.query.front,
+        memory_norm=None if place.memory is None else place.key.front,
         query_norm=query.norm,
         key_norm=key.norm,
         kind="self" if place.memory is None else "cross",
@@ -97,7 +96,7 @@ def _with_output(tape: Tape, place: Place, layout: AttentionLayout, constant: Te
         value = heads_of(tape, part)
         if value.norm is not None or value.turn is not None or value.map.inner is not None:
             raise UnreadableError("its values are normalised or turned")
-        if value.count != layout.kv_heads or abs(value.factor - 1) > 1e-9:
+        if value.count != layout.kv_heads or value.factor != 1:
             raise UnreadableError(f"it has {value.count} values for {layout.kv_heads} keys")
         out = out_map(tape, mixed)
         columns = _columns(out, mixed, place)
@@ -128,9 +127,18 @@ def _turned(tape: Tape, layout: AttentionLayout, query: Heads, key: Heads) -> At
         query_norm=None if query.norm is None else replace(query.norm, channels=tuple(order)),
         key_norm=None if key.norm is None else replace(key.norm, channels=tuple(order)),
         norm_last=query.norm_last or key.norm_last,
-        frequencies=tuple(frequencies(one, known)),
-        amplitude=one.amplitude,
+        **_positions(one, known),
     )
+
+
+def _positions(turn: Turning, known: list[Tensor]) -> dict[str, Any]:
+    """Frequencies, or a table of angles where these are not position times frequency."""
+    steps = frequencies(turn, known)
+    if steps is not None:
+        return {"frequencies": tuple(steps), "amplitude": turn.amplitude}
+    if abs(turn.amplitude - 1) > 1e-6:
+        raise UnreadableError("its angles are not position times frequency, and rotation changes sizes")
+    return {"angles": tuple(map(tuple, turn.angles.tolist()))}
 
 
 def _ordered_rows(heads: Heads, order: list[int]) -> MapLayout:
@@ -141,17 +149,6 @@ def _ordered_rows(heads: Heads, order: list[int]) -> MapLayout:
     if inner is not None and inner.channels is not None:
         inner = replace(inner, channels=tuple(inner.channels[place] for place in places))
     return replace(whole, rows=tuple(whole.rows[place] for place in places), inner=inner)
-
-
-def _front(tape: Tape, part: Side) -> NormLayout:
-    """The norm in front of a map."""
-    if part.front is None:
-        return NormLayout()
-    layout = fitted(tape.made[part.front], part.stream, part.map.source.value)
-    if layout is None:
-        made = tape.made[part.front]
-        raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
-    return layout
 
 
 def _columns(out: LinearMap, mixed: Node, place: Place) -> tuple[int, ...] | None:

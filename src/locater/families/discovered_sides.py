@@ -73,7 +73,7 @@ def _normed_heads(tape: Tape, part: Side, canonical: Canonical, tokens: int) -> 
     early_turn = turning(before, early.sources, channels, early.factor)
     if early_turn is not None and late_turn is not None:
         raise UnreadableError(f"its channels turn before and after the norm {made.path}")
-    if abs(early.factor - 1) > 1e-9:
+    if early.factor != 1:
         raise UnreadableError(f"the norm {made.path} reads a multiple of its map")
     count, kept = _different(early.sources)
     stored = stored_map(tape, part.map, kept, early.shift)

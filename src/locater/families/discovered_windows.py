@@ -21,7 +21,7 @@ from locater.families.discovered_logits import read_mask
 from locater.families.discovered_passes import Copy, Pass
 from locater.families.discovered_reading import place_of
 
-SETTING = re.compile(r"(?!.*(feed_forward|max_window_layers)).*(window|chunk|local_att).*")
+SETTING = re.compile(r"(?!max_window_layers).*window.*|attention_chunk_size|local_attention")
 SMALL = 6  # tokens: with 6, a window of 6, 7, 4 or 3 tells the convention
 
 

@@ -19,7 +19,7 @@ from locater.errors import LocaterError
 from locater.families.bias import PositionBias
 from locater.families.norm import Norm
 from locater.families.relative import RelativeTerms
-from locater.families.rotary import Rotary
+from locater.families.rotary import Rotary, RotaryTable
 
 Kind = Literal["self", "cross"]
 Provenance = Literal["family", "discovered"]  # a record of the package or of the user; found and verified by `discover`
@@ -69,6 +69,7 @@ class AttentionLayer:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: Rotary | None = None
+    rotary_table: RotaryTable | None = None  # in place of `rotary`: angles that are not position times frequency
     relative: RelativeTerms | None = None  # content meets distance: added before the scale
     bias: PositionBias | None = None  # added to the scaled logits
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
@@ -196,6 +197,7 @@ class AttentionLayer:
     def _placed(self, x: Tensor, norm: Norm | None, positions: Tensor | None) -> Tensor:
         if norm is not None and not self.norm_last:
             x = norm(x)
-        if self.rotary is not None:
-            x = self.rotary.rotate(x, torch.arange(x.shape[-2]) if positions is None else positions)
+        rotation = self.rotary or self.rotary_table
+        if rotation is not None:
+            x = rotation.rotate(x, torch.arange(x.shape[-2]) if positions is None else positions)
         return norm(x) if norm is not None and self.norm_last else x

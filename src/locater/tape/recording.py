@@ -57,10 +57,16 @@ class Made:
 
 
 class Tape(TorchFunctionMode):
-    """Writes down all calls on tensors while it is entered. The model's modules carry hooks until it is left."""
+    """Writes down all calls on tensors while it is entered. The model's modules carry hooks until it is left.
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    `precise`: float64 activations and parameters that the model casts to float32, as norms and softmax do, stay as
+    they are. Constants, such as angles of positions, are computed as the model says.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], precise: bool = False) -> None:
         super().__init__()
+        self._precise = precise
+        self._parameters = {id(parameter) for parameter in model.parameters()}
         self.nodes: list[Node] = []
         self.made: dict[Node, Made] = {}
         self.called: set[str] = set()  # paths of modules that ran
@@ -98,6 +104,11 @@ class Tape(TorchFunctionMode):
         if func in LOOKED_INTO:
             return self._look_into(func, args, kwargs)
         name = getattr(func, "__name__", str(func))
+        if self._precise and args and isinstance(args[0], Tensor) and self._stays(args[0]):
+            if name == "float" or (name in ("to", "type") and torch.float32 in (*args[1:], *kwargs.values())):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
         known_args, known_kwargs = tree_map(
             lambda x: self.node(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs))
         )
@@ -148,6 +159,9 @@ class Tape(TorchFunctionMode):
                 for before in after.inputs:
                     self._consumers.setdefault(before, []).append(after)
         return self._consumers.get(node, [])
+
+    def _stays(self, x: Tensor) -> bool:
+        return x.dtype == torch.float64 and (id(x) in self._parameters or self.node(x).moving)
 
     def _put(self, x: Tensor, node: Node) -> Node:
         self._order += 1

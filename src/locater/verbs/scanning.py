@@ -200,7 +200,7 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
         notes.append(
             "norms inside query and key maps (latents, norms over all heads) in mean field, as stored weights too"
         )
-    if any(x.rotary for x in layers):
+    if any(x.rotary or x.rotary_table for x in layers):
         notes.append("rotary positions: moments are those at offset 0")
     if any(x.bias or x.relative or x.softcap or x.sinks is not None for x in layers):
         notes.append(
@@ -250,6 +250,8 @@ def _query_key_norm(layer: AttentionLayer) -> bool:
 def _positions(layer: AttentionLayer) -> str | None:
     if layer.rotary:
         return "rotary"
+    if layer.rotary_table:
+        return "rotary table"
     if layer.relative:
         return "relative"
     return type(layer.bias).__name__.lower() if layer.bias else None
