@@ -51,10 +51,7 @@ class Copy:
 def _run(model: nn.Module, inputs: dict[str, Any], seed: int, where: str) -> Pass:
     redraw(model, seed)
     try:
-        try:
-            tape = _taped(model, inputs, precise=True)
-        except Exception:  # a model that compares dtypes
-            tape = _taped(model, inputs, precise=False)
+        tape = _taped(model, inputs)
     except Exception as error:
         raise LocaterError(
             f"{where}: its forward pass with {', '.join(inputs) or 'no arguments'} failed "
@@ -64,11 +61,23 @@ def _run(model: nn.Module, inputs: dict[str, Any], seed: int, where: str) -> Pas
     return Pass(tape, list(attention_calls(tape, holding)), model)
 
 
-def _taped(model: nn.Module, inputs: dict[str, Any], precise: bool) -> Tape:
+def _taped(model: nn.Module, inputs: dict[str, Any]) -> Tape:
+    """A pass on tape, in float64 as far as the model lets it: some compare dtypes, some mask in the default one."""
+    for precise, default in ((True, torch.get_default_dtype()), (True, torch.float64)):
+        with contextlib.suppress(Exception):
+            return _once(model, inputs, precise, default)
+    return _once(model, inputs, False, torch.get_default_dtype())
+
+
+def _once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torch.dtype) -> Tape:
     torch.manual_seed(0)
-    tape = Tape(model, inputs, precise)
-    with tape:
-        model(**inputs)
+    tape, before = Tape(model, inputs, precise), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with tape:
+            model(**inputs)
+    finally:
+        torch.set_default_dtype(before)
     return tape
 
 
@@ -85,12 +94,14 @@ def _copied(model: nn.Module, where: str) -> nn.Module:
             f"{where}: it cannot be copied ({type(error).__name__}: {first_line(error):.120})"
         ) from error
     copied = copied.to("cpu", torch.float64).eval().requires_grad_(False)
-    if hasattr(copied, "set_experts_implementation"):  # fused products of experts do not run in float64
+    choose: Any = getattr(copied, "set_experts_implementation", None)
+    if choose is not None:  # fused products of experts do not run in float64
         with contextlib.suppress(Exception):
-            copied.set_experts_implementation("eager")
+            choose("eager")
     return copied
 
 
+BLOCK = 1_000_003  # normal numbers that a large tensor repeats
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -147,7 +158,7 @@ def redraw(model: nn.Module, seed: int) -> None:
     for name, p in model.named_parameters():
         if not p.is_floating_point() or not p.numel():
             continue
-        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        noise = _noise(p, generator)
         if p.ndim >= 2 and id(p) not in tables and min(p.shape) > 1:
             p.copy_(noise / min(p.shape[0], p[0].numel()) ** 0.5)
         elif p.ndim >= 2:
@@ -156,3 +167,11 @@ def redraw(model: nn.Module, seed: int) -> None:
             p.copy_(0.5 * noise)
         else:
             p.copy_(1 + 0.5 * noise)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal numbers. Large tensors repeat a block of them: its length is a prime, so that no two rows are alike."""
+    if like.numel() <= BLOCK:
+        return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    block = torch.randn(BLOCK, generator=generator, dtype=like.dtype)
+    return block.repeat(like.numel() // BLOCK + 1)[: like.numel()].view(like.shape)

@@ -142,12 +142,14 @@ def frequencies(turn: Turning, known: list[Tensor]) -> list[float] | None:
     apart = (torch.exp(1j * (turn.angles - rough * steps)) - 1).abs().max()
     if apart > 1e-5:
         return None
-    return [_snapped(value, known) for value in rough.tolist()]
+    return _snapped(rough, known)
 
 
-def _snapped(value: float, known: list[Tensor]) -> float:
-    for table in known:
-        nearest = table.flatten()[(table.flatten().double() - value).abs().argmin()]
-        if abs(float(nearest) - value) <= 2e-6 * abs(value):
-            return float(nearest)
-    return value
+def _snapped(steps: Tensor, known: list[Tensor]) -> list[float]:
+    """The numbers of the smallest table that holds all of `steps`, up to rounding; `steps` where no table does."""
+    for table in sorted(known, key=Tensor.numel):
+        values = table.flatten().double()
+        nearest = values[(values - steps[:, None]).abs().argmin(-1)] if values.numel() <= 4096 else values[:1]
+        if ((nearest - steps).abs() <= 2e-6 * steps.abs()).all():
+            return nearest.tolist()
+    return steps.tolist()

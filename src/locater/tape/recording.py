@@ -192,13 +192,14 @@ class Tape(TorchFunctionMode):
 
     def _look_into(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function written in Python so that its own calls are written down."""
-        before = torch.nn.functional.has_torch_function
-        torch.nn.functional.has_torch_function = lambda *_: False  # type: ignore[assignment]
+        functional: Any = torch.nn.functional
+        before = functional.has_torch_function
+        functional.has_torch_function = lambda *_: False
         try:
             with _Again(self):
                 return func(*args, **kwargs)
         finally:
-            torch.nn.functional.has_torch_function = before
+            functional.has_torch_function = before
 
     def _enter_module(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
