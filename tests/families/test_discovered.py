@@ -269,3 +269,28 @@ def test_a_window_that_cannot_be_seen_is_refused() -> None:
         eos_token_id=2,
     )
     assert all("window_size = 32" in str(layer.unknown_output) for layer in locater.discover(model).layers)
+
+
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "arcee": ("Arcee", "ForCausalLM", BASE),
+    "cohere": ("Cohere", "ForCausalLM", BASE),
+    "ernie4_5": ("Ernie4_5", "ForCausalLM", BASE),
+    "exaone4": ("Exaone4", "ForCausalLM", BASE),
+    "glm4": ("Glm4", "ForCausalLM", {**BASE, **HEAD}),
+    "nemotron": ("Nemotron", "ForCausalLM", BASE),
+    "olmoe": ("Olmoe", "ForCausalLM", {**BASE, **EXPERTS}),
+    "persimmon": ("Persimmon", "ForCausalLM", BASE),
+    "phimoe": ("Phimoe", "ForCausalLM", {**BASE, "num_local_experts": 4}),
+    "modernbert": ("ModernBert", "Model", {**BASE, "local_attention": 6, "global_attn_every_n_layers": 2}),
+    "electra": ("Electra", "Model", BASE),
+    "biogpt": ("BioGpt", "Model", BASE),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_types_are_verified_in_full(name: str) -> None:
+    discovered = locater.discover(build(*MORE[name][:2], **MORE[name][2]))
+    assert discovered.whole
+    assert len(discovered.layers) == 2
+    assert all(layer.unknown_output is None for layer in discovered.layers)

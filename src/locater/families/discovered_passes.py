@@ -158,20 +158,23 @@ def redraw(model: nn.Module, seed: int) -> None:
     for name, p in model.named_parameters():
         if not p.is_floating_point() or not p.numel():
             continue
-        noise = _noise(p, generator)
         if p.ndim >= 2 and id(p) not in tables and min(p.shape) > 1:
-            p.copy_(noise / min(p.shape[0], p[0].numel()) ** 0.5)
+            _fill(p, generator, min(p.shape[0], p[0].numel()) ** -0.5)
         elif p.ndim >= 2:
-            p.copy_(noise)
-        elif name.endswith("bias"):
-            p.copy_(0.5 * noise)
+            _fill(p, generator, 1.0)
         else:
-            p.copy_(1 + 0.5 * noise)
+            _fill(p, generator, 0.5, 0.0 if name.endswith("bias") else 1.0)
 
 
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers. Large tensors repeat a block of them: its length is a prime, so that no two rows are alike."""
-    if like.numel() <= BLOCK:
-        return torch.randn(like.shape, generator=generator, dtype=like.dtype)
-    block = torch.randn(BLOCK, generator=generator, dtype=like.dtype)
-    return block.repeat(like.numel() // BLOCK + 1)[: like.numel()].view(like.shape)
+def _fill(p: Tensor, generator: torch.Generator, spread: float, mean: float = 0.0) -> None:
+    """Normal numbers in place. Large tensors repeat a block of them: its length is a prime, so that no two rows are
+    alike.
+    """
+    block = mean + spread * torch.randn(min(p.numel(), BLOCK), generator=generator, dtype=p.dtype)
+    if p.numel() <= BLOCK or not p.is_contiguous():
+        p.copy_(block.repeat(p.numel() // len(block) + 1)[: p.numel()].view(p.shape))
+        return
+    flat = p.view(-1)
+    for start in range(0, p.numel(), BLOCK):
+        part = flat[start : start + BLOCK]
+        part.copy_(block[: len(part)])
