@@ -14,7 +14,7 @@ from locater.version import __version__
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
     from locater import attention, control, explain, families, integrations, kernels, measures, theory, train
     from locater.control import LocAteR
-    from locater.families import AttentionLayer, Block, Family, attention_layers, register
+    from locater.families import AttentionLayer, Block, Discovered, Family, attention_layers, discover, register
     from locater.monitor import Monitor
     from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
@@ -31,6 +31,7 @@ __all__ = [
     "AttentionLayer",
     "Block",
     "Comparison",
+    "Discovered",
     "Explanations",
     "Family",
     "HeadRow",
@@ -48,6 +49,7 @@ __all__ = [
     "attention_pattern",
     "compare",
     "control",
+    "discover",
     "explain",
     "explanations",
     "families",
@@ -67,7 +69,7 @@ __all__ = [
 _MODULES = ("attention", "control", "explain", "families", "integrations", "kernels", "measures", "theory", "train")
 _NAMES = {  # module: what it gives to the package
     "control": ("LocAteR",),
-    "families": ("AttentionLayer", "Block", "Family", "attention_layers", "register"),
+    "families": ("AttentionLayer", "Block", "Discovered", "Family", "attention_layers", "discover", "register"),
     "monitor": ("Monitor",),
     "observing": ("Observation", "attention_pattern", "observe", "statistics"),
     "predict": ("Statistics",),

@@ -45,9 +45,11 @@ NEW: dict[str, tuple[str, ...]] = {
     "names": (
         *("public.Block", "public.Family", "public.Explanations", "public.explanations", "public.attention_pattern"),
         *("commands.explain", "columns.scan.effective_rank"),
+        *("public.discover", "public.Discovered"),
     ),
-    "scan": ("heads[*].effective_rank",),
+    "scan": ("heads[*].effective_rank", "layers[*].provenance"),
     "compare": (
+        *("layers[*][*].provenance",),
         *("changes",),  # what changed most
         *("heads[*].difference.effective_rank", "medians.effective_rank"),
     ),

@@ -2,10 +2,11 @@
 
 from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import Weights
+from locater.families.discovered import Discovered, discover
 from locater.families.effective import Effective, Tokens, effective
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
-from locater.families.reading import attention_layers, layers_of
+from locater.families.reading import attention_layers, layers_of, read_source
 from locater.families.record import Block, Family
 from locater.families.registry import families, register
 from locater.families.rotary import Rotary, rotary_from_config
@@ -13,6 +14,7 @@ from locater.families.rotary import Rotary, rotary_from_config
 __all__ = [
     "AttentionLayer",
     "Block",
+    "Discovered",
     "Effective",
     "Family",
     "Norm",
@@ -21,10 +23,12 @@ __all__ = [
     "Tokens",
     "Weights",
     "attention_layers",
+    "discover",
     "effective",
     "families",
     "layers_of",
     "open_source",
+    "read_source",
     "register",
     "rotary_from_config",
 ]

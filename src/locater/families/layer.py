@@ -19,9 +19,10 @@ from locater.errors import LocaterError
 from locater.families.bias import PositionBias
 from locater.families.norm import Norm
 from locater.families.relative import RelativeTerms
-from locater.families.rotary import Rotary
+from locater.families.rotary import Rotary, RotaryTable
 
 Kind = Literal["self", "cross"]
+Provenance = Literal["family", "discovered"]  # a record of the package or of the user; found and verified by `discover`
 # (weight (blocks, rows, d), the projection it is of) -> (what acts on unit tokens (blocks, rows, d), the constant part
 # (blocks, rows))
 Fold = Callable[[Tensor, "Projection"], tuple[Tensor, Tensor]]
@@ -68,6 +69,7 @@ class AttentionLayer:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: Rotary | None = None
+    rotary_table: RotaryTable | None = None  # in place of `rotary`: angles that are not position times frequency
     relative: RelativeTerms | None = None  # content meets distance: added before the scale
     bias: PositionBias | None = None  # added to the scaled logits
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
@@ -76,6 +78,11 @@ class AttentionLayer:
     window: int | None = None  # keys at distance < window are visible
     kind: Kind = "self"
     mechanism: str = "softmax"  # how logits become weights; the theory is that of softmax
+    norm_last: bool = False  # query and key norms act after the rotation, not before it
+    provenance: Provenance = "family"
+    # what of a discovered layer is not known: why its logits, or its output, cannot be computed
+    unknown_logits: str | None = None
+    unknown_output: str | None = None
 
     @property
     def width(self) -> int:
@@ -112,6 +119,8 @@ class AttentionLayer:
         normalized: bool = False,
     ) -> Float[Tensor, "B H T S"]:
         """Pre-softmax logits, before any mask. Positions are 0, 1, 2, ... unless given."""
+        if self.unknown_logits is not None:
+            raise LocaterError(f"{self.name}: only its queries and keys are known: {self.unknown_logits}")
         x_k = x_q if x_k is None else x_k
         q_at = torch.arange(x_q.shape[1]) if query_positions is None else query_positions
         k_at = torch.arange(x_k.shape[1]) if key_positions is None else key_positions
@@ -163,8 +172,9 @@ class AttentionLayer:
     ) -> Float[Tensor, "B T d"]:
         """The layer's contribution to the residual stream: attention, values, output projection."""
         if self.value is None or self.out is None:
+            reason = "" if self.unknown_output is None else f" ({self.unknown_output})"
             raise LocaterError(
-                f"{self.name}: its value and output maps are not known, so its output cannot be computed"
+                f"{self.name}: its value and output maps are not known, so its output cannot be computed{reason}"
             )
         weights = self.attention(x, x_k, padding=padding, normalized=normalized)
         norm = self.key_side_norm
@@ -185,10 +195,9 @@ class AttentionLayer:
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def _placed(self, x: Tensor, norm: Norm | None, positions: Tensor | None) -> Tensor:
-        if norm is not None:
+        if norm is not None and not self.norm_last:
             x = norm(x)
-        if self.rotary is None:
-            return x
-        if positions is None:
-            positions = torch.arange(x.shape[-2])
-        return self.rotary.rotate(x, positions)
+        rotation = self.rotary or self.rotary_table
+        if rotation is not None:
+            x = rotation.rotate(x, torch.arange(x.shape[-2]) if positions is None else positions)
+        return norm(x) if norm is not None and self.norm_last else x

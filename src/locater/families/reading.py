@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from locater.checkpoints.settings import CheckedConfig, remedy
 from locater.checkpoints.sources import Config, Source, open_source
@@ -13,6 +15,7 @@ from locater.families import timm, torch_mha
 from locater.families.build import check_layer, integer
 from locater.families.by_name import layers_by_name
 from locater.families.coverage import unread
+from locater.families.discovered import discovered_in
 from locater.families.layer import AttentionLayer
 from locater.families.record import Reader
 from locater.families.refusal import contradiction, only_a_part, unknown_architecture
@@ -29,9 +32,11 @@ def attention_layers(
     key: str | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> list[AttentionLayer]:
     """Every attention layer of a model or a checkpoint. Maps stay where they are until a layer is used; only gains and
-    biases are read.
+    biases are read. A live model of an unknown architecture is run once or twice as a copy (`discover`); `example`
+    holds inputs for that, where they cannot be guessed.
 
     >>> from torch import nn
     >>> layers = attention_layers(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -39,7 +44,7 @@ def attention_layers(
     (2, 'layers.0.self_attn')
     """
     weights, config = open_source(source)
-    return layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads)
+    return layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
 
 
 def layers_of(
@@ -50,14 +55,51 @@ def layers_of(
     key: str | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> list[AttentionLayer]:
     """The same, from an opened source. A source of which only a part can be read is refused."""
+    reading = read_source(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
+    if not reading.whole:
+        raise LocaterError(
+            f"{weights.where}: only a part of its attention was discovered, and a part is never given as the whole "
+            f"(locater.discover(model) has that part). {'; '.join(reading.gaps[:3])}"
+        )
+    return reading.layers
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Layers of a source, and what is missing."""
+
+    layers: list[AttentionLayer]
+    gaps: list[str] = field(default_factory=list)  # a line for each kind of attention that is not read in full
+    whole: bool = True  # no attention is missing from the layers
+
+
+def read_source(
+    weights: Weights,
+    config: Config,
+    *,
+    query: str | None = None,
+    key: str | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    example: Mapping[str, Any] | None = None,
+) -> Reading:
+    """The layers that can be read, and a line for each kind of attention that cannot. Only discovery leaves gaps: a
+    family that reads a part is refused.
+    """
     for option, count in (("--heads", heads), ("kv_heads", kv_heads)):
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise LocaterError(f"{weights.where}: {option} {count!r} is not a positive whole number")
     if query or key:
-        return _layers_by_pattern(weights, config, query, key, heads, kv_heads)
-    reader = reader_for(weights, config)
+        return Reading(_layers_by_pattern(weights, config, query, key, heads, kv_heads))
+    try:
+        reader = reader_for(weights, config)
+    except LocaterError as unknown:
+        if not isinstance(weights, ModuleWeights):
+            raise
+        return _discovered(weights, example, unknown, heads, kv_heads)
     model_type = config.get("model_type")
     # a family from outside the package, or of `locater train`: not checked for what it leaves out
     trusted = isinstance(model_type, str) and BY_TYPE.get(model_type) is not BUILT_IN.get(model_type)
@@ -71,7 +113,26 @@ def layers_of(
     left = [] if trusted else unread(weights, names, config.get("num_hidden_layers"))
     if left:
         raise LocaterError(f"{weights.where}: {only_a_part(weights, names, left)}")
-    return layers
+    return Reading(layers)
+
+
+def _discovered(
+    weights: ModuleWeights,
+    example: Mapping[str, Any] | None,
+    unknown: LocaterError,
+    heads: int | None,
+    kv_heads: int | None,
+) -> Reading:
+    """A live model of an unknown architecture. Where no attention is discovered, `unknown` says what to do."""
+    try:
+        discovered = discovered_in(weights, example)
+    except LocaterError as error:
+        raise LocaterError(f"{unknown}. Discovery: {str(error).removeprefix(f'{weights.where}: ')}") from None
+    if not discovered.layers:
+        gaps = "; ".join(discovered.gaps[:3])
+        raise LocaterError(f"{unknown}. Discovery: {gaps}" if gaps else str(unknown))
+    _check_counts(weights, discovered.layers, heads, kv_heads)
+    return Reading(discovered.layers, discovered.gaps, discovered.whole)
 
 
 def reader_for(weights: Weights, config: Config) -> Reader:

@@ -59,6 +59,27 @@ class Rotary:
         return even, odd, diagonal[..., 2 * n :].sum(-1)
 
 
+@dataclass(frozen=True)
+class RotaryTable:
+    """Rotations by angles that are not position times frequency, such as those of rows and columns of an image. The
+    first 2 * pairs channels of each head turn, as for `Rotary`; only positions of the table are known.
+    """
+
+    angles: Float[Tensor, "positions pairs"]
+
+    def rotate(self, x: Float[Tensor, "*b t h"], positions: Tensor) -> Float[Tensor, "*b t h"]:
+        if int(positions.max()) >= len(self.angles):
+            raise LocaterError(
+                f"its angles are known for {len(self.angles)} positions, and not for position {int(positions.max())}: "
+                "discover the model with inputs of that size"
+            )
+        angle = self.angles[positions].to(x)
+        channels = 2 * self.angles.shape[1]
+        first, second = x[..., :channels].chunk(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., channels:]], -1)
+
+
 def rotary_from_config(config: Mapping[str, Any], head_dim: int, kind: str | None = None, share: float = 1.0) -> Rotary:
     """Rotary positions as `config` describes them; `kind` picks an entry where layer types differ (Gemma 3).
 

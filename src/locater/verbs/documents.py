@@ -114,14 +114,14 @@ ASSUMPTIONS: dict[str, Check] = {
 }
 LAYER: dict[str, Check] = {
     **dict.fromkeys(("layer", "heads", "kv_heads", "head_dim", "width"), _count),
-    **dict.fromkeys(("name", "kind", "norm"), _text),
+    **dict.fromkeys(("name", "kind", "norm", "provenance"), _text),
     **dict.fromkeys(("causal", "sinks", "query_key_norm"), _switch),
     **dict.fromkeys(("softcap", "residual_kept"), _maybe(_number)),
     "window": _maybe(_count),
     "positions": _maybe(_text),
     "frequencies": _list(_number),
 }
-LAYER_OPTIONAL = {"norm", "causal", "softcap", "sinks", "query_key_norm", "residual_kept", "frequencies"}
+LAYER_OPTIONAL = {"norm", "causal", "softcap", "sinks", "query_key_norm", "residual_kept", "frequencies", "provenance"}
 HEAD: dict[str, Check] = {
     **dict.fromkeys(("layer", "head", "kv_head", "width", "head_dim"), _count),
     "kind": _text,

@@ -1,13 +1,13 @@
 """`scan()`: the query-key spectrum of every head of a model or a checkpoint, and what theory predicts from it.
 
-No forward pass is run.
+No forward pass of the source is run; a live model of an unknown architecture is run as a copy (`discover`).
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, layers_of, open_source
+from locater.families import AttentionLayer, open_source, read_source
 from locater.families.normed import NormedProjection
 from locater.predict.input_statistics import Input, Statistics
 from locater.verbs.head_rows import ScanOptions, head_rows
@@ -39,6 +39,7 @@ def scan(
     key: str | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
+    example: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Scan:
     """Read every head of `source`: an nn.Module, a folder, a weights file or a hub id.
@@ -46,7 +47,9 @@ def scan(
     `length` is the number of tokens in view for entropy and sharpness. `raw` takes stored parameters without folding
     norms. `statistics` (from `locater.statistics(model, text)`) replaces unit tokens by the tokens that the layers
     read. `shard=(i, n)` reads the i-th of n parts of the layers; `Scan.join` puts them together. `query`, `key` and
-    `heads` name the tensors of an unknown architecture. `details` adds what a page draws.
+    `heads` name the tensors of an unknown architecture. A live model of one is run as a copy, and its attention is
+    discovered and verified; `example` holds inputs for that where they cannot be guessed. `details` adds what a page
+    draws.
 
     >>> from torch import nn
     >>> result = scan(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -56,7 +59,9 @@ def scan(
     if not 2 <= length <= 10**9:
         raise LocaterError(f"length {length} is out of range: give 2 to 1,000,000,000 tokens")
     weights, config = open_source(source)
-    layers = list(layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads))  # still on disk
+    # maps are still on disk
+    reading = read_source(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
+    layers = reading.layers
     if not layers:
         raise LocaterError(f"{weights.where}: no attention layer found")
     inputs = None if statistics is None else _inputs_by_layer(statistics, layers, weights.where, length, raw)
@@ -67,11 +72,11 @@ def scan(
     rows: list[HeadRow] = []
     for number, layer in progress(numbered, len(numbered)) if progress else numbered:
         rows.extend(head_rows(layer, number, options))
-    settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard}
+    settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
     names = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
     return Scan(
         type(source).__name__ if isinstance(source, nn.Module) else str(source),
-        _assumptions(layers, length, raw, named=bool(query), statistics=statistics),
+        _assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=reading.gaps),
         [
             {**_layer_entry(layer, n, details), "residual_kept": root_mean_square(column_of(rows, n, "residual_kept"))}
             for n, layer in numbered
@@ -146,7 +151,12 @@ def _inputs_by_layer(
 
 
 def _assumptions(
-    layers: list[AttentionLayer], length: int, raw: bool, named: bool, statistics: Statistics | None = None
+    layers: list[AttentionLayer],
+    length: int,
+    raw: bool,
+    named: bool,
+    statistics: Statistics | None = None,
+    gaps: Sequence[str] = (),
 ) -> dict[str, Any]:
     weights = "effective: norm gains and biases folded into queries and keys"
     if raw or named:
@@ -160,7 +170,7 @@ def _assumptions(
         "weights": weights,
         "length": length,
         "layers": len(layers),
-        "notes": [*_statistics_notes(layers, statistics), *_layer_notes(layers, raw)],
+        "notes": [*gaps, *_statistics_notes(layers, statistics), *_layer_notes(layers, raw)],
     }
 
 
@@ -180,6 +190,8 @@ def _statistics_notes(layers: list[AttentionLayer], statistics: Statistics | Non
 def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     """What the numbers leave out, for the kinds of layers that the model has."""
     notes = []
+    if any(x.provenance == "discovered" for x in layers):
+        notes.append("discovered: found in a forward pass, and verified in another with all parameters redrawn")
     if any(x.norm.kind == "none" for x in layers) and not raw:
         notes.append("layers without a known norm in front: their input is taken as unit tokens too")
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
@@ -188,7 +200,7 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
         notes.append(
             "norms inside query and key maps (latents, norms over all heads) in mean field, as stored weights too"
         )
-    if any(x.rotary for x in layers):
+    if any(x.rotary or x.rotary_table for x in layers):
         notes.append("rotary positions: moments are those at offset 0")
     if any(x.bias or x.relative or x.softcap or x.sinks is not None for x in layers):
         notes.append(
@@ -223,6 +235,7 @@ def _layer_entry(layer: AttentionLayer, number: int, details: bool) -> dict[str,
         "softcap": layer.softcap,
         "sinks": layer.sinks is not None,
         "query_key_norm": _query_key_norm(layer),
+        "provenance": layer.provenance,
     }
     if details and layer.rotary is not None:
         entry["frequencies"] = layer.rotary.frequencies.tolist()
@@ -237,6 +250,8 @@ def _query_key_norm(layer: AttentionLayer) -> bool:
 def _positions(layer: AttentionLayer) -> str | None:
     if layer.rotary:
         return "rotary"
+    if layer.rotary_table:
+        return "rotary table"
     if layer.relative:
         return "relative"
     return type(layer.bias).__name__.lower() if layer.bias else None

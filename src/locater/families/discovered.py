@@ -1,0 +1,142 @@
+"""`discover`: the attention layers of a model without a record, found in a forward pass and verified in another.
+
+A copy of the model runs twice in float64, each time with all its parameters redrawn. From the first pass follows a
+layout (`discovered_layout`): names of tensors, rows, norms, frequencies. On the second pass the layers of that layout
+must give the logits and the output that the copy computed, every number within 1e-6 of their standard deviation. What
+does not is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from locater.checkpoints.sources import config_of
+from locater.checkpoints.weights import ModuleWeights
+from locater.errors import LocaterError, first_line
+from locater.families.coverage import folded_paths, unread
+from locater.families.discovered_calls import UnreadableError
+from locater.families.discovered_layout import AttentionLayout
+from locater.families.discovered_passes import Copy
+from locater.families.discovered_reading import plain, read_layout
+from locater.families.discovered_verifying import verified
+from locater.families.discovered_windows import window_settings, with_windows
+from locater.families.layer import AttentionLayer
+
+NO_SOFTMAX = "no softmax of products of queries and keys was met in it"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An attention call that could not be read or verified."""
+
+    name: str  # path of its module
+    reason: str
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """Attention layers that were verified, those that were refused, and modules that look like attention and did not
+    run."""
+
+    layers: list[AttentionLayer]
+    refused: list[Refusal]
+    unreached: list[str]
+
+    @property
+    def gaps(self) -> list[str]:
+        """A line for each reason why attention is missing, or known in part only."""
+        reasons: dict[str, list[str]] = {}
+        for refusal in self.refused:
+            reasons.setdefault(f"not read, because {refusal.reason}", []).append(refusal.name)
+        for layer in self.layers:
+            if layer.unknown_logits is not None:
+                reasons.setdefault(f"queries and keys only, because {layer.unknown_logits}", []).append(layer.name)
+            elif layer.unknown_output is not None:
+                reasons.setdefault(f"logits only, because {layer.unknown_output}", []).append(layer.name)
+        if self.unreached:
+            reasons["not read, because the example did not reach it"] = self.unreached
+        return [f"{folded_paths(names)}: {reason}" for reason, names in reasons.items()]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every attention that ran, and every module that looks like attention, is among the layers."""
+        return not self.refused and not self.unreached
+
+
+def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Discovered:
+    """Find and verify every softmax attention of a live model. `example` holds arguments of its forward pass: small
+    inputs of any content, guessed where they are not given.
+
+    The model is not changed: a copy of it runs, on the CPU in float64. What was found is kept with the model, and used
+    again while its tensors and its configuration stay the same.
+    """
+    return discovered_in(ModuleWeights(model), example)
+
+
+def discovered_in(weights: ModuleWeights, example: Mapping[str, Any] | None = None) -> Discovered:
+    """The same for an opened model: layers read their tensors from `weights`."""
+    model, state = weights.module, _state(weights)
+    if example is None and model in _CACHE and _CACHE[model][0] == state:
+        layouts, refused, unreached = _CACHE[model][1:]
+    else:
+        layouts, refused, unreached = _searched(model, weights, example)
+        _CACHE[model] = (state, layouts, refused, unreached)
+    layers = [layout.build(weights, index) for index, layout in enumerate(layouts)]
+    return Discovered(layers, list(refused), list(unreached))
+
+
+# model -> (its state, layouts, refusals, modules that did not run)
+_CACHE: WeakKeyDictionary[nn.Module, tuple[Any, list[AttentionLayout], list[Refusal], list[str]]] = WeakKeyDictionary()
+
+
+def _state(weights: ModuleWeights) -> tuple[Any, ...]:
+    shapes = tuple((name, weights.shape(name)) for name in weights.names())
+    return shapes, repr(sorted(config_of(weights.module).items(), key=lambda item: item[0]))
+
+
+@torch.no_grad()
+def _searched(
+    model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None
+) -> tuple[list[AttentionLayout], list[Refusal], list[str]]:
+    """(layouts, refusals, modules that look like attention and did not run)."""
+    copied = Copy(model, example)
+    first = copied.run(0)
+    readings = [_attempt(partial(read_layout, first.tape, call)) for call in first.calls]
+    names = [plain(call.path) for call in first.calls]
+    ran = {plain(path) for path in first.tape.called}
+    settings = window_settings(copied.model, first.length)
+    second = copied.run(1)
+    if names != [plain(call.path) for call in second.calls]:
+        raise LocaterError(f"{weights.where}: it runs other attention when its parameters are redrawn")
+    layouts: dict[int, AttentionLayout] = {}  # by number of the call
+    refused: list[Refusal] = []
+    for number, (reading, name, call) in enumerate(zip(readings, names, second.calls, strict=True)):
+        if isinstance(reading, AttentionLayout):
+            reading = _attempt(partial(verified, reading, second, call))
+        if isinstance(reading, str):
+            refused.append(Refusal(name, reading))
+        else:
+            layouts[number] = reading
+    if settings:
+        layouts = with_windows(copied, layouts, settings)
+    silent = unread(weights, names)
+    refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
+    unreached = [path for path in silent if path not in ran]
+    return list(dict.fromkeys(layouts.values())), refused, unreached  # a module that runs twice is one layer
+
+
+def _attempt(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:
+    """A layout, or the reason why there is none."""
+    try:
+        return read()
+    except UnreadableError as error:
+        return str(error)
+    except (LocaterError, RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:
+        return f"reading it failed ({type(error).__name__}: {first_line(error)})"

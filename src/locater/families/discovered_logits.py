@@ -1,0 +1,103 @@
+"""From products of queries and keys to logits: scale, soft-cap, ALiBi, causal mask and window, read from one call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from locater.families.discovered_calls import MASKED, Call, UnreadableError
+from locater.families.discovered_layout import LogitsLayout
+from locater.tape import replay
+
+CLOSE = 1e-9
+
+
+def read_logits(call: Call, products: Tensor, logits: Tensor, constant: Tensor) -> tuple[LogitsLayout, str | None]:
+    """(the layout, why more than products and scale is not known); all tensors (B, H, T, S)."""
+    seen = constant > MASKED
+    if not seen.any():
+        raise UnreadableError("all its logits are masked")
+    scale, cap = _scale_and_cap(call, products, logits, constant, seen)
+    layout = LogitsLayout(scale, cap)
+    bias = constant.masked_fill(~seen, 0.0)
+    unknown = None
+    if bias.abs().max() > 1e-9:
+        slopes = _alibi_slopes(bias, seen)
+        if slopes is None:
+            unknown = "a bias that is not known is added to its logits"
+        layout = replace(layout, alibi=slopes)
+    return layout, unknown
+
+
+def read_mask(layout: LogitsLayout, constant: Tensor) -> LogitsLayout:
+    """The same with its mask: none, causal, or causal with a window."""
+    seen = constant > MASKED
+    if seen.all():
+        return layout
+    length, keys = seen.shape[-2:]
+    distance = torch.arange(length)[:, None] + (keys - length) - torch.arange(keys)
+    if (seen != seen[:1, :1]).any():
+        raise UnreadableError("heads or sequences are masked differently")
+    visible = distance[seen[0, 0]]
+    for causal in (True, False):
+        window = int(visible.abs().max()) + 1
+        rule = distance.abs() < window
+        if causal:
+            rule &= distance >= 0
+        if torch.equal(rule, seen[0, 0]):
+            return replace(layout, causal=causal, window=window if window < max(length, keys) else None)
+    raise UnreadableError("its mask is neither causal nor a window")
+
+
+def _scale_and_cap(
+    call: Call, products: Tensor, logits: Tensor, constant: Tensor, seen: Tensor
+) -> tuple[float, float | None]:
+    if call.product is None:  # a fused call has a scale and no cap
+        return _ratio(logits - constant, products, seen), None
+    assert call.logits is not None
+    shape = call.product.value.shape
+
+    def of(x: Tensor) -> Tensor:
+        assert call.logits is not None
+        assert call.product is not None
+        return replay(call.logits, {call.product: x.reshape(shape)}).reshape(products.shape) - constant
+
+    small, large = of(1e-6 * products), of(1e6 * products)
+    scale = _ratio(small, 1e-6 * products, seen, 1e-6)
+    straight = _apart(logits - constant, scale * products, seen)
+    if straight < 1e-6 and _apart(large, 1e6 * scale * products, seen) < 1e-6:
+        return _ratio(logits - constant, products, seen), None
+    cap = float(large[seen].abs().max())
+    if _apart(logits - constant, cap * torch.tanh(scale * products / cap), seen) > 1e-6:
+        raise UnreadableError("its logits are bent otherwise than by a soft-cap")
+    return scale, cap
+
+
+def _ratio(ours: Tensor, products: Tensor, seen: Tensor, close: float = CLOSE) -> float:
+    """The one factor from products to logits."""
+    factor = float((ours[seen] * products[seen]).sum() / products[seen].square().sum())
+    if _apart(ours, factor * products, seen) > max(close, 1e-6):
+        raise UnreadableError("its logits are not one multiple of the products of queries and keys")
+    return factor
+
+
+def _apart(ours: Tensor, theirs: Tensor, seen: Tensor) -> float:
+    return float((ours - theirs)[seen].abs().max() / theirs[seen].std().clamp_min(1e-30))
+
+
+def _alibi_slopes(bias: Tensor, seen: Tensor) -> tuple[float, ...] | None:
+    """Slopes with bias = -slope |distance| plus what a row has in common, wherever a query may look."""
+    length, keys = bias.shape[-2:]
+    distance = (torch.arange(length)[:, None] + (keys - length) - torch.arange(keys)).abs().to(bias)
+    distance, bias = centred(distance.expand(bias.shape), seen), centred(bias, seen)
+    slopes = -(bias * distance).sum((0, 2, 3)) / distance.square().sum((0, 2, 3)).clamp_min(1e-30)
+    rest = bias + slopes[:, None, None] * distance
+    return tuple(slopes.tolist()) if rest.abs().max() < 1e-6 * bias.abs().max() else None
+
+
+def centred(logits: Tensor, seen: Tensor) -> Tensor:
+    """Logits without what a row has in common, which softmax does not see; 0 where masked."""
+    logits = logits.masked_fill(~seen, 0.0)
+    return (logits - logits.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)).masked_fill(~seen, 0.0)
