@@ -86,16 +86,21 @@ def from_softmax(weights: Tensor, logits: Tensor, heads: int | None = None) -> C
 
 
 def _four_axes(x: Tensor, lead: torch.Size, heads: int | None) -> Tensor:
-    """(..., H, T, D) as (B, H, T, D), with `lead`, the axes before the heads, as one; (B * H, T, D) split by `heads`.
+    """(..., H, T, D) as (B, H, T, D), with the other axes before T as one; (B * H, T, D) split by `heads`.
 
-    Raises where the axis of heads is not the third from the end, as far as the number of `heads` tells.
+    With more than four axes the one of the heads is that of their number: windows may come before it or after it.
+    Raises where that does not tell it.
     """
     if x.ndim == 2:
         return x[None, None]
-    size, split = (x.shape[-3], heads is not None and len(x) % heads == 0) if x.ndim > 2 else (0, False)
-    if x.ndim == 3 and split:
-        return x.unflatten(0, (-1, heads or 1))
-    if x.ndim == 3 or (x.ndim > 4 and heads is None) or (heads is not None and size not in (1, heads)):
-        known = "" if heads is None else f", of which the module says that there are {heads}"
-        raise LocaterError(f"attention of shape {list(x.shape)}: it is not known which axis are the heads{known}")
-    return x if x.ndim == 4 else x.expand(*lead, *x.shape[-3:]).flatten(0, -4)
+    if x.ndim == 3 and heads is not None and len(x) % heads == 0:
+        return x.unflatten(0, (-1, heads))
+    if x.ndim == 4 and (heads is None or x.shape[1] in (1, heads)):
+        return x
+    if x.ndim > 4:
+        x = x.expand(*lead, *x.shape[-3:])
+        places = [at for at in range(1, x.ndim - 2) if x.shape[at] == heads]
+        if len(places) == 1:
+            return x.movedim(places[0], -3).flatten(0, -4)
+    known = "" if heads is None else f", of which the module says that there are {heads}"
+    raise LocaterError(f"attention of shape {list(x.shape)}: it is not known which axis are the heads{known}")

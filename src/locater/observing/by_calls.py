@@ -153,17 +153,17 @@ class CalledLayers:
 
     def leave(self, frame: _Frame) -> None:
         """A module has run: count the calls that it made itself."""
-        listener = self._of_module.get(id(frame.module))
-        if missed:
-            self.refused[frame.name] = first_line(missed.pop())
-        heads = heads_of(frame.module, frame.arguments)
+        listener, heads = self._of_module.get(id(frame.module)), heads_of(frame.module)
+        error = missed.pop() if missed else None
         for describe in frame.calls if listener is not None else ():
             try:
-                call = describe(heads)
                 assert listener is not None
-                self._count(listener, call, frame.arguments)
-            except Exception as error:
-                self.refused[frame.name] = first_line(error)
+                self._count(listener, describe(heads), frame.arguments)
+                error = None
+            except Exception as reason:
+                error = reason
+        if error is not None:
+            self.refused[frame.name] = first_line(error)
 
     # ---- afterwards
 
@@ -175,8 +175,8 @@ class CalledLayers:
     @property
     def unheard(self) -> list[str]:
         """Modules that look like attention and ran, but whose attention was not heard."""
-        silent = set(self.silent)
-        return [name for name in self._unheard() if name not in silent]
+        others = {*self.silent, *self.refused}
+        return [name for name in self._unheard() if name not in others]
 
     @property
     def notes(self) -> list[str]:
@@ -189,8 +189,19 @@ class CalledLayers:
                 f"modules that look like attention and were not heard: {folded_paths(self.unheard)}; what they compute "
                 "passes neither the attention interface, nor fused attention, nor a softmax of q.k"
             )
-        notes += [f"{name}: not measured: {reason}" for name, reason in self.refused.items()]
-        return notes
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.refused.items():
+            by_reason.setdefault(reason.removeprefix(f"{name}: "), []).append(name)
+        return notes + [f"not measured: {folded_paths(names)}: {reason}" for reason, names in by_reason.items()]
+
+    def why_nothing(self) -> str:
+        """Why no layer was found, and what to do."""
+        notes = self.notes[1:]
+        if not notes and not self.attention:
+            return "None of its modules looks like attention"
+        return "; ".join(
+            [*notes, "load it with attn_implementation='sdpa' or 'eager', or describe it: docs/observe.md"]
+        )
 
     def _unheard(self) -> list[str]:
         return [
@@ -250,7 +261,7 @@ def _kind(listener: _Listener, call: Call, arguments: dict[str, Any]) -> str:
     return "self" if call.query.shape[2] == call.key.shape[2] or cached else "cross"
 
 
-def heads_of(module: nn.Module, arguments: dict[str, Any]) -> int | None:
+def heads_of(module: nn.Module) -> int | None:
     """The number of query heads that a module says it has; None where it says none."""
     return next((count for name in HEADS if isinstance(count := getattr(module, name, None), int)), None)
 

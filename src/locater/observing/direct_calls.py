@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.attention.call import Call
 from locater.attention.direct import from_fused, from_softmax
+from locater.errors import LocaterError
 
 FUSED = functional.scaled_dot_product_attention
 PRODUCTS = {
@@ -44,6 +45,8 @@ class DirectCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            self.report(_inside_one_function)
         if not isinstance(out, Tensor) or torch.compiler.is_compiling():
             return out
         if func is FUSED:
@@ -64,6 +67,10 @@ class DirectCalls(TorchFunctionMode):
     def _continues(self, out: Tensor, args: tuple[Any, ...]) -> bool:
         """Whether a result has the numbers of logits, in another place or form."""
         return any(isinstance(x, Tensor) and x.numel() <= out.numel() and x in self._logits for x in _flat(args))
+
+
+def _inside_one_function(heads: int | None) -> Call:
+    raise LocaterError("it calls torch.nn.functional.multi_head_attention_forward itself, whose queries are not seen")
 
 
 def _of_activations(args: tuple[Any, ...]) -> bool:

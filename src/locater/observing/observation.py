@@ -250,6 +250,8 @@ class Observation:
         name = type(self.model).__name__
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
+        if self.by_calls is not None:
+            return f"{name}: no softmax attention was heard. {self.by_calls.why_nothing()}"
         how = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         implementation = f" (attn_implementation {how!r})" if how else ""
         return (

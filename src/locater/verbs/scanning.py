@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, layers_of, open_source
+from locater.families.coverage import folded_paths, unread
 from locater.families.normed import NormedProjection
 from locater.predict.input_statistics import Input, Statistics
 from locater.verbs.head_rows import ScanOptions, head_rows
@@ -67,11 +68,12 @@ def scan(
     rows: list[HeadRow] = []
     for number, layer in progress(numbered, len(numbered)) if progress else numbered:
         rows.extend(head_rows(layer, number, options))
+    left = unread(weights, [layer.name for layer in layers], config.get("num_hidden_layers"))
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard}
     names = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
     return Scan(
         type(source).__name__ if isinstance(source, nn.Module) else str(source),
-        _assumptions(layers, length, raw, named=bool(query), statistics=statistics),
+        _assumptions(layers, length, raw, named=bool(query), statistics=statistics, left=left),
         [
             {**_layer_entry(layer, n, details), "residual_kept": root_mean_square(column_of(rows, n, "residual_kept"))}
             for n, layer in numbered
@@ -146,8 +148,14 @@ def _inputs_by_layer(
 
 
 def _assumptions(
-    layers: list[AttentionLayer], length: int, raw: bool, named: bool, statistics: Statistics | None = None
+    layers: list[AttentionLayer],
+    length: int,
+    raw: bool,
+    named: bool,
+    statistics: Statistics | None = None,
+    left: Sequence[str] = (),
 ) -> dict[str, Any]:
+    """The conditions of the numbers. `left` are the modules that look like attention and were not read."""
     weights = "effective: norm gains and biases folded into queries and keys"
     if raw or named:
         weights = "as stored" if raw else "as named: stored maps and their biases, no norm"
@@ -160,8 +168,13 @@ def _assumptions(
         "weights": weights,
         "length": length,
         "layers": len(layers),
-        "notes": [*_statistics_notes(layers, statistics), *_layer_notes(layers, raw)],
+        "notes": [*_unread_notes(left), *_statistics_notes(layers, statistics), *_layer_notes(layers, raw)],
+        **({"unread": list(left)} if left else {}),
     }
+
+
+def _unread_notes(left: Sequence[str]) -> list[str]:
+    return [f"a part of its attention: not read are {folded_paths(left)}"] if left else []
 
 
 def _statistics_notes(layers: list[AttentionLayer], statistics: Statistics | None) -> list[str]:
