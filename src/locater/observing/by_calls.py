@@ -93,6 +93,7 @@ class CalledLayers:
         self.heard: set[str] = set()
         self._by_key: dict[tuple[str, int, str], Site | None] = {}
         self._frames: list[_Frame] = []
+        self.follows = True  # what modules compute themselves
         switch.lenient = True  # one call that cannot be described does not end the run; `notes` names it
         for name, module in model.named_modules():
             try:
@@ -108,6 +109,8 @@ class CalledLayers:
         """Follow which module runs, and hear what it computes itself; yields what ends it."""
         if compiled_parts(self.model):
             return  # a graph is not interrupted: the interface alone is heard
+        # FlexAttention compiles itself at its first call, which a function mode would disturb
+        self.follows = not any(_implementation(module) == "flex_attention" for module in self.model.modules())
         for name, module in self.model.named_modules():
             if isinstance(module, TORCH_MODULES):
                 yield instead(module, "forward", partial(_paused, self, name))
@@ -181,7 +184,8 @@ class CalledLayers:
     @property
     def notes(self) -> list[str]:
         """What the rows do not say, each in a line."""
-        notes = [f"the query-key maps of these layers are not known, so what needs them is left out: {self.reason}"]
+        why = self.reason.partition(". ")[0]
+        notes = [f"the query-key maps of these layers are not known, so what needs them is left out: {why}"]
         if self.silent:
             notes.append(f"attention modules that never ran: {folded_paths(self.silent)}")
         if self.unheard:
@@ -225,7 +229,7 @@ def _running(
         return forward(*args, **kwargs)
     frame = _Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
     with ExitStack() as stack:
-        if not layers._frames:
+        if not layers._frames and layers.follows:
             stack.enter_context(DirectCalls(layers.report))
         layers.ran.add(name)
         layers._frames.append(frame)
@@ -248,6 +252,11 @@ def _paused(
         if isinstance(_get_current_function_mode(), DirectCalls):
             stack.enter_context(_pop_mode_temporarily())
         return forward(*args, **kwargs)
+
+
+def _implementation(module: nn.Module) -> str | None:
+    """The name of the attention function of a module of transformers."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 def _kind(listener: _Listener, call: Call, arguments: dict[str, Any]) -> str:
