@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from locater.attention.call import Call
 from locater.attention.listeners import Switch, enter, leave
 from locater.errors import LocaterError
-from locater.families import attention_layers
 from locater.kernels import Terms, row_statistics
 from locater.observing.inputs import run
 from locater.observing.observation import observe
@@ -109,8 +108,9 @@ def match_scores(
             f"parents={list(parents)}: give sets of distances from 1 on, each once, such as [(1,), (1, 2)]"
         )
     masks = [matches(ids, each) for each in parents]
-    attention_layers(model)  # raises where they are not known before the model runs
     with observe(model, rows=1) as seen, ExitStack() as stack:
+        if seen.by_calls is not None:
+            raise LocaterError(f"{type(model).__name__}: match scores need layers that are known before the model runs")
         sites = [_MatchSite(site.name, site.module, masks) for site in seen.sites if site.kind == "self"]
         numbers = [site.number for site in seen.sites if site.kind == "self"]
         for site in sites:

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from locater.attention.listeners import Switch
 from locater.attention.stand_ins import instead
+from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, attention_layers
 from locater.families.coverage import folded_paths
 from locater.families.listening import refuse_unobservable
+from locater.families.reading import reader_for
 from locater.families.registry import family_of
 from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice, chosen, chosen_heads
@@ -96,8 +98,10 @@ class Observation:
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
         self.by_calls: CalledLayers | None = None  # where no record tells the layers
         try:
-            known = attention_layers(model)
+            known = _layers_by_record(model)
         except LocaterError as error:
+            if patterns:
+                raise
             self.by_calls = CalledLayers(model, str(error), options, layers, heads, self.switch)
             self.sites = self.by_calls.sites
         else:
@@ -276,6 +280,12 @@ def _passing(
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
     return forward(*args, **kw)
+
+
+def _layers_by_record(model: nn.Module) -> list[AttentionLayer]:
+    """The layers of a model that a family reads; raises where none does."""
+    reader_for(*open_source(model))
+    return attention_layers(model)
 
 
 def _sites(
