@@ -93,6 +93,7 @@ class CalledLayers:
         self.heard: set[str] = set()
         self._by_key: dict[tuple[str, int, str], Site | None] = {}
         self._frames: list[_Frame] = []
+        self.compiled = bool(compiled_parts(model))  # a graph is not interrupted: the interface alone is heard
         self.follows = True  # what modules compute themselves
         switch.lenient = True  # one call that cannot be described does not end the run; `notes` names it
         for name, module in model.named_modules():
@@ -107,8 +108,8 @@ class CalledLayers:
 
     def listen(self) -> Iterator[Undo]:
         """Follow which module runs, and hear what it computes itself; yields what ends it."""
-        if compiled_parts(self.model):
-            return  # a graph is not interrupted: the interface alone is heard
+        if self.compiled:
+            return
         # FlexAttention compiles itself at its first call, which a function mode would disturb
         self.follows = not any(_implementation(module) == "flex_attention" for module in self.model.modules())
         for name, module in self.model.named_modules():
@@ -150,9 +151,19 @@ class CalledLayers:
         picked = [head for head, _ in chosen(list(enumerate(range(count))), self.heads, "heads")]
         size = call.output.shape[-1] if call.output is not None and call.output.ndim == 4 else None
         return Site(
-            listener.name, number, kind, listener.module, count // keys, count, picked, self.switch, self.options, None,
-            size, call.query.device,
-        )  # fmt: skip
+            name=listener.name,
+            number=number,
+            kind=kind,
+            module=listener.module,
+            group=count // keys,
+            count=count,
+            heads=picked,
+            switch=self.switch,
+            options=self.options,
+            layer=None,
+            output_size=size,
+            device=call.query.device,
+        )
 
     def leave(self, frame: _Frame) -> None:
         """A module has run: count the calls that it made itself."""
@@ -172,7 +183,9 @@ class CalledLayers:
 
     @property
     def silent(self) -> list[str]:
-        """Modules that look like attention and did not run."""
+        """Modules that look like attention and did not run; in a compiled model that is not known."""
+        if self.compiled:
+            return []
         return [name for name in self._unheard() if name not in self.ran and not self._was_in_running(name)]
 
     @property
@@ -192,6 +205,7 @@ class CalledLayers:
             notes.append(
                 f"modules that look like attention and were not heard: {folded_paths(self.unheard)}; what they compute "
                 "passes neither the attention interface, nor fused attention, nor a softmax of q.k"
+                + (", or they did not run: the model is compiled" if self.compiled else "")
             )
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
@@ -229,8 +243,10 @@ def _running(
         return forward(*args, **kwargs)
     frame = _Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
     with ExitStack() as stack:
-        if not layers._frames and layers.follows:
-            stack.enter_context(DirectCalls(layers.report))
+        if not layers._frames:
+            missed.clear()  # of other runs
+            if layers.follows:
+                stack.enter_context(DirectCalls(layers.report))
         layers.ran.add(name)
         layers._frames.append(frame)
         stack.callback(layers._frames.pop)
