@@ -31,7 +31,11 @@ A part of a model is never read as the whole. After a family, PyTorch's own atte
 like attention is searched for, by the names of its tensors and, in a live model, by its class (`src/locater/families/coverage.py`). If
 something is left, such as a second tower or a custom block, the model is refused with its path and the parts that can be scanned on
 their own. Settings that the family reads and that no model can have are refused with the key and the value
-(`src/locater/checkpoints/settings.py`).
+(`src/locater/checkpoints/settings.py`). Where a user names tensors, or a registered family reads a part by choice, the scan says what it left out: a
+line in the terminal and on the page, `assumptions.unread` in the JSON.
+
+`locater.observe` and `locater.Monitor` do not need a family. In a model of any other type they find the layers by their attention calls
+([observe](observe.md#models-without-a-record)).
 
 ## Limits inside these families
 

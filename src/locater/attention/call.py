@@ -78,7 +78,9 @@ def from_interface(
     queries, keys = query.shape[2], key.shape[2]
     mechanism = kw.get("mechanism")
     written_out = mask is not None and (not isinstance(mask, Tensor) or mask.ndim == 4)  # has causality and window
-    causal, window = (False, None) if written_out else _implied(module, queries, keys, kw)
+    # eager functions know no causality of their own: without a mask every key is seen
+    plain = written_out or (mask is None and name == "eager")
+    causal, window = (False, None) if plain else _implied(module, queries, keys, kw)
     cut, bias, sinks = _cut(query, key, kw), kw.get("position_bias"), kw.get("s_aux")
     terms = Terms(
         scale_of(module, query, kw),

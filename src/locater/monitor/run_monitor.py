@@ -30,6 +30,7 @@ from locater.monitor.trainer_events import TrainerEvents
 from locater.observing.choosing import Choice
 from locater.observing.observation import Observation
 from locater.observing.rows import accumulators, fetched
+from locater.observing.site import Site
 from locater.observing.tally import StatisticsOptions
 from locater.tracking.loggers import Sink
 
@@ -75,6 +76,8 @@ class Monitor(TrainerEvents):
         self._reported: set[Any] = set()
         self._columns: tuple[str, ...] = ()
         self._weights: WeightSpectra | None = None
+        self._logged: list[Site] = []  # the layers of the log
+        self._folder = Path()
 
     def attach(self, model: nn.Module, folder: str | os.PathLike[str] = ".") -> Self:
         """Begin. The next step is observed; call `after_step` after each, and `detach` at the end."""
@@ -85,17 +88,19 @@ class Monitor(TrainerEvents):
         wanted, layers, heads = self._sample
         observation = Observation(model, wanted, layers, heads, every=0, lenient=True)
         self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
-        begin = self._header(observation)
-        if is_first_rank():
-            self._sinks.open(Path(folder), begin)
+        self._logged, self._folder = list(observation.sites), Path(folder)
+        known = observation.by_calls is None  # else layers appear while the model runs, and the log begins then
+        begin = self._open_log(observation) if known else None
         try:
             observation.__enter__()
         except BaseException:
             self._close()
             raise
         self.observation = observation
-        self._weights = WeightSpectra(model, [site.number for site in observation.sites]) if self.spectrum else None
-        self._sinks.write(begin)
+        spectra = self.spectrum and known
+        self._weights = WeightSpectra(model, [site.number for site in observation.sites]) if spectra else None
+        if begin is not None:
+            self._sinks.write(begin)
         self._arm()
         return self
 
@@ -143,15 +148,33 @@ class Monitor(TrainerEvents):
             observation.close()
         self._sinks.close()
 
-    def _header(self, observation: Observation) -> Record:
-        layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in observation.sites]
-        return header(type(observation.model).__name__, self.every, layers, self._columns)
+    def _open_log(self, observation: Observation) -> Record:
+        """Open the sinks for the layers of the log; returns the first record, which is not written yet."""
+        layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in self._logged]
+        begin = header(type(observation.model).__name__, self.every, layers, self._columns)
+        if is_first_rank():
+            self._sinks.open(self._folder, begin)
+        return begin
+
+    def _layers_of_log(self, observation: Observation) -> list[Site]:
+        """The layers of the log; those found by their calls are fixed at the first observed step that has any."""
+        if observation.by_calls is None:
+            return self._logged
+        if not self._logged and observation.sites:
+            self._logged = list(observation.sites)
+            self._sinks.write(self._open_log(observation))
+            for note in observation.notes:
+                self._report_once(note)
+        later = [site.name for site in observation.sites[len(self._logged) :]]
+        if later:
+            self._report_once(f"layers that ran later than others for the first time are not in the log: {later[0]}")
+        return self._logged
 
     def _log_observed_step(self, loss: Any, scalars: dict[str, Any]) -> list[Record]:
         """Write the step and its warnings. All is computed before any of it is read: the device is waited for once."""
         assert self.observation is not None
         self.observation.reduce()
-        sites, (spectra, error) = self.observation.sites, self._read_spectra()
+        sites, (spectra, error) = self._layers_of_log(self.observation), self._read_spectra()
         values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
         plain = [name for name, x in values.items() if type(x) in (Tensor, nn.Parameter)]
         of_sites, of_weights = accumulators(sites), [x for part in spectra for x in part.tensors]
@@ -198,7 +221,7 @@ class Monitor(TrainerEvents):
     def _warn(self, table: Table) -> list[Record]:
         """Write and log the warnings that are new at this step."""
         assert self.observation is not None
-        names = {site.number: site.name for site in self.observation.sites}
+        names = {site.number: site.name for site in self._logged}
         warnings = []
         for (layer, head), row in table.items():
             for condition in self.conditions:

@@ -15,9 +15,12 @@ from locater.families.registry import family_of
 
 
 @contextmanager
-def heard(model: nn.Module, sites: Sequence[Listener]) -> Iterator[None]:
-    """Announce the attention calls of `model` to `sites` inside the `with` block."""
-    family = family_of(model)
+def heard(model: nn.Module, sites: Sequence[Listener], by_record: bool = True) -> Iterator[None]:
+    """Announce the attention calls of `model` to `sites` inside the `with` block.
+
+    Without `by_record` taps go by the class of a module alone, and not by the model's family.
+    """
+    family = family_of(model) if by_record else None
     with ExitStack() as stack:
         interface.install()
         stack.callback(interface.remove)

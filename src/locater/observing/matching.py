@@ -109,6 +109,8 @@ def match_scores(
         )
     masks = [matches(ids, each) for each in parents]
     with observe(model, rows=1) as seen, ExitStack() as stack:
+        if seen.by_calls is not None:
+            raise LocaterError(f"{type(model).__name__}: match scores need layers that are known before the model runs")
         sites = [_MatchSite(site.name, site.module, masks) for site in seen.sites if site.kind == "self"]
         numbers = [site.number for site in seen.sites if site.kind == "self"]
         for site in sites:

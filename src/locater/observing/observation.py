@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from locater.attention.listeners import Switch
 from locater.attention.stand_ins import instead
+from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
-from locater.families import attention_layers
+from locater.families import AttentionLayer, attention_layers
+from locater.families.coverage import folded_paths
 from locater.families.listening import refuse_unobservable
+from locater.families.reading import reader_for
 from locater.families.registry import family_of
+from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice, chosen, chosen_heads
 from locater.observing.hearing import heard
 from locater.observing.map_of_heads import pattern_sites
@@ -92,14 +96,18 @@ class Observation:
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
-        self.sites = _sites(model, options, layers, heads, self.switch)
+        self.by_calls: CalledLayers | None = None  # where no record tells the layers
+        try:
+            known = _layers_by_record(model)
+        except LocaterError as error:
+            if patterns:
+                raise
+            self.by_calls = CalledLayers(model, str(error), options, layers, heads, self.switch)
+            self.sites = self.by_calls.sites
+        else:
+            self.sites = _sites(model, known, options, layers, heads, self.switch)
         self.pattern_sites = pattern_sites(model, patterns, self.switch)
-        self._modules = {id(site.module) for site in self.sites}
-        self.streams = (
-            streams(model, [name for name, module in model.named_modules() if id(module) in self._modules])
-            if hidden
-            else []
-        )
+        self.streams = streams(model, self._attention_paths()) if hidden else []
         self.passes = 0  # forward passes of `model` inside the block
         self.over = True
         self._open: ExitStack | None = None
@@ -128,7 +136,10 @@ class Observation:
         if self._open is not None:
             raise LocaterError("this observation is already under way: make another with observe(model)")
         with ExitStack() as stack:
-            stack.enter_context(heard(self.model, [*self.sites, *self.pattern_sites]))
+            listeners = self.sites if self.by_calls is None else self.by_calls.listeners
+            stack.enter_context(heard(self.model, [*listeners, *self.pattern_sites], self.by_calls is None))
+            for undo in () if self.by_calls is None else self.by_calls.listen():
+                stack.callback(undo)
             padding = Padding()
             for undo in listen(self.streams, padding, self.switch):
                 stack.callback(undo)
@@ -190,7 +201,24 @@ class Observation:
     @property
     def silent(self) -> list[str]:
         """Names of attention layers that were not called."""
+        if self.by_calls is not None:
+            return self.by_calls.silent
         return [site.name for site, called in zip(self.sites, self.called, strict=True) if not called]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the rows leave out, each in a line: unknown maps, attention modules that never ran or were not heard."""
+        if self.by_calls is not None:
+            return self.by_calls.notes
+        silent = self.silent
+        return [f"attention modules that never ran: {folded_paths(silent)}"] if silent and self.passes else []
+
+    def _attention_paths(self) -> list[str]:
+        """Paths of the attention modules, as far as they are known before the model runs."""
+        if self.by_calls is not None:
+            return self.by_calls.attention
+        modules = {id(site.module) for site in self.sites}
+        return [name for name, module in self.model.named_modules() if id(module) in modules]
 
     def clear(self) -> None:
         """Discard the numbers so far."""
@@ -226,6 +254,8 @@ class Observation:
         name = type(self.model).__name__
         if not self.passes and self.every:
             return f"{name}: nothing was observed, because the model was not run inside the block"
+        if self.by_calls is not None:
+            return f"{name}: no softmax attention was heard. {self.by_calls.why_nothing()}"
         how = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         implementation = f" (attn_implementation {how!r})" if how else ""
         return (
@@ -252,10 +282,23 @@ def _passing(
     return forward(*args, **kw)
 
 
-def _sites(model: nn.Module, options: StatisticsOptions, layers: Choice, heads: Choice, switch: Switch) -> list[Site]:
+def _layers_by_record(model: nn.Module) -> list[AttentionLayer]:
+    """The layers of a model that a family reads; raises where none does."""
+    reader_for(*open_source(model))
+    return attention_layers(model)
+
+
+def _sites(
+    model: nn.Module,
+    known: list[AttentionLayer],
+    options: StatisticsOptions,
+    layers: Choice,
+    heads: Choice,
+    switch: Switch,
+) -> list[Site]:
     weights, family = ModuleWeights(model), family_of(model)
     sites = []
-    for number, layer in chosen(list(enumerate(attention_layers(model))), layers, "layers"):
+    for number, layer in chosen(list(enumerate(known)), layers, "layers"):
         module = weights.submodule(layer.name)
         refuse_unobservable(module, family, layer.name)
         picked = chosen_heads(layer, heads)

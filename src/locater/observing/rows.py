@@ -64,9 +64,26 @@ class SeenHead(MeasuredHead):
     output_effective_rank: float | None = None
     output_singular_values: tuple[float, ...] | None = None
     flags: tuple[str, ...] = ()
+    provenance: str = "family"  # "calls": found by its calls, without a record, and its query-key map is not known
+
+    @property
+    def tower(self) -> str:
+        """The part of the model that the layer belongs to: its path up to the list of blocks, or to its own name."""
+        return tower_of(self.name)
 
     def __getitem__(self, column: str) -> Any:
         return getattr(self, column)
+
+
+def tower_of(name: str) -> str:
+    """The path of a layer up to the list of blocks, or to its own name.
+
+    >>> tower_of("vision_tower.encoder.layers.3.self_attn"), tower_of("vision_tower.head.attention")
+    ('vision_tower.encoder', 'vision_tower.head')
+    """
+    parts = name.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: max(0, numbers[0] - 1)] if numbers else parts[:-1])
 
 
 MEANS = {  # column: the column that counts its rows
@@ -169,6 +186,7 @@ def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
         rows=int(sums[AT["rows"]]),
         how="sampled" if site.options.rows else "exact",
         offsets={offset: _over(*total.pairs[at][i]) for i, (offset, _) in enumerate(site.options.offsets)},
+        provenance="family" if site.layer is not None else "calls",
         **columns,
     )
 

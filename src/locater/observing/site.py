@@ -30,7 +30,9 @@ class Site:
     heads: list[int]
     switch: Switch
     options: StatisticsOptions
-    layer: AttentionLayer | None
+    layer: AttentionLayer | None  # None where the module was found by its calls
+    output_size: int | None = None  # of a head's output, where no layer tells it
+    device: torch.device | None = None  # of the sums, where it is not that of the parameters
     totals: Accumulators = field(init=False)
     picked: Tensor | None = field(init=False, default=None)  # `heads` as a tensor, None for all
 
@@ -39,12 +41,14 @@ class Site:
             self._make()
 
     def _make(self) -> None:
-        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        device = self.device or next((p.device for p in self.module.parameters()), torch.device("cpu"))
         count, dtype, gram = len(self.heads), wide(device), None
         if count < self.count:
             self.picked = torch.tensor(self.heads, device=device)
-        if self.options.outputs and self.layer is not None and self.layer.value is not None:
+        size = self.output_size
+        if self.layer is not None and self.layer.value is not None:
             size = self.layer.value.shape[0] // self.layer.kv_heads
+        if self.options.outputs and size is not None:
             gram = torch.zeros(count, size, size, dtype=dtype, device=device)
         self.totals = Accumulators(
             sums=torch.zeros(count, len(COLUMNS), dtype=dtype, device=device),

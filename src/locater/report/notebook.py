@@ -58,7 +58,11 @@ def observation_in_notebook(observation: Observation) -> str:
         return display(f"Observation of {name}", ["Nothing was observed yet: run the model inside the block."])
     rows = observation.rows
     verdicts = judge([vars(row) for row in rows], length=0)  # lengths may differ: no head is called local
-    sentences = (f"{counted(observation.passes, 'forward pass')}.", summary(rows, verdicts), noted(rows, verdicts))
+    passes, notes = (
+        f"{counted(observation.passes, 'forward pass')}.",
+        [f"{x[0].upper()}{x[1:]}." for x in observation.notes],
+    )
+    sentences = (passes, summary(rows, verdicts), noted(rows, verdicts), *notes)
     columns = {heading: PROBE[heading] for heading in OBSERVED}
     drawn = of_observation(observation)
     return heads_display(f"Observation of {name}", sentences, drawn, columns, rows, verdicts)

@@ -16,6 +16,7 @@ from torch import nn
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, open_source, read_source
+from locater.families.coverage import folded_paths, unread
 from locater.families.normed import NormedProjection
 from locater.predict.input_statistics import Input, Statistics
 from locater.verbs.head_rows import ScanOptions, head_rows
@@ -72,11 +73,14 @@ def scan(
     rows: list[HeadRow] = []
     for number, layer in progress(numbered, len(numbered)) if progress else numbered:
         rows.extend(head_rows(layer, number, options))
+    # what discovery leaves out it says itself
+    left = [] if reading.gaps else unread(weights, [layer.name for layer in layers], config.get("num_hidden_layers"))
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
     names = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
+    gaps = [*reading.gaps, *_unread_notes(left)]
     return Scan(
         type(source).__name__ if isinstance(source, nn.Module) else str(source),
-        _assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=reading.gaps),
+        _assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
         [
             {**_layer_entry(layer, n, details), "residual_kept": root_mean_square(column_of(rows, n, "residual_kept"))}
             for n, layer in numbered
@@ -157,7 +161,11 @@ def _assumptions(
     named: bool,
     statistics: Statistics | None = None,
     gaps: Sequence[str] = (),
+    left: Sequence[str] = (),
 ) -> dict[str, Any]:
+    """The conditions of the numbers. `gaps` say what is not read, `left` are modules that look like attention and were
+    not read.
+    """
     weights = "effective: norm gains and biases folded into queries and keys"
     if raw or named:
         weights = "as stored" if raw else "as named: stored maps and their biases, no norm"
@@ -171,7 +179,12 @@ def _assumptions(
         "length": length,
         "layers": len(layers),
         "notes": [*gaps, *_statistics_notes(layers, statistics), *_layer_notes(layers, raw)],
+        **({"unread": list(left)} if left else {}),
     }
+
+
+def _unread_notes(left: Sequence[str]) -> list[str]:
+    return [f"a part of its attention: not read are {folded_paths(left)}"] if left else []
 
 
 def _statistics_notes(layers: list[AttentionLayer], statistics: Statistics | None) -> list[str]:
