@@ -59,7 +59,7 @@ def measure_types(args: argparse.Namespace) -> None:
     left = [model_type for model_type in types if model_type not in known]
     started = time.perf_counter()
     for done, line in enumerate(each(left, row, args.jobs), 1):
-        line["transformers"] = transformers.__version__
+        line.update(transformers=transformers.__version__, types=len(model_types()))
         with args.lines.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"\r{done}/{len(left)} {line['model_type']:40.40}", end="", file=sys.stderr)

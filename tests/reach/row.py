@@ -73,10 +73,17 @@ def _discovered(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any
     discover = getattr(families, "discover", None)
     if discover is None:
         return {"missing": "not built"}
-    found = discover(model, example=dict(inputs))
-    refused = [f"{name}: {reason}"[:LONGEST] for name, reason in found.refused]
-    counts = {"layers": len(found.layers), "refused_layers": len(refused), "unreached": len(found.unreached)}
-    return {**counts, **({"reasons": sorted(set(refused))[:4]} if refused else {})}
+    discovered = discover(model, example=dict(inputs))
+    layers = discovered.layers
+    unknown = [[getattr(layer, name, None) for name in ("unknown_logits", "unknown_output")] for layer in layers]
+    reasons = sorted({f"{refusal.name}: {refusal.reason}"[:LONGEST] for refusal in discovered.refused})
+    return {
+        "layers": len(layers),
+        "verified": unknown.count([None, None]),
+        "refused_layers": len(discovered.refused),
+        "unreached": len(discovered.unreached),
+        **({"reasons": reasons[:4]} if reasons else {}),
+    }
 
 
 def _observed(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
