@@ -12,14 +12,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-FUSED = {"scaled_dot_product_attention", "flex_attention"}
+FUSED = {
+    "scaled_dot_product_attention",
+    "flex_attention",
+    "multi_head_attention_forward",
+    "_native_multi_head_attention",
+}
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 # steps between the product of queries and keys and its softmax
 STEPS = set(
     """view reshape contiguous transpose permute flatten unflatten squeeze unsqueeze __getitem__ to type float double
     expand clone type_as mul __mul__ __rmul__ __imul__ mul_ div __truediv__ __itruediv__ div_ add __add__ __radd__
     __iadd__ add_ sub __sub__ sub_ __isub__ __rsub__ masked_fill masked_fill_ where clamp clamp_min max maximum tanh
-    nan_to_num cat pad dropout half bfloat16""".split()
+    nan_to_num cat pad dropout half bfloat16 __setitem__ as_strided chunk split transpose_ new_tensor""".split()
 )
 INTERFACE = ("eager_attention_forward", "sdpa_attention_forward", "flex_attention_forward", "flash_attention_forward")
 DEPTH = 12  # frames between a call of PyTorch and the function of the interface that made it
@@ -44,8 +49,10 @@ class Met(TorchFunctionMode):
             self._count("fused")
         elif name == "softmax" and any(id(x) in self._logits for x in inputs):
             self._count("softmax")
-        elif isinstance(out, Tensor) and self._is_logits(name, inputs):
-            self._logits[id(out)] = out
+        elif self._is_logits(name, inputs):
+            result = inputs[0] if name == "__setitem__" else out
+            for x in _tensors([result]):
+                self._logits[id(x)] = x
         return out
 
     def _is_logits(self, name: str, inputs: list[Tensor]) -> bool:

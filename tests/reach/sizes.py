@@ -18,7 +18,7 @@ SMALL: dict[int, str] = {
         num_decoder_layers decoder_num_hidden_layers encoder_num_hidden_layers num_blocks layers max_window_layers
         num_experts_per_tok moe_k top_k_experts moe_topk moe_top_k""",
     8: """head_dim d_kv v_head_dim qk_nope_head_dim global_head_dim attention_head_dim swa_head_dim swa_v_head_dim
-        qk_rope_head_dim index_topk patch_size rotary_dim num_queries two_stage_num_proposals d_state num_codebooks""",
+        qk_rope_head_dim index_topk patch_size rotary_dim num_queries two_stage_num_proposals d_state num_codebooks mamba_n_heads mamba_d_head""",
     16: "q_lora_rank kv_lora_rank qk_head_dim index_head_dim",
     48: """intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim n_inner moe_intermediate_size
         shared_expert_intermediate_size moe_shared_expert_intermediate_size feed_forward_proj_dim ffn_hidden_size
@@ -51,6 +51,7 @@ OPEN = {
     "n_group": 1,
     "topk_group": 1,
     "prediction_length": 8,
+    "context_length": 32,
     "vocab_size": 160,
     "num_experts": 4,
 }
@@ -70,6 +71,9 @@ def rotary_sections(given: list[int], factor: float) -> list[int]:
 # settings of one type that the rules do not make right
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "blip-2": {"image_token_index": 150},
+    "instructblip": {"image_token_index": 150},
+    "mamba2": {"expand": 1},
     "aria": {"projector_patch_to_query_dict": {16: 8}},
 }
 

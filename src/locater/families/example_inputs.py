@@ -84,6 +84,8 @@ def _guesses(
 ) -> Iterator[dict[str, Tensor] | str]:
     """Candidates, the fullest first; a line where an argument without a default is not known."""
     wide = [name for name in optional if name in OPTIONAL]
+    if "input_ids" not in {*required, *wide}:  # a mask is for samples of a sound there, not for tokens
+        wide = [name for name in wide if name != "attention_mask"]
     narrow = [_main(model)] if _main(model) in optional else []
     no_sizes = [name for name in wide if name != "image_sizes"]
     no_decoder = [name for name in no_sizes if name != "decoder_input_ids"]
@@ -110,8 +112,6 @@ def _made(model: nn.Module, names: list[str], arguments: set[str], way: int, see
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(0))
     guess: dict[str, Tensor] = {}
     for name in dict.fromkeys(names):
-        if name == "attention_mask" and not {"input_ids", "inputs_embeds"} & {*names}:
-            continue  # it is for samples of a sound there, not for tokens
         ways = makers(name, request.packed) or (() if config else _by_first_part(model))
         if not ways:
             raise LocaterError(f"the argument {name!r} is not known")
@@ -154,10 +154,10 @@ def _put_placeholders(
     model: nn.Module, guess: dict[str, Tensor], tokens: tuple[str, ...], method: str, inputs: tuple[str, ...]
 ) -> None:
     """Put one placeholder into the text for each feature vector of a picture or a sound; the text gets longer."""
-    config, given = config_of(model), {name: guess[name] for name in inputs if name in guess}
-    token = next((config[name] for name in tokens if isinstance(config.get(name), int)), None)
-    compute = getattr(model, method, None) or getattr(getattr(model, "model", None), method, None)
-    if token is None or compute is None or not given or "input_ids" not in guess:
+    given = {name: guess[name] for name in inputs if name in guess}
+    token = Settings(config_of(model)).number(tokens, -1)
+    compute = next((getattr(part, method) for part in model.modules() if hasattr(part, method)), None)
+    if token < 0 or compute is None or not given or "input_ids" not in guess:
         return
     known = inspect.signature(compute).parameters
     try:

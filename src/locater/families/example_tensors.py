@@ -120,7 +120,7 @@ def picture(request: Request) -> Tensor:
 def pictures(request: Request) -> Tensor:
     """(B, frames or pictures, C, H, W)"""
     vision = request.settings.part(VISION)
-    frames = vision.number(("num_frames", "frames_per_clip", "num_image_with_embedding"), 1)
+    frames = vision.number(("num_frames", "frames_per_clip", "num_image_with_embedding"), 2)
     return request.noise(BATCH, frames, vision.number(CHANNELS, 3), *_sides(request))
 
 
@@ -190,7 +190,7 @@ def frame_mask(request: Request) -> Tensor:
 
 def wave(request: Request) -> Tensor:
     """(B, samples)"""
-    return request.noise(BATCH, 4000)
+    return request.noise(BATCH, 3840)
 
 
 def wave_channel(request: Request) -> Tensor:
