@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -70,9 +72,9 @@ def _record(model: nn.Module) -> dict[str, Any]:
 
 def _discovered(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     """Layers that are discovered and verified, those refused with the reasons, and modules that never ran."""
-    discover = getattr(families, "discover", None)
-    if discover is None:
+    if find_spec("locater.families.discovered") is None:
         return {"missing": "not built"}
+    discover = import_module("locater.families.discovered").discover
     discovered = discover(model, example=dict(inputs))
     layers = discovered.layers
     unknown = [[getattr(layer, name, None) for name in ("unknown_logits", "unknown_output")] for layer in layers]
