@@ -78,7 +78,10 @@ def _discovered(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any
     discovered = discover(model, example=dict(inputs))
     layers = discovered.layers
     unknown = [[getattr(layer, name, None) for name in ("unknown_logits", "unknown_output")] for layer in layers]
-    reasons = sorted({f"{refusal.name}: {refusal.reason}"[:LONGEST] for refusal in discovered.refused})
+    lines = [f"{refusal.name}: {refusal.reason}" for refusal in discovered.refused]
+    for layer, (logits, output) in zip(layers, unknown, strict=True):
+        lines += [f"{layer.name}: {logits or output}"] if logits or output else []
+    reasons = sorted({line[:LONGEST] for line in lines})
     return {
         "layers": len(layers),
         "verified": unknown.count([None, None]),

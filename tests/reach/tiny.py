@@ -6,6 +6,7 @@ One way of shrinking does not fit all: the gentlest change that builds and runs 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pkgutil
 import zlib
@@ -25,7 +26,7 @@ from tests.reach.sizes import LAYERS, OPEN, OVERRIDES, SIZES, VOCABULARY, rotary
 
 TABLES = """MODEL_MAPPING_NAMES MODEL_FOR_CAUSAL_LM_MAPPING_NAMES MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     MODEL_FOR_PRETRAINING_MAPPING_NAMES MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES""".split()
-MOST_PARAMETERS = 40_000_000
+MOST_PARAMETERS = 100_000_000
 MOST_CLASSES = 3
 
 
@@ -50,7 +51,7 @@ def tiny(model_type: str) -> Tiny:
     for kind in model_classes(model_type)[:MOST_CLASSES]:
         for shrink in (shrunk, evened, shallow):
             try:
-                model = _built(kind, shrink(_configuration(model_type)))
+                model = _built(kind, _overridden(shrink(_configuration(model_type)), model_type))
             except Exception as error:
                 problem = problem or error
                 continue
@@ -98,12 +99,17 @@ def _classes_of_files(configuration: type[PretrainedConfig]) -> Iterator[type[Pr
 
 def _configuration(model_type: str) -> PretrainedConfig:
     config = CONFIG_MAPPING[model_type]()
-    for name, value in OVERRIDES.get(model_type, {}).items():
-        vars(config)[name] = value
     for part in list(parts(config)):
         backbone = vars(part).get("backbone_config")
         if getattr(backbone, "model_type", None) == "timm_backbone":  # timm may not be installed
             vars(part).update(backbone_config=_small_resnet(), use_timm_backbone=False, backbone=None)
+    return config
+
+
+def _overridden(config: PretrainedConfig, model_type: str) -> PretrainedConfig:
+    for path, value in OVERRIDES.get(model_type, {}).items():
+        *steps, name = path.split(".")
+        vars(functools.reduce(getattr, steps, config))[name] = value
     return config
 
 
@@ -132,9 +138,9 @@ def parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     """Every size that is known by its name made small, one layer of each kind."""
     for part in parts(config):
-        settings = vars(part)
+        settings, aliases = vars(part), {stored: name for name, stored in part.attribute_map.items()}
         for name, value in list(settings.items()):
-            size = size_of(name)
+            size = size_of(name) if size_of(name) is not None else size_of(aliases.get(name, ""))
             if size is not None and type(value) is int and value > size:
                 settings[name] = size
             elif value is None and name in OPEN:
@@ -153,7 +159,7 @@ def evened(config: PretrainedConfig) -> PretrainedConfig:
         settings = vars(part)
         if isinstance(settings.get("rope_parameters"), dict):
             settings["rope_parameters"].setdefault("mrope_section", [2, 1, 1])
-        if settings.get("num_key_value_heads"):
+        if settings.get("num_key_value_heads") and settings.get("num_attention_heads"):
             settings["num_key_value_heads"] = settings["num_attention_heads"]
         if settings.get("qk_rope_head_dim") and settings.get("head_dim"):
             settings["head_dim"] = settings["qk_rope_head_dim"]

@@ -18,11 +18,13 @@ from locater.families.example_tensors import BATCH, TOKENS, WIDTH, Make, Request
 
 # arguments that have a default and are given all the same: they make more of a model run
 OPTIONAL = (
-    "input_ids attention_mask decoder_input_ids pixel_values image_grid_thw input_features input_values image_sizes"
+    "input_ids attention_mask decoder_input_ids bbox pixel_values image_grid_thw image_sizes aspect_ratio_ids"
+    " aspect_ratio_mask spatial_shapes input_features input_features_mask feature_attention_mask input_values"
 ).split()
+SOUND = ("input_features", "input_features_mask", "feature_attention_mask", "input_values")
 PLACEHOLDERS = (  # what stands in the text for features of a picture or a sound, and what computes them
     (("image_token_id", "image_token_index"), "get_image_features", ("pixel_values", "image_grid_thw", "image_sizes")),
-    (("audio_token_id", "audio_token_index"), "get_audio_features", ("input_features", "input_values")),
+    (("audio_token_id", "audio_token_index"), "get_audio_features", SOUND),
 )
 WAYS = 3  # how many makers of one argument are tried
 
@@ -108,11 +110,11 @@ def _made(model: nn.Module, names: list[str], arguments: set[str], way: int, see
     """One tensor for each of the names; `way` chooses among the makers of a name."""
     config = config_of(model)
     random = torch.Generator().manual_seed(seed)
-    request = Request(Settings(config or _config_of_parts(model)), frozenset(arguments), random, _words(model))
+    request = Request(Settings(config or _config_of_parts(model)), random, _words(model))
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(0))
     guess: dict[str, Tensor] = {}
     for name in dict.fromkeys(names):
-        ways = makers(name, request.packed) or (() if config else _by_first_part(model))
+        ways = makers(name, arguments) or (() if config else _by_first_part(model))
         if not ways:
             raise LocaterError(f"the argument {name!r} is not known")
         x = ways[min(way, len(ways) - 1)](request)
@@ -159,11 +161,12 @@ def _put_placeholders(
     compute = next((getattr(part, method) for part in model.modules() if hasattr(part, method)), None)
     if token < 0 or compute is None or not given or "input_ids" not in guess:
         return
-    known = inspect.signature(compute).parameters
+    known, config = inspect.signature(compute).parameters, config_of(model)
+    settings = {name: config[name] for name, p in known.items() if p.default is p.empty and name in config}
     try:
         with _quiet(model):
-            features = compute(**{name: x for name, x in given.items() if name in known})
-    except Exception:
+            features = compute(**settings, **{name: x for name, x in given.items() if name in known})
+    except Exception:  # the guess is tried as it is, and what is wrong with it is said then
         return
     count = _vectors(getattr(features, "pooler_output", features)) // BATCH
     marks = torch.full((BATCH, count), token, device=guess["input_ids"].device)

@@ -5,7 +5,7 @@ Axes: B examples, T tokens, d width, C channels of a picture, H and W its sides,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Request:
-    """For one argument: the configuration, the names of all arguments, and where random numbers come from."""
+    """What a maker needs: the configuration, and where random numbers come from."""
 
     settings: Settings
-    arguments: frozenset[str]
     random: torch.Generator
     words: int | None = None  # how many embeddings the model has for tokens, where it says so
 
@@ -78,11 +77,6 @@ class Request:
 
     def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
         return torch.randint(low, max(high, low + 1), shape, generator=self.random)
-
-    @property
-    def packed(self) -> bool:
-        """Whether pictures come as rows of patches, with a grid for each."""
-        return any(name.endswith("grid_thw") for name in self.arguments)
 
 
 Make = Callable[[Request], Tensor]
@@ -122,6 +116,22 @@ def pictures(request: Request) -> Tensor:
     vision = request.settings.part(VISION)
     frames = vision.number(("num_frames", "frames_per_clip", "num_image_with_embedding"), 2)
     return request.noise(BATCH, frames, vision.number(CHANNELS, 3), *_sides(request))
+
+
+def tiles(request: Request) -> Tensor:
+    """(B, pictures, tiles, C, H, W)"""
+    vision = request.settings.part(VISION)
+    return request.noise(BATCH, 1, _tiles(request), vision.number(CHANNELS, 3), *_sides(request))
+
+
+def tile_ids(request: Request) -> Tensor:
+    """(B, pictures): the first form of a picture that there is, one tile."""
+    return torch.ones(BATCH, 1, dtype=torch.long)
+
+
+def tile_mask(request: Request) -> Tensor:
+    """(B, pictures, tiles)"""
+    return torch.ones(BATCH, 1, _tiles(request), dtype=torch.long)
 
 
 def patches(request: Request) -> Tensor:
@@ -188,6 +198,11 @@ def frame_mask(request: Request) -> Tensor:
     return torch.ones(spectrum(request).shape[::2], dtype=torch.long)
 
 
+def frame_mask_first(request: Request) -> Tensor:
+    """(B, frames), for `spectrum_frames`."""
+    return torch.ones(spectrum_frames(request).shape[:2], dtype=torch.long)
+
+
 def wave(request: Request) -> Tensor:
     """(B, samples)"""
     return request.noise(BATCH, 3840)
@@ -231,6 +246,10 @@ def latents(request: Request) -> Tensor:
     return states(request).mT.contiguous()
 
 
+def _tiles(request: Request) -> int:
+    return request.settings.part(VISION).number(("max_num_tiles",), 1)
+
+
 def _patch(vision: Settings) -> int:
     return vision.sides("patch_size", 14)[0]
 
@@ -263,12 +282,16 @@ MAKERS: dict[str, tuple[Make, ...]] = {
     **dict.fromkeys("grid_thw image_grid_thw".split(), (grid,)),
     "merge_sizes": (lambda request: torch.ones(BATCH, dtype=torch.long),),
     "image_sizes": (image_sizes,),
+    "aspect_ratio_ids": (tile_ids,),
+    "aspect_ratio_mask": (tile_mask,),
     "spatial_shapes": (spatial_shapes,),
     "pixel_attention_mask": (patch_mask,),
     **dict.fromkeys(
         "input_features audio_mel spectrogram mel_spectrogram".split(), (spectrum, spectrum_frames, spectrum_picture)
     ),
-    **dict.fromkeys("input_features_mask feature_attention_mask".split(), (frame_mask,)),
+    **dict.fromkeys(
+        "input_features_mask feature_attention_mask audio_mel_mask".split(), (frame_mask, frame_mask_first)
+    ),
     "input_values": (wave, wave_channel, spectrum_frames),
     "past_values": (series, series_channels),
     "past_time_features": (series_features,),
@@ -276,9 +299,16 @@ MAKERS: dict[str, tuple[Make, ...]] = {
     **dict.fromkeys("bbox boxes".split(), (boxes,)),
     "latents": (latents,),
 }
-PACKED: dict[str, tuple[Make, ...]] = {"hidden_states": (patches,), "pixel_values": (patches,)}
+# The same where another argument tells which form pictures have.
+MARKED: dict[str, dict[str, tuple[Make, ...]]] = {
+    "grid_thw": {"hidden_states": (patches,), "pixel_values": (patches,)},
+    "image_grid_thw": {"pixel_values": (patches,)},
+    "aspect_ratio_ids": {"pixel_values": (tiles,)},
+    "spatial_shapes": {"pixel_values": (patch_rows,)},
+}
 
 
-def makers(name: str, packed: bool) -> tuple[Make, ...]:
-    """The makers of an argument; none where its name is not known."""
-    return (PACKED.get(name) if packed else None) or MAKERS.get(name, ())
+def makers(name: str, arguments: Collection[str]) -> tuple[Make, ...]:
+    """The makers of an argument, given the names of all arguments; none where its name is not known."""
+    marked = (table[name] for mark, table in MARKED.items() if mark in arguments and name in table)
+    return next(marked, MAKERS.get(name, ()))
