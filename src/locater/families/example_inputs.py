@@ -168,7 +168,8 @@ def _put_placeholders(
             features = compute(**settings, **{name: x for name, x in given.items() if name in known})
     except Exception:  # the guess is tried as it is, and what is wrong with it is said then
         return
-    count = _vectors(getattr(features, "pooler_output", features)) // BATCH
+    pooled = getattr(features, "pooler_output", None)
+    count = _vectors(getattr(features, "last_hidden_state", features) if pooled is None else pooled) // BATCH
     marks = torch.full((BATCH, count), token, device=guess["input_ids"].device)
     guess["input_ids"] = torch.cat([guess["input_ids"][:, :3], marks, guess["input_ids"][:, 3:]], 1)
     if "attention_mask" in guess:
