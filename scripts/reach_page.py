@@ -10,6 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 LINES = Path(__file__).resolve().parents[1] / "docs" / "results" / "reach.jsonl"
+SHOWN = 12  # model types that a reason names
 INTRODUCTION = """
 ## Every model type of transformers
 
@@ -107,8 +108,13 @@ def _reasons(rows: list[Row]) -> str:
         return ""
     lines = sorted(types.items(), key=lambda item: (-len(item[1]), item[0]))
     return "\n| reason | model types |\n|---|---|\n" + "".join(
-        f"| {reason.replace('|', '/')} | {', '.join(names)} |\n" for reason, names in lines
+        f"| {reason.replace('|', '/')} | {_few(names)} |\n" for reason, names in lines
     )
+
+
+def _few(names: list[str]) -> str:
+    """The first names, and how many more there are: all of them are in the table of outcomes."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def reasons_of(row: Row) -> list[str]:
@@ -138,4 +144,5 @@ def _plain(line: str) -> str:
 
 def read(path: Path = LINES) -> list[Row]:
     """Rows of the file, in order of the model types; none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return sorted(rows, key=lambda row: row["model_type"])

@@ -24,6 +24,7 @@ SMALL: dict[int, str] = {
         shared_expert_intermediate_size moe_shared_expert_intermediate_size feed_forward_proj_dim ffn_hidden_size
         mlp_dim decoder_intermediate_size dim_feedforward intermediate_size_mlp encoder_intermediate_size
         hidden_size_per_layer_input""",
+    64: "mamba_d_ssm",
     160: "vocab_size text_vocab_size vocab_size_per_layer_input audio_vocab_size",
     256: "max_position_embeddings n_positions max_seq_len max_source_positions",
     1: "n_group topk_group first_k_dense_replace",
@@ -47,6 +48,7 @@ ENDINGS = {
 }
 # what a default configuration leaves open and its model needs
 OPEN: dict[str, Any] = {
+    "head_dim": 8,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
@@ -78,6 +80,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 8}},
     "bamba": {"attn_layer_indices": [1]},
     "blip-2": {"image_token_index": 150},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4_vision_model": {
+        "intermediate_size": 128,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    },
+    "mllama_vision_model": {
+        "intermediate_layers_indices": [0, 1],
+        "max_num_tiles": 1,
+        "num_global_layers": 1,
+        "vision_output_dim": 96,
+    },
     "esm": {"pad_token_id": 1, "mask_token_id": 4},
     "instructblip": {"image_token_index": 150},
     "instructblipvideo": {"video_token_index": 150},

@@ -139,6 +139,10 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     """Every size that is known by its name made small, one layer of each kind."""
     for part in parts(config):
         settings, aliases = vars(part), {stored: name for name, stored in part.attribute_map.items()}
+        stages = settings.get("depths")
+        if isinstance(stages, (list, tuple)):  # widths and heads of the stages fit each other; fewer layers are enough
+            settings["depths"] = [min(depth, 2) for depth in stages]
+            continue
         for name, value in list(settings.items()):
             size = size_of(name) if size_of(name) is not None else size_of(aliases.get(name, ""))
             if size is not None and type(value) is int and value > size:
@@ -158,7 +162,7 @@ def evened(config: PretrainedConfig) -> PretrainedConfig:
     for part in parts(shrunk(config)):
         settings = vars(part)
         if isinstance(settings.get("rope_parameters"), dict):
-            settings["rope_parameters"].setdefault("mrope_section", [2, 1, 1])
+            settings["rope_parameters"].setdefault("mrope_section", [1, 1, 2])
         if settings.get("num_key_value_heads") and settings.get("num_attention_heads"):
             settings["num_key_value_heads"] = settings["num_attention_heads"]
         if settings.get("qk_rope_head_dim") and settings.get("head_dim"):

@@ -145,8 +145,9 @@ def _by_first_part(model: nn.Module) -> tuple[Make, ...]:
 
 def _words(model: nn.Module) -> int | None:
     """How many tokens a model knows, by its embeddings."""
+    embeddings: Any = getattr(model, "get_input_embeddings", None)
     try:
-        words = model.get_input_embeddings()
+        words = embeddings()
     except (AttributeError, NotImplementedError, TypeError):
         words = next((part for part in model.modules() if isinstance(part, nn.Embedding)), None)
     return words.num_embeddings if isinstance(words, nn.Embedding) else None
