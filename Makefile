@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 # (worksteal), so that what a file's tests share is made once.
 PYTEST := env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate papers browser golden clean
+.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate reach papers browser golden clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -56,6 +56,11 @@ census: $(VENV)/.dev
 
 surrogate: $(VENV)/.dev
 	$(BIN)/python scripts/surrogate.py
+
+# A tiny model of every model type of transformers, run, read, discovered and observed; types that docs/results/reach.jsonl has are
+# left out, so that an interrupted run goes on (REACH=--again measures all of them anew). It ends by making docs/families.md.
+reach: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/reach.py $(REACH)
 
 # Every claim of every paper, as far as minutes on two cores and the kept training runs decide it.
 papers: $(VENV)/.dev

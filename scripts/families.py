@@ -1,14 +1,19 @@
-"""Write docs/families.md from the family files themselves.
+"""Write docs/families.md, from the family files themselves and from the lines that scripts/reach.py measured.
 
-.venv/bin/python scripts/families.py
+.venv/bin/python scripts/families.py, or `make reach`, which measures first.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 
-from locater.families import registry
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+import reach_page  # noqa: E402 - a script beside this one
+
+from locater.families import registry  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Supported families
@@ -70,9 +75,15 @@ def page() -> str:
     for family in registry.FAMILIES:
         special = " ".join((inspect.getdoc(inspect.getmodule(family.layers)) or "").split("\n\n")[0].split())
         rows.append(f"| {', '.join(f'`{m}`' for m in family.model_types)} | {special} |")
-    return HEAD + "\n".join(rows) + "\n" + TAIL
+    lines = reach_page.read()
+    return HEAD + "\n".join(rows) + "\n" + TAIL + reach_page.section(lines)
+
+
+def write() -> None:
+    """Make the page, and say what is on it."""
+    PAGE.write_text(page())
+    print(f"{len(registry.FAMILIES)} families, {len(registry.BUILT_IN)} model types: {PAGE}")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"{len(registry.FAMILIES)} families, {len(registry.BUILT_IN)} model types: {PAGE}")
+    write()

@@ -1,0 +1,95 @@
+"""Tiny models of many types: they build, run on guessed inputs, and give a row of the table of docs/families.md."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests import ROOT
+from tests.reach.met import attention_met
+from tests.reach.row import row
+from tests.reach.tiny import MOST_PARAMETERS, model_types, tiny
+
+QUICK = ("gemma", "bert", "vit", "paligemma")
+# Of all kinds, and all of them ran when they were chosen: text, hybrids, pictures, sounds, several towers
+SAMPLE = """albert apertus arcee audio-spectrogram-transformer bart beit big_bird biogpt bitnet blenderbot bloom canine
+    clip clipseg cohere2 convbert ctrl data2vec-text deberta deepseek_v3 deit dinov2 distilbert dots1 electra ernie esm
+    exaone4 falcon flaubert funnel gemma2 gemma3_text git glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gptj granite
+    hubert ijepa llama longformer marian mixtral modernbert mpt olmo2 opt phi3 pixtral qwen2 qwen2_moe qwen3 siglip
+    smollm3 t5 wav2vec2 whisper""".split()
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_a_row_of_the_table(model_type: str) -> None:
+    result = row(model_type)
+    assert result["built"], result
+    assert result["ran"], result
+    assert result["met"] == {"interface": result["modules"]}, "every attention module ran, through the interface"
+    assert result["parameters"] < 200_000
+    assert not any("error" in result[step] for step in ("record", "discovered", "observed")), result
+    json.dumps(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in SAMPLE if name not in QUICK])
+def test_a_sample_of_types(model_type: str) -> None:
+    result = row(model_type)
+    assert result["ran"], result.get("why")
+    assert sum(result["met"].values()) > 0
+    assert not any("error" in result[step] for step in ("record", "discovered", "observed")), result
+
+
+def test_every_type_of_the_sample_is_known() -> None:
+    assert set(SAMPLE) <= set(model_types())
+
+
+def test_a_layer_of_each_kind_is_kept() -> None:
+    made = tiny("gemma2")
+    assert made.model.config.layer_types == ["sliding_attention", "full_attention"]
+    assert sum(parameter.numel() for parameter in made.model.parameters()) < MOST_PARAMETERS
+
+
+class Attention(nn.Module):
+    """Two maps, and attention in one of the ways of writing it; a router's softmax is none."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.query, self.key, self.way = nn.Linear(8, 8), nn.Linear(8, 8), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = self.query(x), self.key(x)
+        if self.way == "fused":
+            return nn.functional.scaled_dot_product_attention(q, k, x)
+        if self.way == "softmax":
+            return ((q @ k.transpose(-1, -2)) * 8**-0.5).masked_fill(torch.eye(5).bool(), -9.0).softmax(-1) @ x
+        return self.query(x).softmax(-1) * x
+
+
+@pytest.mark.parametrize(("way", "met"), [("fused", {"fused": 1}), ("softmax", {"softmax": 1}), ("router", {})])
+def test_attention_is_met_where_it_is(way: str, met: dict[str, int]) -> None:
+    assert attention_met(Attention(way), {"x": torch.randn(2, 5, 8)}) == met
+
+
+def test_a_type_that_cannot_be_built_says_why() -> None:
+    result = row("timm_backbone")
+    assert not result["built"]
+    assert result["why"]
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is there already is kept; only the other type is measured."""
+    lines = tmp_path / "reach.jsonl"
+    lines.write_text(json.dumps({"model_type": "gpt2", "kept": True}) + "\n")
+    monkeypatch.setattr(sys, "argv", ["reach", "--only", "gpt2,bert", "--lines", str(lines)])
+    runpy.run_path(str(ROOT / "scripts" / "reach.py"), run_name="__main__")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [line["model_type"] for line in rows] == ["bert", "gpt2"]
+    assert rows[1] == {"model_type": "gpt2", "kept": True}
+    assert rows[0]["observed"]["heads"] == 8
