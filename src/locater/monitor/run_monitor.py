@@ -76,7 +76,7 @@ class Monitor(TrainerEvents):
         self._reported: set[Any] = set()
         self._columns: tuple[str, ...] = ()
         self._weights: WeightSpectra | None = None
-        self._logged: list[Site] = []  # the layers of the log
+        self._log_sites: list[Site] = []  # the layers of the log
         self._folder = Path()
 
     def attach(self, model: nn.Module, folder: str | os.PathLike[str] = ".") -> Self:
@@ -88,7 +88,7 @@ class Monitor(TrainerEvents):
         wanted, layers, heads = self._sample
         observation = Observation(model, wanted, layers, heads, every=0, lenient=True)
         self._columns = (*COLUMNS, *(SPECTRUM if self.spectrum else ()))
-        self._logged, self._folder = list(observation.sites), Path(folder)
+        self._log_sites, self._folder = list(observation.sites), Path(folder)
         known = observation.by_calls is None  # else layers appear while the model runs, and the log begins then
         begin = self._open_log(observation) if known else None
         try:
@@ -150,7 +150,7 @@ class Monitor(TrainerEvents):
 
     def _open_log(self, observation: Observation) -> Record:
         """Open the sinks for the layers of the log; returns the first record, which is not written yet."""
-        layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in self._logged]
+        layers = [{"layer": s.number, "name": s.name, "heads": s.count, "kind": s.kind} for s in self._log_sites]
         begin = header(type(observation.model).__name__, self.every, layers, self._columns)
         if is_first_rank():
             self._sinks.open(self._folder, begin)
@@ -159,16 +159,16 @@ class Monitor(TrainerEvents):
     def _layers_of_log(self, observation: Observation) -> list[Site]:
         """The layers of the log; those found by their calls are fixed at the first observed step that has any."""
         if observation.by_calls is None:
-            return self._logged
-        if not self._logged and observation.sites:
-            self._logged = list(observation.sites)
+            return self._log_sites
+        if not self._log_sites and observation.sites:
+            self._log_sites = list(observation.sites)
             self._sinks.write(self._open_log(observation))
             for note in observation.notes:
                 self._report_once(note)
-        later = [site.name for site in observation.sites[len(self._logged) :]]
+        later = [site.name for site in observation.sites[len(self._log_sites) :]]
         if later:
             self._report_once(f"layers that ran later than others for the first time are not in the log: {later[0]}")
-        return self._logged
+        return self._log_sites
 
     def _log_observed_step(self, loss: Any, scalars: dict[str, Any]) -> list[Record]:
         """Write the step and its warnings. All is computed before any of it is read: the device is waited for once."""
@@ -221,7 +221,7 @@ class Monitor(TrainerEvents):
     def _warn(self, table: Table) -> list[Record]:
         """Write and log the warnings that are new at this step."""
         assert self.observation is not None
-        names = {site.number: site.name for site in self._logged}
+        names = {site.number: site.name for site in self._log_sites}
         warnings = []
         for (layer, head), row in table.items():
             for condition in self.conditions:
