@@ -54,10 +54,12 @@ NEW: dict[str, tuple[str, ...]] = {
         *("heads[*].difference.effective_rank", "medians.effective_rank"),
     ),
     "probe": (
+        *("layers[*].provenance",),
         *("roles",),  # the heads of each role
         *(f"{place}.{kind}_induction" for place in ("heads[*]", "assumptions.how") for kind in ("skip", "pair")),
     ),
     "train": (
+        *("scan.layers[*].provenance",),
         *("result.plan.convert", "result.plan.convert_at", "result.conversion"),  # null here
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
