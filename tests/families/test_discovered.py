@@ -68,7 +68,10 @@ DECODERS = dict.fromkeys(
 DECODERS["apertus"] = ("model.layers.{}.self_attn", "model.layers.{}.attention_layernorm", "o_proj")
 
 
-@pytest.mark.parametrize("name", MODELS)
+LONGER = ("apertus", "seed_oss", "smollm3")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONGER)) for n in MODELS])
 def test_layers_give_what_the_model_computes(name: str) -> None:
     """The model itself, redrawn with other numbers than discovery used, run with hooks on its modules."""
     model = build(*MODELS[name][:2], **MODELS[name][2])

@@ -95,6 +95,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_global_layers": 1,
         "vision_output_dim": 96,
     },
+    "sam": {
+        "prompt_encoder_config.image_embedding_size": 4,
+        "prompt_encoder_config.image_size": 32,
+        "vision_config.output_channels": 32,
+    },
+    "sam_hq": {
+        "prompt_encoder_config.image_embedding_size": 4,
+        "prompt_encoder_config.image_size": 32,
+        "vision_config.output_channels": 32,
+    },
     "esm": {"pad_token_id": 1, "mask_token_id": 4},
     "instructblip": {"image_token_index": 150},
     "instructblipvideo": {"video_token_index": 150},

@@ -23,8 +23,9 @@ from locater.errors import LocaterError, first_line
 from locater.families.coverage import folded_paths, unread
 from locater.families.discovered_calls import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
+from locater.families.discovered_norms import plain
 from locater.families.discovered_passes import Copy
-from locater.families.discovered_reading import plain, read_layout
+from locater.families.discovered_reading import read_layout
 from locater.families.discovered_verifying import verified
 from locater.families.discovered_windows import window_settings, with_windows
 from locater.families.layer import AttentionLayer
@@ -77,6 +78,8 @@ def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Disc
     The model is not changed: a copy of it runs, on the CPU in float64. What was found is kept with the model, and used
     again while its tensors and its configuration stay the same.
     """
+    if not isinstance(model, nn.Module):
+        raise LocaterError(f"{model!r:.60} is not a live model: discovery runs an nn.Module, so load the model first")
     return discovered_in(ModuleWeights(model), example)
 
 

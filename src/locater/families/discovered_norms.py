@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from locater.checkpoints.weights import Weights
+from locater.checkpoints.weights import WRAPPERS, Weights
 from locater.families.norm import Norm, NormKind
 from locater.numerics import upcast
 from locater.tape import Made, Node, Tape
@@ -81,9 +81,14 @@ def _tensor(module: nn.Module, names: tuple[str, ...]) -> str | None:
 
 
 def _path(made: Made, name: str | None) -> str | None:
-    return None if name is None else f"{made.path}.{name}" if made.path else name
+    return None if name is None else plain(f"{made.path}.{name}" if made.path else name)
 
 
 def _eps(module: nn.Module) -> list[float]:
     own = [x for name, x in vars(module).items() if "eps" in name and isinstance(x, float)]
     return list(dict.fromkeys([*own, *USUAL_EPS]))
+
+
+def plain(path: str) -> str:
+    """A path of a module or a tensor without the names of wrappers."""
+    return WRAPPERS.sub("", f"{path}.").removesuffix(".")

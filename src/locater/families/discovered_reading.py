@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.checkpoints.weights import WRAPPERS
 from locater.families.discovered_calls import (
     Call,
     Side,
@@ -22,6 +21,7 @@ from locater.families.discovered_calls import (
 )
 from locater.families.discovered_layout import AttentionLayout, MapLayout
 from locater.families.discovered_logits import read_logits, read_mask
+from locater.families.discovered_norms import plain
 from locater.families.discovered_probing import Turning, frequencies
 from locater.families.discovered_sides import Heads, heads_of, stored_map
 from locater.tape import Node, Tape, replay
@@ -169,8 +169,3 @@ def _columns(out: LinearMap, mixed: Node, place: Place) -> tuple[int, ...] | Non
 
 def _tokens(linear: LinearMap) -> int:
     return linear.node.value.numel() // linear.node.value.shape[-1]
-
-
-def plain(path: str) -> str:
-    """A path without the names of wrappers."""
-    return WRAPPERS.sub("", f"{path}.").removesuffix(".")

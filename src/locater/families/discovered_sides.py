@@ -9,7 +9,7 @@ from torch import Tensor
 
 from locater.families.discovered_calls import Side, UnreadableError, split_heads
 from locater.families.discovered_layout import MapLayout
-from locater.families.discovered_norms import NormLayout, fitted
+from locater.families.discovered_norms import NormLayout, fitted, plain
 from locater.families.discovered_probing import Canonical, Turning, probing, routing, turning
 from locater.tape import Tape
 from locater.tape.walking import LinearMap
@@ -113,7 +113,8 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], shift: Tensor
             raise UnreadableError(f"the bias of {name} is computed")
     if shift.abs().max() > 0:
         raise UnreadableError(f"a vector is added to what {name} gives, apart from its bias")
-    return MapLayout(name, tuple(rows[channel] for channel in channels), bias, transposed)
+    kept = tuple(rows[channel] for channel in channels)
+    return MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed)
 
 
 def _stored_rows(tape: Tape, name: str, weight: Tensor) -> tuple[list[int], bool]:

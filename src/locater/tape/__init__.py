@@ -1,5 +1,5 @@
-"""One forward pass of a model, written down call by call: `Tape`; what led to a value: `upstream`; computing a part of
-it again with other values: `replay`. Knows tensors, functions and modules, and no architecture.
+"""One forward pass of a model, written down call by call (`Tape`). `walking` tells what led to a value, `replay`
+computes a part of the pass again with other values. Knows tensors, functions and modules, and no architecture.
 """
 
 from locater.tape.recording import Made, Node, Tape
