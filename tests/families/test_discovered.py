@@ -257,6 +257,25 @@ def test_windows_longer_than_the_example(stem: str, windows: list[int | None]) -
     assert all(layer.unknown_output is None for layer in layers)
 
 
+def test_a_rotation_by_table_is_needed() -> None:
+    """DINOv3 turns by the place of a patch in two dimensions: no position times a frequency."""
+    model = build(
+        "DINOv3ViT",
+        "Model",
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=12,
+        patch_size=4,
+    )
+    (layer,) = locater.discover(model).layers
+    assert layer.rotary_table is not None
+    assert layer.unknown_output is None
+    x = torch.randn(1, len(layer.rotary_table.angles), 32)
+    assert not torch.allclose(layer.logits(x), replace(layer, rotary_table=None).logits(x), atol=1e-3)
+
+
 def test_a_window_that_cannot_be_seen_is_refused() -> None:
     """GPT-Neo builds its mask when it is made."""
     model = build(

@@ -188,7 +188,9 @@ NORMED = {  # of maps with a norm inside, all of a layer at once
     "heads": lambda p: 1,
 }
 # another mechanism has a layer of its own kind: tests/train/test_attention.py
-NAMES_ONLY = {"name", "index", "mechanism"}
+NAMES_ONLY = {"name", "index", "mechanism", "provenance"}
+# what discovery alone sets; tests/families/test_discovered.py breaks the first two, the others say what is not known
+DISCOVERED = {"rotary_table", "norm_last", "unknown_logits", "unknown_output"}
 
 
 def zeroed(p: Projection) -> Projection:
@@ -230,7 +232,7 @@ def mutations() -> dict[str, Callable[[AttentionLayer], AttentionLayer]]:
 def test_every_field_has_a_mutation() -> None:
     made = mutations()
     for f in fields(AttentionLayer):
-        covered = f.name in made or f.name in NAMES_ONLY or (f.name in PART and f"{f.name}.weight" in made)
+        covered = f.name in {*made, *NAMES_ONLY, *DISCOVERED} or (f.name in PART and f"{f.name}.weight" in made)
         assert covered, f"AttentionLayer.{f.name} has no mutation"
     for kind, neutral in NEUTRAL.items():
         missing = {f.name for f in fields(kind)} - set(neutral) - {"shape"}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
 from locater.families.discovered_calls import Call, attention_calls
+from locater.families.example_inputs import example_inputs
 from locater.tape import Tape
 
 
@@ -123,7 +124,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 def _arguments(model: nn.Module, example: Mapping[str, Any] | None) -> dict[str, Any]:
     """Inputs in float64, without a cache of keys and values."""
-    inputs = dict(_guessed(model) if example is None else example)
+    inputs = dict(example_inputs(model) if example is None else example)
     inputs = {
         name: x.detach().to("cpu", torch.float64) if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in inputs.items()
@@ -132,20 +133,6 @@ def _arguments(model: nn.Module, example: Mapping[str, Any] | None) -> dict[str,
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs.setdefault("use_cache", False)
     return inputs
-
-
-def _guessed(model: nn.Module) -> dict[str, Any]:
-    """Token ids, for models that read these."""
-    names = inspect.signature(model.forward).parameters
-    config = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", None)
-    if "input_ids" not in names or not isinstance(vocabulary, int):
-        wanted = next((name for name, p in names.items() if p.default is p.empty), next(iter(names), "input"))
-        raise LocaterError(
-            f"{type(model).__name__}: its inputs cannot be guessed: give small ones as example={{{wanted!r}: ...}}"
-        )
-    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids}
 
 
 @torch.no_grad()
