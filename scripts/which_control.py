@@ -35,16 +35,19 @@ class Control:
     hot: str  # arm at hot rates; "" where there is none
     learned: str  # arm of study l, where the others are missing
     not_when: str
+    rests_on: tuple[tuple[str, str], ...] = ()  # claims with the verdicts that `not_when` presupposes
 
 
 CONTROLS = (
     Control(
         "LocAteR, effective", "LocAteR, effective", "LocAteR", "effective", "",
         "hot rates: entropy collapses there (k2). Norms after the sums, perhaps: unit tokens are not what acts there, and no run has decided it (k12)",
+        (("k2", "holds"), ("k12", "undecided")),
     ),
     Control(
         "LocAteR, measured", "LocAteR, measured", "measured LocAteR: both, 0.001", "both, 0.001", "",
         "to lower the loss: it ends above the effective form at ordinary rates (k7) and hot ones (k3)",
+        (("k7", "fails"), ("k3", "fails")),
     ),
     Control(
         "QK-norm", "QK-norm, built in", "QK-norm", "QK-norm", "",
@@ -77,6 +80,7 @@ CONTROLS = (
     Control(
         "entropy penalty, floor 0.3", "entropy penalty", "", "", "entropy penalty",
         "to lower the loss: the more entropy at the same mean, the higher it was (l3). Reentrant checkpointing",
+        (("l3", "fails"),),
     ),
 )  # fmt: skip
 HEAD = (
@@ -117,11 +121,16 @@ class Results:
         keep = [n for n, seed in enumerate(cell["seeds"]) if seed or len(cell["seeds"]) <= FEWEST]
         return [cell["losses"][n] for n in keep], [cell["entropies"][n] for n in keep]
 
-    def interval(self, id: str, digits: int, verdict: str, sign: str = "+") -> str:
-        """Of a claim, for a sentence that presupposes its verdict."""
+    def presuppose(self, id: str, verdict: str) -> Mapping[str, Any]:
+        """The claim, for words that hold only while it has this verdict."""
         claim = self.claims[id]
         if claim["verdict"] != verdict:
             raise SystemExit(f"{id} is {claim['verdict']} now: the words of {PAGE.name} around it presuppose {verdict}")
+        return claim
+
+    def interval(self, id: str, digits: int, verdict: str, sign: str = "+") -> str:
+        """Of a claim, for a sentence that presupposes its verdict."""
+        claim = self.presuppose(id, verdict)
         return text_of(claim["measured"], claim["spread"], digits, sign)
 
     def hot_difference(self, arm: str, other: str) -> list[float]:
@@ -143,8 +152,8 @@ def over_seeds(values: Sequence[float], digits: int, sign: str = "") -> str:
     if len(values) < FEWEST:
         runs = "1 run" if len(values) == 1 else f"{len(values)} runs"
         return f"{sum(values) / len(values):{sign}.{digits}f} ({runs})"
-    found = mean_and_half(values)
-    return text_of(found["mean"], found["half"], digits, sign)
+    interval = mean_and_half(values)
+    return text_of(interval["mean"], interval["half"], digits, sign)
 
 
 def cost_cell(control: Control, costs: Mapping[str, Any] | None) -> str:
@@ -178,6 +187,8 @@ def table(results: Results, costs: Mapping[str, Mapping[str, Any] | None]) -> li
     plain = [", ".join(over_seeds(values, 2) for values in results.hot("none", rate)) for rate in HOT]
     lines.append(f"| none | 1 | 1 | 0 | 0 | {' | '.join(plain)} | hot rates |")
     for control in CONTROLS:
+        for claim in control.rests_on:
+            results.presuppose(*claim)
         cells = [*(cost_cell(control, costs[name]) for name in COSTS), *ordinary_cells(control, results)]
         cells += [hot_cell(control, results, rate) for rate in HOT]
         lines.append(f"| {control.name} | {' | '.join(cells)} | {control.not_when} |")

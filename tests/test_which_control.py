@@ -91,11 +91,11 @@ def test_what_is_said_of_the_model_is_its_plan(document: dict[str, Any]) -> None
 
 
 def test_words_are_refused_when_a_verdict_changes(document: dict[str, Any]) -> None:
-    for id in ("k4", "c1", "d15"):
+    for id in ("k4", "c1", "d15", "k7", "k12", "l3"):
         changed = copy.deepcopy(document)
         next(claim for claim in changed["claims"] if claim["id"] == id)["verdict"] = "other"
         with pytest.raises(SystemExit, match=f"{id} is other now"):
-            script.advice(script.Results(changed))
+            (script.advice(script.Results(changed)), script.table(script.Results(changed), dict.fromkeys(script.COSTS)))
     changed = copy.deepcopy(document)
     next(claim for claim in changed["claims"] if claim["id"] == "k4")["numbers"]["against"] = "QK-norm"
     with pytest.raises(SystemExit, match="the rival of study k is QK-norm now"):

@@ -109,11 +109,13 @@ def check_options(options: Collection[str], swept: Collection[str], plans: Seque
 def _option(item: Field[Any], hint: Any, panel: str) -> Any:
     """An option that may be left out. Its default is None, so that a plan in a file keeps its own value."""
     no_value = item.default is None or item.default == () or item.default is False
-    shown = "" if no_value else f" Default {item.default}."
+    metavar = _metavar(item, hint)
+    shown = f" One of {', '.join(item.metadata['choices'])}." if metavar == item.name.upper() else ""
+    shown += "" if no_value else f" Default {item.default}."
     flag = _flag(item.name)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if item.default is True else flag,
-        metavar=_metavar(item, hint),
+        metavar=metavar,
         help=item.metadata["help"] + shown,
         show_default=False,
         rich_help_panel=panel,
@@ -121,10 +123,14 @@ def _option(item: Field[Any], hint: Any, panel: str) -> Any:
     return Annotated[(list[str] if hint == tuple[str, ...] else hint) | None, option]
 
 
+LONGEST_METAVAR = 24  # columns that the help has for it at a width of 80
+
+
 def _metavar(item: Field[Any], hint: Any) -> str:
-    """What the help calls the value of an option."""
-    if item.metadata["choices"]:
-        return "|".join(item.metadata["choices"])
+    """What the help calls the value of an option: its choices, or one word where they would break in the middle."""
+    choices = "|".join(item.metadata["choices"])
+    if choices:
+        return choices if len(choices) <= LONGEST_METAVAR else item.name.upper()
     kinds = {hint, *get_args(hint)}
     return METAVARS.get(item.name) or ("N" if int in kinds else "NUMBER" if float in kinds else "TEXT")
 

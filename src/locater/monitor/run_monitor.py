@@ -48,8 +48,9 @@ class Monitor(TrainerEvents):
     `spectrum` adds M and the logit spread of each head's query-key map, from its weights.
 
     A warning is a reason to look, and silence is no promise. On small runs that had no part in choosing `warn_on`, 32
-    of 58 failures were warned of 10 steps or more before the loss showed them, and 2 of 110 ordinary runs were warned
-    of. Sudden faults, such as a jump of the rate or bad data, show in the loss first (docs/monitor.md).
+    of 66 failures were warned of 10 steps or more before the loss showed them (32 of 58 without those of bad data),
+    and 2 of 110 ordinary runs were warned of. Sudden faults, such as a jump of the rate or bad data, show in the loss
+    first (docs/monitor.md).
     """
 
     def __init__(
