@@ -121,9 +121,9 @@ def test_doses_are_chosen_by_select_loss_and_entropy_of_the_sweep() -> None:
     runs = Runs()
     ends = {  # select loss, entropy
         own.NONE: (5.0, 3.0),
-        "measured, 0.001": (5.003, 3.09),  # nearest: the most entropy at no cost
-        "measured, 0.01": (5.02, 3.3),
-        "stored, 0.01": (5.01, 3.11),  # best: the least loss that adds 0.1
+        "measured, 0.001": (5.003, 3.09),  # too little entropy
+        "measured, 0.01": (5.02, 3.3),  # ours: the least loss of our forms that adds 0.1
+        "stored, 0.01": (5.03, 3.11),  # published: the same of the paper's form
         "stored, 0.0001": (4.999, 3.02),
     }
     for row in own.sweep():
@@ -131,9 +131,10 @@ def test_doses_are_chosen_by_select_loss_and_entropy_of_the_sweep() -> None:
         loss, entropy = ends.get(row.arm, (5.5, 3.5))
         # report losses are the other way around, and must not count
         runs.add(row, own_line(row, loss, entropy) | {"report_loss": 10 - loss})
-    assert (own.best_dose(runs), own.nearest_dose(runs)) == ("stored, 0.01", "measured, 0.001")
+    doses = (own.published_dose(runs), own.own_dose(runs), own.best_dose(runs))
+    assert doses == ("stored, 0.01", "measured, 0.01", "measured, 0.01")
     rows = runs.missing(own.rows_of(runs))
-    assert [row.arm for row in rows[:3]] == [own.NONE, "stored, 0.01", "measured, 0.001"]
+    assert [row.arm for row in rows[:3]] == [own.NONE, "stored, 0.01", "measured, 0.01"]
     assert {row.plan.seed for row in rows} == set(range(1, 11)), "seed 0 chooses and does not judge"
 
 
@@ -149,9 +150,14 @@ def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dic
     runs = filled(earlier, "jn", line)
     found = known(own_judged.of_own(runs).measured)
     assert set(found) == {f"j{n}" for n in range(1, 9)}
-    best = -math.log10(strength(next(row for row in own.sweep() if row.arm == own.best_dose(runs))))
-    for id, expected in (("j1", 0.1), ("j3", 0.1), ("j5", 0.1), ("j2", 1.0), ("j4", 1.0)):
-        assert found[id].value == pytest.approx(expected * (9 - best) / 9, abs=1e-3), id
+    doses = {
+        form: -math.log10(strength(next(row for row in own.sweep() if row.arm == dose)))
+        for form, dose in (("published", own.published_dose(runs)), ("ours", own.own_dose(runs)))
+    }
+    expected_changes = {"j1": 0.1, "j3": 0.1, "j5": 0.1, "j7": 0.1, "j2": 1.0, "j4": 1.0, "j8": 1.0}
+    for id, expected in expected_changes.items():
+        dose = doses["ours" if id in ("j7", "j8") else "published"]
+        assert found[id].value == pytest.approx(expected * (9 - dose) / 9, abs=1e-3), id
         assert len(found[id].sample) == 10
     assert found["j6"].value == pytest.approx(0.0, abs=1e-9), "losses of these fall to the end"
     assert set(known(own_judged.of_long(runs).measured)) == {"n1", "n2", "n3"}
@@ -159,14 +165,14 @@ def test_the_own_experiment_is_judged_by_other_seeds_than_the_sweep(earlier: dic
 
 def test_seeds_that_one_arm_lacks_are_left_out(earlier: dict[str, Line]) -> None:
     runs = filled(earlier, "j", lambda row: own_line(row, 5.0 + strength(row) + row.plan.seed, 3.0 + strength(row)))
-    best = own.judged_rows(runs)["best"]
-    for row in best[3:]:
+    published = own.judged_rows(runs)["published"]
+    for row in published[3:]:
         del runs.lines[row.key]
     found = own_judged.of_own(runs).measured["j1"]
     assert found is not None
     assert len(found.sample) == 3
-    assert found.value == pytest.approx(strength(best[0])), "the size of a seed cancels within it"
-    del runs.lines[best[0].key]
+    assert found.value == pytest.approx(strength(published[0])), "the size of a seed cancels within it"
+    del runs.lines[published[0].key]
     assert own_judged.of_own(runs).measured["j1"] is None, "two seeds judge nothing"
 
 

@@ -266,6 +266,9 @@ def test_runs_of_several_claims_are_joined(tmp_path: Path) -> None:
     found = joined([first, second], paper)
     assert [(x["id"], x["measured"]) for x in found["claims"] if x["id"] in ("x1", "x2")] == [("x1", 9.0), ("x2", 0.5)]
     assert (found["assumptions"]["quick"], found["assumptions"]["joined"]) == (False, 2)
+    first["claims"] = [{**x, "measured": None} for x in first["claims"]]
+    second["claims"] = [{**x, "claim": "in other words"} for x in second["claims"]]
+    assert joined([first, second], paper)["claims"][1]["claim"] == "in other words", "where neither measured it"
 
 
 @pytest.mark.parametrize("name", PAPERS)

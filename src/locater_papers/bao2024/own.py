@@ -2,11 +2,12 @@
 
 The recipe is that of fairseq's language models. Its rate depends on the update alone (warm-up over 4,000 updates, then
 the inverse square root), so a run of 3,000 updates is the beginning of a longer one. The weight of the penalty is not
-at hand, so it is swept with seed 0. The sweep names two doses, which are judged with other seeds.
+at hand, so it is swept with seed 0. The sweep names two doses, one of the paper's form and one of ours, which are judged with other seeds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 
@@ -91,14 +92,31 @@ def swept(runs: Runs) -> dict[str, Line] | None:
     return None if runs.missing(sweep()) else ended(runs)
 
 
+def published_dose(runs: Runs) -> str | None:
+    """The dose of the stored form, which is the paper's, that judges the paper's claims."""
+    return _dose(runs, [arm for arm in DOSES if arm.startswith("stored")])
+
+
+def own_dose(runs: Runs) -> str | None:
+    """The dose of our forms, on measured logits or in the units of the tokens."""
+    return _dose(runs, [arm for arm in DOSES if not arm.startswith("stored")])
+
+
 def best_dose(runs: Runs) -> str | None:
-    """The least select loss among the doses that raise entropy by `MORE_ENTROPY`; where none does, the one with the
-    most entropy. None while the sweep is not whole, or its plain run failed.
+    """That of the two with the lower select loss in the sweep."""
+    doses = [arm for arm in (published_dose(runs), own_dose(runs)) if arm is not None]
+    lines = swept(runs) or {}
+    return min(doses, key=lambda arm: lines[arm]["select_loss"], default=None)
+
+
+def _dose(runs: Runs, arms: Collection[str]) -> str | None:
+    """The least select loss among these doses, of those that raise entropy by `MORE_ENTROPY`; where none does, the one
+    with the most entropy. None while the sweep is not whole, or its plain run failed.
     """
     lines = swept(runs)
     if lines is None or NONE not in lines:
         return None
-    doses = {arm: line for arm, line in lines.items() if arm in DOSES}
+    doses = {arm: line for arm, line in lines.items() if arm in arms}
     least = lines[NONE]["entropy"] + MORE_ENTROPY
     raising = {arm: line for arm, line in doses.items() if line["entropy"] >= least}
     if raising:
@@ -106,26 +124,12 @@ def best_dose(runs: Runs) -> str | None:
     return max(doses, key=lambda arm: doses[arm]["entropy"], default=None)
 
 
-def nearest_dose(runs: Runs) -> str | None:
-    """The dose, other than the best, that comes nearest to what the paper says: the most entropy among those whose
-    select loss is within `NO_COST` of the plain run's or below; where there is none, the least select loss.
-    """
-    lines, best = swept(runs), best_dose(runs)
-    if lines is None or best is None:
-        return None
-    others = {arm: line for arm, line in lines.items() if arm in DOSES and arm != best}
-    free = {arm: x for arm, x in others.items() if x["select_loss"] <= lines[NONE]["select_loss"] + NO_COST}
-    if free:
-        return max(free, key=lambda arm: free[arm]["entropy"])
-    return min(others, key=lambda arm: others[arm]["select_loss"], default=None)
-
-
 def judged_rows(runs: Runs) -> dict[str, list[Row]]:
     """The plain arm and the two doses, by role, with the seeds that judge; nothing before the sweep is whole."""
-    roles = {"none": NONE, "best": best_dose(runs), "nearest": nearest_dose(runs)}
-    return {
-        role: [row(arm, seed) for seed in SEEDS] for role, arm in roles.items() if arm is not None and roles["best"]
-    }
+    roles = {"none": NONE, "published": published_dose(runs), "ours": own_dose(runs)}
+    if roles["published"] is None and roles["ours"] is None:
+        return {}
+    return {role: [row(arm, seed) for seed in SEEDS] for role, arm in roles.items() if arm is not None}
 
 
 def rows_of(runs: Runs) -> list[Row]:

@@ -200,10 +200,12 @@ def joined(documents: Sequence[dict[str, Any]], paper: Paper) -> dict[str, Any]:
     claims: dict[str, dict[str, Any]] = {}
     tables: dict[str, dict[str, Any]] = {}
     for document in documents:
-        claims |= {x["id"]: x for x in document["claims"] if x["measured"] is not None or x["id"] not in claims}
+        for claim in document["claims"]:  # one that was measured is not replaced by one that was not
+            if claim["measured"] is not None or claims.get(claim["id"], claim)["measured"] is None:
+                claims[claim["id"]] = claim
         for title, study in document.get("studies", {}).items():
             tables.setdefault(title, {}).update(study["tables"])
-    ids = [claim.id for claim in paper.claims if claim.id in claims]
+    ids = [each.id for each in paper.claims if each.id in claims]
     titles = [study.title for study in paper.studies if study.title in tables]
     assumptions = dict(documents[-1]["assumptions"])
     for name in ("seconds", "processor_seconds"):
