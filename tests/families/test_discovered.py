@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import locater
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, effective
-from locater.families.discovered_calls import UnreadableError
+from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
 from locater.families.discovered_passes import Copy, Pass
 from locater.families.discovered_reading import read_layout

@@ -20,6 +20,7 @@ from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, Projection, effective
 from locater.families.effective import folded
+from locater.families.joined import JoinedProjection
 from locater.families.normed import NormedProjection
 
 STEPS = 100  # of Newton's method at most; without a norm on the keys the first step is exact
@@ -96,6 +97,8 @@ def _with(layer: AttentionLayer, projection: Projection, weight: Tensor) -> Proj
 
 def _stored(projection: Projection, name: str) -> Projection:
     """The stored map: the one before the norm, where there is a norm on queries or keys."""
+    if isinstance(projection, JoinedProjection):
+        raise LocaterError(f"{name}: its heads are made of rows of several maps: leave this layer out")
     if not isinstance(projection, NormedProjection):
         return projection
     if projection.up is not None:

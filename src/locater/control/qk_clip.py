@@ -19,6 +19,7 @@ from locater.control.base import Control
 from locater.control.writing import check_writable, rewrite
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, Projection, attention_layers
+from locater.families.joined import JoinedProjection
 from locater.families.normed import NormedProjection
 from locater.observing.observation import Observation
 from locater.observing.tally import StatisticsOptions
@@ -160,6 +161,8 @@ def _refuse(layer: AttentionLayer) -> None:
             f"{layer.name}: a norm follows its queries and keys, so scaling their maps changes nothing: "
             "QK-Clip is not for it"
         )
+    if any(isinstance(part, JoinedProjection) for part in (layer.query, layer.key)):
+        raise LocaterError(f"{layer.name}: its heads are made of rows of several maps: QK-Clip is not for it")
     others = {"a position bias": layer.bias, "relative terms": layer.relative, "a soft cap": layer.softcap}
     for name, term in others.items():
         if term is not None:

@@ -20,6 +20,7 @@ from locater.explain.path_sums import Paths
 from locater.explain.recording import Recording
 from locater.families import AttentionLayer
 from locater.families.build import norm, optional
+from locater.families.joined import JoinedProjection
 from locater.families.layer import Projection
 from locater.families.normed import NormedProjection
 from locater.families.record import Part
@@ -70,6 +71,8 @@ class Freezer:
         block, maps = self.recording.block, attention_maps(call)
         before: FrozenNorm | FrozenLatent | None = self.norm(layer, block.before_attention)
         read = layer.value
+        if isinstance(read, JoinedProjection):
+            raise LocaterError(f"{layer.name}: its values are rows of several maps, which have no paths here")
         if isinstance(layer.value, NormedProjection):
             before, read = self._latent(layer, layer.value)
         value = read.weight().detach().to(maps).unflatten(0, (layer.kv_heads, -1))

@@ -21,7 +21,7 @@ from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import folded_paths, unread
-from locater.families.discovered_calls import UnreadableError
+from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
 from locater.families.discovered_norms import plain
 from locater.families.discovered_passes import Copy

@@ -7,17 +7,14 @@ between them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from locater.errors import LocaterError
-from locater.families.discovered_norms import NormLayout, fitted, may_be_norm
-from locater.tape import Node, Tape, replay
-from locater.tape.walking import MOVING, LinearMap, moved_from, moved_to, upstream
+from locater.families.discovered_errors import UnreadableError
+from locater.tape import Node, Tape
+from locater.tape.walking import MOVING, LinearMap, moved_to
 
 PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
 FUSED = "scaled_dot_product_attention"
@@ -31,10 +28,6 @@ CASTS = ("float", "to", "type", "type_as", "contiguous")
 MASKED = -1e4  # a logit below this is masked
 
 
-class UnreadableError(LocaterError):
-    """Why an attention cannot be read, without the name of its module."""
-
-
 @dataclass(frozen=True)
 class Call:
     """One attention. `product` and `logits` are None for a fused call, which keeps them to itself."""
@@ -46,17 +39,6 @@ class Call:
     event: Node  # the fused call, or the softmax
     product: Node | None = None
     logits: Node | None = None
-
-
-@dataclass(frozen=True)
-class Side:
-    """Queries, keys or values, back to their map and to the stream that it reads."""
-
-    node: Node
-    map: LinearMap
-    norms: list[Node]  # between the map and `node`, the latest first
-    front: NormLayout  # the norm in front of the map
-    stream: Tensor  # x: what that norm read; what the map reads, where no norm is in front of it
 
 
 def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[Call]:
@@ -110,38 +92,6 @@ def mixed_values(tape: Tape, call: Call) -> tuple[Node, Node]:
     raise UnreadableError("what its weights multiply is not a plain product with values")
 
 
-def side(tape: Tape, node: Node, what: str) -> Side:
-    """Walk back from queries, keys or values to their one map and its stream."""
-    if not node.moving:
-        raise UnreadableError(f"its {what} are learned, not computed from tokens")
-    before = upstream(tape, node, lambda n: may_be_norm(tape, n))
-    if not before.maps:
-        raise UnreadableError(f"no map by a parameter is in front of its {what}")
-    if before.loose:
-        raise UnreadableError(f"tokens that pass no map join its {what}")
-    if len(before.maps) > 1:
-        names = ", ".join(tape.parameter(part.constant) or "?" for part in before.maps[:3])
-        raise UnreadableError(f"its {what} are made of {len(before.maps)} maps ({names})")
-    linear = before.maps[0]
-    front, stream = _front(tape, linear)
-    norms = [norm for norm in before.norms if norm is not linear.node]
-    return Side(node, linear, norms, front, stream)
-
-
-def _front(tape: Tape, linear: LinearMap) -> tuple[NormLayout, Tensor]:
-    """(the norm in front of a map, the stream that it reads). Between the two, tokens may be moved. What is no norm, a
-    sum with positions for example, or follows no known formula, is left to the stream.
-    """
-    norm = moved_from(linear.source, lambda n: may_be_norm(tape, n))
-    if norm is not None:
-        made = tape.made[norm]
-        stream = replay(linear.source, {norm: made.source.value})
-        layout = fitted(made, stream, linear.source.value)
-        if layout is not None:
-            return layout, stream
-    return NormLayout(), linear.source.value
-
-
 def out_map(tape: Tape, mixed: Node) -> LinearMap:
     """The one map that reads the mixed values."""
     maps, others = moved_to(tape, mixed)
@@ -150,56 +100,3 @@ def out_map(tape: Tape, mixed: Node) -> LinearMap:
     if others:
         raise UnreadableError(f"between its mixed values and an output map is {', '.join(sorted(others)[:3])}")
     raise UnreadableError(f"its mixed values are read by {len(maps)} maps")
-
-
-def split_heads(x: Tensor, tokens: int) -> Tensor:
-    """(B, H, T, h) of queries, keys or values that may have batch and heads on one axis; `tokens` is B T."""
-    if x.ndim not in (3, 4) or not x.numel() or tokens % x.shape[-2]:
-        raise UnreadableError(f"its queries, keys or values have the shape {list(x.shape)}")
-    batch = tokens // x.shape[-2]
-    if x.ndim == 4 and x.shape[0] == batch:
-        return x
-    if math.prod(x.shape[:-2]) % batch:
-        raise UnreadableError(f"its queries, keys or values have the shape {list(x.shape)} for {tokens} tokens")
-    return x.reshape(batch, -1, *x.shape[-2:])
-
-
-def by_batch(x: Tensor, batch: int, length: int) -> Tensor:
-    """A stream (..., d) as (B, T, d); also one with its tokens first, or with all tokens on one axis."""
-    if x.numel() // x.shape[-1] != batch * length:
-        raise UnreadableError(f"the stream that it reads has the shape {list(x.shape)} for {batch} x {length} tokens")
-    if x.ndim == 3 and x.shape[:2] == (length, batch) and batch != length:
-        return x.transpose(0, 1)
-    return x.reshape(batch, length, x.shape[-1])
-
-
-def captured_logits(call: Call, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(products, logits, constant part of the logits), all (B, H, T, S), of a call as it ran; `query` (B, H, T, h) and
-    `key` (B, H, S, h). Masked entries have a constant part below MASKED.
-    """
-    products = query @ key.mT
-    if call.product is None:
-        logits = _fused_logits(call, products)
-        constant = _fused_logits(call, torch.zeros_like(products))
-    else:
-        assert call.logits is not None
-        logits = call.logits.value
-        constant = replay(call.logits, {call.product: torch.zeros_like(call.product.value)})
-    if logits.numel() != products.numel():
-        raise UnreadableError(f"its logits have the shape {list(logits.shape)}, its products {list(products.shape)}")
-    return products, logits.reshape(products.shape), constant.reshape(products.shape)
-
-
-def _fused_logits(call: Call, products: Tensor) -> Tensor:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    arguments = {**dict(zip(names, call.event.args, strict=False)), **call.event.kwargs}
-    scale = arguments.get("scale")
-    logits = products * (call.query.value.shape[-1] ** -0.5 if scale is None else scale)
-    mask = arguments.get("attn_mask")
-    if mask is not None:
-        mask = mask.value.reshape(*(1 for _ in range(4 - mask.value.ndim)), *mask.value.shape)
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.to(logits)
-    if arguments.get("is_causal"):
-        seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
-        logits = logits.masked_fill(~seen, -torch.inf)
-    return logits

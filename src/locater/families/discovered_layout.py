@@ -4,47 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from locater.checkpoints.weights import Rows, Weights
+from locater.checkpoints.weights import Weights
 from locater.families.bias import Alibi
-from locater.families.build import read_floats
+from locater.families.discovered_maps import AnyMap, MapLayout
 from locater.families.discovered_norms import NormLayout
-from locater.families.layer import AttentionLayer, Kind, Projection
+from locater.families.layer import AttentionLayer, Kind
 from locater.families.norm import Norm
-from locater.families.normed import normed
 from locater.families.rotary import Rotary, RotaryTable
-
-
-@dataclass(frozen=True)
-class MapLayout:
-    """Rows of a stored map, in the order wanted; `columns` reorders what it reads."""
-
-    weight: str
-    rows: tuple[int, ...]
-    bias: str | None = None
-    transposed: bool = False  # stored (in, out)
-    columns: tuple[int, ...] | None = None
-    inner: NormLayout | None = None  # a norm over all rows at once, after the map
-
-    def build(self, weights: Weights, before: Norm) -> Projection:
-        width = weights.shape(self.weight)[0 if self.transposed else 1]
-        bias = None if self.bias is None else weights.read(self.bias)[list(self.rows)]
-        plain = Projection(lambda: self._matrix(weights), (len(self.rows), width), bias)
-        return plain if self.inner is None else normed(plain, self.inner.build(weights), before)
-
-    def _matrix(self, weights: Weights) -> Tensor:
-        if self.transposed:
-            matrix = read_floats(weights, self.weight).mT[list(self.rows)]
-        else:
-            ranges, places = _ranges(self.rows)
-            matrix = read_floats(weights, self.weight, ranges)
-            matrix = matrix if places is None else matrix[places]
-        return matrix if self.columns is None else matrix[:, list(self.columns)]
 
 
 @dataclass(frozen=True)
@@ -66,10 +36,10 @@ class AttentionLayout:
     heads: int
     kv_heads: int
     head_dim: int
-    query: MapLayout
-    key: MapLayout
+    query: AnyMap
+    key: AnyMap
     logits: LogitsLayout
-    value: MapLayout | None = None
+    value: AnyMap | None = None
     out: MapLayout | None = None
     norm: NormLayout = field(default_factory=NormLayout)
     memory_norm: NormLayout | None = None
@@ -78,6 +48,7 @@ class AttentionLayout:
     norm_last: bool = False
     frequencies: tuple[float, ...] = ()
     amplitude: float = 1.0
+    first_position: int = 0
     angles: tuple[tuple[float, ...], ...] = ()  # of each token of the example and each pair, in place of frequencies
     kind: Kind = "self"
     product_scale: float = 1.0  # factor of queries times factor of keys, beside their maps
@@ -106,7 +77,7 @@ class AttentionLayout:
             query_norm=None if self.query_norm is None else self.query_norm.build(weights),
             key_norm=None if self.key_norm is None else self.key_norm.build(weights),
             norm_last=self.norm_last,
-            rotary=Rotary(torch.tensor(self.frequencies), self.amplitude) if self.frequencies else None,
+            rotary=self._rotary(),
             rotary_table=RotaryTable(torch.tensor(self.angles, dtype=torch.float64)) if self.angles else None,
             bias=None if logits.alibi is None else Alibi(torch.tensor(logits.alibi, dtype=torch.float64)),
             softcap=logits.softcap,
@@ -118,17 +89,7 @@ class AttentionLayout:
             unknown_output=self.unknown_output,
         )
 
-
-def _ranges(rows: Sequence[int]) -> tuple[Rows, Tensor | None]:
-    """Ranges that hold these rows, in ascending order; and where each row is in them, unless they are in order."""
-    ranges: list[tuple[int, int]] = []
-    ordered = sorted(set(rows))
-    for row in ordered:
-        if ranges and ranges[-1][1] == row:
-            ranges[-1] = (ranges[-1][0], row + 1)
-        else:
-            ranges.append((row, row + 1))
-    if list(rows) == ordered:
-        return ranges, None
-    place = {row: at for at, row in enumerate(ordered)}
-    return ranges, torch.tensor([place[row] for row in rows])
+    def _rotary(self) -> Rotary | None:
+        if not self.frequencies:
+            return None
+        return Rotary(torch.tensor(self.frequencies), self.amplitude, self.first_position)

@@ -7,19 +7,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from locater.families.discovered_calls import MASKED, Call, UnreadableError
+from locater.families.discovered_calls import MASKED
+from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import LogitsLayout
+from locater.families.discovered_place import Place
 from locater.tape import replay
 
 CLOSE = 1e-9
 
 
-def read_logits(call: Call, products: Tensor, logits: Tensor, constant: Tensor) -> tuple[LogitsLayout, str | None]:
+def read_logits(place: Place, products: Tensor, logits: Tensor, constant: Tensor) -> tuple[LogitsLayout, str | None]:
     """(the layout, why more than products and scale is not known); all tensors (B, H, T, S)."""
     seen = constant > MASKED
     if not seen.any():
         raise UnreadableError("all its logits are masked")
-    scale, cap = _scale_and_cap(call, products, logits, constant, seen)
+    scale, cap = _scale_and_cap(place, products, logits, constant, seen)
     layout = LogitsLayout(scale, cap)
     bias = constant.masked_fill(~seen, 0.0)
     unknown = None
@@ -52,8 +54,9 @@ def read_mask(layout: LogitsLayout, constant: Tensor) -> LogitsLayout:
 
 
 def _scale_and_cap(
-    call: Call, products: Tensor, logits: Tensor, constant: Tensor, seen: Tensor
+    place: Place, products: Tensor, logits: Tensor, constant: Tensor, seen: Tensor
 ) -> tuple[float, float | None]:
+    call = place.call
     if call.product is None:  # a fused call has a scale and no cap
         return _ratio(logits - constant, products, seen), None
     assert call.logits is not None
@@ -62,7 +65,8 @@ def _scale_and_cap(
     def of(x: Tensor) -> Tensor:
         assert call.logits is not None
         assert call.product is not None
-        return replay(call.logits, {call.product: x.reshape(shape)}).reshape(products.shape) - constant
+        given = place.grid.raw(x).reshape(shape).to(call.product.value)
+        return place.grid.products(replay(call.logits, {call.product: given})) - constant
 
     small, large = of(1e-6 * products), of(1e6 * products)
     scale = _ratio(small, 1e-6 * products, seen, 1e-6)

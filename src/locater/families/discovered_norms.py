@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -28,6 +29,11 @@ class NormLayout:
     bias: str | None = None
     eps: float = 0.0
     channels: tuple[int, ...] | None = None  # order of the channels; None: as stored
+
+    def picked(self, order: Sequence[int]) -> NormLayout:
+        """The same with its channels in this order."""
+        channels = order if self.channels is None else [self.channels[place] for place in order]
+        return replace(self, channels=tuple(channels))
 
     def build(self, weights: Weights) -> Norm:
         gain, bias = (None if name is None else weights.read(name) for name in (self.gain, self.bias))

@@ -94,12 +94,18 @@ def _copied(model: nn.Module, where: str) -> nn.Module:
         raise LocaterError(
             f"{where}: it cannot be copied ({type(error).__name__}: {first_line(error):.120})"
         ) from error
-    copied = copied.to("cpu", torch.float64).eval().requires_grad_(False)
+    copied = _precise(copied.cpu().eval().requires_grad_(False))
     choose: Any = getattr(copied, "set_experts_implementation", None)
     if choose is not None:  # fused products of experts do not run in float64
         with contextlib.suppress(Exception):
             choose("eager")
     return copied
+
+
+def _precise(model: nn.Module) -> nn.Module:
+    """The model in float64, complex tensors in complex128: `Module.to` would drop their imaginary parts."""
+    kinds = {True: torch.complex128, False: torch.float64}
+    return model._apply(lambda t: t.to(kinds[t.is_complex()]) if t.is_floating_point() or t.is_complex() else t)
 
 
 BLOCK = 1_000_003  # normal numbers that a large tensor repeats

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from locater.families.discovered_calls import Side, UnreadableError, split_heads
-from locater.families.discovered_layout import MapLayout
+from locater.families.discovered_errors import UnreadableError
+from locater.families.discovered_maps import AnyMap, JoinedLayout, MapLayout, VectorLayout
 from locater.families.discovered_norms import NormLayout, fitted, plain
-from locater.families.discovered_probing import Canonical, Turning, probing, routing, turning
+from locater.families.discovered_place import Latent, Side
+from locater.families.discovered_probing import Passage, Wiring, token_rows, wired
+from locater.families.discovered_turning import Reading, Turning, reading
 from locater.tape import Tape
 from locater.tape.walking import LinearMap
+
+LARGEST_VECTOR = 16_384  # numbers of a stored tensor that may be a learned vector
 
 
 @dataclass(frozen=True)
 class Heads:
     """Queries, keys or values of one layer. Rows are in the order of the model."""
 
-    map: MapLayout
+    map: AnyMap
     count: int  # heads that differ
     size: int
     factor: float
@@ -28,80 +33,157 @@ class Heads:
     norm_last: bool = False
 
 
-def heads_of(tape: Tape, part: Side, transposed: bool = False) -> Heads:
-    """What is between a map and queries, keys or values; `transposed`: their last axis is that of tokens."""
-    tokens = part.map.node.value.numel() // part.map.node.value.shape[-1]
-
-    def canonical(x: Tensor) -> Tensor:
-        return split_heads(x.mT if transposed else x, tokens)
-
+def heads_of(tape: Tape, part: Side, order: Tensor, tokens: Tensor) -> Heads:
+    """What is between the maps and queries, keys or values; `order` (B, H) and `tokens` (B, T) as in `wired`."""
+    wiring = wired(part.passage, order, tokens)
+    whole = reading(wiring)
+    count, size = _groups(wiring.heads), whole.rows.shape[1]
+    stored = _stored(tape, part, whole, wiring)
+    if not part.norms:
+        return Heads(stored, count, size, whole.factor, turn=whole.turn)
     if len(part.norms) > 1:
         raise UnreadableError("more than one norm is between its map and its queries or keys")
-    if part.norms:
-        return _normed_heads(tape, part, canonical, tokens)
-    channels = part.map.node.value.shape[-1]
-    probe = probing(part.node, part.map.node, canonical)
-    route = routing(probe, channels)
-    turn = turning(probe, route.sources, channels, route.factor)
-    count, kept = _different(route.sources)
-    stored = stored_map(tape, part.map, kept, route.shift)
-    return Heads(stored, count, route.sources.shape[1], route.factor, turn=turn)
+    if whole.factors is not None:
+        raise UnreadableError("channels of its queries, keys or values have factors of their own beside a norm")
+    return _normed(tape, part, whole, order, tokens, Heads(stored, count, size, whole.factor, turn=whole.turn))
 
 
-def _normed_heads(tape: Tape, part: Side, canonical: Canonical, tokens: int) -> Heads:
-    """The same, with a norm in between: of each head, or of all heads at once."""
-    norm = part.norms[0]
-    made = tape.made[norm]
-    layout = fitted(made, made.source.value, norm.value)
+def _normed(tape: Tape, part: Side, whole: Reading, order: Tensor, tokens: Tensor, heads: Heads) -> Heads:
+    """The same with the norm between: of each head, or of all heads at once."""
+    node = part.norms[0]
+    made = tape.made[node]
+    layout = fitted(made, made.source.value, node.value)
+    where = f"the norm {made.path}"
     if layout is None:
-        raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
-    batch, _, _, size = canonical(part.node.value).shape
-    width, channels = norm.value.shape[-1], part.map.node.value.shape[-1]
-    after = probing(part.node, norm, canonical)
-    late = routing(after, width)
-    late_turn = turning(after, late.sources, width, late.factor)
-    if width == channels != size:
-        count, kept = _different(late.sources)
-        if sorted(kept) != list(range(channels)):
-            raise UnreadableError(f"the norm {made.path} reads channels that its heads do not")
-        stored = replace(stored_map(tape, part.map, kept, late.shift), inner=replace(layout, channels=tuple(kept)))
-        return Heads(stored, count, size, late.factor, turn=late_turn)
-    if width != size or (late.sources != torch.arange(size)).any():
-        raise UnreadableError(f"the norm {made.path} acts on {width} channels of heads of {size}")
-    before = probing(made.source, part.map.node, lambda x: _heads_before(x, batch, tokens))
-    early = routing(before, channels)
-    early_turn = turning(before, early.sources, channels, early.factor)
-    if early_turn is not None and late_turn is not None:
-        raise UnreadableError(f"its channels turn before and after the norm {made.path}")
-    if early.factor != 1:
-        raise UnreadableError(f"the norm {made.path} reads a multiple of its map")
-    count, kept = _different(early.sources)
-    stored = stored_map(tape, part.map, kept, early.shift)
-    return Heads(stored, count, size, late.factor, layout, early_turn or late_turn, early_turn is not None)
+        raise UnreadableError(f"{where} ({type(made.module).__name__}) follows no known formula")
+    width = node.value.shape[-1]
+    after = Passage(part.node, (node,), (width,), (), part.passage.transposed)
+    if width == len(part.maps[0].weight) != heads.size:
+        late = reading(wired(after, order, tokens))
+        if len(part.maps) > 1 or not torch.equal(late.rows, whole.rows) or not isinstance(heads.map, MapLayout):
+            raise UnreadableError(f"{where} reads its channels in another order than the heads")
+        if sorted(late.rows.flatten().tolist()) != list(range(width)):
+            raise UnreadableError(f"{where} reads channels that its heads do not")
+        _same_turn(whole, late, where)
+        inner = replace(layout, channels=tuple(late.rows.flatten().tolist()))
+        return replace(heads, map=replace(heads.map, inner=inner), factor=late.factor)
+    if width != heads.size:
+        raise UnreadableError(f"{where} acts on {width} channels of heads of {heads.size}")
+    rows = token_rows(after)
+    one_by_one = torch.arange(len(rows))[:, None]
+    late = reading(wired(after, one_by_one, rows))
+    if late.factors is not None or abs(whole.factor / late.factor - 1) > 1e-6:
+        raise UnreadableError(f"{where} reads a multiple of its map")
+    norm_last = late.turn is None and whole.turn is not None
+    if not norm_last:
+        _same_turn(whole, late, where)
+    elif abs(whole.turn.amplitude - 1) > 1e-6:  # type: ignore[union-attr]
+        raise UnreadableError(f"{where} reads channels that a rotation made larger")
+    channels = late.rows[0]
+    in_order = torch.equal(channels, torch.arange(width))
+    norm = layout if in_order else replace(layout, channels=tuple(channels.tolist()))
+    return replace(heads, factor=late.factor, norm=norm, norm_last=norm_last)
 
 
-def _heads_before(x: Tensor, batch: int, tokens: int) -> Tensor:
-    """(B, H, T, h) of what a norm of heads reads: (B, T, H, h) or (B, H, T, h)."""
-    length = tokens // batch
-    if x.ndim == 4 and x.shape[1] == length and x.shape[2] != length:
-        return x.transpose(1, 2)
-    if x.ndim == 3:
-        return split_heads(x, tokens)
-    if x.ndim == 4 and x.shape[2] == length:
-        return x
-    raise UnreadableError(f"its norm of queries or keys reads the shape {list(x.shape)}")
+def _same_turn(whole: Reading, late: Reading, where: str) -> None:
+    """Refuse a rotation of which a part is in front of the norm."""
+    if whole.turn is None and late.turn is None:
+        return
+    if (
+        whole.turn is None
+        or late.turn is None
+        or (whole.turn.first, whole.turn.second) != (late.turn.first, late.turn.second)
+    ):
+        raise UnreadableError(f"its channels turn before and after {where}")
+    if (torch.exp(1j * (whole.turn.angles - late.turn.angles)) - 1).abs().max() > 1e-6:
+        raise UnreadableError(f"its channels turn before and after {where}")
 
 
-def _different(sources: Tensor) -> tuple[int, list[int]]:
-    """(heads that differ, their channels one head after the other); `sources` (H, h) are channels of a map."""
-    different = len(sources.unique(dim=0))
-    group = len(sources) // different
-    if len(sources) % different or (sources != sources[::group].repeat_interleave(group, 0)).any():
+def _groups(heads: list[int]) -> int:
+    """How many heads differ; neighbours are alike."""
+    count = len(set(heads))
+    group = len(heads) // count
+    if len(heads) % count or heads != [head // group * group for head in range(len(heads))]:
         raise UnreadableError("its queries share keys otherwise than in groups of neighbours")
-    return different, sources[::group].flatten().tolist()
+    return count
 
 
-def stored_map(tape: Tape, linear: LinearMap, channels: list[int], shift: Tensor) -> MapLayout:
+def _stored(tape: Tape, part: Side, whole: Reading, wiring: Wiring) -> AnyMap:
+    """The stored rows of all heads, one head after the other."""
+    channels = whole.rows.flatten()
+    shift = wiring.shift
+    if (shift - shift[:1, :1]).abs().max() > 1e-9 * max(1.0, float(shift.abs().max())):
+        raise UnreadableError("a vector that changes with position is added to its queries, keys or values")
+    added = shift[0, 0].flatten()
+    starts = torch.tensor([0, *torch.tensor(part.passage.widths).cumsum(0).tolist()])
+    owner = torch.bucketize(channels, starts[1:], right=True)
+    layouts, places = [], torch.zeros_like(channels)
+    offset = 0
+    for number, (linear, latent) in enumerate(zip(part.maps, part.latents, strict=True)):
+        own = (owner == number).nonzero().flatten()
+        if not own.numel():
+            continue
+        rows, inverse = _firsts((channels[own] - starts[number]).tolist())
+        layouts.append(stored_map(tape, linear, rows, latent))
+        places[own] = torch.tensor(inverse) + offset
+        offset += len(rows)
+    if len(layouts) == 1:
+        layout = layouts[0].picked(places.tolist())
+        if added.abs().max() > 0:
+            layout = replace(layout, shift=_vector(tape, part.passage, added / whole.factor))
+        return layout if whole.factors is None else replace(layout, factors=_learned(tape, part.passage, whole.factors))
+    if added.abs().max() > 0 or whole.factors is not None:
+        raise UnreadableError(
+            "a vector is added to what several maps give, or their channels have factors of their own"
+        )
+    return JoinedLayout(tuple(layouts), tuple(places.tolist()), len(whole.rows))
+
+
+def _firsts(rows: list[int]) -> tuple[list[int], list[int]]:
+    """(rows without repetition, the place of each row among these)."""
+    unique = list(dict.fromkeys(rows))
+    place = {row: at for at, row in enumerate(unique)}
+    return unique, [place[row] for row in rows]
+
+
+def _vectors(tape: Tape, passage: Passage) -> Iterator[tuple[Tensor, str]]:
+    """Stored tensors that take part between the cuts and the target, flattened, with their names."""
+    todo, seen, names = [passage.target], set(passage.cuts), set()
+    while todo:
+        for node in todo.pop().inputs:
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.moving:
+                todo.append(node)
+                continue
+            name = tape.parameter(node)
+            if name is not None and name not in names and 0 < tape.tensor(name).numel() <= LARGEST_VECTOR:
+                names.add(name)
+                yield tape.tensor(name).double().flatten(), name
+
+
+def _vector(tape: Tape, passage: Passage, values: Tensor) -> VectorLayout:
+    """The stored tensor that holds these numbers."""
+    for stored, name in _vectors(tape, passage):
+        nearest = (stored - values[:, None]).abs().min(-1)
+        if (nearest.values <= 1e-9 * values.abs().max()).all():
+            return VectorLayout(plain(name), tuple(nearest.indices.tolist()))
+    raise UnreadableError("a vector that is no parameter is added to its queries, keys or values")
+
+
+def _learned(tape: Tape, passage: Passage, factors: Tensor) -> VectorLayout:
+    """The stored tensor that these factors are a multiple of."""
+    values = factors.flatten()
+    for stored, name in _vectors(tape, passage):
+        for multiple in values[0] / stored[stored.abs() > 0]:
+            nearest = (stored * multiple - values[:, None]).abs().min(-1)
+            if (nearest.values <= 1e-9 * values.abs().max()).all():
+                return VectorLayout(plain(name), tuple(nearest.indices.tolist()), float(multiple))
+    raise UnreadableError("channels of its queries, keys or values have factors of their own")
+
+
+def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Latent | None = None) -> MapLayout:
     """The stored tensors of a map, with the stored row of each of `channels`."""
     name = tape.parameter(linear.constant)
     assert name is not None
@@ -111,10 +193,20 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], shift: Tensor
         bias = tape.parameter(linear.bias)
         if bias is None:
             raise UnreadableError(f"the bias of {name} is computed")
-    if shift.abs().max() > 0:
-        raise UnreadableError(f"a vector is added to what {name} gives, apart from its bias")
     kept = tuple(rows[channel] for channel in channels)
-    return MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed)
+    layout = MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed)
+    return layout if latent is None else replace(layout, **_behind(tape, latent))
+
+
+def _behind(tape: Tape, latent: Latent) -> dict[str, MapLayout | NormLayout | None]:
+    """The map of a latent and its norm."""
+    rows = token_rows(latent.passage)
+    wiring = wired(latent.passage, torch.arange(len(rows))[:, None], rows)
+    whole = reading(wiring)
+    if whole.turn is not None or whole.factors is not None or whole.factor != 1 or wiring.shift.abs().max() > 0:
+        raise UnreadableError("what is between its two maps is no norm")
+    norm = None if latent.norm.kind == "none" else latent.norm
+    return {"latent": stored_map(tape, latent.map, whole.rows[0].tolist()), "latent_norm": norm}
 
 
 def _stored_rows(tape: Tape, name: str, weight: Tensor) -> tuple[list[int], bool]:

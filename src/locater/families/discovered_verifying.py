@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from locater.checkpoints.weights import ModuleWeights
-from locater.families.discovered_calls import (
-    MASKED,
-    Call,
-    UnreadableError,
-    by_batch,
-    captured_logits,
-    mixed_values,
-    out_map,
-)
+from locater.families.discovered_calls import MASKED, Call, mixed_values
+from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout, LogitsLayout
 from locater.families.discovered_logits import centred
 from locater.families.discovered_norms import apart
+from locater.families.discovered_outputs import output_of
 from locater.families.discovered_passes import Pass
-from locater.families.discovered_reading import Place, place_of
+from locater.families.discovered_place import Place, captured_logits, place_of
 
 TOLERANCE = 1e-6  # of the standard deviation of what the model computed
 
@@ -33,7 +25,7 @@ def verified(layout: AttentionLayout, run: Pass, call: Call) -> AttentionLayout:
     """`layout` as far as it holds on another pass; refused where not even its queries and keys do."""
     place = place_of(run.tape, call)
     weights = ModuleWeights(run.model)
-    _, logits, constant = captured_logits(call, place.queries, place.keys)
+    _, logits, constant = captured_logits(place)
     seen = constant > MASKED
     difference = _products_apart(layout, weights, place)
     if not difference < TOLERANCE:
@@ -51,10 +43,10 @@ def verified(layout: AttentionLayout, run: Pass, call: Call) -> AttentionLayout:
     if layout.unknown_output is not None:
         return _without_output(layout, layout.unknown_output)
     try:
-        output = _captured_output(run, call, place)
+        out = output_of(run.tape, mixed_values(run.tape, call)[0], place.grid)
     except UnreadableError as error:
         return _without_output(layout, str(error))
-    difference = apart(layer.output(place.x, place.memory), output)
+    difference = apart(out.rows_of(layer.output(place.x, place.memory)), out.value)
     if not difference < TOLERANCE:
         return _without_output(layout, f"its output differs by {difference:.0e} of its spread with other weights")
     return layout
@@ -64,11 +56,6 @@ def _products_apart(layout: AttentionLayout, weights: ModuleWeights, place: Plac
     """Products of queries and keys, before scale, bias and cap; the scale is that of the queries and keys alone."""
     plain = replace(layout, logits=LogitsLayout(layout.product_scale), unknown_logits=None).build(weights)
     return apart(plain.logits(place.x, place.memory), place.queries @ place.keys.mT)
-
-
-def _captured_output(run: Pass, call: Call, place: Place) -> Tensor:
-    out = out_map(run.tape, mixed_values(run.tape, call)[0])
-    return by_batch(out.node.value, place.x.shape[0], place.x.shape[1])
 
 
 def _without_output(layout: AttentionLayout, why: str) -> AttentionLayout:

@@ -15,11 +15,11 @@ from typing import Any
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.families.discovered_calls import UnreadableError, captured_logits
+from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout, LogitsLayout
 from locater.families.discovered_logits import read_mask
 from locater.families.discovered_passes import Copy, Pass
-from locater.families.discovered_reading import place_of
+from locater.families.discovered_place import captured_logits, place_of
 
 SETTING = re.compile(r"(?!max_window_layers).*window.*|attention_chunk_size|local_attention")
 SMALL = 6  # tokens: with 6, a window of 6, 7, 4 or 3 tells the convention
@@ -82,7 +82,7 @@ def _mask(run: Pass, number: int) -> int | str | None:
     call = run.calls[number]
     place = place_of(run.tape, call)
     try:
-        return read_mask(LogitsLayout(), captured_logits(call, place.queries, place.keys)[2]).window
+        return read_mask(LogitsLayout(), captured_logits(place)[2]).window
     except UnreadableError as error:
         return str(error)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.families.effective import Effective, effective, folded
+from locater.families.joined import JoinedProjection, norm_inside
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
 from locater.families.normed import NormedProjection
@@ -39,6 +40,8 @@ def _undoes_size(projection: Projection, norm: Norm | None) -> bool:
     """
     if isinstance(projection, NormedProjection):
         return projection.down.bias is None and projection.shared is None
+    if isinstance(projection, JoinedProjection):
+        return all(_undoes_size(part, norm) for part in projection.parts)
     return norm is not None and projection.bias is None
 
 
@@ -64,9 +67,9 @@ def stored_maps(layer: AttentionLayer) -> Effective:
 
 
 def _stored(layer: AttentionLayer, projection: Projection) -> Projection:
-    if not isinstance(projection, NormedProjection):
+    if not norm_inside(projection):
         return projection
-    if projection.up is not None:
+    if not isinstance(projection, NormedProjection) or projection.up is not None:
         raise LocaterError(
             f"{layer.name}: latent attention has no query-key map as stored, since a norm stands between its two "
             "matrices: use the effective or the measured form"

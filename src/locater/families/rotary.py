@@ -25,13 +25,14 @@ class Rotary:
 
     frequencies: Float[Tensor, " pairs"]
     amplitude: float = 1.0  # of the rotated channels: some length extensions (yarn) scale them
+    first: int = 0  # the model's number for position 0; no product of queries and keys depends on it
 
     @property
     def channels(self) -> int:
         return 2 * len(self.frequencies)
 
     def rotate(self, x: Float[Tensor, "*b t h"], positions: Tensor) -> Float[Tensor, "*b t h"]:
-        angle = positions.float()[..., None] * self.frequencies.to(positions.device)  # (..., t, pairs)
+        angle = (positions + self.first).float()[..., None] * self.frequencies.to(positions.device)  # (..., t, pairs)
         precise = torch.promote_types(x.dtype, torch.float32)
         cos, sin = ((f(angle).to(x.device, precise) * self.amplitude).to(x) for f in (torch.cos, torch.sin))
         turning, rest = x[..., : self.channels], x[..., self.channels :]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locater.families import AttentionLayer, Norm, Projection
 from locater.families.effective import folded
-from locater.families.normed import NormedProjection
+from locater.families.joined import norm_inside
 from locater.kernels import attention_statistics
 from locater.numerics import one_thread
 from locater.predict.input_statistics import Input
@@ -139,7 +139,7 @@ def _longest(
         size = (layer.head_dim**0.5) * gain.reshape(-1, gain.shape[-1]).amax(-1)
         size = size if own.bias is None else size + own.bias.float().cpu().reshape(-1, own.bias.shape[-1]).norm(dim=-1)
         return size.expand(heads) if len(size) in (1, heads) else None
-    if before.kind == "none" or isinstance(projection, NormedProjection):
+    if before.kind == "none" or norm_inside(projection):
         return None
     weight, shift = folded(projection.weight().unflatten(0, (heads, -1)), projection, before)
     finite = weight.isfinite().all(-1).all(-1)

@@ -17,6 +17,7 @@ from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, open_source, read_source
 from locater.families.coverage import folded_paths, unread
+from locater.families.joined import norm_inside
 from locater.families.normed import NormedProjection
 from locater.predict.input_statistics import Input, Statistics
 from locater.verbs.head_rows import ScanOptions, head_rows
@@ -209,7 +210,7 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
         notes.append("layers without a known norm in front: their input is taken as unit tokens too")
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
         notes.append("query and key norms in mean field: each token's own norm is replaced by its root mean square")
-    if any(isinstance(part, NormedProjection) for x in layers for part in (x.query, x.key)):
+    if any(norm_inside(part) for x in layers for part in (x.query, x.key)):
         notes.append(
             "norms inside query and key maps (latents, norms over all heads) in mean field, as stored weights too"
         )
