@@ -68,6 +68,7 @@ def outcome(row: Row) -> str:
     return "observed" if row["observed"].get("heads") else "refused"
 
 
+FROM_DISK = "discovered from disk, every layer as in the live model"
 PARTS = ("layers", "refused_layers", "unreached")  # of a discovery: what the model has
 
 
@@ -85,15 +86,20 @@ def counts(rows: list[Row]) -> dict[str, int]:
             outcome({**row, "record": {}}) == "verified"
         ),
         "discovered in part": lambda row: outcome({**row, "record": {}}) == "partly",
+        FROM_DISK: lambda row: (
+            row.get("disk", {}).get("same") and row["disk"]["layers"] == row["disk"]["same"] == row["disk"]["live"]
+        ),
         "observed": lambda row: row.get("observed", {}).get("heads"),
         "faults of Locater (an exception that is no refusal)": lambda row: any("error" in x for x in steps(row)),
     }
+    if not any("disk" in row for row in rows):  # lines from before there was discovery from disk
+        questions.pop(FROM_DISK)
     return {name: sum(bool(question(row)) for row in rows) for name, question in questions.items()}
 
 
 def steps(row: Row) -> list[dict[str, Any]]:
     """What came of reading, discovering and observing a type, as far as it got."""
-    return [row[name] for name in ("record", "discovered", "observed") if name in row]
+    return [row[name] for name in ("record", "discovered", "disk", "observed") if name in row]
 
 
 def _reasons(rows: list[Row]) -> str:

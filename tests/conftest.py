@@ -25,6 +25,9 @@ from tests.summary import pytest_terminal_summary  # noqa: F401 - a hook by its 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit what is set here
     summary.avoided = avoid_broken_amx()
 
+# what one test discovers is not kept for another, nor in the home of whoever runs the tests
+os.environ["LOCATER_CACHE"] = "off"
+
 # tests run in parallel processes; threads inside tiny operations would only fight over the cores
 torch.set_num_threads(1)
 

@@ -19,6 +19,7 @@ from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like
 from locater.families.registry import BUILT_IN
 from tests.reach.met import attention_met
+from tests.reach.on_disk import from_disk
 from tests.reach.tiny import parameters_of, tiny
 
 LONGEST = 220  # characters of a reason
@@ -49,6 +50,7 @@ def _fill(result: dict[str, Any], model_type: str) -> None:
     result["record"] = _step(_record, model)
     if inputs is not None:
         result["discovered"] = _step(_discovered, copy.deepcopy(model), inputs)
+        result["disk"] = _step(from_disk, copy.deepcopy(model), inputs)
         result["observed"] = _step(_observed, model, inputs)
 
 

@@ -84,6 +84,21 @@ def joined(
     return whole
 
 
+def row_ranges(rows: Sequence[int]) -> tuple[Rows, Tensor | None]:
+    """Ranges that hold these rows, in ascending order; and where each row is in them, unless they are in order."""
+    ranges: list[tuple[int, int]] = []
+    ordered = sorted(set(rows))
+    for row in ordered:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = (ranges[-1][0], row + 1)
+        else:
+            ranges.append((row, row + 1))
+    if list(rows) == ordered:
+        return ranges, None
+    place = {row: at for at, row in enumerate(ordered)}
+    return ranges, torch.tensor([place[row] for row in rows])
+
+
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 

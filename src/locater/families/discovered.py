@@ -89,7 +89,7 @@ def discovered_in(weights: ModuleWeights, example: Mapping[str, Any] | None = No
     if example is None and model in _CACHE and _CACHE[model][0] == state:
         layouts, refused, unreached = _CACHE[model][1:]
     else:
-        layouts, refused, unreached = _searched(model, weights, example)
+        layouts, refused, unreached = search(model, weights, example)
         _CACHE[model] = (state, layouts, refused, unreached)
     layers = [layout.build(weights, index) for index, layout in enumerate(layouts)]
     return Discovered(layers, list(refused), list(unreached))
@@ -105,7 +105,7 @@ def _state(weights: ModuleWeights) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def _searched(
+def search(
     model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None
 ) -> tuple[list[AttentionLayout], list[Refusal], list[str]]:
     """(layouts, refusals, modules that look like attention and did not run)."""

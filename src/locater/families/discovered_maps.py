@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from locater.checkpoints.weights import Rows, Weights
+from locater.checkpoints.weights import Weights, row_ranges
 from locater.families.build import read_floats
 from locater.families.discovered_norms import NormLayout
 from locater.families.joined import joined_maps
@@ -86,7 +86,7 @@ class MapLayout:
         if self.transposed:
             matrix = read_floats(weights, self.weight).mT[list(self.rows)]
         else:
-            ranges, places = _ranges(self.rows)
+            ranges, places = row_ranges(self.rows)
             matrix = read_floats(weights, self.weight, ranges)
             matrix = matrix if places is None else matrix[places]
         return matrix if self.columns is None else matrix[:, list(self.columns)]
@@ -155,18 +155,3 @@ def _product(up: Projection, down: Projection) -> Projection:
 def _multiplied(up: Projection, down: Projection) -> Tensor:
     high = upcast(up.weight())
     return high @ down.weight().to(high)
-
-
-def _ranges(rows: Sequence[int]) -> tuple[Rows, Tensor | None]:
-    """Ranges that hold these rows, in ascending order; and where each row is in them, unless they are in order."""
-    ranges: list[tuple[int, int]] = []
-    ordered = sorted(set(rows))
-    for row in ordered:
-        if ranges and ranges[-1][1] == row:
-            ranges[-1] = (ranges[-1][0], row + 1)
-        else:
-            ranges.append((row, row + 1))
-    if list(rows) == ordered:
-        return ranges, None
-    place = {row: at for at, row in enumerate(ordered)}
-    return ranges, torch.tensor([place[row] for row in rows])

@@ -16,6 +16,7 @@ from locater.families.build import check_layer, integer
 from locater.families.by_name import layers_by_name
 from locater.families.coverage import unread
 from locater.families.discovered import discovered_in
+from locater.families.discovered_disk import discovered_on_disk
 from locater.families.layer import AttentionLayer
 from locater.families.record import Reader
 from locater.families.refusal import contradiction, only_a_part, unknown_architecture
@@ -97,9 +98,7 @@ def read_source(
     try:
         reader = reader_for(weights, config)
     except LocaterError as unknown:
-        if not isinstance(weights, ModuleWeights):
-            raise
-        return _discovered(weights, example, unknown, heads, kv_heads)
+        return _discovered(weights, config, example, unknown, heads, kv_heads)
     model_type = config.get("model_type")
     # a family from outside the package, or of `locater train`: not checked for what it leaves out
     trusted = isinstance(model_type, str) and BY_TYPE.get(model_type) is not BUILT_IN.get(model_type)
@@ -117,16 +116,24 @@ def read_source(
 
 
 def _discovered(
-    weights: ModuleWeights,
+    weights: Weights,
+    config: Config,
     example: Mapping[str, Any] | None,
     unknown: LocaterError,
     heads: int | None,
     kv_heads: int | None,
 ) -> Reading:
-    """A live model of an unknown architecture. Where no attention is discovered, `unknown` says what to do."""
+    """A model of an unknown architecture. Where no attention is discovered, `unknown` says what to do."""
     try:
-        discovered = discovered_in(weights, example)
+        if isinstance(weights, ModuleWeights):
+            discovered = discovered_in(weights, example)
+        elif config.get("model_type") is None:
+            raise unknown
+        else:
+            discovered = discovered_on_disk(weights, config, example)
     except LocaterError as error:
+        if error is unknown:
+            raise
         raise LocaterError(f"{unknown}. Discovery: {str(error).removeprefix(f'{weights.where}: ')}") from None
     if not discovered.layers:
         gaps = "; ".join(discovered.gaps[:3])
