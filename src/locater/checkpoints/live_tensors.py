@@ -70,7 +70,7 @@ def _walk(
         yield from _walk(part.base_layer, path, (part, *adapters))  # type: ignore[arg-type]
         return
     if is_a(part, "peft.utils.other", "ModulesToSaveWrapper"):
-        yield from _walk(_copy_in_use(part), path, adapters)
+        yield from _walk(copy_in_use(part), path, adapters)
         return
     yield path, part, adapters
     for name, child in part.named_children():
@@ -78,7 +78,7 @@ def _walk(
             yield from _walk(child, f"{path}.{name}" if path else name, ())
 
 
-def _copy_in_use(wrapper: Any) -> nn.Module:
+def copy_in_use(wrapper: Any) -> nn.Module:
     """The module that a peft `ModulesToSaveWrapper` runs: the trained copy, or the original where adapters are off."""
     on = wrapper.active_adapters and not wrapper.disable_adapters
     return wrapper.modules_to_save[wrapper.active_adapters[0]] if on else wrapper.original_module
