@@ -57,7 +57,7 @@ census: $(VENV)/.dev
 surrogate: $(VENV)/.dev
 	$(BIN)/python scripts/surrogate.py
 
-# A tiny model of every model type of transformers, run, read, discovered and observed; types that docs/results/reach.jsonl has are
+# A tiny model of every model type of transformers, run, read, discovered and observed; types whose line in docs/results/reach.jsonl is of this code are
 # left out, so that an interrupted run goes on (REACH=--again measures all of them anew). It ends by making docs/families.md.
 reach: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/reach.py $(REACH)

@@ -2,8 +2,8 @@
 
 `make reach`, or `python scripts/reach.py [--only llama,gemma] [--sample 100] [--jobs 2] [--again] [--page]`.
 
-One JSON line for each type goes to docs/results/reach.jsonl; types that are there already are left out, so that an
-interrupted run goes on. docs/families.md is made from the lines at the end.
+One JSON line for each type goes to docs/results/reach.jsonl. Types whose line was made with the same version of the code
+are left out, so that an interrupted run goes on. docs/families.md is made from the lines at the end.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def main() -> None:
 
 def measure_types(args: argparse.Namespace) -> None:
     """Measure the chosen types, `--jobs` at a time, and write each line as it comes."""
+    import reach_version
     import torch
     import transformers
     from tests.reach.row import row
@@ -55,11 +56,12 @@ def measure_types(args: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     types = chosen(model_types(), args.only, args.sample)
-    known = {} if args.again else read(args.lines)
+    code = reach_version.code_version()
+    known = {} if args.again else {name: line for name, line in read(args.lines).items() if line.get("code") == code}
     left = [model_type for model_type in types if model_type not in known]
     started = time.perf_counter()
     for done, line in enumerate(each(left, row, args.jobs), 1):
-        line.update(transformers=transformers.__version__, types=len(model_types()))
+        line.update(code=code, transformers=transformers.__version__, types=len(model_types()))
         with args.lines.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"\r{done}/{len(left)} {line['model_type']:40.40}", end="", file=sys.stderr)

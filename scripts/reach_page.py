@@ -1,4 +1,7 @@
-"""The part of docs/families.md about every model type of transformers, from the lines that scripts/reach.py writes."""
+"""The part of docs/families.md about every model type of transformers, from the lines that scripts/reach.py writes.
+
+What the keys of a line mean is in tests/reach/row.py.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,65 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from reach_version import code_version
+
 Row = dict[str, Any]
 LINES = Path(__file__).resolve().parents[1] / "docs" / "results" / "reach.jsonl"
 SHOWN = 12  # model types that a reason names
 INTRODUCTION = """
 ## Every model type of transformers
 
-`make reach` builds a tiny model with random weights of every model type that transformers {version} knows, runs it on inputs that are guessed
-from its configuration and the arguments of `forward` (`src/locater/families/example_inputs.py`), counts the softmax attention that it meets, and
-reads, discovers and observes it. The lines are in [results/reach.jsonl](results/reach.jsonl). This table has {count} of {total} model types.
-{missing}
+`make reach` builds a tiny model with random weights of every model type that transformers {version} knows. It runs the model on inputs that are
+guessed from its configuration and the arguments of `forward` (`src/locater/families/example_inputs.py`), counts the softmax attention that it
+meets, [discovers](discover.md) it, live and from a saved copy, and observes it. The lines are in [results/reach.jsonl](results/reach.jsonl).
+This page has {count} of {total} model types.
+{other}
 | | model types |
 |---|---|
 """
+OTHER = """
+{count} lines were made with another version of the code than the one on this page: {types}.
+"""
 MEANING = {
-    "record": "read by a record",
-    "verified": "without a record: discovered, every layer verified",
-    "partly": "without a record: discovered in part",
+    "verified": "every softmax attention discovered and verified: logits and output",
+    "logits_only": "every one verified: logits, the output of some is not known",
+    "qk_only": "every one verified: queries and keys, the logits of some are not known",
+    "partly": "some verified, others refused or not reached by the inputs",
+    "record": "not discovered in full, and read by the record of its family",
     "observed": "observed only",
     "refused": "softmax attention met, and refused",
     "none": "no softmax attention met",
     "not run": "built, and no inputs that it runs on",
     "not built": "no tiny model",
 }
+STEPS = {  # of a layer: how far it got
+    "verified": "logits and output",
+    "logits_only": "logits only",
+    "qk_only": "queries and keys only",
+    "refused_layers": "refused",
+    "unreached": "not reached",
+}
 
 
 def section(rows: list[Row]) -> str:
-    """Counts, then the types by what Locater makes of them, then reasons."""
+    """Counts, then the types by what Locater makes of them, then towers that are not verified in full, then reasons."""
     if not rows:
         return ""
-    missing = any("missing" in row.get("discovered", {}) for row in rows)
     text = INTRODUCTION.format(
-        version=rows[0]["transformers"],
-        count=len(rows),
-        total=rows[0]["types"],
-        missing="Discovery was not part of the package when it was made.\n" if missing else "",
+        version=rows[0]["transformers"], count=len(rows), total=rows[0]["types"], other=_other_versions(rows)
     )
     text += "".join(f"| {name} | {number} |\n" for name, number in counts(rows).items())
     text += "\n| outcome | count | model types |\n|---|---|---|\n"
     for kind, meaning in MEANING.items():
         types = [row["model_type"] for row in rows if outcome(row) == kind]
         text += f"| {meaning} | {len(types)} | {', '.join(types)} |\n" if types else ""
-    return text + _reasons(rows)
+    return text + _towers(rows) + _reasons(rows)
+
+
+def _other_versions(rows: list[Row]) -> str:
+    version = code_version()
+    types = [row["model_type"] for row in rows if row.get("code") != version]
+    return OTHER.format(count=len(types), types=_few(types)) if types else ""
 
 
 def outcome(row: Row) -> str:
@@ -60,20 +80,29 @@ def outcome(row: Row) -> str:
         return "not run"
     if not sum(row["met"].values()):
         return "none"
+    step = discovery(row)
+    if step in ("verified", "logits_only", "qk_only"):
+        return step
     if row["record"].get("layers"):
         return "record"
-    discovered = row["discovered"]
-    if discovered.get("layers"):
-        return "verified" if discovered["verified"] == sum(discovered[name] for name in PARTS) else "partly"
+    if step == "partly":
+        return step
     return "observed" if row["observed"].get("heads") else "refused"
 
 
-FROM_DISK = "discovered from disk, every layer as in the live model"
-PARTS = ("layers", "refused_layers", "unreached")  # of a discovery: what the model has
+def discovery(row: Row) -> str:
+    """How far discovery got with all the softmax attention of a model: a key of MEANING, or nothing."""
+    numbers = row.get("discovered", {})
+    if not numbers.get("layers"):
+        return ""
+    if numbers.get("refused_layers") or numbers.get("unreached"):
+        return "partly"
+    return next(step for step in ("qk_only", "logits_only", "verified") if numbers.get(step))
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
     """How many model types got how far."""
+    full = ("verified", "logits_only", "qk_only")
     questions: dict[str, Callable[[Row], Any]] = {
         "built": lambda row: row["built"],
         "ran": lambda row: row["ran"],
@@ -81,25 +110,49 @@ def counts(rows: list[Row]) -> dict[str, int]:
         "- through the attention interface of transformers": lambda row: row.get("met", {}).get("interface"),
         "- in PyTorch's fused call, beside the interface": lambda row: row.get("met", {}).get("fused"),
         "- written out as a softmax, beside the interface": lambda row: row.get("met", {}).get("softmax"),
-        "read by a record": lambda row: row.get("record", {}).get("layers"),
-        "discovered, every layer verified by logits and output": lambda row: (
-            outcome({**row, "record": {}}) == "verified"
+        "queries and keys of every attention verified": lambda row: discovery(row) in full,
+        "queries and keys of every attention that ran verified": lambda row: (
+            discovery(row) and not row["discovered"].get("refused_layers")
         ),
-        "discovered in part": lambda row: outcome({**row, "record": {}}) == "partly",
-        FROM_DISK: lambda row: (
-            row.get("disk", {}).get("same") and row["disk"]["layers"] == row["disk"]["same"] == row["disk"]["live"]
-        ),
+        "logits of every attention verified": lambda row: discovery(row) in ("verified", "logits_only"),
+        "logits and output of every attention verified": lambda row: discovery(row) == "verified",
+        "- the same from a saved copy, equal to the live model": lambda row: from_disk(row),
+        "some attention verified": lambda row: discovery(row) == "partly",
+        "read by the record of its family": lambda row: row.get("record", {}).get("layers"),
         "observed": lambda row: row.get("observed", {}).get("heads"),
         "faults of Locater (an exception that is no refusal)": lambda row: any("error" in x for x in steps(row)),
     }
-    if not any("disk" in row for row in rows):  # lines from before there was discovery from disk
-        questions.pop(FROM_DISK)
     return {name: sum(bool(question(row)) for row in rows) for name, question in questions.items()}
+
+
+def from_disk(row: Row) -> bool:
+    """Whether all layers of a type are verified in full, live and from disk, and are the same."""
+    stored = row.get("disk", {})
+    return discovery(row) == "verified" and stored.get("verified") == stored.get("same") == row["discovered"]["layers"]
 
 
 def steps(row: Row) -> list[dict[str, Any]]:
     """What came of reading, discovering and observing a type, as far as it got."""
     return [row[name] for name in ("record", "discovered", "disk", "observed") if name in row]
+
+
+def _towers(rows: list[Row]) -> str:
+    """Layers of each tower by how far they got, for types of several towers that are not verified in full."""
+    lines = []
+    for row in rows:
+        towers = row.get("discovered", {}).get("towers", {})
+        if discovery(row) != "verified" and any(sum(map(_number(some), STEPS)) for some in towers.values()):
+            for tower, some in towers.items():
+                numbers = " | ".join(str(some.get(step) or "") for step in STEPS)
+                lines.append(f"| {row['model_type']} | {tower or '(whole)'} | {numbers} |\n")
+    if not lines:
+        return ""
+    head = f"\nLayers by tower, where not all of them are verified in full:\n\n| model type | tower | {' | '.join(STEPS.values())} |\n"
+    return head + "|---" * (2 + len(STEPS)) + "|\n" + "".join(lines)
+
+
+def _number(counts: dict[str, int]) -> Callable[[str], int]:
+    return lambda name: counts.get(name, 0)
 
 
 def _reasons(rows: list[Row]) -> str:
@@ -128,7 +181,7 @@ def reasons_of(row: Row) -> list[str]:
     kind = outcome(row)
     if kind in ("not built", "not run"):
         return [f"{MEANING[kind]}: {_plain(row.get('why', ''))}"]
-    if kind in ("record", "verified", "none"):
+    if kind in ("verified", "none"):
         return []
     lines = [_plain(line.partition(": ")[2]) for line in row["discovered"].get("reasons", ())]
     for name in ("discovered", "observed"):

@@ -77,10 +77,17 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from (x for x in value if isinstance(x, Tensor))
 
 
-def attention_met(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many attention calls of each kind one pass makes."""
+def attention_met(model: nn.Module, inputs: Mapping[str, Tensor], part: str = "") -> dict[str, int]:
+    """How many attention calls of each kind one pass makes, in the whole model or in a part of it."""
     import torch
 
+    module, inside = model.get_submodule(part), Counter[str]()
     with torch.no_grad(), Met(model) as met:
-        model(**inputs)
-    return dict(met.counts)
+        enter = module.register_forward_pre_hook(lambda *_: inside.subtract(met.counts))
+        leave = module.register_forward_hook(lambda *_: inside.update(met.counts))
+        try:
+            model(**inputs)
+        finally:
+            enter.remove()
+            leave.remove()
+    return {kind: count for kind, count in inside.items() if count}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.checkpoints.sources import open_source
-from locater.families.discovered import Discovered, discover
+from locater.families.discovered import Discovered
 from locater.families.discovered_cache import VARIABLE
 from locater.families.discovered_disk import discovered_on_disk
 from locater.families.layer import AttentionLayer
@@ -22,12 +22,11 @@ NUMBERS = ("heads", "kv_heads", "head_dim", "scale", "softcap", "causal", "windo
 UNKNOWN = ("unknown_logits", "unknown_output")
 
 
-def from_disk(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+def from_disk(model: nn.Module, live: Discovered) -> dict[str, Any]:
     """Layers discovered from a saved copy, and how many are those of the live model, number by number."""
     with tempfile.TemporaryDirectory() as folder, _no_cache():
         model.save_pretrained(folder)  # type: ignore[operator]
         stored = discovered_from(folder)
-        live = discover(model, example=dict(inputs))
         layers = {layer.name: layer for layer in stored.layers}
         same = sum(layer.name in layers and not differences(layer, layers[layer.name]) for layer in live.layers)
         verified = sum(all(getattr(layer, name) is None for name in UNKNOWN) for layer in stored.layers)

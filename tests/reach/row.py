@@ -1,12 +1,25 @@
-"""What Locater makes of one model type, as a row of the table: built, run, met, read, discovered, observed."""
+"""What Locater makes of one model type, as a row of the table: built, run, met, read, discovered, observed.
+
+Keys of a row:
+
+- `built`, `ran`, `class`, `parameters`, `inputs` (shapes): the tiny model; `why` where it was not built or did not run.
+- `part_of`, `part`: the type is a part of another, in whose tiny model it ran, at this path.
+- `modules`: how many modules look like attention; `met`: softmax attention that ran, by the way it is written.
+- `record`: how many layers the record of its family reads; empty without one.
+- `discovered`: layers `verified` in full, `logits_only` (output not known), `qk_only` (queries and keys), `refused_layers`,
+  modules that did not run (`unreached`) and modules without a softmax of products (`no_softmax`); `layers` is the sum of
+  the first three. The same for each of several `towers`. `reasons`: one line of each kind.
+- `disk`: layers discovered from the saved model, those of them verified, and those that are the `same` as live.
+- `observed`: layers and heads that `observe` measured.
+- `refused` or `error` in place of the last four: a refusal of Locater's, or an exception that should be none.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,12 +30,15 @@ from locater import families
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like
+from locater.families.discovered import NO_SOFTMAX, Discovered, discover
 from locater.families.registry import BUILT_IN
+from locater.observing.rows import tower_of
 from tests.reach.met import attention_met
 from tests.reach.on_disk import from_disk
 from tests.reach.tiny import parameters_of, tiny
 
 LONGEST = 220  # characters of a reason
+MOST_REASONS = 6
 
 
 def row(model_type: str) -> dict[str, Any]:
@@ -37,21 +53,28 @@ def row(model_type: str) -> dict[str, Any]:
 
 
 def _fill(result: dict[str, Any], model_type: str) -> None:
-    model, inputs, problem = (made := tiny(model_type)).model, made.inputs, made.problem
+    model, inputs, problem, part = (made := tiny(model_type)).model, made.inputs, made.problem, made.part
     result.update(
-        {"built": True, "class": type(model).__name__, "parameters": parameters_of(model)},
-        modules=len(attention_like(ModuleWeights(model))),
+        {"built": True, "class": type(model.get_submodule(part)).__name__, "parameters": parameters_of(model)},
+        modules=len([path for path in attention_like(ModuleWeights(model)) if _inside(path, part)]),
     )
+    if made.whole:
+        result.update(part_of=made.whole, part=part)
     if inputs is None:
         result["why"] = problem[:LONGEST]
-    else:
-        result.update(ran=True, inputs={name: list(x.shape) for name, x in inputs.items()})
-        result["met"] = attention_met(model, inputs)
-    result["record"] = _step(_record, model)
-    if inputs is not None:
-        result["discovered"] = _step(_discovered, copy.deepcopy(model), inputs)
-        result["disk"] = _step(from_disk, copy.deepcopy(model), inputs)
-        result["observed"] = _step(_observed, model, inputs)
+        return
+    result.update(ran=True, inputs={name: list(x.shape) for name, x in inputs.items()})
+    result["met"] = attention_met(model, inputs, part)
+    result["record"] = _step(_record, model) if not part else {}
+    live: list[Discovered] = []
+    result["discovered"] = _step(_discovered, model, inputs, part, live)
+    if live and not part:
+        result["disk"] = _step(from_disk, copy.deepcopy(model), live[0])
+    result["observed"] = _step(_observed, model, inputs, part)
+
+
+def _inside(path: str, part: str) -> bool:
+    return not part or path == part or path.startswith(f"{part}.")
 
 
 def _step(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
@@ -72,32 +95,52 @@ def _record(model: nn.Module) -> dict[str, Any]:
     return {"layers": len(layers)}
 
 
-def _discovered(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Layers that are discovered and verified, those refused with the reasons, and modules that never ran."""
-    if find_spec("locater.families.discovered") is None:
-        return {"missing": "not built"}
-    discover = import_module("locater.families.discovered").discover
-    discovered = discover(model, example=dict(inputs))
-    layers = discovered.layers
-    unknown = [[getattr(layer, name, None) for name in ("unknown_logits", "unknown_output")] for layer in layers]
-    lines = [f"{refusal.name}: {refusal.reason}" for refusal in discovered.refused]
-    for layer, (logits, output) in zip(layers, unknown, strict=True):
-        lines += [f"{layer.name}: {logits or output}"] if logits or output else []
-    reasons = sorted({line[:LONGEST] for line in lines})
+def _discovered(model: nn.Module, inputs: Mapping[str, Tensor], part: str, live: list[Discovered]) -> dict[str, Any]:
+    """How many attention layers were verified how far, by tower where there are several, and the reasons. What was
+    discovered is appended to `live`.
+    """
+    live.append(discovered := discover(model, example=dict(inputs)))
+    steps: list[tuple[str, str, str | None]] = []  # name of a layer, how far it got, why not further
+    for layer in discovered.layers:
+        step = "qk_only" if layer.unknown_logits else "logits_only" if layer.unknown_output else "verified"
+        steps.append((layer.name, step, layer.unknown_logits or layer.unknown_output))
+    for refusal in discovered.refused:
+        step = "no_softmax" if refusal.reason == NO_SOFTMAX else "refused_layers"
+        steps.append((refusal.name, step, refusal.reason if step == "refused_layers" else None))
+    steps += [(path, "unreached", None) for path in discovered.unreached]
+    steps = [step for step in steps if _inside(step[0], part)]
+    names = dict.fromkeys(tower_of(name) for name, _, _ in steps)
+    towers = {tower: [step for step in steps if tower_of(step[0]) == tower] for tower in names}
+    reasons = sorted({f"{name}: {reason}"[:LONGEST] for name, _, reason in steps if reason})
     return {
-        "layers": len(layers),
-        "verified": unknown.count([None, None]),
-        "refused_layers": len(discovered.refused),
-        "unreached": len(discovered.unreached),
-        **({"reasons": reasons[:4]} if reasons else {}),
+        **_counted(steps),
+        **({"towers": {tower: _counted(some) for tower, some in towers.items()}} if len(towers) > 1 else {}),
+        **({"reasons": _of_each_kind(reasons)} if reasons else {}),
     }
 
 
-def _observed(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+STEPS = ("verified", "logits_only", "qk_only", "refused_layers", "unreached", "no_softmax")
+
+
+def _counted(steps: list[tuple[str, str, str | None]]) -> dict[str, int]:
+    """Layers by how far they got; `layers` are those that discovery returns. Only the first and counts above 0."""
+    counts = {name: sum(step == name for _, step, _ in steps) for name in STEPS}
+    layers = counts["verified"] + counts["logits_only"] + counts["qk_only"]
+    return {"layers": layers, **{name: count for name, count in counts.items() if count or name == "verified"}}
+
+
+def _of_each_kind(reasons: list[str]) -> list[str]:
+    """The first line of each reason: layers of a tower are often refused for the same one."""
+    return list({re.sub(r"\d+", "N", line.partition(": ")[2]): line for line in reversed(reasons)}.values())[::-1][
+        :MOST_REASONS
+    ]
+
+
+def _observed(model: nn.Module, inputs: Mapping[str, Tensor], part: str) -> dict[str, Any]:
     """Layers and heads that `observe` measures in one pass."""
     with torch.no_grad(), locater.observe(model) as seen:
         model(**inputs)
-    heads = [head for head in seen.rows if head.entropy is not None]
+    heads = [head for head in seen.rows if head.entropy is not None and _inside(head.name, part)]
     return {"layers": len({head.layer for head in heads}), "heads": len(heads)}
 
 

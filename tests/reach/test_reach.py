@@ -84,12 +84,14 @@ def test_a_type_that_cannot_be_built_says_why() -> None:
 
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that is there already is kept; only the other type is measured."""
+    """A line of the same code is kept; a line of other code and a type without a line are measured."""
     lines = tmp_path / "reach.jsonl"
-    lines.write_text(json.dumps({"model_type": "gpt2", "kept": True}) + "\n")
-    monkeypatch.setattr(sys, "argv", ["reach", "--only", "gpt2,bert", "--lines", str(lines)])
+    code = runpy.run_path(str(ROOT / "scripts" / "reach_version.py"))["code_version"]()
+    kept = [{"model_type": "gpt2", "code": code}, {"model_type": "vit", "code": "of other code"}]
+    lines.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    monkeypatch.setattr(sys, "argv", ["reach", "--only", "gpt2,bert,vit", "--lines", str(lines)])
     runpy.run_path(str(ROOT / "scripts" / "reach.py"), run_name="__main__")
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert [line["model_type"] for line in rows] == ["bert", "gpt2"]
-    assert rows[1] == {"model_type": "gpt2", "kept": True}
-    assert rows[0]["observed"]["heads"] == 8
+    assert [line["model_type"] for line in rows] == ["bert", "gpt2", "vit"]
+    assert rows[1] == kept[0]
+    assert [rows[at]["observed"]["heads"] for at in (0, 2)] == [8, 8]

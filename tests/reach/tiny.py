@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import pkgutil
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,23 +22,29 @@ from transformers import PretrainedConfig, PreTrainedModel, ResNetConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
+from locater.families.coverage import unread
 from locater.families.example_inputs import example_inputs
-from tests.reach.sizes import LAYERS, OPEN, OVERRIDES, SIZES, VOCABULARY, rotary_sections, size_of
+from tests.reach.sizes import LAYERS, OPEN, OVERRIDES, PART_OF, SIZES, VOCABULARY, rotary_sections, size_of
 
 TABLES = """MODEL_MAPPING_NAMES MODEL_FOR_CAUSAL_LM_MAPPING_NAMES MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     MODEL_FOR_PRETRAINING_MAPPING_NAMES MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES""".split()
-MOST_PARAMETERS = 100_000_000
-MOST_CLASSES = 3
+MOST_PARAMETERS = 40_000_000
+MOST_CLASSES = 4
 
 
 @dataclass
 class Tiny:
-    """A model, and inputs that it ran on; or, without inputs, why it did not run."""
+    """A model, and inputs that it ran on; or, without inputs, why it did not run. A type that is only a part of another
+    comes as the model of that type, `whole`, and the path of the part in it.
+    """
 
     model: PreTrainedModel
     inputs: dict[str, Tensor] | None
     problem: str = ""
+    whole: str = ""
+    part: str = ""
 
 
 def model_types() -> list[str]:
@@ -45,23 +53,65 @@ def model_types() -> list[str]:
 
 
 def tiny(model_type: str) -> Tiny:
-    """The first combination of class and shrinking that runs, else the first that builds, else an error."""
+    """Of the combinations of class and shrinking the first that runs and whose inputs reach all of its attention, else
+    the one that reaches most of it, else the first that builds, else an error.
+    """
+    if model_type in PART_OF:
+        whole, name = PART_OF[model_type]
+        return _part(tiny(whole), whole, name)
     built: Tiny | None = None
+    best: tuple[int, Tiny] | None = None  # how many modules are not reached
     problem: Exception | None = None
     for kind in model_classes(model_type)[:MOST_CLASSES]:
         for shrink in (shrunk, evened, shallow):
+            if best is not None and shrink is shallow:
+                continue
             try:
                 model = _built(kind, _overridden(shrink(_configuration(model_type)), model_type))
             except Exception as error:
                 problem = problem or error
                 continue
             try:
-                return Tiny(model, example_inputs(model))
+                made = Tiny(model, example_inputs(model))
             except LocaterError as error:
                 built = built or Tiny(model, None, str(error))
+                continue
+            missed = not_reached(made)
+            if not missed:
+                return made
+            best = (missed, made) if best is None or missed < best[0] else best
+        if best is not None:
+            return best[1]
     if built is not None:
         return built
     raise LocaterError(f"{model_type}: {first_line(problem) if problem else 'no model class takes this configuration'}")
+
+
+def not_reached(made: Tiny) -> int:
+    """How many modules that look like attention the inputs do not reach."""
+    ran: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, path=path: ran.add(path))
+        for path, module in made.model.named_modules()
+    ]
+    with torch.no_grad():
+        made.model(**(made.inputs or {}))
+    for hook in hooks:
+        hook.remove()
+    return len([path for path in unread(ModuleWeights(made.model), []) if path not in ran])
+
+
+def _part(made: Tiny, whole: str, name: str) -> Tiny:
+    """The first part of this name. It ran, or not: the inputs of the whole may not reach it."""
+    part = next(path for path, _ in made.model.named_modules() if path.split(".")[-1] == name)
+    ran: list[bool] = []
+    if made.inputs is not None:
+        hook = made.model.get_submodule(part).register_forward_hook(lambda *_: ran.append(True))
+        with torch.no_grad():
+            made.model(**made.inputs)
+        hook.remove()
+    problem = made.problem or ("" if ran else f"{part}: the inputs of {whole} do not reach it")
+    return Tiny(made.model, made.inputs if ran else None, problem, whole, part)
 
 
 def model_classes(model_type: str) -> list[type[PreTrainedModel]]:
@@ -72,8 +122,13 @@ def model_classes(model_type: str) -> list[type[PreTrainedModel]]:
     for table in TABLES:
         names = getattr(modeling_auto, table).get(model_type) or ()
         classes += [getattr(transformers, name, None) for name in ([names] if isinstance(names, str) else names)]
-    classes += _classes_of_files(CONFIG_MAPPING[model_type])
+    classes += sorted(_classes_of_files(CONFIG_MAPPING[model_type]), key=_is_part)
     return list(dict.fromkeys(kind for kind in classes if kind is not None))
+
+
+def _is_part(kind: type[PreTrainedModel]) -> bool:
+    """Whether a class is a part of a model, by its name: whole models end in Model, or say what they are for."""
+    return not (kind.__name__.endswith("Model") or "For" in kind.__name__)
 
 
 def _classes_of_files(configuration: type[PretrainedConfig]) -> Iterator[type[PreTrainedModel]]:
@@ -91,10 +146,21 @@ def _classes_of_files(configuration: type[PretrainedConfig]) -> Iterator[type[Pr
                 isinstance(kind, type)
                 and issubclass(kind, PreTrainedModel)
                 and kind.__module__ == module.__name__
-                and getattr(kind, "config_class", None) is configuration
+                and _takes(kind, configuration)
                 and not kind.__name__.endswith("PreTrainedModel")
             ):
                 yield kind
+
+
+def _takes(kind: type[PreTrainedModel], configuration: type[PretrainedConfig]) -> bool:
+    """Whether a class is made from a configuration: by the annotation of its first argument, else by `config_class`,
+    which a class for a part of a model may inherit from the class for the whole.
+    """
+    arguments = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    annotation = str(arguments[0].annotation) if arguments else ""
+    if "Config" not in annotation or "PreTrainedConfig" in annotation:
+        return getattr(kind, "config_class", None) is configuration
+    return re.search(rf"\b{configuration.__name__}\b", annotation) is not None
 
 
 def _configuration(model_type: str) -> PretrainedConfig:
@@ -149,9 +215,14 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
                 settings[name] = size
             elif value is None and name in OPEN:
                 settings[name] = OPEN[name]
+            elif name == "image_grid_pinpoints":
+                settings[name] = [[32, 64]]
+            elif name == "image_size" and isinstance(value, (list, tuple)):
+                settings[name] = [32, 32 * value[1] // value[0] // 8 * 8]
         _fewer_layers(settings)
         _small_tokens(settings)
         _short_sections(settings)
+        _stages_for_each(settings)
     return config
 
 
@@ -161,8 +232,8 @@ def evened(config: PretrainedConfig) -> PretrainedConfig:
     """
     for part in parts(shrunk(config)):
         settings = vars(part)
-        if isinstance(settings.get("rope_parameters"), dict):
-            settings["rope_parameters"].setdefault("mrope_section", [1, 1, 2])
+        if isinstance(rope := settings.get("rope_parameters"), dict):
+            rope.setdefault("mrope_section", rotary_sections([1, 1], rope.get("partial_rotary_factor") or 1.0))
         if settings.get("num_key_value_heads") and settings.get("num_attention_heads"):
             settings["num_key_value_heads"] = settings["num_attention_heads"]
         if settings.get("qk_rope_head_dim") and settings.get("head_dim"):
@@ -179,6 +250,7 @@ def shallow(config: PretrainedConfig) -> PretrainedConfig:
                 settings[name] = SIZES[name]
         _fewer_layers(settings)
         _small_tokens(settings)
+        _stages_for_each(settings)
     return config
 
 
@@ -208,6 +280,17 @@ def _small_tokens(settings: dict[str, Any]) -> None:
             settings[name] = small
         elif isinstance(value, (list, tuple)):
             settings[name] = [small]
+
+
+def _stages_for_each(settings: dict[str, Any]) -> None:
+    """A backbone whose outputs are those of layers beyond the small number gets a layer for each of its outputs."""
+    taken, layers = settings.get("_out_indices"), settings.get("num_hidden_layers")
+    if not isinstance(layers, int) or not taken or max(taken) <= layers:
+        return
+    layers = max(layers, len(taken))
+    names = ["stem", *(f"stage{number}" for number in range(1, layers + 1))]
+    settings.update(num_hidden_layers=layers, stage_names=names, _out_features=names[-len(taken) :])
+    settings["_out_indices"] = list(range(layers + 1))[-len(taken) :]
 
 
 def _short_sections(settings: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ of `forward`, and tried.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +15,28 @@ from torch import Tensor, nn
 
 from locater.checkpoints.sources import config_of
 from locater.errors import LocaterError, first_line
-from locater.families.example_tensors import BATCH, TOKENS, WIDTH, Make, Request, Settings, ids, makers
+from locater.families.example_marks import PICTURE, SOUND, put_placeholders
+from locater.families.example_repairs import repaired
+from locater.families.example_settings import BATCH, TOKENS, WIDTH, Make, Request, Settings
+from locater.families.example_tensors import group_of, ids, makers
 
 # arguments that have a default and are given all the same: they make more of a model run
 OPTIONAL = (
     "input_ids attention_mask decoder_input_ids bbox pixel_values image_grid_thw image_sizes aspect_ratio_ids"
     " aspect_ratio_mask spatial_shapes input_features input_features_mask feature_attention_mask input_values"
+    " encoder_hidden_states image_attention_mask image_embeds_position_mask visual_feats visual_pos visual_embeds"
+    " target_sizes image_grid_hw image_position_ids pixel_position_ids qformer_input_ids qformer_attention_mask"
+    " pixel_attention_mask feature_lens image_merge_sizes high_res_pixel_values input_boxes input_boxes_labels"
+    " future_values future_time_features flattened_patches protein_input_ids protein_attention_mask"
 ).split()
-SOUND = ("input_features", "input_features_mask", "feature_attention_mask", "input_values")
-PLACEHOLDERS = (  # what stands in the text for features of a picture or a sound, and what computes them
-    (("image_token_id", "image_token_index"), "get_image_features", ("pixel_values", "image_grid_thw", "image_sizes")),
-    (("audio_token_id", "audio_token_index"), "get_audio_features", SOUND),
-)
-WAYS = 3  # how many makers of one argument are tried
+RARE = (
+    "image_sizes",
+    "encoder_hidden_states",
+    "pixel_attention_mask",
+    "input_boxes",
+    "input_boxes_labels",
+)  # left out again where they do not fit
+MOST_WAYS, MOST_GUESSES, MOST_REPAIRS = 10, 60, 6  # for a choice of arguments; in all; for a guess
 
 
 def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
@@ -34,6 +44,7 @@ def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
     Guesses are tried with a forward pass each, in evaluation mode and without gradients. The mode and the random state
     are as before afterwards. The fullest guess comes first, so that every tower of a model runs where that is possible.
+    Where PyTorch says that a size does not fit, the guess is tried again with the size that does.
 
     >>> from torch import nn
     >>> example_inputs(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1))["src"].shape
@@ -43,24 +54,68 @@ def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LocaterError(f"{name}: its parameters are on the meta device: load the weights, or to_empty() first")
     required, optional = _arguments(model)
-    problem = ""
-    tried: list[dict[str, Tensor]] = []
-    for guess in _guesses(model, required, optional, seed):
-        if isinstance(guess, str):
-            problem = problem or guess
+    trial = _Trial(model)
+    for names in _choices(model, required, optional):
+        try:
+            guesses = _made(model, names, {*required, *optional}, seed)
+        except LocaterError as error:
+            trial.problem = trial.problem or str(error)
             continue
-        if any(_same(guess, other) for other in tried):
-            continue
-        tried.append(guess)
-        error = _error_of(model, guess)
-        if error is None:
+        guess = trial.first_that_runs(guesses)
+        if guess is not None:
             return guess
-        problem = problem or f"it does not run on {_listed(guess)} ({error})"
     takes = ", ".join(required or optional[:3]) or "no named argument"
-    problem = problem or f"forward takes {takes}"
+    problem = trial.problem or f"forward takes {takes}"
     raise LocaterError(
         f"{name}: no inputs could be guessed: {problem}. Give them: example={{'{_main(model)}': tensor}}"
     )
+
+
+class _Trial:
+    """Runs a model on guesses, each shape once, and remembers what was wrong with the first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.problem = model, ""
+        self.shapes: list[dict[str, Any]] = []
+
+    def first_that_runs(self, guesses: Iterator[dict[str, Tensor]]) -> dict[str, Tensor] | None:
+        """The first guess that runs; then the first that runs after a repair, or after two."""
+        failed: list[tuple[dict[str, Tensor], str]] = []
+        for _ in range(3):
+            again: list[tuple[dict[str, Tensor], str]] = []
+            for guess in guesses:
+                error = self.error_of(guess)
+                if error is None:
+                    return guess
+                again.append((guess, error))
+            failed = again
+            guesses = itertools.chain.from_iterable(
+                itertools.islice(repaired(guess, error), MOST_REPAIRS) for guess, error in failed if error
+            )
+        return None
+
+    def error_of(self, guess: dict[str, Tensor]) -> str | None:
+        """None where the model runs on a guess, else its error; an empty one where the guess is not tried."""
+        shapes = {name: x.shape for name, x in guess.items()}
+        if shapes in self.shapes or len(self.shapes) >= MOST_GUESSES:
+            return ""
+        self.shapes.append(shapes)
+        put_placeholders(self.model, guess, self._quietly)
+        try:
+            with _quiet(self.model):
+                self.model(**guess)
+        except Exception as error:
+            listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in guess.items())
+            self.problem = self.problem or f"it does not run on {listed} ({first_line(error)[:160]})"
+            return str(error)
+        return None
+
+    def _quietly(self, call: Callable[..., Any], **arguments: Any) -> Any:
+        try:
+            with _quiet(self.model):
+                return call(**arguments)
+        except Exception:  # the guess is tried as it is, and what is wrong with it is said then
+            return None
 
 
 def _arguments(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -81,45 +136,59 @@ def _main(model: nn.Module) -> str:
     return name if isinstance(name, str) and name in {*required, *optional} else [*required, *optional, "input_ids"][0]
 
 
-def _guesses(
-    model: nn.Module, required: list[str], optional: list[str], seed: int
-) -> Iterator[dict[str, Tensor] | str]:
-    """Candidates, the fullest first; a line where an argument without a default is not known."""
+def _choices(model: nn.Module, required: list[str], optional: list[str]) -> Iterator[list[str]]:
+    """Names of arguments to give, the most first."""
     wide = [name for name in optional if name in OPTIONAL]
     if "input_ids" not in {*required, *wide}:  # a mask is for samples of a sound there, not for tokens
         wide = [name for name in wide if name != "attention_mask"]
     narrow = [_main(model)] if _main(model) in optional else []
-    no_sizes = [name for name in wide if name != "image_sizes"]
-    no_decoder = [name for name in no_sizes if name != "decoder_input_ids"]
-    with_decoder = [*narrow, *(name for name in wide if name == "decoder_input_ids")]
-    for extra in (wide, no_sizes, no_decoder, with_decoder, narrow, []):
-        if not required and not extra:
-            continue
-        for way in range(WAYS):
-            try:
-                guess = _made(model, [*required, *extra], {*required, *optional}, way, seed)
-            except LocaterError as error:
-                yield str(error)
-                break
-            for line in PLACEHOLDERS:
-                _put_placeholders(model, guess, *line)
-            yield guess
+    usual = [name for name in wide if name not in RARE]
+    choices = [
+        wide,
+        usual,
+        [name for name in wide if name != "encoder_hidden_states"],
+        [name for name in usual if name != "decoder_input_ids"],
+        [name for name in usual if name == "attention_mask" or not name.endswith("_mask")],
+        [name for name in usual if name != "input_features"],
+        [name for name in usual if name not in SOUND],
+        [name for name in usual if name not in PICTURE],
+        [name for name in usual if name not in (*PICTURE, *SOUND)],
+        [*narrow, *(name for name in wide if name == "decoder_input_ids")],
+        narrow,
+        [name for name in optional if name == "inputs_embeds"],
+        [],
+    ]
+    seen: list[list[str]] = [[]]
+    for extra in choices:
+        names = list(dict.fromkeys([*required, *extra]))
+        if names not in seen:
+            seen.append(names)
+            yield names
 
 
-def _made(model: nn.Module, names: list[str], arguments: set[str], way: int, seed: int) -> dict[str, Tensor]:
-    """One tensor for each of the names; `way` chooses among the makers of a name."""
+def _made(model: nn.Module, names: list[str], arguments: set[str], seed: int) -> Iterator[dict[str, Tensor]]:
+    """Guesses with one tensor for each of the names, in several ways: those of a group change together."""
     config = config_of(model)
-    random = torch.Generator().manual_seed(seed)
-    request = Request(Settings(config or _config_of_parts(model)), random, _words(model))
+    ways = {name: makers(name, arguments) or (() if config else _by_first_part(model)) for name in names}
+    unknown = next((name for name, makes in ways.items() if not makes), None)
+    if unknown is not None:
+        raise LocaterError(f"the argument {unknown!r} is not known")
+    return itertools.islice(_guesses(model, ways, Settings(config or _config_of_parts(model)), seed), MOST_WAYS)
+
+
+def _guesses(
+    model: nn.Module, ways: Mapping[str, tuple[Make, ...]], settings: Settings, seed: int
+) -> Iterator[dict[str, Tensor]]:
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(0))
-    guess: dict[str, Tensor] = {}
-    for name in dict.fromkeys(names):
-        ways = makers(name, arguments) or (() if config else _by_first_part(model))
-        if not ways:
-            raise LocaterError(f"the argument {name!r} is not known")
-        x = ways[min(way, len(ways) - 1)](request)
-        guess[name] = x.to(example) if x.is_floating_point() else x.to(example.device)
-    return guess
+    groups = sorted({group_of(name) for name in ways})
+    most = [max(len(makes) for name, makes in ways.items() if group_of(name) == group) for group in groups]
+    for choice in sorted(itertools.product(*map(range, most)), key=lambda choice: (sum(choice), choice[::-1])):
+        request = Request(settings, torch.Generator().manual_seed(seed), _words(model))
+        guess: dict[str, Tensor] = {}
+        for name, makes in ways.items():
+            x = makes[min(choice[groups.index(group_of(name))], len(makes) - 1)](request)
+            guess[name] = x.to(example) if x.is_floating_point() else x.to(example.device)
+        yield guess
 
 
 def _config_of_parts(model: nn.Module) -> dict[str, int]:
@@ -153,49 +222,6 @@ def _words(model: nn.Module) -> int | None:
     return words.num_embeddings if isinstance(words, nn.Embedding) else None
 
 
-def _put_placeholders(
-    model: nn.Module, guess: dict[str, Tensor], tokens: tuple[str, ...], method: str, inputs: tuple[str, ...]
-) -> None:
-    """Put one placeholder into the text for each feature vector of a picture or a sound; the text gets longer."""
-    given = {name: guess[name] for name in inputs if name in guess}
-    token = Settings(config_of(model)).number(tokens, -1)
-    compute = next((getattr(part, method) for part in model.modules() if hasattr(part, method)), None)
-    if token < 0 or compute is None or not given or "input_ids" not in guess:
-        return
-    known, config = inspect.signature(compute).parameters, config_of(model)
-    settings = {name: config[name] for name, p in known.items() if p.default is p.empty and name in config}
-    try:
-        with _quiet(model):
-            features = compute(**settings, **{name: x for name, x in given.items() if name in known})
-    except Exception:  # the guess is tried as it is, and what is wrong with it is said then
-        return
-    pooled = getattr(features, "pooler_output", None)
-    count = _vectors(getattr(features, "last_hidden_state", features) if pooled is None else pooled) // BATCH
-    marks = torch.full((BATCH, count), token, device=guess["input_ids"].device)
-    guess["input_ids"] = torch.cat([guess["input_ids"][:, :3], marks, guess["input_ids"][:, 3:]], 1)
-    if "attention_mask" in guess:
-        guess["attention_mask"] = torch.ones_like(guess["input_ids"])
-    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:  # 1 where a picture stands, 0 for text
-        guess["mm_token_type_ids"] = (guess["input_ids"] == token).long()
-
-
-def _vectors(features: Any) -> int:
-    """How many vectors a tensor or a list of tensors holds."""
-    if isinstance(features, Tensor):
-        return features.shape[:-1].numel()
-    return sum(_vectors(part) for part in features) if isinstance(features, (list, tuple)) else 0
-
-
-def _error_of(model: nn.Module, guess: Mapping[str, Tensor]) -> str | None:
-    """None where the model runs on a guess, else the first line of its error."""
-    try:
-        with _quiet(model):
-            model(**guess)
-    except Exception as error:
-        return first_line(error)[:160]
-    return None
-
-
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, and the random state as before afterwards."""
@@ -208,12 +234,3 @@ def _quiet(model: nn.Module) -> Iterator[None]:
     finally:
         for part, was in training.items():
             part.training = was
-
-
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return {name: x.shape for name, x in one.items()} == {name: x.shape for name, x in other.items()}
-
-
-def _listed(guess: Mapping[str, Tensor]) -> str:
-    """For a message: names and shapes."""
-    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in guess.items())
