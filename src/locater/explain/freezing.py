@@ -66,6 +66,8 @@ class Freezer:
         return [replace(attention, bias=bias, beside=mlp[0].branches)]
 
     def _attention(self, layer: AttentionLayer, call: Call) -> Step:
+        if layer.head_value_norm is not None or layer.mixed_norm is not None or layer.gate is not None:
+            raise LocaterError(f"{layer.name}: a norm or a gate acts on its values, which is not frozen")
         if layer.value is None or layer.out is None:
             raise LocaterError(f"{layer.name}: its family does not read values and outputs, so it has no paths")
         block, maps = self.recording.block, attention_maps(call)

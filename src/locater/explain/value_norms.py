@@ -40,6 +40,8 @@ def carried_norms(event: AttentionEvent, row: int = 0) -> Float[Tensor, "T S"]:
         raise LocaterError(
             f"{layer.name}: its output map is not known, so it has no attention_norms: use raw_attention"
         )
+    if layer.mixed_norm is not None or layer.gate is not None:
+        raise LocaterError(f"{layer.name}: a norm or a gate is in front of its output map: use raw_attention")
     H = layer.heads
     with torch.no_grad():
         v = values[row].to(wide(values.device)).repeat_interleave(H // values.shape[1], 0)  # (H, S, V)

@@ -14,7 +14,7 @@ import torch
 
 from locater.families.discovered_errors import UnreadableError
 from locater.tape import Node, Tape
-from locater.tape.walking import MOVING, LinearMap, moved_to
+from locater.tape.walking import MOVING
 
 PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
 FUSED = "scaled_dot_product_attention"
@@ -90,13 +90,3 @@ def mixed_values(tape: Tape, call: Call) -> tuple[Node, Node]:
                 seen.add(after)
                 todo.append(after)
     raise UnreadableError("what its weights multiply is not a plain product with values")
-
-
-def out_map(tape: Tape, mixed: Node) -> LinearMap:
-    """The one map that reads the mixed values."""
-    maps, others = moved_to(tape, mixed)
-    if len(maps) == 1 and not others:
-        return maps[0]
-    if others:
-        raise UnreadableError(f"between its mixed values and an output map is {', '.join(sorted(others)[:3])}")
-    raise UnreadableError(f"its mixed values are read by {len(maps)} maps")

@@ -12,6 +12,7 @@ from locater.checkpoints.weights import Weights
 from locater.families.bias import Alibi
 from locater.families.discovered_maps import AnyMap, MapLayout
 from locater.families.discovered_norms import NormLayout
+from locater.families.gate import Gate
 from locater.families.layer import AttentionLayer, Kind
 from locater.families.norm import Norm
 from locater.families.rotary import Rotary, RotaryTable
@@ -41,6 +42,10 @@ class AttentionLayout:
     logits: LogitsLayout
     value: AnyMap | None = None
     out: MapLayout | None = None
+    head_value_norm: NormLayout | None = None
+    mixed_norm: NormLayout | None = None
+    gate: MapLayout | None = None
+    gate_function: str = ""
     norm: NormLayout = field(default_factory=NormLayout)
     memory_norm: NormLayout | None = None
     query_norm: NormLayout | None = None
@@ -72,6 +77,9 @@ class AttentionLayout:
             value=None if self.value is None else self.value.build(weights, side),
             out=None if self.out is None else self.out.build(weights, Norm()),
             scale=logits.scale,
+            head_value_norm=None if self.head_value_norm is None else self.head_value_norm.build(weights),
+            mixed_norm=None if self.mixed_norm is None else self.mixed_norm.build(weights),
+            gate=None if self.gate is None else Gate(self.gate.build(weights, norm), self.gate_function),
             norm=norm,
             memory_norm=memory,
             query_norm=None if self.query_norm is None else self.query_norm.build(weights),

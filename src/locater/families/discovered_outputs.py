@@ -1,4 +1,6 @@
-"""From mixed values to the output map of an attention call: which channels it reads, and which tokens."""
+"""From mixed values to the output map of an attention call: which channels it reads, which tokens, and what is between:
+a norm of all channels, or a gate.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from locater.families.discovered_calls import out_map
 from locater.families.discovered_errors import UnreadableError
-from locater.families.discovered_grid import Grid
+from locater.families.discovered_norms import NormLayout, fitted, may_be_norm
+from locater.families.discovered_place import Place, nearest_map
+from locater.families.gate import FUNCTIONS
 from locater.tape import Node, Tape, replay
-from locater.tape.walking import LinearMap
+from locater.tape.walking import MOVING, LinearMap, linear_map
+
+MULTIPLYING = ("mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply")
+
+
+@dataclass(frozen=True)
+class GateRows:
+    """The map of a gate: the row of each channel of each head."""
+
+    map: LinearMap
+    rows: tuple[int, ...]
+    function: str
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,8 @@ class Output:
     columns: tuple[int, ...] | None  # where it reads each channel of each head; None: in order
     rows: Tensor  # (n,): rows of its result that belong to this call
     tokens: Tensor  # (n,): number of the token, over B sequences of T, of each of these rows
+    norm: NormLayout | None = None  # of the mixed values, over all heads
+    gate: GateRows | None = None
 
     @property
     def value(self) -> Tensor:
@@ -33,31 +49,140 @@ class Output:
         return x.flatten(0, 1)[self.tokens]
 
 
-def output_of(tape: Tape, mixed: Node, grid: Grid) -> Output:
-    """The one map that reads the mixed values."""
-    out = out_map(tape, mixed)
+@dataclass(frozen=True)
+class _Way:
+    """From mixed values to the map that reads them."""
+
+    map: LinearMap
+    norms: list[Node]
+    gates: list[Node]  # what the mixed values are multiplied by
+
+
+def output_of(tape: Tape, mixed: Node, place: Place) -> Output:
+    """The one map that reads the mixed values of a call."""
+    way, grid = _way(tape, mixed), place.grid
     lead, (length, size) = mixed.value.shape[:-2], mixed.value.shape[-2:]
     batch, heads = grid.order.shape
     if tuple(lead) != grid.lead or length != grid.queries.shape[1]:
         raise UnreadableError(f"its mixed values have the shape {list(mixed.value.shape)}")
-    token = (torch.arange(batch)[:, None] * length + torch.arange(length))[:, None, :, None]
-    channel = (torch.arange(heads)[:, None] * size + torch.arange(size))[None, :, None, :]
+    width = way.map.weight.shape[1]
     shape = (batch, heads, length, size)
 
-    def read(code: Tensor) -> Tensor:  # what arrives at the output map
-        given = grid.raw(code.expand(shape).to(mixed.value))
-        return replay(out.source, {mixed: given}).reshape(-1, out.weight.shape[1])
+    def read(code: Tensor) -> Tensor:  # what arrives at the output map, where a norm passes what it reads
+        given = {mixed: grid.raw(code.expand(shape).to(mixed.value))}
+        for norm in way.norms:
+            given[norm] = replay(tape.made[norm].source, given)
+        return replay(way.map.source, given).reshape(-1, width)
 
-    own = read(token) != read(torch.full((1, 1, 1, 1), -1))  # other rows come from other calls
+    token = (torch.arange(batch)[:, None] * length + torch.arange(length) + 1)[:, None, :, None]
+    channel = (torch.arange(heads)[:, None] * size + torch.arange(size) + 1)[None, :, None, :]
+    zero, factors = read(torch.zeros(1, 1, 1, 1)), read(torch.ones(1, 1, 1, 1))
+    own = factors != zero  # other rows come from other calls
     rows = own.all(-1).nonzero().flatten()
-    tokens, columns = (read(code)[rows].long() for code in (token, channel))
-    if not len(rows) or (own.any(-1) != own.all(-1)).any():
+    if not len(rows) or (own.any(-1) != own.all(-1)).any() or (zero[rows] != 0).any():
         raise UnreadableError("its output map reads other numbers beside its mixed values")
-    if columns.shape[1] != heads * size or (columns != columns[:1]).any() or (tokens != tokens[:, :1]).any():
+    factors = factors[rows]
+    tokens, columns = (read(code)[rows] / factors - 1 for code in (token, channel))
+    tokens, columns = _whole(tokens), _whole(columns)
+    if width != heads * size or (columns != columns[:1]).any() or (tokens != tokens[:, :1]).any():
         raise UnreadableError("its output map reads other numbers than its mixed values")
-    order = columns[0]
-    in_order = torch.arange(len(order))
-    if not torch.equal(order.sort().values, in_order):
+    in_order = torch.arange(width)
+    if not torch.equal(columns[0].sort().values, in_order):
         raise UnreadableError("its output map does not read each channel once")
-    columns_read = None if torch.equal(order, in_order) else tuple(order.argsort().tolist())
-    return Output(out, columns_read, rows, tokens[:, 0])
+    order = columns[0].argsort()
+    if len(way.norms) + len(way.gates) > 1:
+        raise UnreadableError("more than a norm or a gate is between its mixed values and its output map")
+    return Output(
+        way.map,
+        None if torch.equal(order, in_order) else tuple(order.tolist()),
+        rows,
+        tokens[:, 0],
+        _norm(tape, way, order, factors),
+        _gate(tape, way, place, factors[:, order], tokens[:, 0]),
+    )
+
+
+def _whole(codes: Tensor) -> Tensor:
+    rounded = codes.round()
+    if (codes - rounded).abs().max() > 1e-3:
+        raise UnreadableError("its output map reads other numbers than its mixed values")
+    return rounded.long()
+
+
+def _way(tape: Tape, mixed: Node) -> _Way:
+    """Forward from the mixed values, through calls that move numbers, norms and gates, to the one map."""
+    maps: list[LinearMap] = []
+    norms: list[Node] = []
+    gates: list[Node] = []
+    others: set[str] = set()
+    todo, seen = [mixed], {mixed}
+    while todo and len(seen) < 200:
+        node = todo.pop()
+        norm = next((n for n in tape.made_from(node) if may_be_norm(tape, n)), None)
+        if norm is not None:
+            norms.append(norm)
+        for after in [norm] if norm is not None else tape.consumers(node):
+            if after in seen:
+                continue
+            seen.add(after)
+            linear = linear_map(tape, after)
+            factors = [x for x in after.inputs if x is not node and x.moving] if after.name in MULTIPLYING else []
+            if linear is not None:
+                maps.append(linear)
+            elif after is norm or after.name in MOVING:
+                todo.append(after)
+            elif len(factors) == 1:
+                gates.append(factors[0])
+                todo.append(after)
+            elif after.value.ndim:
+                others.add(after.name)
+    if others:
+        raise UnreadableError(f"between its mixed values and an output map is {', '.join(sorted(others)[:3])}")
+    if len(maps) != 1:
+        raise UnreadableError(f"its mixed values are read by {len(maps)} maps")
+    return _Way(maps[0], norms, gates)
+
+
+def _norm(tape: Tape, way: _Way, order: Tensor, factors: Tensor) -> NormLayout | None:
+    """The norm of all mixed channels, in the order of heads."""
+    if not way.norms:
+        return None
+    made = tape.made[way.norms[0]]
+    layout = fitted(made, made.source.value, way.norms[0].value)
+    if layout is None or made.source.value.shape[-1] != len(order) or (factors != 1).any():
+        raise UnreadableError(f"the norm {made.path} of its mixed values is not one of all channels")
+    read = _reads_in_order(way.map.source, way.norms[0])
+    if not read:
+        raise UnreadableError(f"channels are moved between the norm {made.path} and its output map")
+    return layout if torch.equal(order, torch.arange(len(order))) else layout.picked(order.tolist())
+
+
+def _reads_in_order(after: Node, norm: Node) -> bool:
+    """Whether a map reads the channels of a norm in the norm's order."""
+    codes = torch.arange(norm.value.shape[-1]).to(norm.value).expand(norm.value.shape)
+    read = replay(after, {norm: codes})
+    return read.shape[-1] == codes.shape[-1] and bool((read.flatten(0, -2) == codes.flatten()[: codes.shape[-1]]).all())
+
+
+def _gate(tape: Tape, way: _Way, place: Place, factors: Tensor, tokens: Tensor) -> GateRows | None:
+    """The gate that gives these factors (n, H v)."""
+    if not way.gates:
+        if (factors != 1).any():
+            raise UnreadableError("its mixed values are multiplied by something")
+        return None
+    part = _gate_map(tape, way.gates[0], place)
+    given = part.node.value.reshape(-1, len(part.weight))[place.grid.queries.flatten()[tokens]]  # (n, C)
+    for name, function in FUNCTIONS.items():
+        values = function(given)
+        nearest = (values[:1].mT - factors[:1]).abs().argmin(0)
+        if (values[:, nearest] - factors).abs().max() <= 1e-9 * factors.abs().max():
+            return GateRows(part, tuple(nearest.tolist()), name)
+    raise UnreadableError("the gate of its mixed values follows no known formula")
+
+
+def _gate_map(tape: Tape, gate: Node, place: Place) -> LinearMap:
+    """The one map that a gate is computed from; it reads what the queries read."""
+    linear, front, stream = nearest_map(tape, gate, "gate", place.call.path)
+    if front != place.query.front or not torch.equal(stream, place.query.stream):
+        raise UnreadableError("the gate of its mixed values reads another stream than its queries")
+    return linear

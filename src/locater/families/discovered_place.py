@@ -100,6 +100,17 @@ def side(tape: Tape, node: Node, what: str, path: str, transposed: bool = False)
     return Side(node, maps, list(latents), [norm for norm, _ in norms], fronts[0], streams[0], passage, rows)
 
 
+def nearest_map(tape: Tape, node: Node, what: str, path: str) -> tuple[LinearMap, NormLayout, Tensor]:
+    """(the one map that a value is computed from, the norm in front of it, the stream (N, d) that this reads)."""
+    before = upstream(tape, node, lambda n: may_be_norm(tape, n))
+    if len(before.maps) != 1 or before.loose:
+        raise UnreadableError(f"its {what} is not computed from one map")
+    latent, stream, front = _source(tape, before.maps[0], path)
+    if latent is not None:
+        raise UnreadableError(f"its {what} is computed from two maps")
+    return before.maps[0], front, stream
+
+
 def _source(tape: Tape, linear: LinearMap, path: str) -> tuple[Latent | None, Tensor, NormLayout]:
     """(the latent that a map reads, the stream behind that, the norm of this stream)."""
     latent = _latent(tape, linear, path)

@@ -12,9 +12,9 @@ from locater.families.discovered_calls import Call, mixed_values
 from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
 from locater.families.discovered_logits import read_logits, read_mask
-from locater.families.discovered_maps import AnyMap
+from locater.families.discovered_maps import AnyMap, MapLayout
 from locater.families.discovered_norms import plain
-from locater.families.discovered_outputs import output_of
+from locater.families.discovered_outputs import Output, output_of
 from locater.families.discovered_place import Place, captured_logits, place_of, side
 from locater.families.discovered_sides import Heads, heads_of, stored_map
 from locater.families.discovered_turning import Turning, frequencies
@@ -63,15 +63,48 @@ def _with_output(tape: Tape, place: Place, layout: AttentionLayout, constant: Te
         if not torch.equal(part.stream[tokens], place.key.stream[place.grid.keys]):
             raise UnreadableError("its values read another stream than its keys")
         value = heads_of(tape, part, order, tokens)
-        if value.norm is not None or value.turn is not None:
-            raise UnreadableError("its values are normalised or turned")
-        if value.count != layout.kv_heads or value.factor != 1:
-            raise UnreadableError(f"it has {value.count} values for {layout.kv_heads} keys")
-        out = output_of(tape, mixed, place.grid)
-        stored = stored_map(tape, out.map, list(range(out.map.weight.shape[0])))
-        return replace(layout, logits=how, value=value.map, out=replace(stored, columns=out.columns))
+        if value.turn is not None:
+            raise UnreadableError("its values turn with position")
+        if value.factor != 1:
+            raise UnreadableError(f"its values are multiplied by {value.factor:.4g}")
+        layout, value = _same_heads(layout, value)
+        return replace(
+            _with_map(tape, layout, output_of(tape, mixed, place)),
+            logits=how,
+            value=value.map,
+            head_value_norm=value.norm,
+        )
     except UnreadableError as error:
         return replace(layout, unknown_output=str(error))
+
+
+def _same_heads(layout: AttentionLayout, value: Heads) -> tuple[AttentionLayout, Heads]:
+    """The same with as many keys as values: of the two, the fewer heads are repeated."""
+    keys, values = layout.kv_heads, value.count
+    if keys == values:
+        return layout, value
+    if max(keys, values) % min(keys, values):
+        raise UnreadableError(f"it has {values} values for {keys} keys")
+    if keys > values:
+        return layout, replace(value, map=_repeated(value.map, values, value.size, keys // values), count=keys)
+    key = _repeated(layout.key, keys, layout.head_dim, values // keys)
+    return replace(layout, key=key, kv_heads=values), value
+
+
+def _repeated(whole: AnyMap, heads: int, size: int, times: int) -> AnyMap:
+    """Each head `times` times."""
+    if isinstance(whole, MapLayout) and whole.inner is not None:
+        raise UnreadableError("heads that share keys or values have a norm in common")
+    return whole.picked([head * size + row for head in range(heads) for _ in range(times) for row in range(size)])
+
+
+def _with_map(tape: Tape, layout: AttentionLayout, out: Output) -> AttentionLayout:
+    """The layout with its output map, and the norm or the gate in front of that."""
+    stored = stored_map(tape, out.map, list(range(out.map.weight.shape[0])))
+    layout = replace(layout, out=replace(stored, columns=out.columns), mixed_norm=out.norm)
+    if out.gate is None:
+        return layout
+    return replace(layout, gate=stored_map(tape, out.gate.map, list(out.gate.rows)), gate_function=out.gate.function)
 
 
 def _turned(tape: Tape, layout: AttentionLayout, query: Heads, key: Heads) -> AttentionLayout:

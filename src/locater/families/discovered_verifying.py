@@ -43,7 +43,7 @@ def verified(layout: AttentionLayout, run: Pass, call: Call) -> AttentionLayout:
     if layout.unknown_output is not None:
         return _without_output(layout, layout.unknown_output)
     try:
-        out = output_of(run.tape, mixed_values(run.tape, call)[0], place.grid)
+        out = output_of(run.tape, mixed_values(run.tape, call)[0], place)
     except UnreadableError as error:
         return _without_output(layout, str(error))
     difference = apart(out.rows_of(layer.output(place.x, place.memory)), out.value)

@@ -66,6 +66,10 @@ class AttentionLayer:
     out: Projection | None = None
     norm: Norm = field(default_factory=Norm)
     memory_norm: Norm | None = None  # cross-attention: the norm of the stream that keys and values read
+    head_value_norm: Norm | None = None  # of the values of each head
+    mixed_norm: Norm | None = None  # of the mixed values of all heads together, in front of the output map
+    # factors (B, T, H v) of the mixed values, from the normed stream that queries read
+    gate: Callable[[Tensor], Tensor] | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: Rotary | None = None
@@ -180,8 +184,14 @@ class AttentionLayer:
         norm = self.key_side_norm
         source = x if x_k is None else x_k
         v = self._heads(self.value((norm.affine if normalized else norm)(source)), self.kv_heads)
-        mixed = weights @ v.repeat_interleave(self.group, 1)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        if self.head_value_norm is not None:
+            v = self.head_value_norm(v)
+        mixed = (weights @ v.repeat_interleave(self.group, 1)).transpose(1, 2).flatten(2)
+        if self.mixed_norm is not None:
+            mixed = self.mixed_norm(mixed)
+        if self.gate is not None:
+            mixed = mixed * self.gate((self.norm.affine if normalized else self.norm)(x))
+        return self.out(mixed)
 
     @property
     def key_side_norm(self) -> Norm:

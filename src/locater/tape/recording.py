@@ -85,6 +85,7 @@ class Tape(TorchFunctionMode):
         self._keep = tensors  # identities stay those of these tensors
         self._alive: list[Tensor] = []  # an id is unique only while its tensor lives
         self._consumers: dict[Node, list[Node]] | None = None
+        self._made_from: dict[Node, list[Node]] | None = None
 
     def __enter__(self) -> Tape:
         self._handles = []
@@ -159,6 +160,14 @@ class Tape(TorchFunctionMode):
                 for before in after.inputs:
                     self._consumers.setdefault(before, []).append(after)
         return self._consumers.get(node, [])
+
+    def made_from(self, node: Node) -> list[Node]:
+        """What modules made whose first argument this node was."""
+        if self._made_from is None:
+            self._made_from = {}
+            for result, made in self.made.items():
+                self._made_from.setdefault(made.source, []).append(result)
+        return self._made_from.get(node, [])
 
     def _stays(self, x: Tensor) -> bool:
         return x.dtype == torch.float64 and (id(x) in self._parameters or self.node(x).moving)

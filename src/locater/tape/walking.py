@@ -95,22 +95,3 @@ def moved_from(node: Node, stops: Callable[[Node], bool]) -> Node | None:
             return None
         node = moving[0]
     return None
-
-
-def moved_to(tape: Tape, node: Node, most: int = 200) -> tuple[list[LinearMap], set[str]]:
-    """The maps that read `node` through calls that only move numbers; and the other calls met on the way."""
-    maps, others = [], set()
-    todo, seen = [node], {node}
-    while todo and len(seen) < most:
-        for after in tape.consumers(todo.pop()):
-            if after in seen:
-                continue
-            seen.add(after)
-            linear = linear_map(tape, after)
-            if linear is not None:
-                maps.append(linear)
-            elif after.name in MOVING:
-                todo.append(after)
-            elif after.value.ndim:
-                others.add(after.name)
-    return maps, others
