@@ -30,7 +30,7 @@ def head_table(sites: Sequence[Site], numbers: Sequence[list[float]]) -> Table:
     for site, total in zip(sites, totals(sites, numbers), strict=True):
         if total.called:
             for head, sums, top in zip(site.heads, total.sums, total.tops, strict=True):
-                table[site.number, head] = numbers_of(site.kind, sums, top, _MEANS)
+                table[site.number, head] = numbers_of(site, sums, top, _MEANS)
     return table
 
 

@@ -164,8 +164,8 @@ class Monitor(TrainerEvents):
         if not self._log_sites and observation.sites:
             self._log_sites = list(observation.sites)
             self._sinks.write(self._open_log(observation))
-            for note in observation.notes:
-                self._report_once(note)
+        for note in observation.notes if self._log_sites else ():
+            self._report_once(note)
         later = [site.name for site in observation.sites[len(self._log_sites) :]]
         if later:
             self._report_once(f"layers that ran later than others for the first time are not in the log: {later[0]}")

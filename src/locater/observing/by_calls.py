@@ -8,10 +8,9 @@ of such a layer is not known; whatever needs it is None.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,17 +23,16 @@ from locater.attention.listeners import Switch, is_measured, is_on, missed
 from locater.attention.stand_ins import Undo, instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
-from locater.families.coverage import HEADS, attention_like, folded_paths
+from locater.families.coverage import attention_like, folded_paths
 from locater.families.listening import refuse_unobservable
-from locater.observing.choosing import Choice, chosen
-from locater.observing.direct_calls import Describe, DirectCalls
+from locater.observing.choosing import Choice, ChoiceError, chosen
+from locater.observing.direct_calls import Caller, Describe, DirectCalls
 from locater.observing.flex_calls import flex_calls
+from locater.observing.frames import Frame, heads_of, is_local, kind_of, without_padding
 from locater.observing.hearing import compiled_parts
 from locater.observing.site import Site
 from locater.observing.tally import StatisticsOptions
 
-CROSS = re.compile(r"cross|encoder_att|enc_dec|encdec|multihead_attn", re.IGNORECASE)
-OTHER_TOKENS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context")
 # these choose another way of computing while a function mode is active, whose last digits differ
 TORCH_MODULES = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -61,16 +59,6 @@ class _Listener:
         return type(None), ()
 
 
-@dataclass
-class _Frame:
-    """A module that is running, and the attention calls that it made itself so far."""
-
-    name: str
-    module: nn.Module
-    arguments: dict[str, Any]
-    calls: list[Describe] = field(default_factory=list)
-
-
 class CalledLayers:
     """The layers of one observation that are found by their calls; `sites` grows while the model runs."""
 
@@ -92,7 +80,8 @@ class CalledLayers:
         self.ran: set[str] = set()
         self.heard: set[str] = set()
         self._by_key: dict[tuple[str, int, str], Site | None] = {}
-        self._frames: list[_Frame] = []
+        self._axes: dict[str, dict[Any, Any]] = {}  # of the calls of each module, as far as they are known
+        self._frames: list[Frame] = []
         self.compiled = bool(compiled_parts(model))  # a graph is not interrupted: the interface alone is heard
         self.follows = True  # what modules compute themselves
         switch.lenient = True  # one call that cannot be described does not end the run; `notes` names it
@@ -124,27 +113,45 @@ class CalledLayers:
         if self._frames:
             self._frames[-1].calls.append(describe)
 
+    def fail(self, error: Exception) -> None:
+        """A call of the innermost module could not be heard."""
+        if self._frames:
+            self._frames[-1].errors.append(error)
+
     def add(self, listener: _Listener, call: Call) -> None:
         """Count a call that was announced for a module, in place of what was heard inside it meanwhile."""
         frame = next((frame for frame in reversed(self._frames) if frame.module is listener.module), None)
         if frame is not None:
             frame.calls.clear()
-        self._count(listener, call, {} if frame is None else frame.arguments)
+            frame.errors.clear()
+        try:
+            self._count(listener, call, frame)
+        except ChoiceError:
+            raise
+        except Exception as error:
+            self.refuse(listener.name, error)
 
-    def _count(self, listener: _Listener, call: Call, arguments: dict[str, Any]) -> None:
-        self.heard.add(listener.name)
-        kind = _kind(listener, call, arguments)
-        key = (listener.name, call.query.shape[1], kind)
+    def refuse(self, name: str, error: Exception) -> None:
+        """Remember why a call of a module is not measured: the first reason of each module."""
+        self.refused.setdefault(name, first_line(error))
+
+    def _count(self, listener: _Listener, call: Call, frame: Frame | None) -> None:
+        kind = kind_of(listener.name, listener.module, call, {} if frame is None else frame.arguments)
+        placed = True
+        if kind == "cross" and frame is not None and is_local(call, frame):
+            kind, placed, call = "self", False, without_padding(call, frame)
+        key = (listener.name, call.query.shape[1], kind if placed else "local")
         if key not in self._by_key:
-            number = len(self._by_key)
-            self._by_key[key] = site = self._site(listener, call, number, kind)
+            site = self._site(listener, call, len(self._by_key), kind, placed)
+            self._by_key[key] = site
             if site is not None:
                 self.sites.append(site)
         site = self._by_key[key]
         if site is not None:
             site.see(call)
+        self.heard.add(listener.name)
 
-    def _site(self, listener: _Listener, call: Call, number: int, kind: str) -> Site | None:
+    def _site(self, listener: _Listener, call: Call, number: int, kind: str, placed: bool) -> Site | None:
         if self.chosen is not None and number not in self.chosen:
             return None
         count, keys = call.query.shape[1], call.key.shape[1]
@@ -163,21 +170,37 @@ class CalledLayers:
             layer=None,
             output_size=size,
             device=call.query.device,
+            placed=placed,
         )
 
-    def leave(self, frame: _Frame) -> None:
+    def leave(self, frame: Frame) -> None:
         """A module has run: count the calls that it made itself."""
-        listener, heads = self._of_module.get(id(frame.module)), heads_of(frame.module)
-        error = missed.pop() if missed else None
-        for describe in frame.calls if listener is not None else ():
-            try:
-                assert listener is not None
-                self._count(listener, describe(heads), frame.arguments)
-                error = None
-            except Exception as reason:
-                error = reason
-        if error is not None:
-            self.refused[frame.name] = first_line(error)
+        announced = list(missed)  # what went wrong at the interface or at a tap of this module
+        missed.clear()
+        errors, listener = frame.errors, self._of_module.get(id(frame.module))
+        if listener is not None and frame.calls:
+            caller = Caller(self._heads_around(frame), frame.tokens, self._axes.setdefault(frame.name, {}))
+            for describe in frame.calls:
+                try:
+                    self._count(listener, describe(caller), frame)
+                except ChoiceError:
+                    raise
+                except Exception as reason:
+                    errors.append(reason)
+            errors += missed
+            missed.clear()
+        if not frame.calls:  # else the module's own calls were heard in place of the announced one
+            errors = [*errors, *announced]
+        for error in errors:
+            self.refuse(frame.name, error)
+
+    def _heads_around(self, frame: Frame) -> int | None:
+        """The number of heads that a module says, or the one around it: attention may be a part of its own."""
+        for around in (frame, *self._frames[-2:-1]):
+            heads = heads_of(around.module)
+            if heads is not None:
+                return heads
+        return None
 
     # ---- afterwards
 
@@ -210,7 +233,16 @@ class CalledLayers:
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             by_reason.setdefault(reason.removeprefix(f"{name}: "), []).append(name)
-        return notes + [f"not measured: {folded_paths(names)}: {reason}" for reason, names in by_reason.items()]
+        for reason, names in by_reason.items():
+            part = "a part of the calls is not measured" if self.heard.issuperset(names) else "not measured"
+            notes.append(f"{part}: {folded_paths(names)}: {reason}")
+        local = [site.name for site in self.sites if not site.placed]
+        if local:
+            notes.append(
+                f"keys are in blocks around each query, not in order: {folded_paths(local)}; distance, self_mass and "
+                "sink are left out, and rows of padding may count"
+            )
+        return notes
 
     def why_nothing(self) -> str:
         """Why no layer was found, and what to do."""
@@ -241,12 +273,12 @@ def _running(
     """Replaces the forward of a module: notes that it runs, and counts its calls at the end."""
     if not is_on(layers.switch):
         return forward(*args, **kwargs)
-    frame = _Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
+    frame = Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
     with ExitStack() as stack:
         if not layers._frames:
             missed.clear()  # of other runs
             if layers.follows:
-                stack.enter_context(DirectCalls(layers.report))
+                stack.enter_context(DirectCalls(layers.report, layers.fail))
         layers.ran.add(name)
         layers._frames.append(frame)
         stack.callback(layers._frames.pop)
@@ -273,22 +305,6 @@ def _paused(
 def _implementation(module: nn.Module) -> str | None:
     """The name of the attention function of a module of transformers."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
-def _kind(listener: _Listener, call: Call, arguments: dict[str, Any]) -> str:
-    """ "cross" where queries and keys are different tokens, as far as name, arguments and lengths tell; or "self"."""
-    last = listener.name.rpartition(".")[2]
-    if getattr(listener.module, "is_cross_attention", False) is True or CROSS.search(last):
-        return "cross"
-    if any(arguments.get(name) is not None for name in OTHER_TOKENS):
-        return "cross"
-    cached = any(arguments.get(name) is not None for name in ("past_key_values", "past_key_value", "layer_past"))
-    return "self" if call.query.shape[2] == call.key.shape[2] or cached else "cross"
-
-
-def heads_of(module: nn.Module) -> int | None:
-    """The number of query heads that a module says it has; None where it says none."""
-    return next((count for name in HEADS if isinstance(count := getattr(module, name, None), int)), None)
 
 
 def _within(path: str, outer: str) -> bool:

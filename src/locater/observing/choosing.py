@@ -9,6 +9,11 @@ from typing import Any
 from locater.errors import LocaterError
 from locater.families import AttentionLayer
 
+
+class ChoiceError(LocaterError):
+    """Layers or heads that the model does not have."""
+
+
 Choice = int | Sequence[int] | None  # indices, or a count of evenly spaced ones; None: all
 
 
@@ -29,7 +34,7 @@ def chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tupl
         return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
     wrong = [i for i in choice if not 0 <= i < len(items)]
     if wrong or not choice:
-        raise LocaterError(f"{name}={choice}: there are {len(items)}, numbered from 0")
+        raise ChoiceError(f"{name}={choice}: there are {len(items)}, numbered from 0")
     return [items[i] for i in sorted(set(choice))]
 
 

@@ -2,12 +2,14 @@
 
 While a module runs, a `TorchFunctionMode` sees each function of PyTorch that it calls. Attention is a call of fused
 attention, or a softmax over the last axis of numbers that come from a product of two activations and were only moved,
-scaled, capped or masked since. Nothing that the model computes is changed.
+scaled, capped or masked since. Nothing that the model computes is changed, and nothing that fails here ends its run.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from locater.attention.call import Call
-from locater.attention.direct import from_fused, from_softmax
+from locater.attention.direct import from_fused, from_multi_head, from_softmax
+from locater.attention.head_axes import HeadAxes, axes_by_count, axes_by_labels
 from locater.errors import LocaterError
+from locater.observing.origins import Origins, Step, factors, flat, labels_of, signature
 
 FUSED = functional.scaled_dot_product_attention
+MULTI_HEAD = functional.multi_head_attention_forward
 PRODUCTS = {
     *(torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, functional.bilinear),
     *(Tensor.matmul, Tensor.bmm, Tensor.baddbmm, Tensor.__matmul__, Tensor.__rmatmul__),
@@ -29,56 +34,161 @@ SOFTMAXES = {torch.softmax, functional.softmax, Tensor.softmax, torch.special.so
 # what follows is not a logit of this product any more
 ENDS = {functional.linear, functional.layer_norm, functional.conv1d, functional.conv2d, functional.embedding}
 
-Describe = Callable[[int | None], Call]  # number of heads, where the module tells it -> the call
+
+@dataclass(frozen=True)
+class Caller:
+    """What is known of the module that makes a call: its heads and tokens, and the axes of its calls so far."""
+
+    heads: int | None = None  # as it says
+    tokens: int | None = None  # that it was given
+    known: dict[Any, HeadAxes] = field(default_factory=dict)
+
+    def axes(self, step: Step | None, shape: torch.Size, fused: bool = False) -> HeadAxes:
+        """The axes of heads of a call with rows (..., T), whose queries or logits were made by `step`."""
+        key = (signature(step), shape if step is None else len(shape))
+        if key not in self.known:
+            self.known[key] = self._axes(step, shape, fused)
+        return self.known[key]
+
+    def _axes(self, step: Step | None, shape: torch.Size, fused: bool) -> HeadAxes:
+        labels = None if step is None else _labels(step, shape)
+        if labels is not None:
+            axes = axes_by_labels(labels)
+            if self.heads in (None, 1) or axes != HeadAxes():
+                return axes
+            raise LocaterError(f"it attends by one of its {self.heads} heads at a time, and which one is not known")
+        if fused and self.heads is None and len(shape) >= 3:  # (..., H, T, D) by definition
+            return HeadAxes((len(shape) - 2,))
+        return axes_by_count(shape, self.heads, self.tokens)
+
+
+Describe = Callable[[Caller], Call]
 
 
 class DirectCalls(TorchFunctionMode):
-    """Hands each attention call that it sees to `report(describe)`."""
+    """Hands each attention call that it sees to `report(describe)`, and what went wrong to `fail(error)`."""
 
-    def __init__(self, report: Callable[[Describe], None]) -> None:
+    def __init__(self, report: Callable[[Describe], None], fail: Callable[[Exception], None]) -> None:
         super().__init__()
-        self.report = report
+        self.report, self.fail = report, fail
         self._logits = WeakTensorKeyDictionary()  # results of products of two activations, and what was made of them
+        self._origins = Origins()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:
-            self.report(_inside_one_function)
-        if not isinstance(out, Tensor) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return out
-        if func is FUSED:
-            self.report(lambda heads: from_fused(out, *args, **kwargs, heads=heads))
+        name = getattr(func, "__name__", "")
+        if name == "__iter__":
+            out = list(out)
+        try:
+            self._hear(name, func, args, kwargs, out)
+        except Exception as error:
+            self.fail(error)
+        return iter(out) if name == "__iter__" else out
+
+    def _hear(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        if func is MULTI_HEAD:
+            self._multi_head(out[0], args, kwargs)
+        elif func is FUSED:
+            self._fused(out, args, kwargs)
         elif func in SOFTMAXES:
             self._softmax(out, *args, **kwargs)
-        elif func in PRODUCTS:
-            if _of_activations(args):
-                self._logits[out] = True
-        elif func not in ENDS and out.is_floating_point() and out.ndim >= 3 and self._continues(out, args):
+        elif func in PRODUCTS and self._of_activations(args, kwargs):
             self._logits[out] = True
-        return out
+            self._origins.product(args, kwargs, out)
+        else:
+            self._origins.note(name, func, args, kwargs, out)
+            if isinstance(out, Tensor) and func not in ENDS and func not in PRODUCTS:
+                self._continue(out, args, kwargs)
 
-    def _softmax(self, out: Tensor, x: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
-        if x in self._logits and dim in (-1, x.ndim - 1):
-            self.report(lambda heads: from_softmax(out, x, heads))
+    def _of_activations(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether both factors of a product are activations: maps of weights have two axes."""
+        tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+        if len(tensors) < 2:
+            return False
+        both = factors(args, kwargs)
+        return all(x.ndim >= 3 for x in both) or all(self._origins.of(x) is not None for x in both)
 
-    def _continues(self, out: Tensor, args: tuple[Any, ...]) -> bool:
-        """Whether a result has the numbers of logits, in another place or form."""
-        return any(isinstance(x, Tensor) and x.numel() <= out.numel() and x in self._logits for x in _flat(args))
+    def _continue(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Logits in another place or form are logits."""
+        if out.is_floating_point() and out.ndim >= 2:
+            tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
+            if any(x.numel() <= out.numel() and x in self._logits for x in tensors):
+                self._logits[out] = True
+
+    def _softmax(self, out: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+        if input in self._logits and dim in (-1, input.ndim - 1):
+            step, kept = self._origins.of(input), Kept(input)
+            self.report(lambda caller: from_softmax(kept.tensors[0], caller.axes(step, input.shape[:-1])))
+
+    def _fused(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
+        query, mask = given["query"], given.get("attn_mask")
+        step = self._origins.of(query) if query.shape[:-1] == out.shape[:-1] else None
+        kept, masks = Kept(out, query, given["key"]), Kept(*(() if mask is None else (mask,)))
+        terms = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if name in given}
+
+        def describe(caller: Caller) -> Call:
+            axes = caller.axes(step, out.shape[:-1], fused=True)
+            output, query, key = kept.tensors
+            return from_fused(output, query, key, axes, attn_mask=next(iter(masks.tensors), None), **terms)
+
+        self.report(describe)
+
+    def _multi_head(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
+        given.apply_defaults()
+        kept = Kept(out, given.arguments["query"], given.arguments["key"])
+        self.report(lambda caller: _projected_again(given.arguments, *kept.tensors))
 
 
-def _inside_one_function(heads: int | None) -> Call:
-    raise LocaterError("it calls torch.nn.functional.multi_head_attention_forward itself, whose queries are not seen")
+FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+MULTI_HEAD_SIGNATURE = inspect.signature(MULTI_HEAD)
 
 
-def _of_activations(args: tuple[Any, ...]) -> bool:
-    """Whether a product has two factors of three axes or more: maps of weights have two."""
-    factors = [x for x in _flat(args) if isinstance(x, Tensor)][-2:]
-    return len(factors) == 2 and all(x.ndim >= 3 for x in factors)
+def _projected_again(given: Mapping[str, Any], out: Tensor, query: Tensor, key: Tensor) -> Call:
+    if any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v")) or given["add_zero_attn"]:
+        raise LocaterError("multi_head_attention_forward with keys of its own (bias_k, static_k, add_zero_attn)")
+    width = query.shape[-1]
+    parts = (slice(0, width), slice(width, 2 * width))
+    bias = given["in_proj_bias"]
+    weights = (
+        (given["q_proj_weight"], given["k_proj_weight"])
+        if given["use_separate_proj_weight"]
+        else tuple(given["in_proj_weight"][part] for part in parts)
+    )
+    biases = (None, None) if bias is None else (bias[parts[0]], bias[parts[1]])
+    masks = given["key_padding_mask"], given["attn_mask"]
+    return from_multi_head(out.detach(), query, key, given["num_heads"], weights, biases, *masks)
 
 
-def _flat(args: tuple[Any, ...]) -> list[Any]:
-    """Arguments, those in lists too: einsum and cat take either."""
-    return [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,))]
+class Kept:
+    """Tensors that are read later, as they were: refused where the model has written to them meanwhile."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        # tensors of inference mode do not count how often they are written to
+        self._tensors = [x.clone() if x.is_inference() else x for x in tensors]
+        self._versions = [None if x.is_inference() else x._version for x in self._tensors]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        for x, version in zip(self._tensors, self._versions, strict=True):
+            if version is not None and x._version != version:
+                raise LocaterError("its attention was overwritten in place before the module returned")
+        return self._tensors
+
+
+def _labels(step: Step, shape: torch.Size) -> Tensor | None:
+    """Labels of rows of this shape; None where they cannot be told."""
+    for thin in (True, False):
+        try:
+            labels = labels_of(step, thin)
+        except Exception:  # a step may not fit labels: whole numbers, on the CPU, of one key
+            continue
+        if labels.shape[:-1] == shape:
+            return labels
+    return None

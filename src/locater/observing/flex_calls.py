@@ -13,7 +13,6 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from locater.attention.direct import from_flex
 from locater.attention.stand_ins import Undo
-from locater.errors import LocaterError
 from locater.observing.direct_calls import Describe, DirectCalls
 
 HOME = "torch.nn.attention.flex_attention"
@@ -34,7 +33,7 @@ def flex_calls(report: Callable[[Describe], None]) -> Iterator[Undo]:
             if isinstance(_get_current_function_mode(), DirectCalls):
                 stack.enter_context(_pop_mode_temporarily())
             out = original(*args, **kwargs)
-        report(lambda heads: _described(out, *args, **kwargs))
+        report(lambda caller: _described(out, *args, **kwargs))
         return out
 
     for module in list(sys.modules.values()):
@@ -63,6 +62,4 @@ def _described(
     *_: Any,
     **__: Any,
 ) -> Any:
-    if score_mod is not None:
-        raise LocaterError("FlexAttention with a score_mod: what it does to the logits is not known")
-    return from_flex(out[0] if isinstance(out, tuple) else out, query, key, value, block_mask, scale)
+    return from_flex(out[0] if isinstance(out, tuple) else out, query, key, score_mod, block_mask, scale)

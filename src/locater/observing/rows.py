@@ -169,7 +169,7 @@ def rows_of(sites: Sequence[Site]) -> list[SeenHead]:
 
 def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
     sums = total.sums[at]
-    columns = numbers_of(site.kind, sums, total.tops[at])
+    columns = numbers_of(site, sums, total.tops[at])
     if ranks is not None and sums[AT["outputs"]]:
         columns["output_stable_rank"], columns["output_effective_rank"] = (
             finite_or_none(float(x[at])) for x in (ranks.stable, ranks.effective)
@@ -191,8 +191,8 @@ def _row(site: Site, at: int, total: Totals, ranks: Ranks | None) -> SeenHead:
     )
 
 
-def numbers_of(kind: str, sums: list[float], top: float, names: Iterable[str] = tuple(MEANS)) -> dict[str, Any]:
-    """Means of these names, the largest logit and the flags of one head of a layer of this kind."""
+def numbers_of(site: Site, sums: list[float], top: float, names: Iterable[str] = tuple(MEANS)) -> dict[str, Any]:
+    """Means of these names, the largest logit and the flags of one head of a layer."""
     columns: dict[str, Any] = {
         "finite": all(map(math.isfinite, sums)) and top < math.inf,
         "max_logit": finite_or_none(top),
@@ -200,8 +200,10 @@ def numbers_of(kind: str, sums: list[float], top: float, names: Iterable[str] = 
     for name in names:
         total, count = PLACES[name]
         columns[name] = _over(sums[total], sums[count])
-    if kind != "self":  # queries and keys are different tokens
-        columns.update({name: None for name in ("distance", "self_mass") if name in columns})
+    unknown = [] if site.kind == "self" else ["distance", "self_mass"]  # queries and keys are different tokens
+    if not site.placed:
+        unknown = ["distance", "self_mass", "sink", "rest_entropy", "rest_entropy_ratio"]
+    columns.update({name: None for name in unknown if name in columns})
     flags = [
         name for name, column, rule in SHOWN if (value := columns.get(column)) is not None and rule(value, length=2)
     ]

@@ -33,6 +33,7 @@ class Site:
     layer: AttentionLayer | None  # None where the module was found by its calls
     output_size: int | None = None  # of a head's output, where no layer tells it
     device: torch.device | None = None  # of the sums, where it is not that of the parameters
+    placed: bool = True  # whether keys are tokens in order, so that distances and a first key are known
     totals: Accumulators = field(init=False)
     picked: Tensor | None = field(init=False, default=None)  # `heads` as a tensor, None for all
 
@@ -76,7 +77,8 @@ class Site:
     def see(self, call: Call) -> None:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
         if is_measured(self, call):
-            tally(call, self.totals, self.options, self.kind == "self", self.picked, self.switch.lenient)
+            own = self.kind == "self" and self.placed
+            tally(call, self.totals, self.options, own, self.picked, self.switch.lenient)
 
 
 def clear(sites: Sequence[Site]) -> None:

@@ -1,0 +1,314 @@
+"""Attention that modules compute themselves: every way of writing it, every order of axes, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from locater.attention.direct import from_flex
+from locater.errors import LocaterError
+from locater.observing import SeenHead, observe
+from locater.observing.direct_calls import DirectCalls
+
+WIDTH, HEADS, TOKENS, BATCH = 24, 3, 6, 2
+
+
+class Attention(nn.Module):
+    """Attention whose inside is `way(module, q, k, v)`, on maps of the input (B, T, E)."""
+
+    def __init__(self, way: Callable[..., Any], heads: int | None = HEADS) -> None:
+        super().__init__()
+        self.way = way
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        if heads is not None:
+            self.num_heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, self.to_q(x), self.to_k(x), self.to_v(x))
+
+    def maps(self, x: Tensor, heads: int = HEADS, scale: float = 1.0) -> Tensor:
+        """(B, H, T, S) in float64, by the definition."""
+        q, k = (m(x).detach().double().unflatten(-1, (heads, -1)).transpose(1, 2) for m in (self.to_q, self.to_k))
+        return (q @ k.mT * scale).softmax(-1)
+
+
+def split(x: Tensor) -> Tensor:
+    """(B, T, E) as (B, H, T, D)."""
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def observed(
+    way: Callable[..., Any], heads: int | None = HEADS, batch: int = BATCH
+) -> tuple[list[SeenHead], Attention, Tensor]:
+    torch.manual_seed(3)
+    model, x = Attention(way, heads).eval(), 3 * torch.randn(batch, TOKENS, WIDTH)
+    plain = model(x)
+    with observe(model) as seen:
+        assert torch.equal(model(x), plain)
+    return seen.rows, model, x
+
+
+def entropies(maps: Tensor) -> list[float]:
+    return torch.special.entr(maps).sum(-1).mean((0, 2)).tolist()
+
+
+def by_bmm(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (split(x).flatten(0, 1) for x in (q, k, v))
+    return joined(torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).unflatten(0, (-1, HEADS)))
+
+
+def heads_first(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (torch.cat(x.chunk(HEADS, -1), 0) for x in (q, k, v))  # (H * B, T, D)
+    return torch.cat(((q @ k.mT).softmax(-1) @ v).chunk(HEADS, 0), -1)
+
+
+def tokens_first(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1).contiguous().view(TOKENS, -1, WIDTH // HEADS).transpose(0, 1) for x in (q, k, v))
+    out = torch.bmm(functional.softmax(torch.bmm(q, k.mT), dim=-1), v)
+    return out.transpose(0, 1).reshape(TOKENS, -1, WIDTH).transpose(0, 1)
+
+
+def heads_after_tokens(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (q, k, v))
+    return torch.einsum("bths,bshd->bthd", torch.einsum("bthd,bshd->bths", q, k).softmax(-1), v).flatten(2)
+
+
+def einsum_in_place(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (q, k, v))
+    weights = torch.einsum("bthd,bshd->bhts", q, k).add_(0.0).softmax(dim=3)
+    return joined(torch.einsum("bhts,bshd->bhtd", weights, v))
+
+
+def by_keywords(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.matmul(input=split(q), other=split(k).transpose(-1, -2))
+    return joined(torch.matmul(torch.softmax(input=logits, dim=-1, dtype=torch.float32), split(v)))
+
+
+def by_module(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return joined(nn.Softmax(dim=-1)(split(q) @ split(k).mT) @ split(v))
+
+
+def unpacked(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = torch.stack([q, k, v]).unflatten(-1, (HEADS, -1)).transpose(2, 3).flatten(1, 2)
+    return joined(((q @ k.mT).softmax(-1) @ v).unflatten(0, (-1, HEADS)))
+
+
+def complex_rotation(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    turn = torch.polar(torch.ones(TOKENS, WIDTH // HEADS // 2), torch.zeros(TOKENS, WIDTH // HEADS // 2))
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(split(x).unflatten(-1, (-1, 2))) * turn).flatten(-2) for x in (q, k)
+    )
+    q, k, v = (x.flatten(0, 1) for x in (q, k, split(v)))
+    return joined(((q @ k.mT).softmax(-1) @ v).unflatten(0, (-1, HEADS)))
+
+
+WAYS = [
+    by_bmm, heads_first, tokens_first, heads_after_tokens, einsum_in_place, by_keywords, by_module, unpacked, complex_rotation,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [HEADS, None], ids=["told", "not told"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_heads_are_found_in_any_order_of_axes(way: Callable[..., Any], heads: int | None) -> None:
+    """Also where batch and heads, or tokens and heads, are as many."""
+    for batch in (1, BATCH, HEADS):
+        rows, model, x = observed(way, heads, batch)
+        assert [row.entropy for row in rows] == pytest.approx(entropies(model.maps(x)), abs=1e-5)
+
+
+def test_as_many_heads_as_the_call_has_are_counted_whatever_the_module_says() -> None:
+    def twice(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        fine = [x.unflatten(-1, (8, -1)).transpose(1, 2) for x in (q, k, v)]
+        return joined((fine[0] @ fine[1].mT).softmax(-1) @ fine[2]) + joined(
+            (split(q) @ split(k).mT).softmax(-1) @ split(v)
+        )
+
+    rows, model, x = observed(twice)
+    assert [row.entropy for row in rows[:8]] == pytest.approx(entropies(model.maps(x, 8)), abs=1e-5)
+    assert [row.entropy for row in rows[8:]] == pytest.approx(entropies(model.maps(x)), abs=1e-5)
+
+
+def test_a_head_without_batch_or_split_is_one_head() -> None:
+    def single(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.stack([torch.softmax(a @ b.T, dim=-1) @ c for a, b, c in zip(q, k, v, strict=True)])
+
+    rows, model, x = observed(single, None)
+    assert [row.entropy for row in rows] == pytest.approx(entropies(model.maps(x, 1)), abs=1e-5)
+
+
+class Twice(nn.Module):
+    """Two modules, of which the second can be measured."""
+
+    def __init__(self, way: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second = Attention(way), Attention(by_module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def overwritten(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = split(q) @ split(k).mT
+    weights = logits.softmax(-1)
+    logits.zero_()
+    return joined(weights @ split(v))
+
+
+def one_head_then_all(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v + joined((split(q) @ split(k).mT).softmax(-1) @ split(v))
+
+
+def by_channels(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return joined(((split(q).mT @ split(k)).softmax(-1) @ split(v).mT).mT)
+
+
+@pytest.mark.parametrize(
+    ("way", "note"),
+    [
+        (overwritten, "not measured: first: its attention was overwritten in place"),
+        (one_head_then_all, "a part of the calls is not measured: first: it attends by one of its 3 heads at a time"),
+        (by_channels, "not measured: first: its rows are channels, not tokens"),
+    ],
+)
+def test_what_cannot_be_measured_is_named_and_the_rest_is_measured(way: Callable[..., Any], note: str) -> None:
+    model, x = Twice(way), torch.randn(BATCH, TOKENS, WIDTH)
+    with observe(model) as seen:
+        model(x)
+    assert seen.notes[-1].startswith(note)
+    second = [row.entropy for row in seen.rows if row.name == "second"]
+    assert second == pytest.approx(entropies(model.second.maps(model.first(x))), abs=1e-5)
+
+
+def test_tensors_of_inference_mode_are_read_as_they_were() -> None:
+    model, x = Attention(overwritten), torch.randn(BATCH, TOKENS, WIDTH)
+    with torch.inference_mode(), observe(model) as seen:
+        model(x)
+    assert [row.entropy for row in seen.rows] == pytest.approx(entropies(model.maps(x)), abs=1e-5)
+
+
+def test_an_error_while_listening_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("of the listener")
+
+    monkeypatch.setattr(DirectCalls, "_softmax", fail)
+    model, x = Attention(by_module), torch.randn(BATCH, TOKENS, WIDTH)
+    plain = model(x)
+    with pytest.raises(LocaterError, match="not measured: the model itself: of the listener"), observe(model):
+        assert torch.equal(model(x), plain)
+
+
+def test_heads_that_a_layer_does_not_have_are_refused() -> None:
+    model, x = Attention(by_module), torch.randn(BATCH, TOKENS, WIDTH)
+    with pytest.raises(LocaterError, match=r"heads=\[7\]: there are 3, numbered from 0"), observe(model, heads=[7]):
+        model(x)
+
+
+@pytest.mark.parametrize("low", [-1e4, torch.finfo(torch.float32).min, -torch.inf])
+def test_rows_of_padding_do_not_count(low: float) -> None:
+    """Left padding and a causal mask: a row of padding sees no key, and its softmax is of hidden logits alone."""
+    hidden = torch.ones(TOKENS, TOKENS).triu(1).bool().expand(BATCH, 1, -1, -1).clone()
+    hidden[0, :, :, :2] = True
+
+    def masked(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = (split(q) @ split(k).mT).masked_fill(hidden, low)
+        return joined(functional.softmax(logits, dim=-1).nan_to_num() @ split(v))
+
+    rows, model, x = observed(masked)
+    q, k = split(model.to_q(x)).double(), split(model.to_k(x)).double()
+    maps = (q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num().detach()
+    real = torch.ones(BATCH, TOKENS).bool()
+    real[0, :2] = False
+    expected = [float(torch.special.entr(maps[:, h]).sum(-1)[real].mean()) for h in range(HEADS)]
+    assert [row.entropy for row in rows] == pytest.approx(expected, abs=1e-5)
+    assert {row.rows for row in rows} == {BATCH * TOKENS - 2}
+
+
+def test_keys_in_blocks_have_no_distance() -> None:
+    """Two blocks of three queries, each of which sees a block on either side."""
+
+    def blocks(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (
+            split(q).unflatten(2, (2, 3)),
+            *(functional.pad(split(x), (0, 0, 3, 3)).unfold(2, 9, 3).mT for x in (k, v)),
+        )
+        return joined(((q @ k.mT).softmax(-1) @ v).flatten(2, 3))
+
+    torch.manual_seed(0)
+    model, x = Attention(blocks), torch.randn(BATCH, TOKENS, WIDTH)
+    with observe(model, rest=True) as seen:
+        model(x)
+    q, k = split(model.to_q(x)).double(), functional.pad(split(model.to_k(x)).double(), (0, 0, 3, 3))
+    maps = [(q[:, :, 3 * at : 3 * at + 3] @ k[:, :, 3 * at : 3 * at + 9].mT).softmax(-1).detach() for at in range(2)]
+    assert [row.entropy for row in seen.rows] == pytest.approx(entropies(torch.cat(maps, 2)), abs=1e-5)
+    row = seen.rows[0]
+    assert (row.kind, row.distance, row.self_mass, row.sink, row.rest_entropy) == ("self", None, None, None, None)
+    assert seen.notes[-1].startswith("keys are in blocks around each query, not in order: the model itself")
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_pytorchs_multi_head_function_is_heard(separate: bool) -> None:
+    added = torch.randn(BATCH * HEADS, TOKENS, TOKENS)
+    padding = torch.zeros(BATCH, TOKENS).bool()
+    padding[1, 4:] = True
+    low = torch.zeros(BATCH, TOKENS).masked_fill(padding, -torch.inf)
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(3 * WIDTH, WIDTH)), nn.Parameter(torch.randn(3 * WIDTH))
+            self.out = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.transpose(0, 1)
+            parts: dict[str, Any] = {}
+            if separate:
+                weights = self.weight.chunk(3)
+                parts = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), weights, strict=True))
+            out, _ = functional.multi_head_attention_forward(
+                *(x, x, x, WIDTH, HEADS, None if separate else self.weight, self.bias, None, None, False, 0.0),
+                *(self.out.weight, self.out.bias),
+                **dict(key_padding_mask=low, attn_mask=added, use_separate_proj_weight=separate, **parts),
+            )
+            return out.transpose(0, 1)
+
+    torch.manual_seed(0)
+    model, x = Own(), torch.randn(BATCH, TOKENS, WIDTH)
+    plain = model(x)
+    with observe(model) as seen:
+        assert torch.equal(model(x), plain)
+    weights, biases = model.weight.double().chunk(3), model.bias.double().chunk(3)
+    q, k = (split(functional.linear(x.double(), weights[at], biases[at])) for at in range(2))
+    logits = q @ k.mT * (WIDTH // HEADS) ** -0.5 + added.double().view(BATCH, HEADS, TOKENS, TOKENS)
+    maps = logits.masked_fill(padding[:, None, None], -torch.inf).softmax(-1).detach()
+    expected = [float(torch.special.entr(maps[:, h]).sum(-1)[~padding].mean()) for h in range(HEADS)]
+    assert [row.entropy for row in seen.rows] == pytest.approx(expected, abs=1e-5)
+
+
+def test_flex_attention_with_changed_scores() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(BATCH, 4, TOKENS, 8), torch.randn(BATCH, 2, TOKENS, 8)
+    slopes = torch.rand(4)
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return score - slopes[h] * (t - s)
+
+    class Causal:
+        @staticmethod
+        def mask_mod(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            return t >= s
+
+    call = from_flex(q, q, k, alibi, Causal, 0.3)
+    at = torch.arange(TOKENS)
+    expected = 0.3 * q.double() @ k.double().repeat_interleave(2, 1).mT
+    expected = expected - slopes.double()[:, None, None] * (at[:, None] - at)
+    assert torch.allclose(call.terms.logits(call.query, call.key, slice(None), TOKENS).double(), expected, atol=1e-5)
+    assert torch.equal(call.terms.mask, (at[:, None] >= at).expand(BATCH, 4, -1, -1))
