@@ -195,13 +195,13 @@ def test_a_mistake_in_the_scale_leaves_queries_and_keys(qwen3: tuple[AttentionLa
     layout, run = qwen3
     faulty = replace(layout, logits=replace(layout.logits, scale=layout.logits.scale * 1.0001))
     result = verified(faulty, run, run.calls[0])
-    assert "logits differ" in str(result.unknown_logits)
+    assert "scale differs" in str(result.unknown_scale)
     layer = result.build(locater.families.open_source(run.model)[0])
     with pytest.raises(LocaterError, match="only its queries and keys are known"):
         layer.logits(torch.zeros(1, 2, 32))
 
 
-def test_mistakes_in_values_mask_and_output_leave_the_logits(qwen3: tuple[AttentionLayout, Pass]) -> None:
+def test_mistakes_in_values_and_output_leave_the_logits(qwen3: tuple[AttentionLayout, Pass]) -> None:
     layout, run = qwen3
     value, out = layout.value, layout.out
     assert value is not None
@@ -209,8 +209,6 @@ def test_mistakes_in_values_mask_and_output_leave_the_logits(qwen3: tuple[Attent
     for faulty in (
         replace(layout, value=replace(value, rows=_shifted(value.rows))),
         replace(layout, out=replace(out, rows=_shifted(out.rows))),
-        replace(layout, logits=replace(layout.logits, causal=False)),
-        replace(layout, logits=replace(layout.logits, window=8)),
     ):
         result = verified(faulty, run, run.calls[0])
         assert result.unknown_logits is None
@@ -219,6 +217,22 @@ def test_mistakes_in_values_mask_and_output_leave_the_logits(qwen3: tuple[Attent
         layer.logits(torch.zeros(1, 2, 32, dtype=torch.float64))
         with pytest.raises(LocaterError, match="cannot be computed"):
             layer.output(torch.zeros(1, 2, 32, dtype=torch.float64))
+
+
+def test_a_mistake_in_the_mask_leaves_logits_and_maps(qwen3: tuple[AttentionLayout, Pass]) -> None:
+    layout, run = qwen3
+    for mistake in ({"causal": False}, {"window": 8}):
+        result = verified(replace(layout, logits=replace(layout.logits, **mistake)), run, run.calls[0])
+        assert result.unknown_logits is None
+        assert result.unknown_output is None
+        assert "mask changes" in str(result.unknown_mask)
+        layer = result.build(locater.families.open_source(run.model)[0])
+        x = torch.randn(1, 2, 32, dtype=torch.float64)
+        with pytest.raises(LocaterError, match="give mask="):
+            layer.output(x)
+        right = layout.build(locater.families.open_source(run.model)[0])
+        mask = torch.ones(2, 2, dtype=torch.bool).tril()[None, None]
+        assert torch.equal(layer.output(x, mask=mask), right.output(x))
 
 
 @pytest.mark.parametrize("clip", [0.3, 1e3])
@@ -276,8 +290,8 @@ def test_a_rotation_by_table_is_needed() -> None:
     assert not torch.allclose(layer.logits(x), replace(layer, rotary_table=None).logits(x), atol=1e-3)
 
 
-def test_a_window_that_cannot_be_seen_is_refused() -> None:
-    """GPT-Neo builds its mask when it is made."""
+def test_a_window_that_is_built_into_the_model() -> None:
+    """GPT-Neo builds its mask when it is made, so it is made anew with other sizes."""
     model = build(
         "GPTNeo",
         hidden_size=32,
@@ -290,7 +304,7 @@ def test_a_window_that_cannot_be_seen_is_refused() -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
-    assert all("window_size = 32" in str(layer.unknown_output) for layer in locater.discover(model).layers)
+    assert [layer.window for layer in locater.discover(model).layers] == [None, 32]
 
 
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -44,6 +44,8 @@ class SwapMechanism(ForwardControl["_Replaced"]):
     def _change(self, controlled: ControlledLayer) -> _Replaced:
         layer, new = controlled.layer, mechanism(self.name)
         where = layer.name or type(controlled.module).__name__
+        if layer.unknown_mask is not None:
+            raise LocaterError(f"{where}: which keys its queries see is not known: {layer.unknown_mask}")
         check_causality(new, layer.causal, where)
         if new.causal == "never" and layer.kind == "cross":
             raise LocaterError(

@@ -8,23 +8,22 @@ does not is refused, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from locater.checkpoints.sources import config_of
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import folded_paths, unread
 from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
+from locater.families.discovered_memory import Memory, facts_of, signature
 from locater.families.discovered_norms import plain
-from locater.families.discovered_passes import Copy
+from locater.families.discovered_passes import Copy, NoInputsError
 from locater.families.discovered_reading import read_layout
 from locater.families.discovered_verifying import verified
 from locater.families.discovered_windows import window_settings, with_windows
@@ -57,10 +56,8 @@ class Discovered:
         for refusal in self.refused:
             reasons.setdefault(f"not read, because {refusal.reason}", []).append(refusal.name)
         for layer in self.layers:
-            if layer.unknown_logits is not None:
-                reasons.setdefault(f"queries and keys only, because {layer.unknown_logits}", []).append(layer.name)
-            elif layer.unknown_output is not None:
-                reasons.setdefault(f"logits only, because {layer.unknown_output}", []).append(layer.name)
+            for gap in _gaps_of(layer):
+                reasons.setdefault(gap, []).append(layer.name)
         if self.unreached:
             reasons["not read, because the example did not reach it"] = self.unreached
         return [f"{folded_paths(names)}: {reason}" for reason, names in reasons.items()]
@@ -71,12 +68,25 @@ class Discovered:
         return not self.refused and not self.unreached
 
 
+def _gaps_of(layer: AttentionLayer) -> Iterator[str]:
+    """What of a layer is not known, in words."""
+    if layer.unknown_scale is not None:
+        yield f"maps of queries and keys only, without numbers in units of logits, because {layer.unknown_scale}"
+        return
+    if layer.unknown_logits is not None:
+        yield f"queries and keys only, because {layer.unknown_logits}"
+    elif layer.unknown_output is not None:
+        yield f"logits only, because {layer.unknown_output}"
+    if layer.unknown_mask is not None:
+        yield f"its mask has to be given, because {layer.unknown_mask}"
+
+
 def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Discovered:
     """Find and verify every softmax attention of a live model. `example` holds arguments of its forward pass: small
     inputs of any content, guessed where they are not given.
 
-    The model is not changed: a copy of it runs, on the CPU in float64. What was found is kept with the model, and used
-    again while its tensors and its configuration stay the same.
+    The model is not changed: a copy of it runs, on the CPU in float64. What was found with an example, or without one,
+    is kept with the model and used again while its shapes, configuration, buffers and settings stay the same.
     """
     if not isinstance(model, nn.Module):
         raise LocaterError(f"{model!r:.60} is not a live model: discovery runs an nn.Module, so load the model first")
@@ -85,36 +95,50 @@ def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Disc
 
 def discovered_in(weights: ModuleWeights, example: Mapping[str, Any] | None = None) -> Discovered:
     """The same for an opened model: layers read their tensors from `weights`."""
-    model, state = weights.module, _state(weights)
-    if example is None and model in _CACHE and _CACHE[model][0] == state:
-        layouts, refused, unreached = _CACHE[model][1:]
-    else:
-        layouts, refused, unreached = search(model, weights, example)
-        _CACHE[model] = (state, layouts, refused, unreached)
+    layouts, refused, unreached = _remembered(weights, example)
     layers = [layout.build(weights, index) for index, layout in enumerate(layouts)]
     return Discovered(layers, list(refused), list(unreached))
 
 
-# model -> (its state, layouts, refusals, modules that did not run)
-_CACHE: WeakKeyDictionary[nn.Module, tuple[Any, list[AttentionLayout], list[Refusal], list[str]]] = WeakKeyDictionary()
+# layouts, refusals, modules that look like attention and did not run
+Search = tuple[list[AttentionLayout], list[Refusal], list[str]]
+_MEMORY: Memory[Search] = Memory()
 
 
-def _state(weights: ModuleWeights) -> tuple[Any, ...]:
-    shapes = tuple((name, weights.shape(name)) for name in weights.names())
-    return shapes, repr(sorted(config_of(weights.module).items(), key=lambda item: item[0]))
+def _remembered(weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
+    """A search, or one from before that still holds. Where no example is given and none can be guessed, an earlier one
+    of the user's serves.
+    """
+    model, key, facts = weights.module, signature(example), facts_of(weights.module)
+    result = _MEMORY.get(model, key, facts)
+    if result is None:
+        try:
+            copied = Copy(model, example)
+            result = _searched(copied, weights)
+            _MEMORY.put(model, key, facts, result, copied.volatile)
+        except NoInputsError as error:
+            result = NoInputsError(str(error))  # without its traceback, which would keep the model alive
+            _MEMORY.put(model, key, facts, result)
+    if isinstance(result, LocaterError):
+        earlier = _MEMORY.with_any_example(model, facts)
+        if earlier is None:
+            raise NoInputsError(str(result))
+        return earlier
+    return result
+
+
+def search(model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
+    """(layouts, refusals, modules that look like attention and did not run)."""
+    return _searched(Copy(model, example), weights)
 
 
 @torch.no_grad()
-def search(
-    model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None
-) -> tuple[list[AttentionLayout], list[Refusal], list[str]]:
-    """(layouts, refusals, modules that look like attention and did not run)."""
-    copied = Copy(model, example)
+def _searched(copied: Copy, weights: ModuleWeights) -> Search:
     first = copied.run(0)
     readings = [_attempt(partial(read_layout, first.tape, call)) for call in first.calls]
     names = [plain(call.path) for call in first.calls]
     ran = {plain(path) for path in first.tape.called}
-    settings = window_settings(copied.model, first.length)
+    length = first.length
     second = copied.run(1)
     if names != [plain(call.path) for call in second.calls]:
         raise LocaterError(f"{weights.where}: it runs other attention when its parameters are redrawn")
@@ -127,8 +151,7 @@ def search(
             refused.append(Refusal(name, reading))
         else:
             layouts[number] = reading
-    if settings:
-        layouts = with_windows(copied, layouts, settings)
+    layouts = with_windows(copied, layouts, window_settings(copied.model, length), length)
     silent = unread(weights, names)
     refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
     unreached = [path for path in silent if path not in ran]

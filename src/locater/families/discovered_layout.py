@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ class LogitsLayout:
     alibi: tuple[float, ...] | None = None  # slope of each head
     causal: bool = False
     window: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class AttentionLayout:
     gate_function: str = ""
     norm: NormLayout = field(default_factory=NormLayout)
     memory_norm: NormLayout | None = None
+    value_stream_norm: NormLayout | None = None
     query_norm: NormLayout | None = None
     key_norm: NormLayout | None = None
     norm_last: bool = False
@@ -57,7 +60,9 @@ class AttentionLayout:
     angles: tuple[tuple[float, ...], ...] = ()  # of each token of the example and each pair, in place of frequencies
     kind: Kind = "self"
     product_scale: float = 1.0  # factor of queries times factor of keys, beside their maps
-    unknown_logits: str | None = None  # why only queries and keys are known
+    unknown_scale: str | None = None  # why only queries and keys are known
+    unknown_logits: str | None = None  # the same where the factor from products to logits is known
+    unknown_mask: str | None = None
     unknown_output: str | None = None
 
     def build(self, weights: Weights, index: int = 0) -> AttentionLayer:
@@ -65,6 +70,7 @@ class AttentionLayout:
         norm = self.norm.build(weights)
         memory = None if self.memory_norm is None else self.memory_norm.build(weights)
         side = norm if self.kind == "self" else memory or Norm()
+        value_stream_norm = None if self.value_stream_norm is None else self.value_stream_norm.build(weights)
         logits = self.logits
         return AttentionLayer(
             name=self.name,
@@ -74,14 +80,15 @@ class AttentionLayout:
             head_dim=self.head_dim,
             query=self.query.build(weights, norm),
             key=self.key.build(weights, side),
-            value=None if self.value is None else self.value.build(weights, side),
+            value=None if self.value is None else self.value.build(weights, value_stream_norm or side),
             out=None if self.out is None else self.out.build(weights, Norm()),
-            scale=logits.scale,
+            scale=logits.scale if self.unknown_scale is None else math.nan,
             head_value_norm=None if self.head_value_norm is None else self.head_value_norm.build(weights),
             mixed_norm=None if self.mixed_norm is None else self.mixed_norm.build(weights),
             gate=None if self.gate is None else Gate(self.gate.build(weights, norm), self.gate_function),
             norm=norm,
             memory_norm=memory,
+            value_stream_norm=value_stream_norm,
             query_norm=None if self.query_norm is None else self.query_norm.build(weights),
             key_norm=None if self.key_norm is None else self.key_norm.build(weights),
             norm_last=self.norm_last,
@@ -91,9 +98,12 @@ class AttentionLayout:
             softcap=logits.softcap,
             causal=logits.causal,
             window=logits.window,
+            chunk=logits.chunk,
             kind=self.kind,
             provenance="discovered",
+            unknown_scale=self.unknown_scale,
             unknown_logits=self.unknown_logits,
+            unknown_mask=self.unknown_mask,
             unknown_output=self.unknown_output,
         )
 

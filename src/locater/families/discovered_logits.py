@@ -1,4 +1,4 @@
-"""From products of queries and keys to logits: scale, soft-cap, ALiBi, causal mask and window, read from one call."""
+"""From products of queries and keys to logits: scale, soft-cap and ALiBi, read from one call."""
 
 from __future__ import annotations
 
@@ -31,26 +31,6 @@ def read_logits(place: Place, products: Tensor, logits: Tensor, constant: Tensor
             unknown = "a bias that is not known is added to its logits"
         layout = replace(layout, alibi=slopes)
     return layout, unknown
-
-
-def read_mask(layout: LogitsLayout, constant: Tensor) -> LogitsLayout:
-    """The same with its mask: none, causal, or causal with a window."""
-    seen = constant > MASKED
-    if seen.all():
-        return layout
-    length, keys = seen.shape[-2:]
-    distance = torch.arange(length)[:, None] + (keys - length) - torch.arange(keys)
-    if (seen != seen[:1, :1]).any():
-        raise UnreadableError("heads or sequences are masked differently")
-    visible = distance[seen[0, 0]]
-    for causal in (True, False):
-        window = int(visible.abs().max()) + 1
-        rule = distance.abs() < window
-        if causal:
-            rule &= distance >= 0
-        if torch.equal(rule, seen[0, 0]):
-            return replace(layout, causal=causal, window=window if window < max(length, keys) else None)
-    raise UnreadableError("its mask is neither causal nor a window")
 
 
 def _scale_and_cap(

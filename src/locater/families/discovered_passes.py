@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from locater.errors import LocaterError, first_line
 from locater.families.discovered_calls import Call, attention_calls
 from locater.families.discovered_copy import held_tensors, light_copy
+from locater.families.discovered_memory import changed, facts_of
 from locater.families.example_inputs import example_inputs
 from locater.families.thin_weights import ThinProducts, redraw
 from locater.tape import Tape
+
+
+class NoInputsError(LocaterError):
+    """Inputs of a model could not be guessed."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +51,35 @@ class Copy:
         with random_state_kept():
             self.inputs = _arguments(model, _guessed(model, self.where) if example is None else example)
             self.model = light_copy(model, self.where, torch.float64)
+        self._facts = facts_of(self.model)
 
-    def run(self, seed: int) -> Pass:
-        """One pass with every parameter drawn anew. Passes before it keep their activations, not their parameters."""
+    @property
+    def volatile(self) -> frozenset[str]:
+        """Names of facts about the model that its passes have changed."""
+        return changed(self._facts, facts_of(self.model))
+
+    def run(self, seed: int | None) -> Pass:
+        """One pass with every parameter drawn anew; with None, as they are. Passes before it keep their activations,
+        not their parameters.
+        """
         with random_state_kept(), torch.no_grad():
             return _run(self.model, self.inputs, seed, self.where)
+
+    def run_other(self, model: nn.Module) -> Pass:
+        """A pass of another model that takes these inputs."""
+        with random_state_kept(), torch.no_grad():
+            return _run(light_copy(model, self.where, torch.float64), self.inputs, 1, self.where)
 
 
 def _guessed(model: nn.Module, where: str) -> dict[str, Tensor]:
     """Inputs that a copy in float32 runs on: without a tape, not every model runs in float64."""
     trial = light_copy(model, where, torch.float32)
     redraw(trial, 0)
-    with ThinProducts():
-        return example_inputs(trial)
+    try:
+        with ThinProducts():
+            return example_inputs(trial)
+    except LocaterError as error:
+        raise NoInputsError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -75,8 +96,9 @@ def random_state_kept() -> Iterator[None]:
         np.random.set_state(numpy)  # noqa: NPY002
 
 
-def _run(model: nn.Module, inputs: dict[str, Any], seed: int, where: str) -> Pass:
-    redraw(model, seed)
+def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str) -> Pass:
+    if seed is not None:
+        redraw(model, seed)
     before = list(held_tensors(model))
     try:
         tape = _taped(model, inputs)

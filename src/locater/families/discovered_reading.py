@@ -10,9 +10,10 @@ from torch import Tensor
 
 from locater.families.discovered_calls import Call, mixed_values
 from locater.families.discovered_errors import UnreadableError
-from locater.families.discovered_layout import AttentionLayout
-from locater.families.discovered_logits import read_logits, read_mask
+from locater.families.discovered_layout import AttentionLayout, LogitsLayout
+from locater.families.discovered_logits import read_logits
 from locater.families.discovered_maps import AnyMap, MapLayout
+from locater.families.discovered_masks import read_mask
 from locater.families.discovered_norms import plain
 from locater.families.discovered_outputs import Output, output_of
 from locater.families.discovered_place import Place, captured_logits, place_of, side
@@ -29,9 +30,6 @@ def read_layout(tape: Tape, call: Call) -> AttentionLayout:
     key = heads_of(tape, place.key, grid.key_order, grid.keys)
     if query.size != key.size or query.count % key.count:
         raise UnreadableError(f"it has {query.count} queries of {query.size} and {key.count} keys of {key.size}")
-    products, logits, constant = captured_logits(place)
-    how, unknown = read_logits(place, products, logits, constant)
-    how = replace(how, scale=how.scale * query.factor * key.factor)
     layout = AttentionLayout(
         name=plain(call.path),
         heads=query.count,
@@ -39,7 +37,7 @@ def read_layout(tape: Tape, call: Call) -> AttentionLayout:
         head_dim=query.size,
         query=query.map,
         key=key.map,
-        logits=how,
+        logits=LogitsLayout(),
         norm=place.query.front,
         memory_norm=None if place.memory is None else place.key.front,
         query_norm=query.norm,
@@ -47,21 +45,40 @@ def read_layout(tape: Tape, call: Call) -> AttentionLayout:
         kind="self" if place.memory is None else "cross",
         product_scale=query.factor * key.factor,
     )
-    layout = _turned(tape, layout, query, key)
-    if unknown is not None:
-        return replace(layout, unknown_logits=unknown, unknown_output=unknown)
-    return _with_output(tape, place, layout, constant)
+    return _with_output(tape, place, _with_logits(place, _turned(tape, layout, query, key)))
 
 
-def _with_output(tape: Tape, place: Place, layout: AttentionLayout, constant: Tensor) -> AttentionLayout:
-    """The layout with mask, values and output map, or with the reason why these are not known."""
+def _with_logits(place: Place, layout: AttentionLayout) -> AttentionLayout:
+    """The layout with what makes logits of its products, or with the reason why that is not known."""
     try:
-        how = read_mask(layout.logits, constant)
+        products, logits, constant = captured_logits(place)
+        how, unknown = read_logits(place, products, logits, constant)
+    except UnreadableError as error:
+        return replace(layout, unknown_scale=str(error), unknown_logits=str(error), unknown_mask=str(error))
+    how = replace(how, scale=how.scale * layout.product_scale)
+    return _with_mask(replace(layout, logits=how, unknown_logits=unknown), constant)
+
+
+def _with_mask(layout: AttentionLayout, constant: Tensor) -> AttentionLayout:
+    """The layout with its mask, or with the reason why that is not known."""
+    try:
+        if layout.kind == "self" and constant.shape[-2] < 2:
+            raise UnreadableError("the example has one token, which shows no mask")
+        return replace(layout, logits=read_mask(layout.logits, constant))
+    except UnreadableError as error:
+        return replace(layout, unknown_mask=str(error))
+
+
+def _with_output(tape: Tape, place: Place, layout: AttentionLayout) -> AttentionLayout:
+    """The layout with values and output map, or with the reason why these are not known."""
+    if layout.unknown_logits is not None:
+        return replace(layout, unknown_output=layout.unknown_logits)
+    try:
         mixed, values = mixed_values(tape, place.call)
         part = side(tape, values, "values", place.call.path)
         order, tokens = place.grid.others(part.rows, part.lead)
-        if not torch.equal(part.stream[tokens], place.key.stream[place.grid.keys]):
-            raise UnreadableError("its values read another stream than its keys")
+        same = torch.equal(part.stream[tokens], place.key.stream[place.grid.keys])
+        own = None if same and part.front == place.key.front else part.front
         value = heads_of(tape, part, order, tokens)
         if value.turn is not None:
             raise UnreadableError("its values turn with position")
@@ -70,8 +87,8 @@ def _with_output(tape: Tape, place: Place, layout: AttentionLayout, constant: Te
         layout, value = _same_heads(layout, value)
         return replace(
             _with_map(tape, layout, output_of(tape, mixed, place)),
-            logits=how,
             value=value.map,
+            value_stream_norm=own,
             head_value_norm=value.norm,
         )
     except UnreadableError as error:

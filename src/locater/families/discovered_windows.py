@@ -1,14 +1,16 @@
 """Windows that a short example does not show. A window of 4,096 tokens and no window look alike on nine tokens.
 
-So the copy of the model runs once more with every such setting made smaller than the example. Where the mask of a call
-follows, the call has that window.
+So the copy of the model runs again with such a setting made smaller than the example, at two sizes. A layer whose mask
+follows has a window of that setting, by the one rule that explains both sizes. Where no mask follows, the model may
+have built the size in when it was made: then it is made anew from its configuration.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +19,22 @@ from torch import nn
 from locater.errors import LocaterError
 from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout, LogitsLayout
-from locater.families.discovered_logits import read_mask
+from locater.families.discovered_masks import read_mask
+from locater.families.discovered_norms import plain
 from locater.families.discovered_passes import Copy, Pass
 from locater.families.discovered_place import captured_logits, place_of
 
 SETTING = re.compile(r"(?!max_window_layers).*window.*|attention_chunk_size|local_attention")
-SMALL = 6  # tokens: with 6, a window of 6, 7, 4 or 3 tells the convention
+SIZES = (6, 4)
+SHORTEST = 8  # tokens of an example that show a window of 7
+RULES: tuple[Callable[[int], int], ...] = (
+    lambda size: size,
+    lambda size: size + 1,
+    lambda size: size - 1,
+    lambda size: size // 2 + 1,
+    lambda size: size // 2,
+)
+Mask = LogitsLayout | str  # a mask, or why it cannot be read
 
 
 @dataclass(frozen=True)
@@ -34,27 +46,27 @@ class Setting:
     value: int
 
 
-def window_settings(model: nn.Module, length: int) -> list[Setting]:
-    """Settings that are longer than the example."""
+def window_settings(model: nn.Module, length: int) -> list[list[Setting]]:
+    """Settings that are longer than the example; those with the same name and value together."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         owners[id(module)] = module
         for config in _configs(getattr(module, "config", None)):
             owners[id(config)] = config
-    return [
-        Setting(owner, name, value)
-        for owner in owners.values()
-        for name, value in vars(owner).items()
-        if SETTING.fullmatch(name) and type(value) is int and value >= length
-    ]
+    groups: dict[tuple[str, int], list[Setting]] = {}
+    for owner in owners.values():
+        for name, value in vars(owner).items():
+            if SETTING.fullmatch(name) and type(value) is int and value >= length:
+                groups.setdefault((name, value), []).append(Setting(owner, name, value))
+    return list(groups.values())
 
 
 @contextlib.contextmanager
-def made_small(settings: list[Setting]) -> Iterator[None]:
-    """Every setting is SMALL inside."""
+def made_small(settings: list[Setting], size: int) -> Iterator[None]:
+    """Every setting is `size` inside."""
     try:
         for setting in settings:
-            vars(setting.owner)[setting.name] = SMALL
+            vars(setting.owner)[setting.name] = size
         yield
     finally:
         for setting in settings:
@@ -62,52 +74,119 @@ def made_small(settings: list[Setting]) -> Iterator[None]:
 
 
 def with_windows(
-    copied: Copy, layouts: dict[int, AttentionLayout], settings: list[Setting]
+    copied: Copy, layouts: Mapping[int, AttentionLayout], groups: list[list[Setting]], length: int
 ) -> dict[int, AttentionLayout]:
-    """Layouts, by number of their call, with the windows that show in a pass with small settings."""
-    reason = f"its window ({settings[0].name} = {settings[0].value}) does not show in a mask"
-    try:
-        with made_small(settings):
-            run = copied.run(1)
-        masks = {number: _mask(run, number) for number in layouts}
-    except LocaterError:
-        return {number: _without_output(layout, reason) for number, layout in layouts.items()}
-    if all(mask is None for mask in masks.values()):  # the size may be built into the model when it is made
-        return {number: _without_output(layout, reason) for number, layout in layouts.items()}
-    return {number: _with_window(layout, masks[number], run, number, settings) for number, layout in layouts.items()}
+    """Layouts, by number of their call, with the windows that show in passes with small settings."""
+    result = dict(layouts)
+    for settings in groups:
+        name, value = settings[0].name, settings[0].value
+        masks = _masks(copied, layouts, settings) if length >= SHORTEST else None
+        for number, layout in layouts.items():
+            if layout.kind == "cross" or layout.unknown_mask is not None or layout.logits.window is not None:
+                continue
+            before = result[number]
+            if masks is None:
+                after: Mask = f"its window ({name} = {value}) does not show in a mask"
+            else:
+                after = _explained(layout.logits, [sized[number] for sized in masks], value)
+            if isinstance(after, str):
+                result[number] = replace(before, unknown_mask=after)
+            elif after != layout.logits and before.logits not in (layout.logits, after):
+                result[number] = replace(before, unknown_mask="its window may be one of several settings")
+            elif after != layout.logits:
+                result[number] = replace(before, logits=after)
+    return result
 
 
-def _mask(run: Pass, number: int) -> int | str | None:
-    """The window of a call; None where it has none; why its mask is none of a window."""
+def _explained(now: LogitsLayout, shown: list[Mask], value: int) -> Mask:
+    """The mask with a setting of `value`, from those that small sizes show; `now` where the setting does not act."""
+    masks = []
+    for mask in shown:
+        if isinstance(mask, str):
+            return f"{mask} in sequences longer than the example"
+        masks.append(mask)
+    if all(_rule(mask) == _rule(now) for mask in masks):
+        return now
+    if any(mask.causal != now.causal for mask in masks):
+        return "its mask changes with the size of its window"
+    if all(mask.chunk == size for mask, size in zip(masks, SIZES, strict=True)):
+        return replace(now, chunk=value)
+    windows = {
+        rule(value)
+        for rule in RULES
+        if all(mask.window == rule(size) and mask.chunk is None for mask, size in zip(masks, SIZES, strict=True))
+    }
+    if len(windows) == 1:
+        return replace(now, window=windows.pop())
+    sizes = " and ".join(str(mask.window) for mask in masks)
+    return f"window settings of {SIZES[0]} and {SIZES[1]} show as {sizes} tokens"
+
+
+def _differs(mask: Mask, now: LogitsLayout) -> bool:
+    return isinstance(mask, str) or _rule(mask) != _rule(now)
+
+
+def _rule(mask: LogitsLayout) -> tuple[Any, ...]:
+    return mask.causal, mask.window, mask.chunk
+
+
+def _masks(
+    copied: Copy, layouts: Mapping[int, AttentionLayout], settings: list[Setting]
+) -> list[dict[int, Mask]] | None:
+    """The masks of every call at each of SIZES; None where the setting shows in none, and may act all the same."""
+    with contextlib.suppress(LocaterError):
+        masks = [_masks_at(copied.run, layouts, settings, size) for size in SIZES]
+        if any(_differs(mask, layouts[number].logits) for sized in masks for number, mask in sized.items()):
+            return masks
+    with contextlib.suppress(LocaterError):
+        return [_masks_at(lambda _: copied.run_other(_made_anew(copied)), layouts, settings, size) for size in SIZES]
+    return None
+
+
+def _masks_at(
+    run: Callable[[None], Pass], layouts: Mapping[int, AttentionLayout], settings: list[Setting], size: int
+) -> dict[int, Mask]:
+    with made_small(settings, size):
+        done = run(None)
+    return {number: _mask(done, number, layout, size) for number, layout in layouts.items()}
+
+
+def _mask(run: Pass, number: int, layout: AttentionLayout, size: int) -> Mask:
+    if number >= len(run.calls) or plain(run.calls[number].path) != layout.name:
+        return "other attention runs"
     call = run.calls[number]
-    place = place_of(run.tape, call)
     try:
-        return read_mask(LogitsLayout(), captured_logits(place)[2]).window
-    except UnreadableError as error:
-        return str(error)
+        place = place_of(run.tape, call)
+        return read_mask(LogitsLayout(), captured_logits(place)[2], (size,))
+    except (LocaterError, RuntimeError, ValueError, TypeError, LookupError) as error:
+        return str(error) if isinstance(error, UnreadableError) else "its mask cannot be read"
 
 
-def _with_window(
-    layout: AttentionLayout, window: int | str | None, run: Pass, number: int, settings: list[Setting]
-) -> AttentionLayout:
-    if layout.out is None or layout.kind == "cross" or layout.logits.window is not None or window is None:
-        return layout
-    if isinstance(window, str):
-        return _without_output(layout, f"{window} in sequences longer than the example")
-    module = run.module(run.calls[number].path)
-    own = {setting.value for setting in settings if setting.owner is module}
-    values = own or {setting.value for setting in settings}
-    if len(values) > 1:
-        return _without_output(layout, f"its window may be any of {sorted(values)} tokens")
-    return replace(layout, logits=replace(layout.logits, window=_scaled(values.pop(), window)))
+def _made_anew(copied: Copy) -> nn.Module:
+    """The model made from its configuration as it is now. Refused where that gives other parameters."""
+    config: Any = getattr(copied.model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise LocaterError("it has no configuration to be made from")
+    try:
+        with _without_initialization():
+            other: nn.Module = type(copied.model)(copy.deepcopy(config))
+    except Exception as error:
+        raise LocaterError("it cannot be made from its configuration") from error
+    every = [model.named_parameters(remove_duplicate=False) for model in (copied.model, other)]
+    shapes = [{name: p.shape for name, p in named} for named in every]
+    if shapes[0] != shapes[1]:
+        raise LocaterError("its configuration makes other parameters")
+    return other
 
 
-def _scaled(value: int, shown: int) -> int:
-    """The window of a setting, from the one that SMALL shows: the setting itself, or its half on both sides."""
-    for window in (lambda size: size, lambda size: size + 1, lambda size: size // 2 + 1, lambda size: size // 2):
-        if window(SMALL) == shown:
-            return window(value)
-    raise UnreadableError(f"a window setting of {SMALL} shows as {shown} tokens")
+def _without_initialization() -> contextlib.AbstractContextManager[None]:
+    """Models of transformers made inside have no numbers yet, which takes time."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[None] = no_init_weights()
+    return context
 
 
 def _configs(config: Any) -> Iterator[Any]:
@@ -117,7 +196,3 @@ def _configs(config: Any) -> Iterator[Any]:
         for inner in vars(config).values():
             if hasattr(inner, "to_dict"):
                 yield from _configs(inner)
-
-
-def _without_output(layout: AttentionLayout, why: str) -> AttentionLayout:
-    return replace(layout, value=None, out=None, unknown_output=why)

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from locater.errors import LocaterError
 from locater.families.layer import AttentionLayer, Fold, Projection
 from locater.families.norm import Norm
 from locater.numerics import upcast
@@ -63,6 +64,8 @@ def effective(layer: AttentionLayer, raw: bool = False, tokens: Tokens | None = 
     With measured `tokens` the stream is mean + R z with R R^T its covariance, in place of gain * z + bias: the same
     folding with another affine map, after which traces are those of W C and norms those of C^(1/2) W C^(1/2).
     """
+    if layer.unknown_scale is not None:
+        raise LocaterError(f"{layer.name}: the scale of its logits is not known: {layer.unknown_scale}")
     cross = layer.kind == "cross"
     if raw:
         query, key = upcast(_heads(layer.query, layer.heads)), upcast(_heads(layer.key, layer.kv_heads))

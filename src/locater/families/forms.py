@@ -100,7 +100,7 @@ def token_maps(layer: AttentionLayer, x: Float[Tensor, "n d"], real: Bool[Tensor
     """
     counted = real.to(x.dtype)
     number = counted.sum().clamp_min(1)
-    at_zero = replace(layer, norm=Norm(), memory_norm=None, rotary=None)
+    at_zero = replace(layer, norm=Norm(), memory_norm=None, rotary=None, rotary_table=None)
     query, key = (side(x[None])[0].mT for side in (at_zero.queries, at_zero.keys))  # (heads, h, n)
     if layer.rotary is not None and layer.rotary.amplitude != 1:
         turning = torch.ones(layer.head_dim, dtype=x.dtype, device=x.device)

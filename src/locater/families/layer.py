@@ -66,6 +66,7 @@ class AttentionLayer:
     out: Projection | None = None
     norm: Norm = field(default_factory=Norm)
     memory_norm: Norm | None = None  # cross-attention: the norm of the stream that keys and values read
+    value_stream_norm: Norm | None = None  # the norm of a stream that values alone read (keys of DETR know positions)
     head_value_norm: Norm | None = None  # of the values of each head
     mixed_norm: Norm | None = None  # of the mixed values of all heads together, in front of the output map
     # factors (B, T, H v) of the mixed values, from the normed stream that queries read
@@ -80,12 +81,15 @@ class AttentionLayer:
     sinks: Float[Tensor, " H"] | None = None  # logits of a key that takes weight and gives no value
     causal: bool = False
     window: int | None = None  # keys at distance < window are visible
+    chunk: int | None = None  # keys of the same run of this many tokens are visible
     kind: Kind = "self"
     mechanism: str = "softmax"  # how logits become weights; the theory is that of softmax
     norm_last: bool = False  # query and key norms act after the rotation, not before it
     provenance: Provenance = "family"
-    # what of a discovered layer is not known: why its logits, or its output, cannot be computed
-    unknown_logits: str | None = None
+    # why a part of a discovered layer is not known
+    unknown_scale: str | None = None  # only its maps are known: `scale` is NaN, and so nothing in units of logits
+    unknown_logits: str | None = None  # its maps and, without the line above, its scale are known
+    unknown_mask: str | None = None  # `visible` is refused; `attention` and `output` need `mask`
     unknown_output: str | None = None
 
     @property
@@ -138,13 +142,21 @@ class AttentionLayer:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def visible(self, queries: int, keys: int, padding: Bool[Tensor, "B S"] | None = None) -> Bool[Tensor, "b 1 T S"]:
-        """True where a query may look: causal and window masks, and `padding` (True = a real token)."""
+        """True where a query may look: causal, window and chunk masks, and `padding` (True = a real token)."""
+        if self.unknown_mask is not None:
+            raise LocaterError(
+                f"{self.name}: which keys a query sees is not known ({self.unknown_mask}): give mask=, True where a "
+                "query may look"
+            )
         distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)  # last query meets last key
         seen = torch.ones(queries, keys, dtype=torch.bool)
         if self.kind == "self" and self.causal:
             seen &= distance >= 0
         if self.kind == "self" and self.window is not None:
             seen &= distance.abs() < self.window
+        if self.kind == "self" and self.chunk is not None:
+            run = torch.arange(keys) // self.chunk
+            seen &= run[keys - queries :, None] == run
         if padding is None:
             return seen[None, None]
         return seen.to(padding.device) & padding[:, None, None, :]
@@ -155,11 +167,15 @@ class AttentionLayer:
         x_k: Float[Tensor, "B S d"] | None = None,
         *,
         padding: Bool[Tensor, "B S"] | None = None,
+        mask: Bool[Tensor, "b heads T S"] | None = None,
         normalized: bool = False,
     ) -> Float[Tensor, "B H T S"]:
-        """Attention weights. A row that sees no key is zero; with sinks a row sums to less than 1."""
+        """Attention weights. A row that sees no key is zero; with sinks a row sums to less than 1. `mask`, True where a
+        query may look, stands in place of the layer's own rules and of `padding`.
+        """
         logits = self.logits(x, x_k, normalized=normalized)
-        seen = self.visible(logits.shape[-2], logits.shape[-1], padding).to(logits.device)
+        seen = self.visible(logits.shape[-2], logits.shape[-1], padding) if mask is None else mask
+        seen = seen.to(logits.device)
         keys = logits.shape[-1]
         if self.sinks is not None:
             logits = torch.cat([logits, self.sinks.to(logits).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
@@ -170,19 +186,26 @@ class AttentionLayer:
         self,
         x: Float[Tensor, "B T d"],
         x_k: Float[Tensor, "B S d"] | None = None,
+        x_v: Float[Tensor, "B S d"] | None = None,
         *,
         padding: Bool[Tensor, "B S"] | None = None,
+        mask: Bool[Tensor, "b heads T S"] | None = None,
         normalized: bool = False,
     ) -> Float[Tensor, "B T d"]:
-        """The layer's contribution to the residual stream: attention, values, output projection."""
+        """The layer's contribution to the residual stream: attention, values, output projection. `x_v` is the stream of
+        the values, where it is not that of the keys.
+        """
         if self.value is None or self.out is None:
             reason = "" if self.unknown_output is None else f" ({self.unknown_output})"
             raise LocaterError(
                 f"{self.name}: its value and output maps are not known, so its output cannot be computed{reason}"
             )
-        weights = self.attention(x, x_k, padding=padding, normalized=normalized)
-        norm = self.key_side_norm
-        source = x if x_k is None else x_k
+        if (self.value_stream_norm is None) != (x_v is None):
+            stream = "the stream of its keys: leave out x_v" if x_v is not None else "a stream of their own: give x_v"
+            raise LocaterError(f"{self.name}: its values read {stream}")
+        weights = self.attention(x, x_k, padding=padding, mask=mask, normalized=normalized)
+        norm = self.value_stream_norm or self.key_side_norm
+        source = x_v if x_v is not None else x if x_k is None else x_k
         v = self._heads(self.value((norm.affine if normalized else norm)(source)), self.kv_heads)
         if self.head_value_norm is not None:
             v = self.head_value_norm(v)

@@ -48,24 +48,43 @@ class OtherAttention(AttentionLayer):
     learned: Callable[[], AttentionModule] | None = None
 
     def attention(
-        self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False
+        self,
+        x: Tensor,
+        x_k: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
+        normalized: bool = False,
     ) -> Tensor:
         """The weights, whatever they sum to."""
+        self._without_mask(mask)
         q, k, stream = self._operands(x, x_k, normalized)
         if self.learned is None:
             return mechanism(self.mechanism).map(q, k, causal=self.causal, padding=padding)
         return self.learned().to(q.dtype).map(q, k, stream, causal=self.causal, padding=padding)
 
     def output(
-        self, x: Tensor, x_k: Tensor | None = None, *, padding: Tensor | None = None, normalized: bool = False
+        self,
+        x: Tensor,
+        x_k: Tensor | None = None,
+        x_v: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
+        normalized: bool = False,
     ) -> Tensor:
         """The output of the layer; some mechanisms are more than a map of values."""
-        if self.learned is None or self.value is None or self.out is None:
-            return super().output(x, x_k, padding=padding, normalized=normalized)
+        if self.learned is None or self.value is None or self.out is None or x_v is not None:
+            return super().output(x, x_k, x_v, padding=padding, mask=mask, normalized=normalized)
+        self._without_mask(mask)
         q, k, stream = self._operands(x, x_k, normalized)
         v = self._heads(self.value(stream), self.kv_heads)
         mixed = self.learned().to(q.dtype)(q, k, v, stream, causal=self.causal, padding=padding)
         return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _without_mask(self, mask: Tensor | None) -> None:
+        if mask is not None:
+            raise LocaterError(f"{self.name}: {self.mechanism} attention takes no mask= here")
 
     def _operands(self, x: Tensor, x_k: Tensor | None, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, and the stream that gates are computed from."""

@@ -65,6 +65,12 @@ def layers_of(
             f"{weights.where}: only a part of its attention was discovered, and a part is never given as the whole "
             f"(locater.discover(model) has that part). {'; '.join(reading.gaps[:3])}"
         )
+    unscaled = next((layer for layer in reading.layers if layer.unknown_scale is not None), None)
+    if unscaled is not None:
+        raise LocaterError(
+            f"{weights.where}: of {unscaled.name} only the query and key maps are known, and not the scale of its "
+            f"logits: {unscaled.unknown_scale} (locater.discover(model) has the layers, locater.scan(model) the rows)"
+        )
     return reading.layers
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from locater.errors import LocaterError
 from locater.families import AttentionLayer, Norm, Projection
 from locater.families.effective import folded
 from locater.families.joined import norm_inside
@@ -45,12 +46,16 @@ def on_tokens(
     layer: AttentionLayer, x: Tensor, memory: Tensor | None = None, normalized: bool = False
 ) -> dict[str, Tensor]:
     """The columns of `predict`, for the heads run on tokens (B, T, d)."""
+    unknown = layer.unknown_logits or layer.unknown_mask
+    if unknown is not None:
+        raise LocaterError(f"{layer.name}: its attention weights cannot be computed: {unknown}")
     q, k = layer.queries(x, None, normalized), layer.keys(x if memory is None else memory, None, normalized)
     is_self = layer.kind == "self"
     terms = dict(
         scale=layer.scale,
         causal=layer.causal and is_self,
         window=layer.window if is_self else None,
+        documents=_runs(layer, x) if is_self else None,
         softcap=layer.softcap,
         sinks=None if layer.sinks is None else layer.sinks.to(q),
         bias=_bias(layer, q, k),
@@ -65,6 +70,13 @@ def on_tokens(
     later[:, 0] = False
     rest = attention_statistics(q, k, padding=later, extended=False, **{**terms, "sinks": None}).reduced()  # type: ignore[arg-type]
     return {**columns, "rest_entropy": rest["entropy"], "rest_entropy_ratio": rest["entropy_ratio"]}
+
+
+def _runs(layer: AttentionLayer, x: Tensor) -> Tensor | None:
+    """Number (B, T) of the run of tokens that each token is in; None where the layer has no such runs."""
+    if layer.chunk is None:
+        return None
+    return (torch.arange(x.shape[1], device=x.device) // layer.chunk).expand(x.shape[:2])
 
 
 def _tokens(

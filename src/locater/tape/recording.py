@@ -29,7 +29,7 @@ VIEWS = frozenset(
 FILLED = ("new_", "zeros", "ones", "empty", "full")  # values of these do not depend on their argument
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Node:
     """One tensor on the tape. `args` and `kwargs` are those of the call that returned it, with nodes for tensors."""
 
@@ -45,6 +45,9 @@ class Node:
     from_ids: bool = False  # depends on integer inputs
     in_place: bool = False
     inputs: list[Node] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"Node({self.order}, {self.name!r}, {list(self.value.shape)})"  # not what it was made of, and so on
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ ASSUMPTIONS: dict[str, Check] = {
 LAYER: dict[str, Check] = {
     **dict.fromkeys(("layer", "heads", "kv_heads", "head_dim", "width"), _count),
     **dict.fromkeys(("name", "kind", "norm", "provenance"), _text),
-    **dict.fromkeys(("causal", "sinks", "query_key_norm"), _switch),
+    **dict.fromkeys(("sinks", "query_key_norm"), _switch),
+    "causal": _maybe(_switch),
     **dict.fromkeys(("softcap", "residual_kept"), _maybe(_number)),
     "window": _maybe(_count),
     "positions": _maybe(_text),
@@ -135,4 +136,4 @@ HEAD: dict[str, Check] = {
 
 def _head(numeric: Collection[str]) -> dict[str, Check]:
     columns: dict[str, Check] = {name: _nonnegative if name in NONNEGATIVE else _maybe(_number) for name in numeric}
-    return {**HEAD, **columns, "scale": _number}
+    return {**HEAD, **columns, "scale": _maybe(_number)}

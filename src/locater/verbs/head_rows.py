@@ -30,6 +30,8 @@ from locater.theory.propagation import SKEW_LIMIT
 from locater.verbs.scan_result import LENGTH, HeadRow
 
 SOFTMAX_ONLY = ("expected_entropy", "residual_kept", "localization")  # columns without meaning for other mechanisms
+# columns in units of logits
+SCALED = ("M", "S", "F", "key_bias", "expected_entropy", "residual_kept", "localization", "drive", "profile")
 SAMPLED_ROWS = 32  # rows of attention, of different length, that stand for all
 PROFILE_POINTS = 65  # of a propagation profile that has no closed form
 
@@ -49,11 +51,15 @@ class ScanOptions:
 def head_rows(layer: AttentionLayer, number: int, options: ScanOptions) -> Iterator[HeadRow]:
     """One row per head of a layer. A head whose weights are not finite gets a row without numbers."""
     statistics = None if options.inputs is None else options.inputs[number]
-    moments, key_bias = _moments(layer, options.raw, statistics)
+    # without its scale a layer has the numbers of its maps alone
+    scaled = replace(layer, scale=1.0, unknown_scale=None) if layer.unknown_scale is not None else layer
+    moments, key_bias = _moments(scaled, options.raw, statistics)
     finite = _finite_heads(moments, key_bias)
-    columns = _columns(layer, moments.select(finite), key_bias[finite], options)
-    if statistics is not None and layer.mechanism == "softmax":
+    columns = _columns(scaled, moments.select(finite), key_bias[finite], options)
+    if statistics is not None and layer.mechanism == "softmax" and not (layer.unknown_logits or layer.unknown_mask):
         columns |= _predicted_columns(layer, statistics, options.length, finite)
+    if layer.unknown_scale is not None:
+        columns = {name: column for name, column in columns.items() if name not in SCALED}
     places = iter(range(int(finite.sum())))
     for head in range(layer.heads):
         numbers: dict[str, Any] = {}
@@ -68,7 +74,7 @@ def head_rows(layer: AttentionLayer, number: int, options: ScanOptions) -> Itera
             kind=layer.kind,
             width=layer.width,
             head_dim=layer.head_dim,
-            scale=layer.scale,
+            scale=layer.scale if layer.unknown_scale is None else None,
             **numbers,
             flags=flags_of({**flagged, "finite": bool(finite[head])}, options.length),
         )
@@ -79,10 +85,13 @@ def row_keys(layer: AttentionLayer, length: int, keys: int | None = None) -> tup
 
     At most `SAMPLED_ROWS` evenly spaced rows are returned: enough for a mean over rows.
     """
-    if layer.kind != "self" or not (layer.causal or layer.window):
+    if layer.kind != "self" or not (layer.causal or layer.window or layer.chunk):
         return (keys or length,)
     count, reach = min(length, SAMPLED_ROWS), layer.window or length  # a row sees the keys nearer than this
     places = [math.ceil((i + 0.5) * length / count) - 1 for i in range(count)]
+    if layer.chunk is not None:
+        chunk = layer.chunk
+        return tuple(i % chunk + 1 if layer.causal else min(chunk, length - i // chunk * chunk) for i in places)
     return tuple(min(i, reach - 1) + 1 + (0 if layer.causal else min(length - 1 - i, reach - 1)) for i in places)
 
 

@@ -40,7 +40,7 @@ class HeadRow:
     kind: str
     width: int
     head_dim: int
-    scale: float
+    scale: float | None  # None where it is not known: then every number in units of logits is None too
     trace: float | None = None
     trace_of_square: float | None = None
     frobenius_sq: float | None = None

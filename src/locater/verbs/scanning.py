@@ -243,7 +243,7 @@ def _layer_entry(layer: AttentionLayer, number: int, details: bool) -> dict[str,
         "head_dim": layer.head_dim,
         "width": layer.width,
         "norm": layer.norm.kind,
-        "causal": layer.causal,
+        "causal": layer.causal if layer.unknown_mask is None else None,
         "window": layer.window,
         "positions": _positions(layer),
         "softcap": layer.softcap,
@@ -251,6 +251,8 @@ def _layer_entry(layer: AttentionLayer, number: int, details: bool) -> dict[str,
         "query_key_norm": _query_key_norm(layer),
         "provenance": layer.provenance,
     }
+    if layer.chunk is not None:
+        entry["chunk"] = layer.chunk
     if details and layer.rotary is not None:
         entry["frequencies"] = layer.rotary.frequencies.tolist()
     return entry

@@ -1,0 +1,186 @@
+"""What discovery does not know it refuses: scales, masks, windows; and what it keeps of a model it forgets in time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import locater
+from locater.control import LocAteR
+from locater.errors import LocaterError
+
+EXAMPLE = {"x": torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0))}
+
+
+class Attention(nn.Module):
+    """Two heads, with what a test changes."""
+
+    def __init__(self, window: int = 64, shrink: int = 0, cubed: bool = False, learned_scale: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.window, self.shrink, self.cubed, self.factor = window, shrink, cubed, 8**-0.5
+        self.temperature = nn.Parameter(torch.tensor(10.0)) if learned_scale else None
+        angles = torch.rand(40, 4, generator=torch.Generator().manual_seed(3))
+        angles[0] = 0
+        self.register_buffer("angles", angles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        logits = self.turned(q) @ self.turned(k).mT * (self.factor if self.temperature is None else self.temperature)
+        mixed = (self.masked(logits).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return self.o(mixed**3 if self.cubed else mixed)
+
+    def turned(self, x: Tensor) -> Tensor:
+        angles: Any = self.angles
+        cos, sin = (f(angles[: x.shape[2]]).to(x) for f in (torch.cos, torch.sin))
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def masked(self, logits: Tensor) -> Tensor:
+        at = torch.arange(logits.shape[-1])
+        distance = at[:, None] - at
+        return logits.masked_fill((distance < 0) | (distance >= self.window - self.shrink), -torch.inf)
+
+
+class Model(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(16), Attention(**settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x))
+
+
+def test_a_layer_whose_output_is_not_known_keeps_its_mask() -> None:
+    (layer,) = locater.discover(Model(cubed=True), EXAMPLE).layers
+    assert layer.unknown_output is not None
+    assert (layer.causal, layer.window, layer.unknown_mask) == (True, 64, None)
+
+
+def test_numbers_in_units_of_logits_are_refused_without_a_scale() -> None:
+    """The scale is a parameter: it differs between the passes, and is that of no pass."""
+    model = Model(learned_scale=True)
+    (layer,) = locater.discover(model, EXAMPLE).layers
+    assert math.isnan(layer.scale)
+    assert "scale" in str(layer.unknown_scale)
+    rows = locater.scan(model, example=EXAMPLE).rows
+    unit = locater.scan(Model(), example=EXAMPLE).rows
+    for row, other in zip(rows, unit, strict=True):
+        assert [row[name] for name in ("scale", "M", "S", "F", "key_bias", "expected_entropy", "localization")] == [
+            None
+        ] * 7
+        assert row.frobenius_sq is not None
+        assert other.F is not None
+    with pytest.raises(LocaterError, match="not the scale"):
+        locater.attention_layers(model, example=EXAMPLE)
+    with pytest.raises(LocaterError, match="scale"):
+        LocAteR().attach(model)
+    with pytest.raises(LocaterError, match="scale of its logits is not known"):
+        locater.families.effective(layer)
+
+
+@pytest.mark.parametrize(("shrink", "window"), [(0, 64), (1, 63), (2, None)])
+def test_a_window_follows_from_two_sizes(shrink: int, window: int | None) -> None:
+    """Settings of 6 and 4 that show as 4 and 2: half of the setting plus one explains the first alone."""
+    (layer,) = locater.discover(Model(shrink=shrink), EXAMPLE).layers
+    assert layer.window == window
+    assert (layer.unknown_mask is None) == (window is not None)
+
+
+class Unmoved(Attention):
+    """A window that is set, and that no mask follows."""
+
+    def masked(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+def test_a_window_that_shows_in_no_mask_is_refused() -> None:
+    model = Model()
+    model.attn = Unmoved()
+    (layer,) = locater.discover(model, EXAMPLE).layers
+    assert "window = 64" in str(layer.unknown_mask)
+    assert layer.unknown_output is None
+
+
+class Shorter(Model):
+    """A second layer that only runs in short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.chunk_window = Attention(window=10**9), 64
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.other(self.norm(x)) if x.shape[1] <= self.chunk_window else x
+
+
+def test_a_layer_that_does_not_run_with_a_small_window_is_refused_alone() -> None:
+    first, second = locater.discover(Shorter(), EXAMPLE).layers
+    assert first.unknown_mask is None
+    assert "other attention runs" in str(second.unknown_mask)
+
+
+def test_the_live_model_does_not_run_and_no_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    model, passes = Model(), []
+    model.attn.register_forward_hook(lambda *_: passes.append(1))
+    state = torch.get_rng_state()
+    locater.discover(model)
+    assert (passes, seeds) == ([], [])
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_is_kept_follows_settings_and_buffers() -> None:
+    model = Model()
+    first = locater.discover(model, EXAMPLE).layers[0]
+    assert locater.discover(model, EXAMPLE).layers[0].rotary_table is not None
+    model.attn.window = 32
+    assert locater.discover(model, EXAMPLE).layers[0].window == 32
+    model.attn.factor = 0.5
+    assert locater.discover(model, EXAMPLE).layers[0].scale == pytest.approx(0.5)
+    model.attn.angles.mul_(2)  # type: ignore[operator]
+    again = locater.discover(model, EXAMPLE).layers[0]
+    assert first.rotary_table is not None
+    assert again.rotary_table is not None
+    assert torch.allclose(again.rotary_table.angles, 2 * first.rotary_table.angles)
+
+
+def test_an_example_serves_calls_without_one_only_where_none_can_be_guessed() -> None:
+    model, longer = Model(), {"x": torch.randn(1, 20, 16)}
+    assert len(_angles(model, longer)) == 20
+    assert len(_angles(model)) == 9
+    assert len(_angles(model, longer)) == 20
+
+    class Two(Model):
+        def forward(self, x: Tensor, key_word: Any) -> Tensor:
+            assert key_word == "open"
+            return super().forward(x)
+
+    second = Two()
+    with pytest.raises(LocaterError, match="example="):
+        locater.discover(second)
+    example = {**longer, "key_word": "open"}
+    assert len(_angles(second, example)) == 20
+    assert len(_angles(second)) == 20
+
+
+def _angles(model: nn.Module, example: Any = None) -> Tensor:
+    table = locater.discover(model, example).layers[0].rotary_table
+    assert table is not None
+    return table.angles
+
+
+def test_maps_on_tokens_do_not_turn() -> None:
+    """Tokens of a sample have no place, so that a table of angles neither turns them nor runs out."""
+    from locater.families.forms import token_maps
+
+    (layer,) = locater.discover(Model(), EXAMPLE).layers
+    x = torch.randn(50, 16)
+    maps = token_maps(layer, x, torch.ones(50, dtype=torch.bool))
+    q = (x @ layer.query.weight().mT + layer.query.bias).unflatten(-1, (2, 8)).transpose(0, 1)
+    assert torch.allclose(maps.query.mT * 50, q, atol=1e-6)
