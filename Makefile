@@ -8,8 +8,9 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
 # Tests run in parallel processes: threads inside each would only fight over the cores. Each process takes files in a row
-# (worksteal), so that what a file's tests share is made once.
-PYTEST := env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# (worksteal), so that what a file's tests share is made once. Bytecode is kept, whatever the shell says: tests start some
+# twenty interpreters, and each would compile the package anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate reach papers browser golden clean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -43,6 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if part := config.getoption("--part"):
         number, count = map(int, part.split("/"))
         items[:] = items[number - 1 :: count]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays to the end, so it is not searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @dataclass

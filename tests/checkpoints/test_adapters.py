@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from locater.families import attention_layers
 from tests.families import CASES
 from tests.parity import model_of
 
-peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {}, "rslora": dict(use_rslora=True), "dora": dict(use_dora=True), "dropout": dict(lora_dropout=0.5),
@@ -32,6 +33,8 @@ def plain(label: str) -> nn.Module:
 
 def adapted(label: str, **kw: Any) -> Any:
     """A model under an adapter that has been trained: nothing is at its start, where many mistakes cannot be seen."""
+    import peft  # seconds, which only the process that runs these tests spends
+
     kw.setdefault("target_modules", MAPS[label])
     model = peft.get_peft_model(plain(label), peft.LoraConfig(r=3, lora_alpha=5, **kw), autocast_adapter_dtype=False)
     trained(model)
@@ -88,6 +91,8 @@ def test_a_layer_is_read_as_it_computes(label: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_merged_switched_off_and_several(kind: str) -> None:
+    import peft
+
     model = adapted("llama", **KINDS[kind])
     model.add_adapter("second", peft.LoraConfig(r=2, target_modules=MAPS["llama"], **KINDS[kind]))
     model.double()
@@ -196,6 +201,8 @@ def test_controls_that_write_weights_refuse_adapters_before_they_write(control: 
 
 
 def test_other_adapters_are_refused_by_name() -> None:
+    import peft
+
     config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     model = peft.get_peft_model(plain("llama"), config)
     with pytest.raises(

@@ -143,4 +143,8 @@ def worker(rank: int) -> None:
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    # imported once, before the processes part
+    import torch.distributed.fsdp  # noqa: F401
+    from transformers import Gemma3ForCausalLM, LlamaForCausalLM, OPTForCausalLM  # noqa: F401
+
     assert all("done" in text for text in ranks(worker, tmp_path, RANKS))

@@ -260,8 +260,7 @@ def test_a_compiled_training_step_keeps_one_graph() -> None:
     step = step_of(model, LocAteR().attach(model), LocAteR(form="measured").attach(model))
     eager = gradients(model, step(IDS))
     torch._dynamo.reset()
-    found = torch._dynamo.explain(step)(IDS)
-    assert found.graph_break_count == 0, found.break_reasons
+    # a graph that breaks is an error with fullgraph
     compiled = gradients(model, torch.compile(step, backend="aot_eager", fullgraph=True)(IDS))
     assert all(torch.allclose(compiled[name], g, atol=1e-10) for name, g in eager.items())
 

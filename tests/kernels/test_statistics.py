@@ -209,7 +209,7 @@ def check_layouts(backend: Backend, device: str) -> None:
     want = exact(q, k, mask=closed == 0)
     names = ("entropy", "row_mass", "max_logit", "log_sum_exp", "sum_of_squares")  # `visible` counts what masks allow
     compare(attention_statistics(q, k, bias=closed, backend=backend), {name: want[name] for name in names}, 1e-4)
-    for T, S, causal in ((300, 300, False), (300, 331, True), (300, 331, False)):
+    for T, S, causal in ((150, 150, False), (150, 181, True), (150, 181, False)):  # three tiles: the second is inside
         q, k = inputs(B=1, H=2, K=1, T=T, S=S, device=device)
         compare(
             attention_statistics(q, k, causal=causal, backend=backend),

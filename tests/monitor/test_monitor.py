@@ -283,6 +283,27 @@ def test_layers_of_one_shape_are_one_stack() -> None:
     assert found == [[0, 1], [2, 4], [3, 5]]  # encoder; decoder, itself; decoder, memory
 
 
+@pytest.mark.parametrize("label", ["llama", "deepseek_v3"])
+def test_models_alike_share_what_was_recorded_and_no_numbers(label: str) -> None:
+    case = next(case for case in CASES if case.label == label)
+    with torch.inference_mode():  # what is made in this mode is of no use to training
+        folded.FoldedStacks(model_of(case), range(2))
+    first, second = model_of(case), model_of(case)
+    redraw(second, 0.5, seed=1)
+    both = [folded.FoldedStacks(model, range(2)) for model in (first, second)]
+    assert [stack.fold for stack in both[0].stacks] == [stack.fold for stack in both[1].stacks]
+    other = folded.FoldedStacks(model_of(case).float(), range(2))
+    assert not {id(stack.fold) for stack in other.stacks} & {id(stack.fold) for stack in both[0].stacks}
+    for model, stacks in zip((first, second), both, strict=True):
+        layers = list(attention_layers(model))
+        for part, (query, _, _) in zip(stacks.stacks, stacks.maps(), strict=True):
+            query.sum().backward()
+            for at, number in enumerate(part.layers):
+                torch.testing.assert_close(query[at], effective(layers[number]).query)
+    moved = [sum(p.grad is not None for p in model.parameters()) for model in (first, second)]
+    assert moved[0] == moved[1] > 0
+
+
 def spectrum_of(model: Any, path: Path, meanwhile: Any = None) -> list[Any]:
     watch = Monitor(path, every=1).attach(model)
     model = model if meanwhile is None else meanwhile(model)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from locater.train.controls import parse_control
 from locater.train.plan import Plan
 from locater_papers import PAPERS, Setting, reproduce
 from locater_papers.bao2024 import arms, judged
+from locater_papers.engine import runs as runs_module
 from locater_papers.engine.arms import known
 from locater_papers.engine.one_run import placed
 from locater_papers.engine.pages import page
@@ -74,8 +77,12 @@ def test_an_arm_is_tuned_with_one_seed_and_judged_with_all() -> None:
     assert [end["report_loss"] for end in arm.ends(runs) or []] == [2.0, 2.1, 2.2]
 
 
-def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path) -> None:
-    """Real runs in processes of their own; what is asked for depends on what was found."""
+def test_runs_are_made_several_at_a_time_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real runs in processes of their own; what is asked for depends on what was found. The processes are forked, with
+    everything imported; the next test starts a fresh one.
+    """
+    if sys.platform == "linux":
+        monkeypatch.setattr(runs_module, "get_context", lambda method: multiprocessing.get_context("fork"))
     path, arm = tmp_path / "runs.jsonl", Arm("arm", "c", TINY, rates=(1e-3, 1e-2), seeds=2)
     told: list[str] = []
     complete(lambda held: list(arm.rows(held)), Runs(path), tmp_path, 2, told.append)

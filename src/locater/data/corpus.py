@@ -16,6 +16,7 @@ import sysconfig
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from locater.errors import LocaterError, first_line
@@ -32,20 +33,25 @@ def embedded_text() -> str:
     """The language reference that `help()` shows, then the unique docstrings of the standard library.
 
     About 2.2 million characters. The text differs between Python releases, so store `fingerprint(text)` with every
-    result that depends on it. Takes a few seconds.
+    result that depends on it. Takes a few seconds the first time in a process.
     """
     return JOINT.join(embedded_documents())
 
 
 def embedded_documents() -> list[str]:
     """The documents that `embedded_text` joins, one by one."""
+    return list(_embedded())
+
+
+@cache
+def _embedded() -> tuple[str, ...]:
     from pydoc_data import topics
 
     pages = [topics.topics[name] for name in sorted(topics.topics)]
     seen: dict[str, None] = {}
     for doc in _docstrings(Path(sysconfig.get_paths()["stdlib"])):
         seen.setdefault(doc)
-    return [*pages, *seen]
+    return (*pages, *seen)
 
 
 def read_documents(paths: Sequence[str | Path]) -> list[str]:

@@ -16,6 +16,7 @@ from locater.families.effective import Effective
 
 STACKED = 1 << 26  # numbers, of the tensors read and the maps made, that are in memory at a time
 OUTPUTS = 3  # of each layer: queries, keys, key terms
+KEPT = 64  # folds of stacks that are kept, for models with the same operations that come later
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class LayerStack:
     fold: fx.GraphModule
     # the same without the key terms
     fold_maps: fx.GraphModule
+
+
+# by number of layers, mode and signature: `fold` and `fold_maps` of a stack
+_folds: dict[Any, tuple[fx.GraphModule, fx.GraphModule]] = {}
 
 
 @dataclass(frozen=True)
@@ -67,18 +72,27 @@ def layer_stacks(
         ends = outputs[OUTPUTS * at : OUTPUTS * (at + 1)]
         graph = _LayerGraph(number, layer, _leading_to(ends), ends)
         by_signature.setdefault(graph.signature(whole), []).append(graph)
-    for alike in by_signature.values():
+    for signature, alike in by_signature.items():
         first = alike[0]
         inputs = [node.meta["val"] for node in first.inputs]
         numel = sum(x.numel() for x in (*inputs, first.folded.query, first.folded.key))
         most = max(1, STACKED // numel)
         for start in range(0, len(alike), most):
-            yield _stack(alike[start : start + most], inputs, whole, name_of)
+            part = alike[start : start + most]
+            key = (len(part), torch.is_inference_mode_enabled(), signature)  # constants made in that mode stay of it
+            if key not in _folds:
+                if len(_folds) >= KEPT:
+                    _folds.clear()
+                _folds[key] = _fold(part, inputs, whole)
+            yield _stack(part, name_of, *_folds[key])
 
 
-def _stack(
-    alike: Sequence[_LayerGraph], inputs: Sequence[Tensor], whole: fx.GraphModule, name_of: dict[fx.Node, str]
-) -> LayerStack:
+def _fold(
+    alike: Sequence[_LayerGraph], inputs: Sequence[Tensor], whole: fx.GraphModule
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The operations of one layer for a stack of them: with the key terms, and without. They hold no parameters, so
+    that all stacks of one signature and size can share them.
+    """
     first = alike[0]
     one_layer = _part(first.nodes, first.outputs, whole)
     fold = make_fx(vmap(one_layer), tracing_mode="fake")(*(torch.stack([x] * len(alike)) for x in inputs))
@@ -86,6 +100,13 @@ def _stack(
         constant = getattr(fold, name)
         if constant.ndim:  # an order of rows on another device would make a GPU wait
             setattr(fold, name, constant.to(inputs[0].device))
+    return fold, _with_outputs(fold, 2)
+
+
+def _stack(
+    alike: Sequence[_LayerGraph], name_of: dict[fx.Node, str], fold: fx.GraphModule, fold_maps: fx.GraphModule
+) -> LayerStack:
+    first = alike[0]
     return LayerStack(
         [layer.number for layer in alike],
         [[name_of[node] for node in layer.inputs] for layer in alike],
@@ -93,7 +114,7 @@ def _stack(
         first.folded.key.shape[0],
         first.folded.cross,
         fold,
-        _with_outputs(fold, 2),
+        fold_maps,
     )
 
 
