@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,7 @@ class MapLayout:
     inner: NormLayout | None = None  # a norm over all rows at once, after the map
     shift: VectorLayout | None = None  # added apart from the bias
     factors: VectorLayout | None = None  # of each row, bias and shift included
+    axes: int = 1  # how many axes of the stored tensor are flattened into the first of two
     latent: MapLayout | None = None  # a map in front of this one
     latent_norm: NormLayout | None = None  # between the two
 
@@ -69,7 +71,8 @@ class MapLayout:
         return plain if self.inner is None else normed(plain, self.inner.build(weights), before)
 
     def _plain(self, weights: Weights) -> Projection:
-        width = weights.shape(self.weight)[0 if self.transposed else 1]
+        stored = weights.shape(self.weight)
+        width = math.prod(stored[: self.axes] if self.transposed else stored[self.axes :])
         bias = None if self.bias is None else weights.read(self.bias)[list(self.rows)]
         if self.shift is not None:
             shift = self.shift.build(weights)
@@ -83,12 +86,13 @@ class MapLayout:
         )
 
     def _matrix(self, weights: Weights) -> Tensor:
-        if self.transposed:
-            matrix = read_floats(weights, self.weight).mT[list(self.rows)]
+        if self.transposed or self.axes > 1:
+            matrix = read_floats(weights, self.weight).flatten(0, self.axes - 1).flatten(1)
+            matrix = (matrix.mT if self.transposed else matrix)[list(self.rows)]
         else:
             ranges, places = row_ranges(self.rows)
             matrix = read_floats(weights, self.weight, ranges)
-            matrix = matrix if places is None else matrix[places]
+            matrix = (matrix if places is None else matrix[places]).flatten(1)
         return matrix if self.columns is None else matrix[:, list(self.columns)]
 
 

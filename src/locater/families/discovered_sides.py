@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -187,14 +188,14 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Laten
     """The stored tensors of a map, with the stored row of each of `channels`."""
     name = tape.parameter(linear.constant)
     assert name is not None
-    rows, transposed = _stored_rows(tape, name, linear.weight)
+    rows, transposed, axes = _stored_rows(tape, name, linear.weight)
     bias = None
     if linear.bias is not None:
         bias = tape.parameter(linear.bias)
         if bias is None:
             raise UnreadableError(f"the bias of {name} is computed")
     kept = tuple(rows[channel] for channel in channels)
-    layout = MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed)
+    layout = MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed, axes=axes)
     return layout if latent is None else replace(layout, **_behind(tape, latent))
 
 
@@ -209,15 +210,18 @@ def _behind(tape: Tape, latent: Latent) -> dict[str, MapLayout | NormLayout | No
     return {"latent": stored_map(tape, latent.map, whole.rows[0].tolist()), "latent_norm": norm}
 
 
-def _stored_rows(tape: Tape, name: str, weight: Tensor) -> tuple[list[int], bool]:
-    """(row of the stored tensor for each channel of the map, whether it is stored (in, out))."""
+def _stored_rows(tape: Tape, name: str, weight: Tensor) -> tuple[list[int], bool, int]:
+    """(row of the stored tensor for each channel of the map, whether it is stored (in, out), how many of its axes are
+    flattened into the first of two).
+    """
     stored = tape.tensor(name)
-    for transposed in (False, True):
-        whole = stored.mT if transposed else stored
-        if whole.ndim != 2 or whole.shape[1] != weight.shape[1]:
+    for transposed, axes in product((False, True), range(1, stored.ndim)):
+        whole = stored.flatten(0, axes - 1).flatten(1)
+        whole = whole.mT if transposed else whole
+        if whole.shape[1] != weight.shape[1]:
             continue
         first = (whole == weight[0]).all(-1).nonzero().flatten().tolist()
         for start in first:
             if start + len(weight) <= len(whole) and torch.equal(whole[start : start + len(weight)], weight):
-                return list(range(start, start + len(weight))), transposed
+                return list(range(start, start + len(weight))), transposed, axes
     raise UnreadableError(f"its map is computed from {name}, and not a part of it")

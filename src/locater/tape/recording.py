@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from locater.tape import einsum
+
 # functions of torch.nn.functional that hide attention: what they call is written down, not they
 LOOKED_INTO = (torch.nn.functional.multi_head_attention_forward,)
 ASSIGNING = ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__")
@@ -107,6 +109,11 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in LOOKED_INTO:
             return self._look_into(func, args, kwargs)
+        if func is torch.einsum:
+            terms = einsum.as_product(args, kwargs)
+            if terms is not None:
+                with _Again(self):
+                    return einsum.product(*terms)
         name = getattr(func, "__name__", str(func))
         if self._precise and args and isinstance(args[0], Tensor) and self._stays(args[0]):
             if name == "float" or (name in ("to", "type") and torch.float32 in (*args[1:], *kwargs.values())):
