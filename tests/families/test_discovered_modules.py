@@ -79,7 +79,7 @@ def test_layers_follow_the_weights_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("model", "example", "says"),
     [
-        (nn.Bilinear(3, 5, 2), None, "Give them: example={'input1': tensor}"),
+        (nn.Bilinear(3, 5, 2), None, "Give them: example={'input1': tensor, 'input2': tensor}"),
         (Block(), {"y": 1}, "unexpected keyword"),
         (Block().to("meta"), X, "meta device"),
         ("a folder", None, "not a live model"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from locater.errors import LocaterError
@@ -39,7 +40,10 @@ class LiveTensor:
                 return tuple(parametrization.original.shape)
             with torch.no_grad():
                 return tuple(self.read().shape)
-        return tuple(getattr(self.module, self.attribute).shape)
+        tensor = getattr(self.module, self.attribute)
+        if is_lazy(tensor):
+            raise LocaterError(f"{self.name} has no shape yet (a lazy module): run the model once first")
+        return tuple(tensor.shape)
 
     def read(self) -> Tensor:
         """The tensor that the model computes with, gathered in full. Gradients flow to all parameters behind it."""

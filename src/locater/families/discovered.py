@@ -9,7 +9,7 @@ does not is refused, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,13 @@ from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
 from locater.families.discovered_memory import Memory, facts_of, signature
 from locater.families.discovered_norms import plain
-from locater.families.discovered_passes import Copy, NoInputsError
+from locater.families.discovered_passes import Copy, NoInputsError, random_state_kept
 from locater.families.discovered_reading import read_layout
 from locater.families.discovered_verifying import verified
 from locater.families.discovered_windows import window_settings, with_windows
 from locater.families.layer import AttentionLayer
 
+DRAWS = " (its forward pass draws random numbers)"
 NO_SOFTMAX = "no softmax of products of queries and keys was met in it"
 
 
@@ -132,6 +133,7 @@ def search(model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] 
     return _searched(Copy(model, example), weights)
 
 
+@random_state_kept()
 @torch.no_grad()
 def _searched(copied: Copy, weights: ModuleWeights) -> Search:
     first = copied.run(0)
@@ -152,10 +154,19 @@ def _searched(copied: Copy, weights: ModuleWeights) -> Search:
         else:
             layouts[number] = reading
     layouts = with_windows(copied, layouts, window_settings(copied.model, length), length)
+    if first.draws:
+        refused = [replace(refusal, reason=f"{refusal.reason}{DRAWS}") for refusal in refused]
+        layouts = {number: _with_draws(layout) for number, layout in layouts.items()}
     silent = unread(weights, names)
     refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
     unreached = [path for path in silent if path not in ran]
     return list(dict.fromkeys(layouts.values())), refused, unreached  # a module that runs twice is one layer
+
+
+def _with_draws(layout: AttentionLayout) -> AttentionLayout:
+    """A layout of a pass that drew random numbers: what is not known of it may be for that."""
+    logits, output = (why and f"{why}{DRAWS}" for why in (layout.unknown_logits, layout.unknown_output))
+    return replace(layout, unknown_logits=logits, unknown_output=output)
 
 
 def _attempt(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:

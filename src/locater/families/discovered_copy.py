@@ -21,7 +21,10 @@ from locater.checkpoints.live_tensors import copy_in_use, is_a
 from locater.errors import LocaterError, first_line
 from locater.families.thin_weights import thin
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (
+    "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _state_dict_hooks _state_dict_pre_hooks"
+    " _load_state_dict_pre_hooks _load_state_dict_post_hooks"
+).split()
 Memo = dict[int, Any]  # id of an object -> what stands for it in the copy, as `copy.deepcopy` takes it
 
 
@@ -65,7 +68,8 @@ def _refuse_empty(model: nn.Module, where: str) -> None:
             raise LocaterError(f"{where}: {name} has no shape yet (a lazy module): run the model once first")
         if tensor.device.type == "meta":
             raise LocaterError(f"{where}: {name} has no data (meta device): load the weights first")
-        if isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and not _has_real_numbers(tensor):
+        stored_so = isinstance(tensor, nn.Parameter) or name.endswith("weight")
+        if stored_so and tensor.ndim > 1 and not _has_real_numbers(tensor):
             raise LocaterError(f"{where}: {name} is stored as {tensor.dtype} (quantised): dequantise the model first")
 
 
@@ -90,13 +94,14 @@ def _parameters(model: nn.Module, dtype: torch.dtype) -> Memo:
 
 
 def _without_hooks(part: nn.Module) -> Memo:
-    """No hooks of others: an observer must not see the passes of a copy. Hooks that compute a weight (weight_norm)
-    stay.
+    """No hooks of others, and no state of shards: an observer must not see the passes of a copy. Hooks that compute a
+    weight (weight_norm) stay.
     """
-    hooks = (getattr(part, name) for name in HOOKS)
+    hooks = (those for name, those in vars(part).items() if name in HOOKS or name.startswith("__composable_api"))
     return {
         id(those): type(those)((key, hook) for key, hook in those.items() if hasattr(hook, "compute_weight"))
         for those in hooks
+        if those is not None
     }
 
 
@@ -107,7 +112,7 @@ def _own_tensors(part: nn.Module) -> Memo:
 
 
 class Around(nn.Module):
-    """In place of a wrapper of whole models: only passes calls on."""
+    """In place of a wrapper of a whole model: only passes calls on."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -122,7 +127,7 @@ def _put_stand_in(part: Any, memo: Memo) -> None:
     if is_a(part, "torch._dynamo.eval_frame", "OptimizedModule"):
         memo[id(part)] = copy.deepcopy(part._orig_mod, memo)
     elif is_a(part, "torch.nn.parallel.distributed", "DistributedDataParallel"):
-        memo[id(part)] = Around(copy.deepcopy(part.module, memo))
+        memo[id(part)] = type(type(part).__name__, (Around,), {})(copy.deepcopy(part.module, memo))
     elif is_a(part, "torch.distributed.fsdp", "FSDPModule"):  # a class made of this one and of the model's own
         kind = next(base for base in type(part).__bases__ if issubclass(base, nn.Module))
         memo[id(part)] = whole = kind.__new__(kind)
@@ -133,7 +138,9 @@ def _put_stand_in(part: Any, memo: Memo) -> None:
         memo[id(part)] = copy.deepcopy(copy_in_use(part), memo)
 
 
-def held_tensors(model: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """(name, identity, version) of each parameter: they differ after a pass that writes to its own weights."""
+def parameter_versions(model: nn.Module) -> Iterator[tuple[str, int, int, int]]:
+    """(name, identity, place in memory, version) of each parameter. A pass that changes its own weights changes one of
+    these.
+    """
     for name, p in model.named_parameters():
-        yield name, id(p), p._version
+        yield name, id(p), p.data_ptr(), p._version

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
@@ -34,7 +35,7 @@ def facts_of(model: nn.Module) -> Facts:
     """Everything that a layout may rest on, by name."""
     facts: Facts = {"configuration": repr(sorted(config_of(model).items(), key=lambda item: item[0]))}
     for name, parameter in model.named_parameters():
-        facts[f"parameter {name}"] = tuple(parameter.shape)
+        facts[f"parameter {name}"] = None if is_lazy(parameter) else tuple(parameter.shape)
     for path, module in model.named_modules():
         if not isinstance(module, _NormBase):  # statistics of batches are no part of attention
             for name, buffer in module.named_buffers(recurse=False):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
 from locater.families.discovered_calls import Call, attention_calls
-from locater.families.discovered_copy import held_tensors, light_copy
+from locater.families.discovered_copy import light_copy, parameter_versions
 from locater.families.discovered_memory import changed, facts_of
 from locater.families.example_inputs import example_inputs
 from locater.families.thin_weights import ThinProducts, redraw
@@ -33,6 +33,7 @@ class Pass:
     tape: Tape
     calls: list[Call]
     model: nn.Module
+    draws: bool = False  # whether the pass drew random numbers
 
     def module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)
@@ -87,7 +88,8 @@ def random_state_kept() -> Iterator[None]:
     """What runs inside draws from a fixed start; afterwards all random states of this process are as before. Devices
     are left alone: nothing runs on them.
     """
-    before, python, numpy = torch.default_generator.get_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (the state of the process)
+    before, python = torch.default_generator.get_state(), random.getstate()
+    numpy = np.random.get_state()  # noqa: NPY002 (that of the process)
     try:
         yield
     finally:
@@ -99,34 +101,36 @@ def random_state_kept() -> Iterator[None]:
 def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str) -> Pass:
     if seed is not None:
         redraw(model, seed)
-    before = list(held_tensors(model))
+    before = list(parameter_versions(model))
     try:
-        tape = _taped(model, inputs)
+        tape, draws = _taped(model, inputs)
     except Exception as error:
         raise LocaterError(
             f"{where}: its forward pass with {', '.join(inputs) or 'no arguments'} failed "
             f"({type(error).__name__}: {first_line(error)[:160]}): give inputs that it takes as example={{...}}"
         ) from error
-    after = list(held_tensors(model))
+    after = list(parameter_versions(model))
     written = next((one[0] for one, two in zip(before, after, strict=False) if one != two), None)
     if written is not None or len(before) != len(after):
         raise LocaterError(
             f"{where}: its forward pass changes its own parameter {written}: it has no weights to verify"
         )
     holding = {path for path, module in model.named_modules() if any(True for _ in module.parameters())}
-    return Pass(tape, list(attention_calls(tape, holding)), model)
+    return Pass(tape, list(attention_calls(tape, holding)), model, draws)
 
 
-def _taped(model: nn.Module, inputs: dict[str, Any]) -> Tape:
-    """A pass on tape, in float64 as far as the model lets it: some compare dtypes, some mask in the default one."""
+def _taped(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tape, bool]:
+    """(a pass on tape, whether it drew random numbers), in float64 as far as the model lets it: some compare dtypes,
+    some mask in the default one.
+    """
     for precise, default in ((True, torch.get_default_dtype()), (True, torch.float64)):
         with contextlib.suppress(Exception):
             return _once(model, inputs, precise, default)
     return _once(model, inputs, False, torch.get_default_dtype())
 
 
-def _once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torch.dtype) -> Tape:
-    torch.default_generator.manual_seed(0)
+def _once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torch.dtype) -> tuple[Tape, bool]:
+    start = torch.default_generator.manual_seed(0).get_state()
     tape, before = Tape(model, inputs, precise), torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
@@ -134,7 +138,7 @@ def _once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torc
             model(**inputs)
     finally:
         torch.set_default_dtype(before)
-    return tape
+    return tape, not torch.equal(start, torch.default_generator.get_state())
 
 
 def _arguments(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,9 +66,8 @@ def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
             return guess
     takes = ", ".join(required or optional[:3]) or "no named argument"
     problem = trial.problem or f"forward takes {takes}"
-    raise LocaterError(
-        f"{name}: no inputs could be guessed: {problem}. Give them: example={{'{_main(model)}': tensor}}"
-    )
+    given = ", ".join(f"'{argument}': tensor" for argument in required or [_main(model)])
+    raise LocaterError(f"{name}: no inputs could be guessed: {problem}. Give them: example={{{given}}}")
 
 
 class _Trial:
@@ -119,12 +118,17 @@ class _Trial:
 
 
 def _arguments(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the arguments of `forward`: without and with a default."""
+    """Names of the arguments of `forward`: without and with a default. A wrapper that names none takes those of the
+    module inside it.
+    """
     named = [
         parameter
         for parameter in inspect.signature(model.forward).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
+    inside = list(model.children())
+    if not named and len(inside) == 1:
+        return _arguments(inside[0])
     required = [parameter.name for parameter in named if parameter.default is parameter.empty]
     return required, [parameter.name for parameter in named if parameter.default is not parameter.empty]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-LARGE = 1 << 20  # numbers: tensors with more are thin
+LARGE = 1 << 18  # numbers: tensors with more are thin
 STRIDES = (17, 19, 23, 29, 31, 37, 41, 43)  # primes: tensors with different ones never run in step
-ROWS = 1024  # of a thin matrix that are multiplied at once
+AT_ONCE = 1 << 21  # numbers of a thin matrix that are written out and multiplied at once
 
 
 def thin(shape: Iterable[int], number: int) -> Tensor | None:
@@ -77,16 +77,27 @@ def _extent(form: Tensor) -> int:
 
 
 class ThinProducts(TorchFunctionMode):
-    """Multiplies thin matrices a few rows at a time: PyTorch would write them out in full first."""
+    """Multiplies thin matrices a few rows at a time, written out into memory that is used again and again: PyTorch
+    would write them out in full.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._space: dict[torch.dtype, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.linear and len(args) > 1 and is_thin(args[1]) and len(args[1]) > ROWS:
-            return torch.cat(list(_parts(*args, **kwargs)), -1)
+        if func is torch.nn.functional.linear and len(args) > 1 and is_thin(args[1]) and args[1].dtype == args[0].dtype:
+            return torch.cat(list(self._parts(*args, **kwargs)), -1)
         return func(*args, **kwargs)
 
-
-def _parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Tensor]:
-    for start in range(0, len(weight), ROWS):
-        rows = slice(start, start + ROWS)
-        yield torch.nn.functional.linear(x, weight[rows], None if bias is None else bias[rows])
+    def _parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Tensor]:
+        space = self._space.setdefault(weight.dtype, torch.empty(AT_ONCE, dtype=weight.dtype))
+        step = max(1, AT_ONCE // weight.shape[1])
+        for part, start in zip(weight.split(step), range(0, len(weight), step), strict=True):
+            full = (
+                space[: part.numel()].view(part.shape) if part.numel() <= AT_ONCE else torch.empty(part.shape).to(part)
+            )
+            yield torch.nn.functional.linear(
+                x, full.copy_(part), None if bias is None else bias[start : start + len(part)]
+            )

@@ -28,7 +28,7 @@ ASSIGNING = ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__")
 VIEWS = frozenset(
     "__getitem__ view transpose narrow select permute unsqueeze squeeze __get__ chunk split reshape".split()
 )
-FILLED = ("new_", "zeros", "ones", "empty", "full")  # values of these do not depend on their argument
+FILLED = ("new_", "zeros", "ones", "empty", "full", "rand")  # values of these do not depend on their argument
 
 
 @dataclass(eq=False, repr=False)
