@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode
@@ -19,6 +20,7 @@ from locater.errors import LocaterError
 from locater.observing import SeenHead, observe
 from tests.families.test_coverage import shrink
 from tests.families.test_coverage import tiny as small
+from tests.processes import ranks
 
 WIDTH, HEADS, TOKENS = 32, 4, 9
 # types without a record: decoders of text, hybrids, encoders of text, sound and images; by the interface and beside it
@@ -71,17 +73,38 @@ def of_layer(rows: list[SeenHead], layer: int) -> list[float | None]:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_entropies_are_those_of_the_models_own_maps(model_type: str) -> None:
+    """In bfloat16 the model's maps are rounded to 2^-9 of each weight: that is 2^-9 (H + 1) of an entropy H."""
     model, inputs = tiny(model_type)
-    with torch.no_grad(), observe(model) as seen:
-        out = model(**inputs, output_attentions=True)
-    maps = [part for part in out.attentions if part is not None]
-    assert len(maps) == len(seen.sites) > 0
-    for number, part in enumerate(maps):
-        assert of_layer(seen.rows, number) == pytest.approx(entropies(part), abs=1e-5)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        in_dtype = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+        with torch.no_grad(), observe(model.to(dtype)) as seen:
+            out = model(**in_dtype, output_attentions=True)
+        maps = [part for part in out.attentions if part is not None]
+        assert len(maps) == len(seen.sites) > 0
+        for number, part in enumerate(maps):
+            near = 1e-5 if dtype != torch.bfloat16 else 2**-9 * (1 + max(entropies(part)))
+            assert of_layer(seen.rows, number) == pytest.approx(entropies(part), abs=near), dtype
     assert {row.provenance for row in seen.rows} == {"calls"}
     assert "query-key maps of these layers are not known" in seen.notes[0]
     assert seen.silent == []
     assert min(row.entropy_ratio or 0 for row in seen.rows) < 0.99  # maps that are not uniform
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_minus_ten_thousand_hides(dtype: torch.dtype) -> None:
+    """As MarkupLM's, which passes the attention interface: rows of padding do not count, nor do its keys."""
+    model, inputs = tiny("markuplm")
+    inputs["attention_mask"][0, -2:] = 0
+    with torch.no_grad(), observe(model.to(dtype)) as seen:
+        out = model(**inputs, output_attentions=True)
+    real = inputs["attention_mask"].bool()
+    for number, part in enumerate(out.attentions):
+        rows = torch.special.entr(part.double()).sum(-1).transpose(1, 2)[real]  # (rows, H)
+        keys = real.sum(-1, keepdim=True).expand_as(real)[real].double()
+        near = 1e-5 if dtype == torch.float32 else 0.01
+        assert of_layer(seen.rows, number) == pytest.approx(rows.mean(0).tolist(), abs=near)
+        ratios = [row.entropy_ratio for row in seen.rows if row.layer == number]
+        assert ratios == pytest.approx((rows / keys.log()[:, None]).mean(0).tolist(), abs=near)
 
 
 def test_fused_attention_gives_the_numbers_of_eager_attention_on_a_padded_batch() -> None:
@@ -330,6 +353,57 @@ def test_a_monitor_follows_a_model_without_a_record(tmp_path: Path, caplog: pyte
 
 
 KEYS = {"_locater_sites", "forward"}
+
+
+def test_a_monitor_and_observations_inside_each_other(tmp_path: Path) -> None:
+    """Each counts its own passes, also after a step that failed; then nothing is left on the model."""
+    model, x = Model(), torch.randn(2, TOKENS, WIDTH)
+    before, log = state(model), tmp_path / "run.jsonl"
+    with observe(model) as alone:
+        model(x)
+    expected = [[of_layer(alone.rows, layer)[head] for head in range(HEADS)] for layer in range(2)]
+    monitor = locater.Monitor(log, every=1, warn_on="").attach(model)
+    with observe(model) as outer:
+        for step in range(3):
+            model.fail = step == 1
+            if model.fail:
+                with pytest.raises(RuntimeError, match="as it should"):
+                    model(x)
+                model.fail = False
+            with observe(model) as inner:
+                model(x)
+            monitor.after_step(loss=0.0)
+            assert {row.rows for row in inner.rows} == {2 * TOKENS}
+    assert {row.rows for row in outer.rows} == {4 * 2 * TOKENS}  # what ran before the failure counts
+    monitor.detach()
+    steps = [record for record in map(json.loads, log.read_text().splitlines()) if record["kind"] == "step"]
+    assert len(steps) == 3
+    for record in steps:
+        assert record["heads"]["entropy"] == [pytest.approx(layer, abs=1e-12) for layer in expected]
+    assert state(model) == before
+    assert _get_current_function_mode() is None
+
+
+def different_towers(rank: int) -> None:
+    """One rank has a batch with images, the other has none; then both have the same."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(2, TOKENS, WIDTH)
+    with observe(model) as seen:
+        model(x, x if rank else None)
+        with pytest.raises(LocaterError, match="ranks heard different attention layers"):
+            seen.reduce()
+    with observe(model) as seen:
+        model(x)
+        seen.reduce()
+    print(json.dumps([[row.rows, row.entropy] for row in seen.rows]), flush=True)
+
+
+@pytest.mark.slow
+def test_ranks_that_heard_different_layers_are_not_added(tmp_path: Path) -> None:
+    first, second = (json.loads(text.splitlines()[-1]) for text in ranks(different_towers, tmp_path))
+    assert first == second
+    assert {rows for rows, _ in first} == {2 * 2 * TOKENS}
 
 
 def test_a_scan_of_named_tensors_says_what_it_left_out() -> None:

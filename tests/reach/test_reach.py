@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests import ROOT
+from tests.reach.heads import heads_met, left_out, observed_without_a_word, scanned_without_a_word
 from tests.reach.met import attention_met
 from tests.reach.row import row
 from tests.reach.tiny import MOST_PARAMETERS, model_types, tiny
@@ -95,3 +96,31 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytes
     assert [line["model_type"] for line in rows] == ["bert", "gpt2", "vit"]
     assert rows[1] == kept[0]
     assert [rows[at]["observed"]["heads"] for at in (0, 2)] == [8, 8]
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "paligemma"])
+def test_no_head_is_left_out_without_a_word(model_type: str) -> None:
+    made = tiny(model_type)
+    assert made.inputs is not None
+    heads = heads_met(made.model, made.inputs)
+    assert sum(heads.values()) >= 8
+    assert observed_without_a_word(made.model, made.inputs, heads) == []
+    assert scanned_without_a_word(made.model, made.inputs, heads) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_no_head_of_the_sample_is_left_out_without_a_word(model_type: str) -> None:
+    made = tiny(model_type)
+    assert made.inputs is not None, made.problem
+    heads = heads_met(made.model, made.inputs)
+    assert observed_without_a_word(made.model, made.inputs, heads) == []
+    assert scanned_without_a_word(made.model, made.inputs, heads) == []
+
+
+def test_what_is_left_out_is_counted() -> None:
+    """The check itself: of two modules of 4 heads one has rows, and the other only a line."""
+    heads = {"layers.0.attn": 4, "layers.1.attn": 4}
+    assert left_out(heads, ["layers.0.attn"] * 4, []) == ["layers.1.attn: 0 of 4 heads"]
+    assert left_out(heads, ["layers.0.attn"] * 3, ["not measured: layers.1.attn"]) == ["layers.0.attn: 3 of 4 heads"]
+    assert left_out(heads, ["layers.0.attn"] * 4, ["attention modules that never ran: layers.*.attn"]) == []

@@ -18,6 +18,7 @@ from locater.kernels.terms import Terms
 
 # an additive mask hides a key at or below this; half precision marks it with its lowest value, -65504
 MASKED = -1e9
+OLD_MASK = -1e4  # what models of older design add to a key of padding (MarkupLM)
 DEFAULT_CAP = float(inspect.signature(mechanism("softcap").attend).parameters["cap"].default)
 DENSE = 1 << 31  # elements of a block mask that may be written out
 
@@ -62,9 +63,10 @@ def with_mask(terms: Terms, mask: Tensor, keys: int) -> Terms:
     # a sum with a position bias (1, H, T, S) would be (B, H, T, S), and a soft-cap comes before the mask: with either
     # of them an additive mask only hides
     floor = MASKED if torch.finfo(mask.dtype).max > -MASKED else torch.finfo(mask.dtype).min / 2
+    hidden = (mask <= floor) | (mask == OLD_MASK)
     if terms.bias is not None or terms.softcap is not None:
-        return replace(terms, mask=mask > floor)
-    return replace(terms, bias=mask.masked_fill(mask <= floor, -torch.inf))
+        return replace(terms, mask=~hidden)
+    return replace(terms, bias=mask.masked_fill(hidden, -torch.inf))
 
 
 def from_interface(

@@ -174,7 +174,10 @@ class Monitor(TrainerEvents):
     def _log_observed_step(self, loss: Any, scalars: dict[str, Any]) -> list[Record]:
         """Write the step and its warnings. All is computed before any of it is read: the device is waited for once."""
         assert self.observation is not None
-        self.observation.reduce()
+        try:
+            self.observation.reduce()
+        except LocaterError as error:
+            self._report_once(f"the run goes on with the numbers of this rank alone: {error}")
         sites, (spectra, error) = self._layers_of_log(self.observation), self._read_spectra()
         values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
         plain = [name for name, x in values.items() if type(x) in (Tensor, nn.Parameter)]

@@ -27,6 +27,7 @@ from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice, chosen, chosen_heads
 from locater.observing.hearing import heard
 from locater.observing.map_of_heads import pattern_sites
+from locater.observing.ranks import combine
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
 from locater.observing.site import Site, clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
@@ -230,18 +231,7 @@ class Observation:
         """Combine the ranks of a distributed run: sums are added, largest logits compared. Every rank calls it, and all
         have the same numbers afterwards. Two collectives for all heads together.
         """
-        import torch.distributed as dist
-
-        if not (dist.is_available() and dist.is_initialized()) or not self.sites:
-            return
-        added = [x for site in self.sites for x in site.totals.added()]
-        added += [point.sums for point in self.streams]
-        maxima = [site.totals.maxima for site in self.sites]
-        for tensors, how in ((added, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
-            flat = torch.cat([x.flatten() for x in tensors])
-            dist.all_reduce(flat, how, group)
-            for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
-                x.copy_(part.view_as(x))
+        combine(self.model, self.sites, self.streams, self.by_calls is not None, group)
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row per head, as a pandas frame."""

@@ -1,0 +1,51 @@
+"""The numbers of an observation over the ranks of a distributed run."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from locater.errors import LocaterError
+from locater.observing.site import Site
+from locater.observing.stream import Stream
+
+
+def combine(model: nn.Module, sites: Sequence[Site], streams: Sequence[Stream], by_calls: bool, group: Any) -> None:
+    """Add the sums of all ranks and compare their maxima, in two collectives.
+
+    Where layers were found `by_calls`, one more collective asks whether all ranks found the same.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if by_calls:
+        _refuse_different_layers(model, sites, group)
+    if not sites:
+        return
+    added = [x for site in sites for x in site.totals.added()]
+    added += [point.sums for point in streams]
+    maxima = [site.totals.maxima for site in sites]
+    for tensors, how in ((added, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        flat = torch.cat([x.flatten() for x in tensors])
+        dist.all_reduce(flat, how, group)
+        for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+            x.copy_(part.view_as(x))
+
+
+def _refuse_different_layers(model: nn.Module, sites: Sequence[Site], group: Any) -> None:
+    """Raise, on every rank, where ranks heard different layers: one may have had a batch with images."""
+    layers = ";".join(f"{site.number} {site.name} {site.kind} {site.count}" for site in sites)
+    number = zlib.crc32(layers.encode())
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    ends = torch.tensor([number, -number], device=device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    largest, smallest = ends.tolist()
+    if largest != -smallest:
+        raise LocaterError(
+            f"{type(model).__name__}: ranks heard different attention layers, whose numbers cannot be combined: read "
+            "seen.rows on each rank, or give every rank batches that reach the same towers"
+        )
