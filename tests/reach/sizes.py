@@ -78,6 +78,10 @@ def rotary_sections(given: list[int], factor: float) -> list[int]:
 
 # settings of one type that the rules do not make right
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "nemotron_h_omni": {"vision_config.patch_size": 16},
+    "phi4_multimodal_audio": {"nemo_conv_channels": 32},
+    "deepseek_vl_hybrid": {"high_res_vision_config.global_attn_indexes": [1]},
+    "idefics": {"use_resampler": True},
     "vibevoice": {"audio_config.num_filters": 2, "semantic_model_config.num_filters": 2},
     "vibevoice_acoustic_tokenizer": {"num_filters": 2},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2},
@@ -102,6 +106,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config.width_coefficient": 0.5,
         "vision_config.depth_coefficient": 0.5,
         "vision_config.hidden_dim": 640,
+        "projection_dim": 160,
     },
     "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640},
     "deepseek_ocr2_vision": {"sam_config.downsample_channels": [32, 32]},
@@ -110,6 +115,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "projector_in_channels": [32],
         "backbone_config.num_windows": 4,
         "projector_out_channels": 32,
+        "num_feature_levels": 1,
         "backbone_config.num_windows_side": 2,
     },
     "sapiens2": {"num_key_value_heads_per_layer": [4, 2]},
@@ -137,9 +143,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "image_token_id": 150,
         "vq_config.codebook_size": 16,
+        "vq_config.hidden_size": 128,
         "vq_config.base_channels": 32,
     },
-    "emu3_vqgan": {"codebook_size": 16, "base_channels": 32},
+    "emu3_vqgan": {"codebook_size": 16, "hidden_size": 128, "base_channels": 32},
     "janus": {"vq_config.num_embeddings": 16, "vq_config.base_channels": 32, "vq_config.latent_channels": 32},
     "janus_vqgan": {"num_embeddings": 16, "base_channels": 32, "latent_channels": 32},
     "mistral4": {"head_dim": 16},
@@ -231,7 +238,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config.num_global_layers": 1,
         "vision_config.vision_output_dim": 96,  # the width, once for the last layer and once for each layer of the list
     },
-    "qwen2_5_omni_thinker": {"vision_start_token_id": 151, "vision_end_token_id": 152, "audio_start_token_id": 153},
+    **{
+        name: {"vision_start_token_id": 151, "vision_end_token_id": 152, "audio_start_token_id": 153}
+        for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+    },
 }
 
 

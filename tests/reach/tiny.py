@@ -103,7 +103,9 @@ def not_reached(made: Tiny) -> int:
 
 def _part(made: Tiny, whole: str, name: str) -> Tiny:
     """The first part of this name. It ran, or not: the inputs of the whole may not reach it."""
-    part = next(path for path, _ in made.model.named_modules() if path.split(".")[-1] == name)
+    part = next((path for path, _ in made.model.named_modules() if path.split(".")[-1] == name), None)
+    if part is None:
+        raise LocaterError(f"{whole} has no part {name}")
     ran: list[bool] = []
     if made.inputs is not None:
         hook = made.model.get_submodule(part).register_forward_hook(lambda *_: ran.append(True))

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from locater.checkpoints.sources import config_of
 from locater.errors import LocaterError, first_line
-from locater.families.example_marks import PICTURE, SOUND, put_placeholders
+from locater.families.example_marks import PICTURE, SOUND, more_placeholders, put_placeholders
 from locater.families.example_repairs import repaired
 from locater.families.example_settings import BATCH, TOKENS, WIDTH, Make, Request, Settings
 from locater.families.example_tensors import group_of, ids, makers
 
 # arguments that have a default and are given all the same: they make more of a model run
 OPTIONAL = (
-    "input_ids attention_mask decoder_input_ids bbox pixel_values image_grid_thw image_sizes aspect_ratio_ids"
+    "input_ids attention_mask decoder_input_ids bbox pixel_values image_grid_thw grid_thw image_sizes aspect_ratio_ids"
     " aspect_ratio_mask spatial_shapes input_features input_features_mask feature_attention_mask input_values"
     " encoder_hidden_states image_attention_mask image_embeds_position_mask visual_feats visual_pos visual_embeds"
     " target_sizes image_grid_hw image_position_ids pixel_position_ids qformer_input_ids qformer_attention_mask"
     " pixel_attention_mask feature_lens image_merge_sizes high_res_pixel_values input_boxes input_boxes_labels"
-    " future_values future_time_features flattened_patches protein_input_ids protein_attention_mask"
+    " future_values future_time_features flattened_patches protein_input_ids protein_attention_mask last_hidden_state"
 ).split()
 RARE = (
     "image_sizes",
@@ -76,20 +76,19 @@ class _Trial:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.problem = model, ""
         self.shapes: list[dict[str, Any]] = []
+        self.ran: dict[str, Tensor] = {}  # the inputs that the model ran on
 
     def first_that_runs(self, guesses: Iterator[dict[str, Tensor]]) -> dict[str, Tensor] | None:
         """The first guess that runs; then the first that runs after a repair, or after two."""
-        failed: list[tuple[dict[str, Tensor], str]] = []
         for _ in range(3):
-            again: list[tuple[dict[str, Tensor], str]] = []
+            failed: list[tuple[dict[str, Tensor], str]] = []
             for guess in guesses:
                 error = self.error_of(guess)
                 if error is None:
-                    return guess
-                again.append((guess, error))
-            failed = again
+                    return self.ran
+                failed.append((guess, error))
             guesses = itertools.chain.from_iterable(
-                itertools.islice(repaired(guess, error), MOST_REPAIRS) for guess, error in failed if error
+                itertools.islice(repaired(guess, error), MOST_REPAIRS) for guess, error in failed
             )
         return None
 
@@ -99,7 +98,13 @@ class _Trial:
         if shapes in self.shapes or len(self.shapes) >= MOST_GUESSES:
             return ""
         self.shapes.append(shapes)
-        put_placeholders(self.model, guess, self._quietly)
+        placed = dict(guess)
+        put_placeholders(self.model, placed, self._quietly)
+        error = self._run(placed)
+        more = more_placeholders(self.model, placed, error or "")
+        return error if more is None else self._run(more)
+
+    def _run(self, guess: dict[str, Tensor]) -> str | None:
         try:
             with _quiet(self.model):
                 self.model(**guess)
@@ -107,6 +112,7 @@ class _Trial:
             listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in guess.items())
             self.problem = self.problem or f"it does not run on {listed} ({first_line(error)[:160]})"
             return str(error)
+        self.ran = guess
         return None
 
     def _quietly(self, call: Callable[..., Any], **arguments: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ KINDS = (
     (("image_token_id", "image_token_index", "im_patch_id", "image_patch_id"), "get_image_features", PICTURE),
     (("audio_token_id", "audio_token_index"), "get_audio_features", SOUND),
 )
+MISMATCH = re.compile(r"tokens: (?P<tokens>\d+),? features:? (?P<features>\d+)")
 BEFORE = 3  # tokens of text before the first placeholder
 
 
@@ -47,6 +49,20 @@ def put_placeholders(model: nn.Module, guess: dict[str, Tensor], quietly: Callab
         features = quietly(compute, **settings, **{name: x for name, x in given.items() if name in known})
         if features is not None:
             _put(model, guess, token, _count(features) // BATCH)
+
+
+def more_placeholders(model: nn.Module, guess: dict[str, Tensor], message: str) -> dict[str, Tensor] | None:
+    """A guess with as many placeholders as a model's error says that it has features; None for other errors."""
+    match = MISMATCH.search(message)
+    for tokens, method, inputs in KINDS:
+        token = Settings(config_of(model)).number(tokens, -1)
+        known = any(name in guess for name in inputs) and method.split("_")[1] in message.lower()
+        if match is not None and token >= 0 and known:
+            missing = (int(match["features"]) - int(match["tokens"])) // BATCH
+            changed = dict(guess)
+            _put(model, changed, token, missing)
+            return changed if missing > 0 else None
+    return None
 
 
 def _make_room(model: nn.Module, guess: dict[str, Tensor]) -> None:

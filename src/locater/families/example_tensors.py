@@ -96,7 +96,7 @@ def pictures_of_tokens(request: Request) -> Tensor:
 
 
 TEXT_MAKERS: dict[str, tuple[Make, ...]] = {
-    **dict.fromkeys("input_ids decoder_input_ids".split(), (ids, codes, stacked_codes, codes_first, text_and_codes)),
+    "input_ids": (ids, codes, stacked_codes, codes_first, text_and_codes),
     **dict.fromkeys(
         "qformer_input_ids task_inputs tasks_input_ids classes_input_ids protein_input_ids ids".split(), (ids,)
     ),
@@ -118,6 +118,10 @@ TEXT_MAKERS: dict[str, tuple[Make, ...]] = {
     **dict.fromkeys("bbox boxes".split(), (boxes,)),
     "latents": (latents,),
     "state": (lambda request: request.noise(BATCH, request.settings.number(("max_state_dim", "state_dim"), 8)),),
+}
+DECODER_MAKERS: dict[str, tuple[Make, ...]] = {
+    "decoder_input_ids": (ids, stacked_codes, codes),
+    "last_hidden_state": (states,),
 }
 PICTURE_MAKERS: dict[str, tuple[Make, ...]] = {
     "hidden_states": (states, pictures.picture, sounds.spectrum_frames),
@@ -163,7 +167,7 @@ SOUND_MAKERS: dict[str, tuple[Make, ...]] = {
     "past_observed_mask": (sounds.series_mask,),
 }
 # Architectures give one name to tensors of different axes: several makers, tried in turn, those of one group together.
-GROUPS = (TEXT_MAKERS, PICTURE_MAKERS, SOUND_MAKERS)
+GROUPS = (TEXT_MAKERS, DECODER_MAKERS, PICTURE_MAKERS, SOUND_MAKERS)
 # The same where another argument tells which form pictures have.
 PACKED = (pictures.patches, pictures.square_patches, pictures.row_of_squares)
 MARKED: dict[str, dict[str, tuple[Make, ...]]] = {
@@ -191,5 +195,5 @@ def makers(name: str, arguments: Collection[str]) -> tuple[Make, ...]:
 
 
 def group_of(name: str) -> int:
-    """Arguments of one group take the same way of making: text, pictures, sounds."""
+    """Arguments of one group take the same way of making: text, text of a decoder, pictures, sounds."""
     return next((number for number, table in enumerate(GROUPS) if name in table), 0)
