@@ -11,7 +11,7 @@ from torch import Tensor
 from locater.families.example_settings import BATCH, CHANNELS, VISION, Request, Settings
 
 PATCH = ("patch_size", "spatial_patch_size", "vision_patch_size")
-IMAGE = ("image_size", "img_size", "image_resolution", "resolution", "input_image_size", "image_default_input_size")
+IMAGE = ("image_size", "img_size", "image_resolution", "resolution", "input_image_size", "max_img_size")
 TEMPORAL = ("temporal_patch_size", "tubelet_size", "temporal_patch", "patch_temporal")
 MERGED = ("pooling_kernel_size", "spatial_merge_size", "merge_size", "merge_kernel_size")
 OPEN_SIDES = (64, 96)  # where a configuration has no size of pictures
