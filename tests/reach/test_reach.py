@@ -77,6 +77,20 @@ def test_attention_is_met_where_it_is(way: str, met: dict[str, int]) -> None:
     assert attention_met(Attention(way), {"x": torch.randn(2, 5, 8)}) == met
 
 
+def test_a_model_that_collects_hidden_states_is_discovered_after_it_ran() -> None:
+    """The hooks that collect them are made in the first pass, and have to be in the copy too."""
+    result = row("depth_anything")
+    assert result["ran"]
+    assert result["discovered"] == {"layers": 4, "verified": 4}
+
+
+def test_a_type_that_is_a_part_of_another_runs_in_it() -> None:
+    result = row("sam_mask_decoder")
+    assert (result["part_of"], result["part"]) == ("sam", "mask_decoder")
+    assert sum(result["met"].values()) == result["modules"] > 0
+    assert result["observed"]["layers"] == result["modules"]
+
+
 def test_a_type_that_cannot_be_built_says_why() -> None:
     result = row("timm_backbone")
     assert not result["built"]

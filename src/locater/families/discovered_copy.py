@@ -94,15 +94,20 @@ def _parameters(model: nn.Module, dtype: torch.dtype) -> Memo:
 
 
 def _without_hooks(part: nn.Module) -> Memo:
-    """No hooks of others, and no state of shards: an observer must not see the passes of a copy. Hooks that compute a
-    weight (weight_norm) stay.
+    """No hooks of others, and no state of shards: an observer must not see the passes of a copy. Two kinds are part of
+    the model and stay: those that compute a weight (weight_norm), and those by which models of transformers collect
+    hidden states.
     """
     hooks = (those for name, those in vars(part).items() if name in HOOKS or name.startswith("__composable_api"))
     return {
-        id(those): type(those)((key, hook) for key, hook in those.items() if hasattr(hook, "compute_weight"))
+        id(those): type(those)((key, hook) for key, hook in those.items() if _is_of_model(hook))
         for those in hooks
         if those is not None
     }
+
+
+def _is_of_model(hook: object) -> bool:
+    return hasattr(hook, "compute_weight") or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def _own_tensors(part: nn.Module) -> Memo:
