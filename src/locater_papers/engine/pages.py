@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
+from jinja2.bccache import Bucket
 
 from locater.files import write_whole
 from locater.report.prose import prose_page
@@ -49,6 +50,25 @@ def write_report(document: Mapping[str, Any], paper: Paper, path: Path, images: 
     return [path, *written]
 
 
+class CompiledTemplates(BytecodeCache):
+    """Templates that this process has compiled. Each page has an environment of its own, so they would be compiled for
+    each; a template whose file has changed is compiled again.
+    """
+
+    def __init__(self) -> None:
+        self.codes: dict[str, bytes] = {}
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        if bucket.key in self.codes:
+            bucket.bytecode_from_string(self.codes[bucket.key])
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        self.codes[bucket.key] = bucket.bytecode_to_string()
+
+
+COMPILED = CompiledTemplates()
+
+
 def page(document: Mapping[str, Any], paper: Paper) -> tuple[str, dict[str, str]]:
     """Markdown, with (figure:NAME) where the link to a figure goes, and the figures by name."""
     facts = Facts(document)
@@ -59,6 +79,7 @@ def page(document: Mapping[str, Any], paper: Paper) -> tuple[str, dict[str, str]
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        bytecode_cache=COMPILED,
     )
     environment.filters |= FILTERS
     environment.globals |= FUNCTIONS | facts.functions()

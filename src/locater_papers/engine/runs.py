@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,12 @@ def foreseen(rows: Callable[[Runs], Sequence[Row]], known: Mapping[str, dict[str
 # Arms
 
 
+@lru_cache(4096, typed=True)
+def _row(claim: str, arm: str, base: Plan, rate: float, seed: int) -> Row:
+    """Kept, with its key: an arm asks for the same rows whenever a run ends, and a plan checks itself when it is made."""
+    return Row(claim, arm, replace(base, rate=rate, seed=seed))
+
+
 RATES = (1e-3, 2.5e-3, 6e-3)
 
 
@@ -192,7 +198,7 @@ class Arm:
     seeds: int = 3
 
     def row(self, rate: float, seed: int) -> Row:
-        return Row(self.claim, self.name, replace(self.base, rate=rate, seed=seed))
+        return _row(self.claim, self.name, self.base, rate, seed)
 
     def rate(self, runs: Runs) -> float | None:
         """The rate of the least select loss with the first seed; None until all are known, or where none was
