@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from locater.families.pairs import PairTable
+
 
 @dataclass(frozen=True)
 class Alibi:
@@ -64,4 +66,15 @@ class RelativeBias:
         return start + torch.where(distance < exact, distance, (exact + far.long()).clamp_max(buckets - 1))
 
 
-PositionBias = Alibi | RelativeBias
+@dataclass(frozen=True)
+class PairBias:
+    """A learned table with a row for each pair of positions, as that of Swin; NaN where the row is not known."""
+
+    pairs: PairTable  # rows (n, H)
+
+    def __call__(self, queries: Int[Tensor, " T"], keys: Int[Tensor, " S"]) -> Float[Tensor, "H T S"]:
+        index = self.pairs.index(queries, keys).to(self.pairs.table.device)
+        return self.pairs.table[index.clamp_min(0)].masked_fill(index[..., None] < 0, torch.nan).permute(2, 0, 1)
+
+
+PositionBias = Alibi | RelativeBias | PairBias

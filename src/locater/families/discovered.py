@@ -8,7 +8,7 @@ does not is refused, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -160,13 +160,23 @@ def _searched(copied: Copy, weights: ModuleWeights) -> Search:
     silent = unread(weights, names)
     refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
     unreached = [path for path in silent if path not in ran]
-    return list(dict.fromkeys(layouts.values())), refused, unreached  # a module that runs twice is one layer
+    return _each_once(layouts.values()), refused, unreached
 
 
 def _with_draws(layout: AttentionLayout) -> AttentionLayout:
     """A layout of a pass that drew random numbers: what is not known of it may be for that."""
     logits, output = (why and f"{why}{DRAWS}" for why in (layout.unknown_logits, layout.unknown_output))
     return replace(layout, unknown_logits=logits, unknown_output=output)
+
+
+def _each_once(layouts: Iterable[AttentionLayout]) -> list[AttentionLayout]:
+    """A module that runs several times is one layer. Of tables of angles, one for each picture, the longest is kept."""
+    layers: dict[AttentionLayout, AttentionLayout] = {}
+    for layout in layouts:
+        key = replace(layout, angles=())
+        if key not in layers or len(layout.angles) > len(layers[key].angles):
+            layers[key] = layout
+    return list(layers.values())
 
 
 def _attempt(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ class Call:
     event: Node  # the fused call, or the softmax
     product: Node | None = None
     logits: Node | None = None
+    sink: Node | None = None  # (..., T, 1): a logit that joins the softmax of each row
 
 
 def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[Call]:
@@ -53,7 +55,8 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[Call]:
             if products:  # the first is that of contents, where distances have products of their own
                 product = min(products, key=lambda n: n.order)
                 query, key = product.inputs[-2:]
-                yield Call(path, query, key, True, node, product, _before_casts(node.inputs[0]))
+                logits, sink = _without_sink(_before_shift(_before_casts(node.inputs[0])), product)
+                yield Call(path, query, key, True, node, product, logits, sink)
 
 
 def _products(tape: Tape, logits: Node) -> Iterator[Node]:
@@ -74,6 +77,34 @@ def _before_casts(logits: Node) -> Node:
     while logits.name in CASTS and logits.inputs and logits.inputs[0].value.dtype == torch.float64:
         logits = logits.inputs[0]
     return logits
+
+
+def _before_shift(logits: Node) -> Node:
+    """Logits as they were before the largest of a row was taken off, which softmax does not see."""
+    if logits.name in ("sub", "__sub__") and len(logits.inputs) == 2:
+        start, largest = logits.inputs
+        for _ in range(4):
+            if largest.name in ("amax", "max") and largest.inputs and largest.inputs[0] is start:
+                return _before_casts(start)
+            if not largest.inputs:
+                break
+            largest = largest.inputs[0]
+    return logits
+
+
+def _without_sink(logits: Node, product: Node) -> tuple[Node, Node | None]:
+    """(logits of the keys, the logit that was put behind them)."""
+    if logits.name in ("cat", "concat") and len(logits.inputs) == 2:
+        keys, sink = logits.inputs
+        if keys.value.shape[-1] == product.value.shape[-1] and sink.value.shape[-1] == 1 and not sink.moving:
+            return _before_casts(keys), sink
+    return logits, None
+
+
+def fused_arguments(node: Node) -> dict[str, Any]:
+    """Arguments of a fused call by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def mixed_values(tape: Tape, call: Call) -> tuple[Node, Node]:

@@ -44,6 +44,8 @@ def light_copy(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
         raise LocaterError(
             f"{where}: it cannot be copied ({type(error).__name__}: {first_line(error):.120})"
         ) from error
+    for part in copied.modules():  # transformers puts hooks of its own, once: they are gone, so it has to do it again
+        vars(part).pop("_output_capturing_hooks_installed", None)
     copied = _cast(copied, dtype).eval().requires_grad_(False)
     choose: Any = getattr(copied, "set_experts_implementation", None)
     if choose is not None:  # fused products of experts do not run in float64

@@ -10,13 +10,27 @@ from dataclasses import dataclass, field
 import torch
 
 from locater.checkpoints.weights import Weights
-from locater.families.bias import Alibi
+from locater.families.bias import Alibi, PairBias, PositionBias
 from locater.families.discovered_maps import AnyMap, MapLayout
 from locater.families.discovered_norms import NormLayout
 from locater.families.gate import Gate
 from locater.families.layer import AttentionLayer, Kind
 from locater.families.norm import Norm
+from locater.families.pairs import PairTable, PairTerms
 from locater.families.rotary import Rotary, RotaryTable
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """A parameter of which each pair of positions reads a row."""
+
+    name: str
+    rows: tuple[tuple[int, ...], ...]  # (T, S); -1 where it is not known
+    axis: int  # of heads, or of channels; all others together are rows
+
+    def build(self, weights: Weights) -> PairTable:
+        table = weights.read(self.name).movedim(self.axis, -1)
+        return PairTable(table.reshape(-1, table.shape[-1]), torch.tensor(self.rows))
 
 
 @dataclass(frozen=True)
@@ -26,9 +40,23 @@ class LogitsLayout:
     scale: float = 1.0
     softcap: float | None = None
     alibi: tuple[float, ...] | None = None  # slope of each head
+    table: TableLayout | None = None  # a bias for each head and pair of positions
+    content: tuple[TableLayout, ...] = ()  # vectors of pairs of positions, which queries meet without any scale
+    sinks: str | None = None
+    shifted: bool = False  # all logits of a row are off by the same number, which softmax does not see
     causal: bool = False
     window: int | None = None
     chunk: int | None = None
+
+    def bias(self, weights: Weights) -> PositionBias | None:
+        if self.alibi is not None:
+            return Alibi(torch.tensor(self.alibi, dtype=torch.float64))
+        return None if self.table is None else PairBias(self.table.build(weights))
+
+    def relative(self, weights: Weights) -> PairTerms | None:
+        if not self.content:
+            return None
+        return PairTerms(tuple(part.build(weights) for part in self.content), 1 / self.scale)
 
 
 @dataclass(frozen=True)
@@ -94,7 +122,9 @@ class AttentionLayout:
             norm_last=self.norm_last,
             rotary=self._rotary(),
             rotary_table=RotaryTable(torch.tensor(self.angles, dtype=torch.float64)) if self.angles else None,
-            bias=None if logits.alibi is None else Alibi(torch.tensor(logits.alibi, dtype=torch.float64)),
+            relative=logits.relative(weights),
+            bias=logits.bias(weights),
+            sinks=None if logits.sinks is None else weights.read(logits.sinks).reshape(-1),
             softcap=logits.softcap,
             causal=logits.causal,
             window=logits.window,

@@ -1,4 +1,4 @@
-"""From products of queries and keys to logits: scale, soft-cap and ALiBi, read from one call."""
+"""From products of queries and keys to logits: scale, soft-cap and position terms, read from one call."""
 
 from __future__ import annotations
 
@@ -7,30 +7,46 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from locater.families.discovered_biases import content_tables_of, sink_of, table_of
 from locater.families.discovered_calls import MASKED
 from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import LogitsLayout
 from locater.families.discovered_place import Place
-from locater.tape import replay
+from locater.tape import Tape, replay
 
 CLOSE = 1e-9
 
 
-def read_logits(place: Place, products: Tensor, logits: Tensor, constant: Tensor) -> tuple[LogitsLayout, str | None]:
-    """(the layout, why more than products and scale is not known); all tensors (B, H, T, S)."""
+def read_logits(
+    tape: Tape, place: Place, captured: tuple[Tensor, Tensor, Tensor], queries: Tensor
+) -> tuple[LogitsLayout, str | None]:
+    """(the layout, why more than products and scale is not known). `captured` are products, logits and their constant
+    part, `queries` those of the map, before any factor; all (B, H, T, S).
+    """
+    products, logits, constant = captured
     seen = constant > MASKED
     if not seen.any():
         raise UnreadableError("all its logits are masked")
-    scale, cap = _scale_and_cap(place, products, logits, constant, seen)
-    layout = LogitsLayout(scale, cap)
-    bias = constant.masked_fill(~seen, 0.0)
-    unknown = None
-    if bias.abs().max() > 1e-9:
-        slopes = _alibi_slopes(bias, seen)
-        if slopes is None:
-            unknown = "a bias that is not known is added to its logits"
-        layout = replace(layout, alibi=slopes)
-    return layout, unknown
+    shifted = False
+    try:
+        scale, cap = _scale_and_cap(place, products, logits, constant, seen)
+    except UnreadableError:  # the same without what a row has in common
+        shifted = True
+        scale, cap = _ratio(centred(logits, seen) - centred(constant, seen), centred(products, seen), seen), None
+    layout = LogitsLayout(scale, cap, sinks=sink_of(tape, place), shifted=shifted)
+    bias = centred(constant, seen) if shifted else constant.masked_fill(~seen, 0.0)
+    if bias.abs().max() <= 1e-9:
+        return layout, None
+    slopes = _alibi_slopes(bias, seen)
+    if slopes is not None:
+        return replace(layout, alibi=slopes), None
+    table = table_of(tape, place, bias, seen)
+    if table is not None:
+        return replace(layout, table=table), None
+    content = content_tables_of(tape, place, bias, seen, queries)
+    if content is not None:
+        return replace(layout, content=content), None
+    return layout, "a bias that is not known is added to its logits"
 
 
 def _scale_and_cap(

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from locater.families.discovered_calls import Call
+from locater.families.discovered_calls import Call, fused_arguments
 from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_grid import Grid, grid_of
 from locater.families.discovered_norms import NormLayout, fitted, may_be_norm
 from locater.families.discovered_probing import Passage, as_rows, token_rows
 from locater.tape import Node, Tape, replay
 from locater.tape.walking import LinearMap, linear_map, moved_from, upstream
+
+LOWERED = -90.0  # a weight of e^-90 is none
 
 
 @dataclass(frozen=True)
@@ -174,12 +176,20 @@ def captured_logits(place: Place) -> tuple[Tensor, Tensor, Tensor]:
         assert call.logits is not None
         both = (call.logits.value, replay(call.logits, {call.product: torch.zeros_like(call.product.value)}))
     logits, constant = (grid.products(x) for x in both)
-    return products, logits, constant
+    return products, logits, _hidden(constant)
+
+
+def _hidden(constant: Tensor) -> Tensor:
+    """Constant parts (B, H, T, S) with -inf where some sequences lower a logit by LOWERED or more and others do not at
+    all: Swin hides keys of other windows with -100.
+    """
+    lowered = constant - constant.amax(0)
+    masks = (lowered == 0) | ~(lowered > LOWERED)
+    return constant.masked_fill(~(lowered > LOWERED), -torch.inf) if masks.all() else constant
 
 
 def _fused_logits(call: Call, products: Tensor) -> Tensor:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    arguments = {**dict(zip(names, call.event.args, strict=False)), **call.event.kwargs}
+    arguments = fused_arguments(call.event)
     scale = arguments.get("scale")
     logits = products * (call.query.value.shape[-1] ** -0.5 if scale is None else scale)
     mask = arguments.get("attn_mask")

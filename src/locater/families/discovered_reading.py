@@ -45,18 +45,18 @@ def read_layout(tape: Tape, call: Call) -> AttentionLayout:
         kind="self" if place.memory is None else "cross",
         product_scale=query.factor * key.factor,
     )
-    return _with_output(tape, place, _with_logits(place, _turned(tape, layout, query, key)))
+    return _with_output(tape, place, _with_logits(tape, place, _turned(tape, layout, query, key), query.factor))
 
 
-def _with_logits(place: Place, layout: AttentionLayout) -> AttentionLayout:
+def _with_logits(tape: Tape, place: Place, layout: AttentionLayout, factor: float) -> AttentionLayout:
     """The layout with what makes logits of its products, or with the reason why that is not known."""
     try:
-        products, logits, constant = captured_logits(place)
-        how, unknown = read_logits(place, products, logits, constant)
+        captured = captured_logits(place)
+        how, unknown = read_logits(tape, place, captured, place.queries / factor)
     except UnreadableError as error:
         return replace(layout, unknown_scale=str(error), unknown_logits=str(error), unknown_mask=str(error))
     how = replace(how, scale=how.scale * layout.product_scale)
-    return _with_mask(replace(layout, logits=how, unknown_logits=unknown), constant)
+    return _with_mask(replace(layout, logits=how, unknown_logits=unknown), captured[2])
 
 
 def _with_mask(layout: AttentionLayout, constant: Tensor) -> AttentionLayout:

@@ -39,7 +39,7 @@ def verified(layout: AttentionLayout, run: Pass, call: Call) -> AttentionLayout:
     layout = _with_mask_of(layout, constant)
     layer = layout.build(weights)
     if layout.unknown_logits is None:
-        difference = _logits_apart(layer, place, logits, view.seen)
+        difference = _logits_apart(layout, layer, place, logits, view.seen)
         if not difference < TOLERANCE:
             why = f"its logits differ by {difference:.0e} of their spread with other weights"
             layout = replace(layout, unknown_logits=why)
@@ -81,9 +81,9 @@ def _products_apart(layout: AttentionLayout, weights: ModuleWeights, place: Plac
     return apart(plain.build(weights).logits(place.x, place.memory), place.queries @ place.keys.mT)
 
 
-def _logits_apart(layer: AttentionLayer, place: Place, logits: Tensor, seen: Tensor) -> float:
+def _logits_apart(layout: AttentionLayout, layer: AttentionLayer, place: Place, logits: Tensor, seen: Tensor) -> float:
     ours = layer.logits(place.x, place.memory)
-    if layer.bias is not None:
+    if layout.logits.alibi is not None or layout.logits.shifted:
         ours, logits = centred(ours, seen), centred(logits, seen)
     return apart(ours, logits, seen)
 
@@ -92,8 +92,10 @@ def _scale_apart(layout: AttentionLayout, place: Place, varying: Tensor, seen: T
     """The part of the logits that varies with products, against the scale times products."""
     if layout.logits.softcap is not None:
         return float("inf")
-    scale = layout.logits.scale / layout.product_scale
-    return apart(scale * (place.queries @ place.keys.mT), varying, seen)
+    ours = layout.logits.scale / layout.product_scale * (place.queries @ place.keys.mT)
+    if layout.logits.shifted:
+        ours, varying = centred(ours, seen), centred(varying, seen)
+    return apart(ours, varying, seen)
 
 
 def _with_mask_of(layout: AttentionLayout, constant: Tensor) -> AttentionLayout:

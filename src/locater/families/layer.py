@@ -18,6 +18,7 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.families.bias import PositionBias
 from locater.families.norm import Norm
+from locater.families.pairs import PairTerms
 from locater.families.relative import RelativeTerms
 from locater.families.rotary import Rotary, RotaryTable
 
@@ -75,7 +76,7 @@ class AttentionLayer:
     key_norm: Norm | None = None
     rotary: Rotary | None = None
     rotary_table: RotaryTable | None = None  # in place of `rotary`: angles that are not position times frequency
-    relative: RelativeTerms | None = None  # content meets distance: added before the scale
+    relative: RelativeTerms | PairTerms | None = None  # content meets distance: added before the scale
     bias: PositionBias | None = None  # added to the scaled logits
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
     sinks: Float[Tensor, " H"] | None = None  # logits of a key that takes weight and gives no value

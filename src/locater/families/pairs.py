@@ -1,0 +1,69 @@
+"""Tables of which each pair of positions reads a row: biases by place in a window of an image, vectors that queries
+meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from locater.errors import LocaterError
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """Rows of a learned table by pair of positions. Pairs outside of what was read are refused."""
+
+    table: Float[Tensor, "n c"]
+    rows: Int[Tensor, "T S"]  # -1 where it is not known
+
+    def index(self, queries: Int[Tensor, " T"], keys: Int[Tensor, " S"]) -> Int[Tensor, "T S"]:
+        """The row of each pair; -1 where it is not known. Where rows follow distance alone, so do those of any
+        positions at these distances.
+        """
+        queries, keys = queries.cpu(), keys.cpu()
+        length, width = self.rows.shape
+        if int(queries.max()) < length and int(keys.max()) < width:
+            return self.rows[queries][:, keys]
+        by_distance = self._by_distance()
+        ahead = keys - queries[:, None]
+        if by_distance is None or int(ahead.min()) <= -length or int(ahead.max()) >= width:
+            raise LocaterError(
+                f"its position terms are known for {length} x {width} positions, and not for position "
+                f"{max(int(queries.max()), int(keys.max()))}: discover the model with inputs of that size"
+            )
+        return by_distance[ahead + length - 1]
+
+    def _by_distance(self) -> Tensor | None:
+        """Row of each distance, key minus query position plus T - 1; None where rows depend on more than that."""
+        length, width = self.rows.shape
+        ahead = torch.arange(width) - torch.arange(length)[:, None] + length - 1
+        rows = torch.full((length + width - 1,), -1).scatter_reduce(0, ahead.flatten(), self.rows.flatten(), "amax")
+        known = self.rows >= 0
+        return rows if torch.equal(rows[ahead][known], self.rows[known]) else None
+
+
+@dataclass(frozen=True)
+class PairTerms:
+    """factor * q . (rows of the tables, added up): content meets position. Added before the scale."""
+
+    tables: tuple[PairTable, ...]
+    factor: float = 1.0
+
+    def __call__(
+        self,
+        q: Float[Tensor, "B H T h"],
+        k: Float[Tensor, "B H S h"],
+        queries: Int[Tensor, " T"],
+        keys: Int[Tensor, " S"],
+    ) -> Float[Tensor, "B H T S"]:
+        terms = q.new_zeros(*q.shape[:-1], k.shape[-2])
+        for part in self.tables:
+            index = part.index(queries, keys).to(q.device)
+            met = q @ part.table.to(q).mT  # (B, H, T, n)
+            terms = terms + met.gather(-1, index.clamp_min(0).expand(*met.shape[:2], *index.shape))
+            terms = terms.masked_fill(index < 0, torch.nan)
+        return self.factor * terms
