@@ -1,8 +1,8 @@
 """A copy of a model that can be run and changed: on the CPU, in eval mode, with parameters of its own in little memory.
 
-The model is not touched, and none of its parameters is read: the copy gets random ones. What is wrapped around a model
-or its maps is left out of the copy: hooks, compiled graphs, shards, processes, adapters. So the copy computes as the
-model does, with weights of the same names and shapes.
+The model is not touched, and of its parameters only fixed tables are read: the copy gets random ones. What is wrapped
+around a model or its maps is left out of the copy: hooks, compiled graphs, shards, processes, adapters. So the copy
+computes as the model does, with weights of the same names and shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from locater.checkpoints.live_tensors import copy_in_use, is_a
 from locater.errors import LocaterError, first_line
-from locater.families.thin_weights import thin
+from locater.families.thin_weights import tables_of_sines, thin
 
 HOOKS = (
     "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _state_dict_hooks _state_dict_pre_hooks"
@@ -84,8 +84,9 @@ def _parameters(model: nn.Module, dtype: torch.dtype) -> Memo:
     number until they are drawn.
     """
     memo: Memo = {}
+    fixed = tables_of_sines(model)
     for p in model.parameters():
-        if not p.is_floating_point():
+        if not p.is_floating_point() or id(p) in fixed:
             numbers = p.detach().cpu().clone()
         elif thin(p.shape, 0) is None:
             numbers = torch.zeros(p.shape, dtype=dtype)

@@ -74,6 +74,7 @@ class AttentionLayout:
     out: MapLayout | None = None
     head_value_norm: NormLayout | None = None
     mixed_norm: NormLayout | None = None
+    mixed_norm_apart: bool = False
     gate: MapLayout | None = None
     gate_function: str = ""
     norm: NormLayout = field(default_factory=NormLayout)
@@ -113,6 +114,7 @@ class AttentionLayout:
             scale=logits.scale if self.unknown_scale is None else math.nan,
             head_value_norm=None if self.head_value_norm is None else self.head_value_norm.build(weights),
             mixed_norm=None if self.mixed_norm is None else self.mixed_norm.build(weights),
+            mixed_norm_apart=self.mixed_norm_apart,
             gate=None if self.gate is None else Gate(self.gate.build(weights, norm), self.gate_function),
             norm=norm,
             memory_norm=memory,

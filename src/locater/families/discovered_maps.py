@@ -12,23 +12,12 @@ from torch import Tensor
 from locater.checkpoints.weights import Weights, row_ranges
 from locater.families.build import read_floats
 from locater.families.discovered_norms import NormLayout
+from locater.families.discovered_vectors import VectorLayout
 from locater.families.joined import joined_maps
 from locater.families.layer import Projection
 from locater.families.norm import Norm
 from locater.families.normed import normed
 from locater.numerics import upcast
-
-
-@dataclass(frozen=True)
-class VectorLayout:
-    """Numbers of a stored tensor, flattened."""
-
-    name: str
-    places: tuple[int, ...]
-    factor: float = 1.0
-
-    def build(self, weights: Weights) -> Tensor:
-        return upcast(weights.read(self.name)).flatten()[list(self.places)] * self.factor
 
 
 @dataclass(frozen=True)
@@ -52,10 +41,7 @@ class MapLayout:
         inner = self.inner
         if inner is not None and inner.channels is not None:
             inner = replace(inner, channels=tuple(inner.channels[place] for place in places))
-        shift, factors = (
-            None if x is None else replace(x, places=tuple(x.places[place] for place in places))
-            for x in (self.shift, self.factors)
-        )
+        shift, factors = (None if x is None else x.picked(places) for x in (self.shift, self.factors))
         return replace(
             self, rows=tuple(self.rows[place] for place in places), inner=inner, shift=shift, factors=factors
         )

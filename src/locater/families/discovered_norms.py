@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.checkpoints.weights import WRAPPERS, Weights
+from locater.families.discovered_vectors import VectorLayout
 from locater.families.norm import Norm, NormKind
 from locater.numerics import upcast
 from locater.tape import Made, Node, Tape
@@ -29,11 +30,13 @@ class NormLayout:
     bias: str | None = None
     eps: float = 0.0
     channels: tuple[int, ...] | None = None  # order of the channels; None: as stored
+    factors: VectorLayout | None = None  # of what the norm gives
 
     def picked(self, order: Sequence[int]) -> NormLayout:
         """The same with its channels in this order."""
         channels = order if self.channels is None else [self.channels[place] for place in order]
-        return replace(self, channels=tuple(channels))
+        factors = None if self.factors is None else self.factors.picked(order)
+        return replace(self, channels=tuple(channels), factors=factors)
 
     def build(self, weights: Weights) -> Norm:
         gain, bias = (None if name is None else weights.read(name) for name in (self.gain, self.bias))
@@ -42,6 +45,9 @@ class NormLayout:
         if self.channels is not None:
             order = list(self.channels)
             gain, bias = (None if x is None or x.numel() == 1 else x[..., order] for x in (gain, bias))
+        if self.factors is not None:
+            factors = self.factors.build(weights)
+            gain, bias = (factors if gain is None else gain * factors), (None if bias is None else bias * factors)
         return Norm(self.kind, gain, bias, self.eps)
 
 

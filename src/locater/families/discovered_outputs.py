@@ -36,7 +36,8 @@ class Output:
     columns: tuple[int, ...] | None  # where it reads each channel of each head; None: in order
     rows: Tensor  # (n,): rows of its result that belong to this call
     tokens: Tensor  # (n,): number of the token, over B sequences of T, of each of these rows
-    norm: NormLayout | None = None  # of the mixed values, over all heads
+    norm: NormLayout | None = None  # of the mixed values
+    norm_apart: bool = False  # of each head, and not of all channels together
     gate: GateRows | None = None
 
     @property
@@ -56,6 +57,7 @@ class _Way:
     map: LinearMap
     norms: list[Node]
     gates: list[Node]  # what the mixed values are multiplied by
+    gated: list[Node]  # the products
 
 
 def output_of(tape: Tape, mixed: Node, place: Place) -> Output:
@@ -90,16 +92,12 @@ def output_of(tape: Tape, mixed: Node, place: Place) -> Output:
     if not torch.equal(columns[0].sort().values, in_order):
         raise UnreadableError("its output map does not read each channel once")
     order = columns[0].argsort()
-    if len(way.norms) + len(way.gates) > 1:
-        raise UnreadableError("more than a norm or a gate is between its mixed values and its output map")
-    return Output(
-        way.map,
-        None if torch.equal(order, in_order) else tuple(order.tolist()),
-        rows,
-        tokens[:, 0],
-        _norm(tape, way, order, factors),
-        _gate(tape, way, place, factors[:, order], tokens[:, 0]),
-    )
+    if len(way.norms) > 1 or len(way.gates) > 1:
+        raise UnreadableError("more than a norm and a gate is between its mixed values and its output map")
+    norm, apart = _norm(tape, way, order, size)
+    gate = _gate(tape, way, place, factors[:, order], tokens[:, 0])
+    columns_read = None if torch.equal(order, in_order) else tuple(order.tolist())
+    return Output(way.map, columns_read, rows, tokens[:, 0], norm, apart, gate)
 
 
 def _whole(codes: Tensor) -> Tensor:
@@ -114,6 +112,7 @@ def _way(tape: Tape, mixed: Node) -> _Way:
     maps: list[LinearMap] = []
     norms: list[Node] = []
     gates: list[Node] = []
+    gated: list[Node] = []
     others: set[str] = set()
     todo, seen = [mixed], {mixed}
     while todo and len(seen) < 200:
@@ -133,6 +132,7 @@ def _way(tape: Tape, mixed: Node) -> _Way:
                 todo.append(after)
             elif len(factors) == 1:
                 gates.append(factors[0])
+                gated.append(after)
                 todo.append(after)
             elif after.value.ndim:
                 others.add(after.name)
@@ -140,28 +140,35 @@ def _way(tape: Tape, mixed: Node) -> _Way:
         raise UnreadableError(f"between its mixed values and an output map is {', '.join(sorted(others)[:3])}")
     if len(maps) != 1:
         raise UnreadableError(f"its mixed values are read by {len(maps)} maps")
-    return _Way(maps[0], norms, gates)
+    return _Way(maps[0], norms, gates, gated)
 
 
-def _norm(tape: Tape, way: _Way, order: Tensor, factors: Tensor) -> NormLayout | None:
-    """The norm of all mixed channels, in the order of heads."""
+def _norm(tape: Tape, way: _Way, order: Tensor, size: int) -> tuple[NormLayout | None, bool]:
+    """(the norm of the mixed values, its channels in the order of heads; whether it acts on each head of `size`)."""
     if not way.norms:
-        return None
-    made = tape.made[way.norms[0]]
-    layout = fitted(made, made.source.value, way.norms[0].value)
-    if layout is None or made.source.value.shape[-1] != len(order) or (factors != 1).any():
-        raise UnreadableError(f"the norm {made.path} of its mixed values is not one of all channels")
-    read = _reads_in_order(way.map.source, way.norms[0])
-    if not read:
-        raise UnreadableError(f"channels are moved between the norm {made.path} and its output map")
-    return layout if torch.equal(order, torch.arange(len(order))) else layout.picked(order.tolist())
+        return None, False
+    node = way.norms[0]
+    made = tape.made[node]
+    layout, width = fitted(made, made.source.value, node.value), node.value.shape[-1]
+    if layout is None:
+        raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
+    if way.gated and way.gated[0].order < node.order:
+        raise UnreadableError(f"a gate is in front of the norm {made.path} of its mixed values")
+    plain = torch.equal(order, torch.arange(len(order)))
+    if width == size and width != len(order) and plain:
+        return layout, True
+    if width != len(order) or not _reads_in_order(way, node):
+        raise UnreadableError(f"the norm {made.path} of its mixed values reads them in another order")
+    return (layout if plain else layout.picked(order.tolist())), False
 
 
-def _reads_in_order(after: Node, norm: Node) -> bool:
-    """Whether a map reads the channels of a norm in the norm's order."""
-    codes = torch.arange(norm.value.shape[-1]).to(norm.value).expand(norm.value.shape)
-    read = replay(after, {norm: codes})
-    return read.shape[-1] == codes.shape[-1] and bool((read.flatten(0, -2) == codes.flatten()[: codes.shape[-1]]).all())
+def _reads_in_order(way: _Way, norm: Node) -> bool:
+    """Whether the output map reads the channels of a norm in the norm's order."""
+    codes = torch.arange(norm.value.shape[-1]).to(norm.value) + 1
+    read, ones = (
+        replay(way.map.source, {norm: given.expand(norm.value.shape)}) for given in (codes, torch.ones_like(codes))
+    )
+    return read.shape[-1] == len(codes) and bool(((read / ones - codes).abs() < 1e-3).all())
 
 
 def _gate(tape: Tape, way: _Way, place: Place, factors: Tensor, tokens: Tensor) -> GateRows | None:

@@ -88,6 +88,9 @@ def token_rows(passage: Passage) -> Tensor:
     inside = ((rows >= 0) & (rows < count)).all()
     if not inside or (coded - codes[rows][..., None] * alike).abs().max() > CLOSE * size.max():
         raise UnreadableError("tokens are mixed in its queries, keys or values")
+    against = zero - passage.probe(-SMALL * channels, codes)  # where a largest token is taken, it is now another one
+    if (coded - against).abs().max() > CLOSE * size.max():
+        raise UnreadableError("tokens are pooled in its queries, keys or values")
     return rows
 
 

@@ -118,7 +118,9 @@ def _repeated(whole: AnyMap, heads: int, size: int, times: int) -> AnyMap:
 def _with_map(tape: Tape, layout: AttentionLayout, out: Output) -> AttentionLayout:
     """The layout with its output map, and the norm or the gate in front of that."""
     stored = stored_map(tape, out.map, list(range(out.map.weight.shape[0])))
-    layout = replace(layout, out=replace(stored, columns=out.columns), mixed_norm=out.norm)
+    layout = replace(
+        layout, out=replace(stored, columns=out.columns), mixed_norm=out.norm, mixed_norm_apart=out.norm_apart
+    )
     if out.gate is None:
         return layout
     return replace(layout, gate=stored_map(tape, out.gate.map, list(out.gate.rows)), gate_function=out.gate.function)

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from locater.families.discovered_errors import UnreadableError
-from locater.families.discovered_maps import AnyMap, JoinedLayout, MapLayout, VectorLayout
+from locater.families.discovered_maps import AnyMap, JoinedLayout, MapLayout
 from locater.families.discovered_norms import NormLayout, fitted, plain
 from locater.families.discovered_place import Latent, Side
 from locater.families.discovered_probing import Passage, Wiring, token_rows, wired
 from locater.families.discovered_turning import Reading, Turning, reading
+from locater.families.discovered_vectors import VectorLayout
+from locater.families.gate import FUNCTIONS
 from locater.tape import Tape
 from locater.tape.walking import LinearMap
 
+LEARNED = ("identity", "softplus", "sigmoid")  # functions of stored numbers that are factors of channels
 LARGEST_VECTOR = 16_384  # numbers of a stored tensor that may be a learned vector
 
 
@@ -37,52 +40,73 @@ class Heads:
 def heads_of(tape: Tape, part: Side, order: Tensor, tokens: Tensor) -> Heads:
     """What is between the maps and queries, keys or values; `order` (B, H) and `tokens` (B, T) as in `wired`."""
     wiring = wired(part.passage, order, tokens)
-    whole = reading(wiring)
-    count, size = _groups(wiring.heads), whole.rows.shape[1]
-    stored = _stored(tape, part, whole, wiring)
     if not part.norms:
-        return Heads(stored, count, size, whole.factor, turn=whole.turn)
+        return _plain(tape, part, wiring)
     if len(part.norms) > 1:
         raise UnreadableError("more than one norm is between its map and its queries or keys")
-    if whole.factors is not None:
-        raise UnreadableError("channels of its queries, keys or values have factors of their own beside a norm")
-    return _normed(tape, part, whole, order, tokens, Heads(stored, count, size, whole.factor, turn=whole.turn))
-
-
-def _normed(tape: Tape, part: Side, whole: Reading, order: Tensor, tokens: Tensor, heads: Heads) -> Heads:
-    """The same with the norm between: of each head, or of all heads at once."""
     node = part.norms[0]
     made = tape.made[node]
     layout = fitted(made, made.source.value, node.value)
-    where = f"the norm {made.path}"
     if layout is None:
-        raise UnreadableError(f"{where} ({type(made.module).__name__}) follows no known formula")
-    width = node.value.shape[-1]
+        raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
+    width, size = node.value.shape[-1], wiring.sources.shape[1]
     after = Passage(part.node, (node,), (width,), (), part.passage.transposed)
-    if width == len(part.maps[0].weight) != heads.size:
-        late = reading(wired(after, order, tokens))
-        if len(part.maps) > 1 or not torch.equal(late.rows, whole.rows) or not isinstance(heads.map, MapLayout):
-            raise UnreadableError(f"{where} reads its channels in another order than the heads")
-        if sorted(late.rows.flatten().tolist()) != list(range(width)):
-            raise UnreadableError(f"{where} reads channels that its heads do not")
-        _same_turn(whole, late, where)
-        inner = replace(layout, channels=tuple(late.rows.flatten().tolist()))
-        return replace(heads, map=replace(heads.map, inner=inner), factor=late.factor)
-    if width != heads.size:
-        raise UnreadableError(f"{where} acts on {width} channels of heads of {heads.size}")
+    if width == len(part.maps[0].weight) != size:
+        return _normed_together(tape, part, wiring, layout, reading(wired(after, order, tokens)))
+    if width != size:
+        raise UnreadableError(f"the norm {made.path} acts on {width} channels of heads of {size}")
+    return _normed_apart(tape, part, wiring, layout, after)
+
+
+def _plain(tape: Tape, part: Side, wiring: Wiring) -> Heads:
+    """Heads without a norm."""
+    whole = reading(wiring)
+    stored = _stored(tape, part, whole, wiring)
+    return Heads(stored, _groups(wiring.heads), whole.rows.shape[1], whole.factor, turn=whole.turn)
+
+
+def _normed_together(tape: Tape, part: Side, wiring: Wiring, layout: NormLayout, late: Reading) -> Heads:
+    """Heads with one norm over all of them; `late` is what is behind it."""
+    heads, whole, where = _plain(tape, part, wiring), reading(wiring), f"the norm {tape.made[part.norms[0]].path}"
+    if len(part.maps) > 1 or not torch.equal(late.rows, whole.rows) or not isinstance(heads.map, MapLayout):
+        raise UnreadableError(f"{where} reads its channels in another order than the heads")
+    if late.factors is not None or whole.factors is not None:
+        raise UnreadableError(f"behind {where}, channels have factors of their own")
+    channels = late.rows.flatten().tolist()
+    if sorted(channels) != list(range(len(channels))) or len(channels) != len(part.maps[0].weight):
+        raise UnreadableError(f"{where} reads channels that its heads do not")
+    _same_turn(whole, late, where)
+    inner = replace(layout, channels=tuple(channels))
+    return replace(heads, map=replace(heads.map, inner=inner), factor=late.factor)
+
+
+def _normed_apart(tape: Tape, part: Side, wiring: Wiring, layout: NormLayout, after: Passage) -> Heads:
+    """Heads with a norm of each; `after` leads from the norm on."""
+    where = f"the norm {tape.made[part.norms[0]].path}"
     rows = token_rows(after)
-    one_by_one = torch.arange(len(rows))[:, None]
-    late = reading(wired(after, one_by_one, rows))
-    if late.factors is not None or abs(whole.factor / late.factor - 1) > 1e-6:
-        raise UnreadableError(f"{where} reads a multiple of its map")
-    norm_last = late.turn is None and whole.turn is not None
-    if not norm_last:
-        _same_turn(whole, late, where)
-    elif abs(whole.turn.amplitude - 1) > 1e-6:  # type: ignore[union-attr]
-        raise UnreadableError(f"{where} reads channels that a rotation made larger")
-    channels = late.rows[0]
-    in_order = torch.equal(channels, torch.arange(width))
-    norm = layout if in_order else replace(layout, channels=tuple(channels.tolist()))
+    late = reading(wired(after, torch.arange(len(rows))[:, None], rows))
+    behind = late.factor if late.factors is None else late.factors[0]  # (h,)
+    if late.turn is None:
+        wiring = replace(
+            wiring,
+            coefficients=wiring.coefficients / torch.as_tensor(behind)[..., None],
+            shift=wiring.shift / torch.as_tensor(behind),
+        )
+        heads = _plain(tape, part, wiring)
+        if heads.turn is not None and abs(heads.turn.amplitude - 1) > 1e-6:
+            raise UnreadableError(f"{where} reads channels that a rotation made larger")
+        if abs(heads.factor - 1) > 1e-6 or (isinstance(heads.map, MapLayout) and heads.map.factors is not None):
+            raise UnreadableError(f"{where} reads a multiple of its map")
+    else:
+        heads = _plain(tape, part, wiring)
+        _same_turn(reading(wiring), late, where)
+        if abs(heads.factor / late.factor - 1) > 1e-6:
+            raise UnreadableError(f"{where} reads a multiple of its map")
+    norm_last = late.turn is None and heads.turn is not None
+    channels = late.rows[0].tolist()
+    norm = layout if channels == sorted(channels) else replace(layout, channels=tuple(channels))
+    if late.factors is not None:
+        norm = replace(norm, factors=_learned(tape, after, late.factors[0]))
     return replace(heads, factor=late.factor, norm=norm, norm_last=norm_last)
 
 
@@ -174,13 +198,14 @@ def _vector(tape: Tape, passage: Passage, values: Tensor) -> VectorLayout:
 
 
 def _learned(tape: Tape, passage: Passage, factors: Tensor) -> VectorLayout:
-    """The stored tensor that these factors are a multiple of."""
+    """The stored tensor that these factors are a multiple of, or of a function of."""
     values = factors.flatten()
-    for stored, name in _vectors(tape, passage):
-        for multiple in values[0] / stored[stored.abs() > 0]:
-            nearest = (stored * multiple - values[:, None]).abs().min(-1)
-            if (nearest.values <= 1e-9 * values.abs().max()).all():
-                return VectorLayout(plain(name), tuple(nearest.indices.tolist()), float(multiple))
+    for (stored, name), function in product(_vectors(tape, passage), LEARNED):
+        made = FUNCTIONS[function](stored)
+        for multiple in values[0] / made[made.abs() > 0]:
+            nearest = (made * multiple - values[:, None]).abs().min(-1)
+            if (nearest.values <= 1e-7 * values.abs().max()).all():
+                return VectorLayout(plain(name), tuple(nearest.indices.tolist()), float(multiple), function)
     raise UnreadableError("channels of its queries, keys or values have factors of their own")
 
 

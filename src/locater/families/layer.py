@@ -69,7 +69,8 @@ class AttentionLayer:
     memory_norm: Norm | None = None  # cross-attention: the norm of the stream that keys and values read
     value_stream_norm: Norm | None = None  # the norm of a stream that values alone read (keys of DETR know positions)
     head_value_norm: Norm | None = None  # of the values of each head
-    mixed_norm: Norm | None = None  # of the mixed values of all heads together, in front of the output map
+    mixed_norm: Norm | None = None  # of the mixed values, in front of the output map
+    mixed_norm_apart: bool = False  # it acts on each head, and not on all of them together
     # factors (B, T, H v) of the mixed values, from the normed stream that queries read
     gate: Callable[[Tensor], Tensor] | None = None
     query_norm: Norm | None = None
@@ -212,7 +213,8 @@ class AttentionLayer:
             v = self.head_value_norm(v)
         mixed = (weights @ v.repeat_interleave(self.group, 1)).transpose(1, 2).flatten(2)
         if self.mixed_norm is not None:
-            mixed = self.mixed_norm(mixed)
+            apart = mixed.unflatten(-1, (self.heads, -1)) if self.mixed_norm_apart else mixed
+            mixed = self.mixed_norm(apart).view_as(mixed)
         if self.gate is not None:
             mixed = mixed * self.gate((self.norm.affine if normalized else self.norm)(x))
         return self.out(mixed)

@@ -38,6 +38,14 @@ def is_thin(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim == 2 and x.stride(1) == 1 and 0 < x.stride(0) < x.shape[1]
 
 
+def tables_of_sines(model: nn.Module) -> set[int]:
+    """Identities of parameters that are fixed tables of sines: positions that no training changes. Others in their
+    place would turn channels otherwise than by angles.
+    """
+    modules = [module for module in model.modules() if "sinus" in type(module).__name__.lower()]
+    return {id(p) for module in modules for p in module.parameters(recurse=False)}
+
+
 @torch.no_grad()
 def redraw(model: nn.Module, seed: int) -> None:
     """Every parameter from a normal distribution: matrices by fan-in, embeddings of unit size, biases and gains wide.
@@ -48,8 +56,9 @@ def redraw(model: nn.Module, seed: int) -> None:
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     lines: dict[tuple[float, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
     numbers = itertools.count()
+    fixed = tables_of_sines(model)
     for name, p in model.named_parameters():
-        if not p.is_floating_point() or not p.numel():
+        if not p.is_floating_point() or not p.numel() or id(p) in fixed:
             continue
         spread, mean = _spread(name, p, id(p) in tables)
         form = thin(p.shape, next(numbers))

@@ -1,0 +1,29 @@
+"""Layouts of learned vectors: which numbers of which stored tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from locater.checkpoints.weights import Weights
+from locater.families.gate import FUNCTIONS
+from locater.numerics import upcast
+
+
+@dataclass(frozen=True)
+class VectorLayout:
+    """Numbers of a stored tensor, flattened."""
+
+    name: str
+    places: tuple[int, ...]
+    factor: float = 1.0
+    function: str = "identity"  # of the stored numbers, before the factor
+
+    def picked(self, places: Sequence[int]) -> VectorLayout:
+        """The same with these of its numbers."""
+        return replace(self, places=tuple(self.places[place] for place in places))
+
+    def build(self, weights: Weights) -> Tensor:
+        return FUNCTIONS[self.function](upcast(weights.read(self.name)).flatten()[list(self.places)]) * self.factor
