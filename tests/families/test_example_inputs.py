@@ -111,3 +111,15 @@ def test_a_model_on_the_meta_device_is_refused() -> None:
         model = nn.Linear(4, 4)
     with pytest.raises(LocaterError, match="meta device"):
         example_inputs(model)
+
+
+class Frames(Molecule):
+    """Takes features of another width than its configuration says, stacked in pairs."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        return self.map(hidden_states[:, :8].unflatten(1, (4, 2)).flatten(2))
+
+
+def test_a_size_that_does_not_fit_is_repaired() -> None:
+    """The map takes 8 channels, two frames at a time: 4 of each frame, where the configuration says 8."""
+    assert example_inputs(Frames())["hidden_states"].shape == (2, 9, 4)

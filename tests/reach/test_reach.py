@@ -15,7 +15,7 @@ from tests import ROOT
 from tests.reach.heads import heads_met, left_out, observed_without_a_word, scanned_without_a_word
 from tests.reach.met import attention_met
 from tests.reach.row import row
-from tests.reach.tiny import MOST_PARAMETERS, model_types, tiny
+from tests.reach.tiny import MOST_PARAMETERS, model_types, not_reached, tiny
 
 QUICK = ("gemma", "bert", "vit", "paligemma")
 # Of all kinds, and all of them ran when they were chosen: text, hybrids, pictures, sounds, several towers
@@ -46,8 +46,34 @@ def test_a_sample_of_types(model_type: str) -> None:
     assert not any("error" in result[step] for step in ("record", "discovered", "observed")), result
 
 
+# vision and language, sound and language, encoder and decoder, detectors
+COMPOSITE = """blip-2 clap detr florence2 gemma3 grounding-dino idefics3 internvl kosmos-2 llama4 llava llava_next llava_onevision
+    mllama musicgen qwen2_audio qwen2_vl qwen3_vl sam speecht5 voxtral whisper""".split()
+
+
+def test_the_inputs_of_a_picture_and_a_text_fit_each_other() -> None:
+    """As many placeholders as the merged patches, in a text around them; more columns of patches than rows."""
+    made = tiny("qwen2_5_vl")
+    assert made.inputs is not None
+    assert not_reached(made) == 0
+    frames, rows, columns = made.inputs["image_grid_thw"][0].tolist()
+    assert rows != columns
+    assert made.inputs["pixel_values"].shape[0] == 2 * frames * rows * columns
+    ids = made.inputs["input_ids"]
+    assert (ids == made.model.config.image_token_id).sum(1).tolist() == [rows * columns // 4] * 2
+    assert torch.equal(made.inputs["mm_token_type_ids"].bool(), ids == made.model.config.image_token_id)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", COMPOSITE)
+def test_every_tower_is_reached(model_type: str) -> None:
+    made = tiny(model_type)
+    assert made.inputs is not None, made.problem
+    assert not_reached(made) == 0
+
+
 def test_every_type_of_the_sample_is_known() -> None:
-    assert set(SAMPLE) <= set(model_types())
+    assert {*SAMPLE, *COMPOSITE} <= set(model_types())
 
 
 def test_a_layer_of_each_kind_is_kept() -> None:

@@ -26,7 +26,8 @@ from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import unread
 from locater.families.example_inputs import example_inputs
-from tests.reach.sizes import LAYERS, OPEN, OVERRIDES, PART_OF, SIZES, VOCABULARY, rotary_sections, size_of
+from tests.reach.overrides import OVERRIDES, PART_OF
+from tests.reach.sizes import LAYERS, OPEN, SIZES, VOCABULARY, rotary_sections, size_of
 
 TABLES = """MODEL_MAPPING_NAMES MODEL_FOR_CAUSAL_LM_MAPPING_NAMES MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     MODEL_FOR_PRETRAINING_MAPPING_NAMES MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES""".split()

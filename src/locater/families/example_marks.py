@@ -54,14 +54,16 @@ def put_placeholders(model: nn.Module, guess: dict[str, Tensor], quietly: Callab
 def more_placeholders(model: nn.Module, guess: dict[str, Tensor], message: str) -> dict[str, Tensor] | None:
     """A guess with as many placeholders as a model's error says that it has features; None for other errors."""
     match = MISMATCH.search(message)
+    if match is None or guess.get("input_ids", torch.zeros(())).ndim != 2:
+        return None
+    missing = (int(match["features"]) - int(match["tokens"])) // BATCH
     for tokens, method, inputs in KINDS:
         token = Settings(config_of(model)).number(tokens, -1)
         known = any(name in guess for name in inputs) and method.split("_")[1] in message.lower()
-        if match is not None and token >= 0 and known:
-            missing = (int(match["features"]) - int(match["tokens"])) // BATCH
+        if token >= 0 and known and missing > 0:
             changed = dict(guess)
             _put(model, changed, token, missing)
-            return changed if missing > 0 else None
+            return changed
     return None
 
 
