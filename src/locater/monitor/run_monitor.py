@@ -176,8 +176,8 @@ class Monitor(TrainerEvents):
         assert self.observation is not None
         try:
             self.observation.reduce()
-        except LocaterError as error:
-            self._report_once(f"the run goes on with the numbers of this rank alone: {error}")
+        except LocaterError as reason:
+            self._report_once(f"the run goes on with the numbers of this rank alone: {reason}")
         sites, (spectra, error) = self._layers_of_log(self.observation), self._read_spectra()
         values = {name: x for name, x in {"loss": loss, **scalars}.items() if x is not None}
         plain = [name for name, x in values.items() if type(x) in (Tensor, nn.Parameter)]
