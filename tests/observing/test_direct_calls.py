@@ -180,7 +180,7 @@ def by_channels(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ],
 )
 def test_what_cannot_be_measured_is_named_and_the_rest_is_measured(way: Callable[..., Any], note: str) -> None:
-    model, x = Twice(way), torch.randn(BATCH, TOKENS, WIDTH)
+    model, x = Twice(way), torch.randn(HEADS, TOKENS, WIDTH)  # as many sequences as heads: no axis tells them apart
     with observe(model) as seen:
         model(x)
     assert seen.notes[-1].startswith(note)
@@ -230,6 +230,26 @@ def test_rows_of_padding_do_not_count(low: float) -> None:
     expected = [float(torch.special.entr(maps[:, h]).sum(-1)[real].mean()) for h in range(HEADS)]
     assert [row.entropy for row in rows] == pytest.approx(expected, abs=1e-5)
     assert {row.rows for row in rows} == {BATCH * TOKENS - 2}
+
+
+def by_windows(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(1, (2, 3)).unflatten(-1, (HEADS, -1)).transpose(2, 3) for x in (q, k, v))  # (B, 2, H, 3, D)
+    return functional.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(2, 3).flatten(3).flatten(1, 2)
+
+
+def by_chunks(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    chunks = zip(*(split(x).chunk(2, 2) for x in (q, k, v)), strict=True)
+    return joined(torch.cat([(a @ b.mT).softmax(-1) @ c for a, b, c in chunks], 2))
+
+
+@pytest.mark.parametrize("way", [by_windows, by_chunks])
+@pytest.mark.parametrize("heads", [HEADS, None])
+def test_windows_and_chunks_are_one_layer(way: Callable[..., Any], heads: int | None) -> None:
+    rows, model, x = observed(way, heads)
+    q, k = split(model.to_q(x)).double(), split(model.to_k(x)).double()
+    maps = [(a @ b.mT).softmax(-1).detach() for a, b in zip(q.chunk(2, 2), k.chunk(2, 2), strict=True)]
+    assert [row.entropy for row in rows] == pytest.approx(entropies(torch.cat(maps, 2)), abs=1e-5)
+    assert {row.rows for row in rows} == {BATCH * TOKENS}
 
 
 def test_keys_in_blocks_have_no_distance() -> None:

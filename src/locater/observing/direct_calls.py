@@ -41,14 +41,20 @@ class Caller:
 
     heads: int | None = None  # as it says
     tokens: int | None = None  # that it was given
-    known: dict[Any, HeadAxes] = field(default_factory=dict)
+    known: dict[Any, HeadAxes | LocaterError] = field(default_factory=dict)  # or why they are not known
 
     def axes(self, step: Step | None, shape: torch.Size, fused: bool = False) -> HeadAxes:
         """The axes of heads of a call with rows (..., T), whose queries or logits were made by `step`."""
         key = (signature(step), shape if step is None else len(shape))
         if key not in self.known:
-            self.known[key] = self._axes(step, shape, fused)
-        return self.known[key]
+            try:
+                self.known[key] = self._axes(step, shape, fused)
+            except LocaterError as error:
+                self.known[key] = error
+        axes = self.known[key]
+        if isinstance(axes, LocaterError):
+            raise axes
+        return axes
 
     def _axes(self, step: Step | None, shape: torch.Size, fused: bool) -> HeadAxes:
         labels = None if step is None else _labels(step, shape)
