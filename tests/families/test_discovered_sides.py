@@ -178,9 +178,64 @@ class OneValue(Attention):
         return self.v(x)[:, None].expand(-1, HEADS, -1, -1)
 
 
+class Convolved(Attention):
+    """Maps as convolutions of one place, on (B, d, T); biases of queries and keys are put together first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Conv1d(WIDTH, WIDTH, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.mT
+        both = torch.cat([self.q.bias, self.k.bias])
+        q = torch.conv1d(y, self.q.weight, both[:WIDTH])
+        k = torch.conv1d(y, self.k.weight, both[WIDTH:])
+        q, k, v = (part.unflatten(1, (HEADS, SIZE)).mT for part in (q, k, self.v(y)))
+        self.logits = q @ k.mT * 0.3
+        return self.out((self.logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ScaledNorm(Attention):
+    """Queries turn, are normalised, and are multiplied by a learned factor for each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.factor = nn.RMSNorm(SIZE), nn.Parameter(torch.zeros(SIZE))
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self.norm(turned(super().queries(x))) * nn.functional.softplus(self.factor) * 1.5
+
+    def keys(self, x: Tensor) -> Tensor:
+        return self.norm(turned(super().keys(x)))
+
+
+class NormedHeads(Attention):
+    """Mixed values of each head are normalised, then gated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.RMSNorm(SIZE), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return self.out(self.norm(mixed.unflatten(-1, (HEADS, SIZE))).flatten(-2) * torch.tanh(self.gate(x)))
+
+
 MODULES: list[type[Attention]] = [
-    Attention, Latent, LowRank, TwoMaps, Later, Factors, Einsum, NormedValues, Gated, NormedOutput, OneValue
-]  # fmt: skip
+    Attention,
+    Latent,
+    LowRank,
+    TwoMaps,
+    Later,
+    Factors,
+    Einsum,
+    NormedValues,
+    Gated,
+    NormedOutput,
+    OneValue,
+    Convolved,
+    ScaledNorm,
+    NormedHeads,
+]
 
 
 class Block(nn.Module):

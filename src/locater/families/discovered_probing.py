@@ -214,13 +214,14 @@ def _by_head(plain: Tensor, numbered: Tensor, numbers: Tensor) -> tuple[Tensor, 
     slopes = torch.where(shared, slopes / heads, slopes)
     if not owners.any(-1).all():
         raise UnreadableError("some of its heads share channels of a map")
+    counts = owners.sum(0)
+    if (counts < 1).any() or (counts > 2).any():
+        many = f"a channel of its queries, keys or values mixes {int(counts.max())} channels"
+        raise UnreadableError(many if counts.all() else NO_MAP)
+    head, own = owners.mT.nonzero().unbind(-1)  # in the order of heads
+    slot = torch.arange(len(head)) - (counts.cumsum(0) - counts)[head]
     sources = torch.full((heads, 2), -1)
     coefficients = plain.new_zeros(*plain.shape[:2], heads, 2)
-    for head in range(heads):
-        own = owners[:, head].nonzero().flatten()
-        if not 1 <= len(own) <= 2:
-            many = f"a channel of its queries, keys or values mixes {len(own)} channels"
-            raise UnreadableError(many if len(own) else NO_MAP)
-        sources[head, : len(own)] = counted[own]
-        coefficients[:, :, head, : len(own)] = slopes[..., own]
+    sources[head, slot] = counted[own]
+    coefficients[:, :, head, slot] = slopes[..., own]
     return sources, coefficients

@@ -17,7 +17,7 @@ from locater.families.discovered_probing import Passage, Wiring, token_rows, wir
 from locater.families.discovered_turning import Reading, Turning, reading
 from locater.families.discovered_vectors import VectorLayout
 from locater.families.gate import FUNCTIONS
-from locater.tape import Tape
+from locater.tape import Node, Tape
 from locater.tape.walking import LinearMap
 
 LEARNED = ("identity", "softplus", "sigmoid")  # functions of stored numbers that are factors of channels
@@ -216,12 +216,21 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Laten
     rows, transposed, axes = _stored_rows(tape, name, linear.weight)
     bias = None
     if linear.bias is not None:
-        bias = tape.parameter(linear.bias)
+        bias = _stored_bias(tape, linear.bias, rows)
         if bias is None:
             raise UnreadableError(f"the bias of {name} is computed")
     kept = tuple(rows[channel] for channel in channels)
     layout = MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed, axes=axes)
     return layout if latent is None else replace(layout, **_behind(tape, latent))
+
+
+def _stored_bias(tape: Tape, bias: Node, rows: list[int]) -> str | None:
+    """The stored tensor that holds a bias in these rows; biases that a call puts together are told by their numbers."""
+    for name in tape.parameters(bias):
+        stored = tape.tensor(name)
+        if stored.ndim == 1 and len(stored) > max(rows) and torch.equal(stored[rows].to(bias.value), bias.value):
+            return name
+    return None
 
 
 def _behind(tape: Tape, latent: Latent) -> dict[str, MapLayout | NormLayout | None]:

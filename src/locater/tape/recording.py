@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from locater.tape import einsum
+from locater.tape import convolutions, einsum
 
 # functions of torch.nn.functional that hide attention: what they call is written down, not they
 LOOKED_INTO = (torch.nn.functional.multi_head_attention_forward,)
@@ -114,6 +114,10 @@ class Tape(TorchFunctionMode):
             if terms is not None:
                 with _Again(self):
                     return einsum.product(*terms)
+        parts = convolutions.as_map(func, args, kwargs)
+        if parts is not None:
+            with _Again(self):
+                return convolutions.mapped(*parts)
         name = getattr(func, "__name__", str(func))
         if self._precise and args and isinstance(args[0], Tensor) and self._stays(args[0]):
             if name == "float" or (name in ("to", "type") and torch.float32 in (*args[1:], *kwargs.values())):
@@ -151,8 +155,14 @@ class Tape(TorchFunctionMode):
         """Name of the one parameter or buffer that a constant is made of."""
         if id(node.value) in self._names:
             return self._names[id(node.value)]
-        names = {self.parameter(x, depth - 1) for x in node.inputs} - {None} if depth else set()
+        names = self.parameters(node, depth)
         return names.pop() if len(names) == 1 else None
+
+    def parameters(self, node: Node, depth: int = 12) -> set[str]:
+        """Names of all parameters and buffers that a constant is made of, in at most `depth` calls."""
+        if id(node.value) in self._names:
+            return {self._names[id(node.value)]}
+        return set().union(*(self.parameters(x, depth - 1) for x in node.inputs)) if depth else set()
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer of the model."""
