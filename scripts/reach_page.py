@@ -28,10 +28,11 @@ This page has {count} of {total} model types.
 |---|---|
 """
 OTHER = """
-{count} lines were made with another version of the code than the one on this page: {types}.
+Lines made with another version of the code than the one on this page: {count} ({types}).
 """
 MEANING = {
     "verified": "every softmax attention discovered and verified: logits and output",
+    "mask_open": "every one verified: logits and output, the mask of some has to be given",
     "logits_only": "every one verified: logits, the output of some is not known",
     "qk_only": "every one verified: queries and keys, the logits of some are not known",
     "partly": "some verified, others refused or not reached by the inputs",
@@ -44,11 +45,14 @@ MEANING = {
 }
 STEPS = {  # of a layer: how far it got
     "verified": "logits and output",
+    "mask_open": "mask to be given",
     "logits_only": "logits only",
     "qk_only": "queries and keys only",
     "refused_layers": "refused",
     "unreached": "not reached",
 }
+
+WHOLE = ("verified", "mask_open", "logits_only", "qk_only")  # how far all the attention of a model may be verified
 
 
 def section(rows: list[Row]) -> str:
@@ -81,7 +85,7 @@ def outcome(row: Row) -> str:
     if not sum(row["met"].values()):
         return "none"
     step = discovery(row)
-    if step in ("verified", "logits_only", "qk_only"):
+    if step in WHOLE:
         return step
     if row["record"].get("layers"):
         return "record"
@@ -97,12 +101,11 @@ def discovery(row: Row) -> str:
         return ""
     if numbers.get("refused_layers") or numbers.get("unreached"):
         return "partly"
-    return next(step for step in ("qk_only", "logits_only", "verified") if numbers.get(step))
+    return next(step for step in WHOLE[::-1] if numbers.get(step))
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
     """How many model types got how far."""
-    full = ("verified", "logits_only", "qk_only")
     questions: dict[str, Callable[[Row], Any]] = {
         "built": lambda row: row["built"],
         "ran": lambda row: row["ran"],
@@ -110,11 +113,14 @@ def counts(rows: list[Row]) -> dict[str, int]:
         "- through the attention interface of transformers": lambda row: row.get("met", {}).get("interface"),
         "- in PyTorch's fused call, beside the interface": lambda row: row.get("met", {}).get("fused"),
         "- written out as a softmax, beside the interface": lambda row: row.get("met", {}).get("softmax"),
-        "queries and keys of every attention verified": lambda row: discovery(row) in full,
+        "queries and keys of every attention verified": lambda row: discovery(row) in WHOLE,
         "queries and keys of every attention that ran verified": lambda row: (
             discovery(row) and not row["discovered"].get("refused_layers")
         ),
-        "logits of every attention verified": lambda row: discovery(row) in ("verified", "logits_only"),
+        "logits of every attention verified": lambda row: discovery(row) in WHOLE[:3],
+        "logits and output of every attention verified, some masks to be given": lambda row: (
+            discovery(row) in WHOLE[:2]
+        ),
         "logits and output of every attention verified": lambda row: discovery(row) == "verified",
         "- the same from a saved copy, equal to the live model": lambda row: from_disk(row),
         "some attention verified": lambda row: discovery(row) == "partly",

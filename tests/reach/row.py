@@ -6,9 +6,9 @@ Keys of a row:
 - `part_of`, `part`: the type is a part of another, in whose tiny model it ran, at this path.
 - `modules`: how many modules look like attention; `met`: softmax attention that ran, by the way it is written.
 - `record`: how many layers the record of its family reads; empty without one.
-- `discovered`: layers `verified` in full, `logits_only` (output not known), `qk_only` (queries and keys), `refused_layers`,
-  modules that did not run (`unreached`) and modules without a softmax of products (`no_softmax`); `layers` is the sum of
-  the first three. The same for each of several `towers`. `reasons`: one line of each kind.
+- `discovered`: layers `verified` in full, `mask_open` (logits and output verified, the mask has to be given),
+  `logits_only` (output not known), `qk_only` (queries and keys), `refused_layers`, modules that did not run (`unreached`)
+  and modules without a softmax of products (`no_softmax`); `layers` is the sum of the first four. The same for each of several `towers`. `reasons`: one line of each kind.
 - `disk`: layers discovered from the saved model, those of them verified, and those that are the `same` as live.
 - `observed`: layers and heads that `observe` measured.
 - `refused` or `error` in place of the last four: a refusal of Locater's, or an exception that should be none.
@@ -31,6 +31,7 @@ from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like
 from locater.families.discovered import NO_SOFTMAX, Discovered, discover
+from locater.families.layer import AttentionLayer
 from locater.families.registry import BUILT_IN
 from locater.observing.rows import tower_of
 from tests.reach.met import attention_met
@@ -102,8 +103,7 @@ def _discovered(model: nn.Module, inputs: Mapping[str, Tensor], part: str, live:
     live.append(discovered := discover(model, example=dict(inputs)))
     steps: list[tuple[str, str, str | None]] = []  # name of a layer, how far it got, why not further
     for layer in discovered.layers:
-        step = "qk_only" if layer.unknown_logits else "logits_only" if layer.unknown_output else "verified"
-        steps.append((layer.name, step, layer.unknown_logits or layer.unknown_output))
+        steps.append((layer.name, *_how_far(layer)))
     for refusal in discovered.refused:
         step = "no_softmax" if refusal.reason == NO_SOFTMAX else "refused_layers"
         steps.append((refusal.name, step, refusal.reason if step == "refused_layers" else None))
@@ -119,13 +119,19 @@ def _discovered(model: nn.Module, inputs: Mapping[str, Tensor], part: str, live:
     }
 
 
-STEPS = ("verified", "logits_only", "qk_only", "refused_layers", "unreached", "no_softmax")
+STEPS = ("verified", "mask_open", "logits_only", "qk_only", "refused_layers", "unreached", "no_softmax")
+
+
+def _how_far(layer: AttentionLayer) -> tuple[str, str | None]:
+    """How far a layer is verified, and why not further."""
+    unknown = {"qk_only": layer.unknown_logits, "logits_only": layer.unknown_output, "mask_open": layer.unknown_mask}
+    return next(((step, why) for step, why in unknown.items() if why is not None), ("verified", None))
 
 
 def _counted(steps: list[tuple[str, str, str | None]]) -> dict[str, int]:
     """Layers by how far they got; `layers` are those that discovery returns. Only the first and counts above 0."""
     counts = {name: sum(step == name for _, step, _ in steps) for name in STEPS}
-    layers = counts["verified"] + counts["logits_only"] + counts["qk_only"]
+    layers = sum(counts[name] for name in ("verified", "mask_open", "logits_only", "qk_only"))
     return {"layers": layers, **{name: count for name, count in counts.items() if count or name == "verified"}}
 
 

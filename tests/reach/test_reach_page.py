@@ -1,0 +1,79 @@
+"""The page of model types: what a line counts as, and lines of another version of the code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import reach_page
+from reach_version import code_version
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    """The line of a type with two layers, verified in full."""
+    return {
+        "model_type": "some",
+        "built": True,
+        "ran": True,
+        "met": {"interface": 2},
+        "record": {},
+        "discovered": {"layers": 2, "verified": 2},
+        "disk": {"layers": 2, "verified": 2, "live": 2, "same": 2},
+        "observed": {"layers": 2, "heads": 8},
+        "code": code_version(),
+        "transformers": "5",
+        "types": 9,
+        **changes,
+    }
+
+
+OUTCOMES: dict[str, dict[str, Any]] = {
+    "verified": {},
+    "mask_open": {"discovered": {"layers": 2, "verified": 1, "mask_open": 1}},
+    "logits_only": {"discovered": {"layers": 2, "verified": 1, "logits_only": 1}},
+    "qk_only": {"discovered": {"layers": 3, "verified": 1, "logits_only": 1, "qk_only": 1}},
+    "partly": {"discovered": {"layers": 2, "verified": 2, "unreached": 1}},
+    "record": {"discovered": {"layers": 1, "verified": 1, "refused_layers": 1}, "record": {"layers": 2}},
+    "observed": {"discovered": {"refused": "it cannot be copied"}},
+    "refused": {"discovered": {"layers": 0, "verified": 0, "refused_layers": 2}, "observed": {"refused": "no"}},
+    "none": {"met": {}},
+    "not run": {"ran": False},
+    "not built": {"built": False},
+}
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_line_counts_as_what_it_is(outcome: str) -> None:
+    assert reach_page.outcome(line(**OUTCOMES[outcome])) == outcome
+
+
+def test_modules_without_a_softmax_do_not_count_against_a_type() -> None:
+    assert reach_page.outcome(line(discovered={"layers": 2, "verified": 2, "no_softmax": 5})) == "verified"
+
+
+def test_counts_are_of_types() -> None:
+    rows = [
+        line(**OUTCOMES[name]) for name in ("verified", "mask_open", "logits_only", "qk_only", "partly", "observed")
+    ]
+    counts = reach_page.counts(rows)
+    assert counts["queries and keys of every attention verified"] == 4
+    assert counts["queries and keys of every attention that ran verified"] == 5
+    assert counts["logits of every attention verified"] == 3
+    assert counts["logits and output of every attention verified"] == 1
+    assert counts["observed"] == 6
+
+
+def test_the_page_names_lines_of_another_version_and_towers_that_miss_something() -> None:
+    towers = {"text": {"layers": 1, "verified": 1}, "vision": {"layers": 0, "verified": 0, "unreached": 1}}
+    partly = line(
+        model_type="two", code="older", discovered={"layers": 1, "verified": 1, "unreached": 1, "towers": towers}
+    )
+    text = reach_page.section([line(), partly])
+    assert "Lines made with another version of the code than the one on this page: 1 (two)." in text
+    assert "| two | vision |  |  |  |  |  | 1 |" in text
+    assert "another version" not in reach_page.section([line()])
