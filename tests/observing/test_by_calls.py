@@ -90,6 +90,65 @@ def test_entropies_are_those_of_the_models_own_maps(model_type: str) -> None:
     assert min(row.entropy_ratio or 0 for row in seen.rows) < 0.99  # maps that are not uniform
 
 
+def plain_eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    weights = functional.softmax(query @ key.mT * scaling, dim=-1)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class Pooled(nn.Module):
+    """Learned queries, the same for all sequences, through the interface."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.is_causal, self.scaling = config, False, 0.5
+        self.query, self.to_k = nn.Parameter(torch.randn(1, HEADS, 3, WIDTH // HEADS)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers.models.glm.modeling_glm import ALL_ATTENTION_FUNCTIONS
+
+        k = self.to_k(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain_eager)
+        return attend(self, self.query, k, k, None, scaling=self.scaling, is_causal=False)[0]
+
+
+class Both(Pooled):
+    """Attends by hand first, then through the interface."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.to_k(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        query = self.query.expand(len(x), -1, -1, -1) + (k @ k.mT).softmax(-1).mean()
+        return super().forward(x) + query.mean()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_what_a_module_attends_beside_the_interface_is_not_lost(implementation: str) -> None:
+    from transformers import GlmConfig
+
+    torch.manual_seed(0)
+    model, x = Both(GlmConfig(attn_implementation=implementation)), torch.randn(5, TOKENS, WIDTH)
+    with torch.no_grad(), observe(model) as seen:
+        model(x)
+        k = model.to_k(x).double().unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    assert [(site.name, site.kind) for site in seen.sites] == [("", "cross"), ("", "self")]
+    assert of_layer(seen.rows, 1) == pytest.approx(entropies((k @ k.mT).softmax(-1)), abs=1e-5)
+    assert of_layer(seen.rows, 0) == pytest.approx(entropies((model.query.double() @ k.mT * 0.5).softmax(-1)), abs=1e-5)
+
+
+def test_learned_queries_for_all_sequences_are_heard_at_the_interface() -> None:
+    from transformers import GlmConfig
+
+    torch.manual_seed(0)
+    model, x = Pooled(GlmConfig(attn_implementation="sdpa")), torch.randn(5, TOKENS, WIDTH)
+    with torch.no_grad(), observe(model) as seen:
+        model(x)
+        k = model.to_k(x).double().unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        maps = (model.query.double() @ k.mT * 0.5).softmax(-1)
+    assert of_layer(seen.rows, 0) == pytest.approx(entropies(maps), abs=1e-5)
+    assert (seen.rows[0].rows, seen.rows[0].kind) == (5 * 3, "cross")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_of_minus_ten_thousand_hides(dtype: torch.dtype) -> None:
     """As MarkupLM's, which passes the attention interface: rows of padding do not count, nor do its keys."""

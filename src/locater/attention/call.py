@@ -102,6 +102,9 @@ def from_interface(
         terms = with_mask(terms, mask[..., :keys] if written_out else mask, keys)
     elif mask is not None:
         terms = with_mask(terms, _dense(mask, query, key), keys)
+    if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries, one for all sequences
+        size = max(query.shape[0], key.shape[0])
+        query, key = query.expand(size, -1, -1, -1), key.expand(size, -1, -1, -1)
     if causal and keys > queries and "flash" not in name:
         # fused attention counts from the first key: what a cache holds beyond the queries is empty
         key = key[:, :, :queries]

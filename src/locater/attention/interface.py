@@ -12,7 +12,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -137,14 +137,27 @@ def eager_function(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _function_named_by(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The eager function named in the code of a class. A file may have several, one for images and one for text."""
-    for base in kind.__mro__:
-        for method in map(inspect.unwrap, filter(callable, vars(base).values())):
-            code = getattr(method, "__code__", None)
-            for name in () if code is None else code.co_names:
-                if name.endswith("eager_attention_forward") and name in method.__globals__:
-                    return cast(Callable[..., Any], method.__globals__[name])
-    return None
+    """The eager function named in the code of a class. A file may have several, one for images and one for text.
+
+    Outside transformers it may have any name: then it is the one that takes module, query, key and value.
+    """
+    functions = [function for base in kind.__mro__ if base is not nn.Module for function in _named_functions(base)]
+    by_name = [function for name, function in functions if name.endswith("eager_attention_forward")]
+    return next(iter([*by_name, *(function for _, function in functions if _attends(function))]), None)
+
+
+def _named_functions(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Functions of its file that the methods of a class name."""
+    for method in map(inspect.unwrap, filter(callable, vars(base).values())):
+        code = getattr(method, "__code__", None)
+        for name in () if code is None else code.co_names:
+            if callable(function := method.__globals__.get(name)):
+                yield name, cast(Callable[..., Any], function)
+
+
+def _attends(function: Callable[..., Any]) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and code.co_varnames[:4] == ("module", "query", "key", "value")
 
 
 def reaches(module: nn.Module) -> bool:

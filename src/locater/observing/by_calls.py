@@ -8,26 +8,25 @@ of such a layer is not known; whatever needs it is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from locater.attention.call import Call
-from locater.attention.listeners import Switch, is_measured, is_on, missed
+from locater.attention.listeners import Switch, is_measured, missed
 from locater.attention.stand_ins import Undo, instead
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like, folded_paths
-from locater.families.listening import refuse_unobservable
+from locater.families.listening import is_tapped, refuse_unobservable
 from locater.observing.choosing import Choice, ChoiceError, chosen
-from locater.observing.direct_calls import Caller, Describe, DirectCalls
+from locater.observing.direct_calls import Caller, Describe
 from locater.observing.flex_calls import flex_calls
+from locater.observing.following import inside_interface, paused, running
 from locater.observing.frames import Frame, heads_of, is_local, kind_of, without_padding
 from locater.observing.hearing import compiled_parts
 from locater.observing.site import Site
@@ -81,7 +80,7 @@ class CalledLayers:
         self.heard: set[str] = set()
         self._by_key: dict[tuple[str, int, str], Site | None] = {}
         self._axes: dict[str, dict[Any, Any]] = {}  # of the calls of each module, as far as they are known
-        self._frames: list[Frame] = []
+        self.frames: list[Frame] = []
         self.compiled = bool(compiled_parts(model))  # a graph is not interrupted: the interface alone is heard
         self.follows = True  # what modules compute themselves
         switch.lenient = True  # one call that cannot be described does not end the run; `notes` names it
@@ -103,26 +102,30 @@ class CalledLayers:
         self.follows = not any(_implementation(module) == "flex_attention" for module in self.model.modules())
         for name, module in self.model.named_modules():
             if isinstance(module, TORCH_MODULES):
-                yield instead(module, "forward", partial(_paused, self, name))
+                yield instead(module, "forward", partial(paused, self, name))
             elif not type(module).__module__.startswith("torch.nn."):
-                yield instead(module, "forward", partial(_running, self, name))
+                yield instead(module, "forward", partial(running, self, name))
         yield from flex_calls(self.report)
 
     def report(self, describe: Describe) -> None:
         """An attention call of the innermost module that runs."""
-        if self._frames:
-            self._frames[-1].calls.append(describe)
+        if self.frames:
+            self.frames[-1].calls.append((describe, inside_interface()))
 
     def fail(self, error: Exception) -> None:
         """A call of the innermost module could not be heard."""
-        if self._frames:
-            self._frames[-1].errors.append(error)
+        if self.frames:
+            self.frames[-1].errors.append(error)
 
     def add(self, listener: _Listener, call: Call) -> None:
-        """Count a call that was announced for a module, in place of what was heard inside it meanwhile."""
-        frame = next((frame for frame in reversed(self._frames) if frame.module is listener.module), None)
+        """Count a call that was announced for a module, in place of what was heard inside it meanwhile.
+
+        A tap announces at the end what the whole module did; the interface, what was called inside of it.
+        """
+        frame = next((frame for frame in reversed(self.frames) if frame.module is listener.module), None)
         if frame is not None:
-            frame.calls.clear()
+            tapped = is_tapped(listener.module, None)
+            frame.calls[:] = [] if tapped else [(call, inside) for call, inside in frame.calls if not inside]
             frame.errors.clear()
         try:
             self._count(listener, call, frame)
@@ -147,9 +150,11 @@ class CalledLayers:
             if site is not None:
                 self.sites.append(site)
         site = self._by_key[key]
+        before = list(missed)
         if site is not None:
             site.see(call)
-        self.heard.add(listener.name)
+        if list(missed) == before:
+            self.heard.add(listener.name)
 
     def _site(self, listener: _Listener, call: Call, number: int, kind: str, placed: bool) -> Site | None:
         if self.chosen is not None and number not in self.chosen:
@@ -180,7 +185,7 @@ class CalledLayers:
         errors, listener = frame.errors, self._of_module.get(id(frame.module))
         if listener is not None and frame.calls:
             caller = Caller(self._heads_around(frame), frame.tokens, self._axes.setdefault(frame.name, {}))
-            for describe in frame.calls:
+            for describe, _ in frame.calls:
                 try:
                     self._count(listener, describe(caller), frame)
                 except ChoiceError:
@@ -196,7 +201,7 @@ class CalledLayers:
 
     def _heads_around(self, frame: Frame) -> int | None:
         """The number of heads that a module says, or the one around it: attention may be a part of its own."""
-        for around in (frame, *self._frames[-2:-1]):
+        for around in (frame, *self.frames[-2:-1]):
             heads = heads_of(around.module)
             if heads is not None:
                 return heads
@@ -265,41 +270,6 @@ class CalledLayers:
         module = self.weights.modules().get(name)
         followed = module is not None and not type(module).__module__.startswith("torch.nn.")
         return not followed and name.rpartition(".")[0] in self.ran
-
-
-def _running(
-    layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Replaces the forward of a module: notes that it runs, and counts its calls at the end."""
-    if not is_on(layers.switch):
-        return forward(*args, **kwargs)
-    frame = Frame(name, module, {**{str(at): x for at, x in enumerate(args)}, **kwargs})
-    with ExitStack() as stack:
-        if not layers._frames:
-            missed.clear()  # of other runs
-            if layers.follows:
-                stack.enter_context(DirectCalls(layers.report, layers.fail))
-        layers.ran.add(name)
-        layers._frames.append(frame)
-        stack.callback(layers._frames.pop)
-        out = forward(*args, **kwargs)
-        with ExitStack() as counting:
-            if isinstance(_get_current_function_mode(), DirectCalls):
-                counting.enter_context(_pop_mode_temporarily())
-            layers.leave(frame)
-    return out
-
-
-def _paused(
-    layers: CalledLayers, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Replaces the forward of a module of PyTorch, which is heard by its tap: it computes as without a mode."""
-    if is_on(layers.switch):
-        layers.ran.add(name)
-    with ExitStack() as stack:
-        if isinstance(_get_current_function_mode(), DirectCalls):
-            stack.enter_context(_pop_mode_temporarily())
-        return forward(*args, **kwargs)
 
 
 def _implementation(module: nn.Module) -> str | None:

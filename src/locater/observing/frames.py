@@ -26,7 +26,7 @@ class Frame:
     name: str
     module: nn.Module
     arguments: dict[str, Any]
-    calls: list[Describe] = field(default_factory=list)
+    calls: list[tuple[Describe, bool]] = field(default_factory=list)  # and whether the interface made it
     errors: list[Exception] = field(default_factory=list)  # for which calls of it were not heard
 
     @property
