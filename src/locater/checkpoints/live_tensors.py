@@ -107,7 +107,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
-    kind = type(adapter).__name__
+    kind = f"{type(adapter).__module__.split('.')[-2]} {type(adapter).__name__}"  # as in "ia3 Linear"
     if adapter.disable_adapters and adapter.merged:
         raise LocaterError(f"{name}: its adapter is both merged and switched off: unmerge it, or switch it on")
     if adapter.disable_adapters or adapter.merged:

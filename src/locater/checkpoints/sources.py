@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
+from locater.checkpoints.adapter_folder import open_adapter
 from locater.checkpoints.pickle_file import open_pickles
 from locater.checkpoints.safetensors_file import SafetensorsWeights
 from locater.checkpoints.weights import ModuleWeights, Weights
@@ -65,6 +67,11 @@ def config_of(module: nn.Module) -> Config:
 
 
 def _open_folder(folder: Path) -> tuple[Weights, Config]:
+    if is_there(folder / ADAPTER):
+        model = next((n for n in ("model.safetensors", "pytorch_model.bin") if any(folder.glob(f"{n}*"))), None)
+        if model is not None:
+            raise LocaterError(f"{folder}: holds both {ADAPTER} and {model}: give each a folder of its own")
+        return open_adapter(folder, open_source)
     config = _read_config(folder / "config.json")
     for stem, open_files in (("model.safetensors", SafetensorsWeights), ("pytorch_model.bin", open_pickles)):
         index = folder / f"{stem}.index.json"
