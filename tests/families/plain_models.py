@@ -47,7 +47,6 @@ class Maps(nn.Module):
             nn.Linear(WIDTH, kv_heads * SIZE),
         )
         self.proj = nn.Linear(WIDTH, WIDTH)
-        self.num_heads = HEADS
         self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
