@@ -11,8 +11,8 @@ from locater.families.discovered_biases import content_tables_of, sink_of, table
 from locater.families.discovered_calls import MASKED
 from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import LogitsLayout
-from locater.families.discovered_place import Place
-from locater.tape import Tape, replay
+from locater.families.discovered_place import Place, with_products
+from locater.tape import Tape
 
 CLOSE = 1e-9
 
@@ -55,16 +55,11 @@ def _scale_and_cap(
     call = place.call
     if call.product is None:  # a fused call has a scale and no cap
         return _ratio(logits - constant, products, seen), None
-    assert call.logits is not None
-    shape = call.product.value.shape
 
-    def of(x: Tensor) -> Tensor:
-        assert call.logits is not None
-        assert call.product is not None
-        given = place.grid.raw(x).reshape(shape).to(call.product.value)
-        return place.grid.products(replay(call.logits, {call.product: given})) - constant
+    def of(factor: float) -> Tensor:
+        return place.grid.products(with_products(call, factor)) - constant
 
-    small, large = of(1e-6 * products), of(1e6 * products)
+    small, large = of(1e-6), of(1e6)
     scale = _ratio(small, 1e-6 * products, seen, 1e-6)
     straight = _apart(logits - constant, scale * products, seen)
     if straight < 1e-6 and _apart(large, 1e6 * scale * products, seen) < 1e-6:

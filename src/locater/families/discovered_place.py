@@ -174,7 +174,7 @@ def captured_logits(place: Place) -> tuple[Tensor, Tensor, Tensor]:
         both = (_fused_logits(call, grid.raw(x)) for x in (products, torch.zeros_like(products)))
     else:
         assert call.logits is not None
-        both = (call.logits.value, replay(call.logits, {call.product: torch.zeros_like(call.product.value)}))
+        both = (call.logits.value, with_products(call, 0.0))
     logits, constant = (grid.products(x) for x in both)
     return products, logits, _hidden(constant)
 
@@ -186,6 +186,15 @@ def _hidden(constant: Tensor) -> Tensor:
     lowered = constant - constant.amax(0)
     masks = (lowered == 0) | ~(lowered > LOWERED)
     return constant.masked_fill(~(lowered > LOWERED), -torch.inf) if masks.all() else constant
+
+
+def with_products(call: Call, factor: float) -> Tensor:
+    """Logits of a call that is not fused, if all products of its queries and keys were multiplied by `factor`."""
+    assert call.logits is not None
+    assert call.product is not None
+    # this function also scales its product and adds to it
+    start = call.query if call.product.name == "baddbmm" else call.product
+    return replay(call.logits, {start: factor * start.value})
 
 
 def _fused_logits(call: Call, products: Tensor) -> Tensor:

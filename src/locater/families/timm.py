@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,7 @@ from locater.families.timm_tap import tap
 PATTERN = r"(?P<prefix>(.*\.)?blocks\.(\d+\.)?)(?P<layer>\d+)\.attn\.qkv\.weight"
 # of plain attention; more (tables over distance, masks) is another kind
 PARTS = r"(qkv|proj|q_norm|k_norm|norm)\.(weight|bias)"
+KEPT = ("qkv", "proj", "q_norm", "k_norm", "norm")
 # architectures: rotary and post-norm ones look alike on disk
 PLAIN = r"(vit|deit3?|flexivit)_(?!.*(dinov3|eupe|pe_|relpos|rope|rpn_)).*"
 
@@ -60,7 +62,15 @@ def stems(weights: Weights) -> list[str]:
 
 
 def _offers(module: Any) -> bool:
-    """Whether a module has the attributes of timm's attention."""
+    """Whether a module has the attributes of timm's plain attention, and nothing else that may act on its logits, such
+    as a table over distance. Others are discovered.
+    """
+    if not isinstance(getattr(module, "qkv", None), nn.Linear):
+        return False
+    if any(name.partition(".")[0] not in KEPT for name, _ in chain(module.named_parameters(), module.named_buffers())):
+        return False
+    if "rope" in inspect.signature(module.forward).parameters or "Channel" in type(module).__name__:
+        return False
     linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("qkv", "proj"))
     return (
         linear
@@ -78,11 +88,6 @@ def _facts(weights: Weights, config: Config, stem: str) -> _Facts:
         )
     if isinstance(weights, ModuleWeights):
         module: Any = weights.submodule(stem.removesuffix("."))
-        if "rope" in inspect.signature(module.forward).parameters or "Channel" in type(module).__name__:
-            raise LocaterError(
-                f"{weights.where}: {stem[:-1]} is a {type(module).__name__}: "
-                "rotary and channel attention are not supported"
-            )
         return _Facts(module.num_heads, module.scale)
     architecture = config.get("architecture")
     if "model_type" not in config and architecture and not re.fullmatch(PLAIN, architecture):
