@@ -23,7 +23,7 @@ from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
 from locater.families.discovered_memory import Memory, facts_of, signature
 from locater.families.discovered_norms import plain
-from locater.families.discovered_passes import Copy, NoInputsError, random_state_kept
+from locater.families.discovered_passes import Copy, NoInputsError, process_state_kept
 from locater.families.discovered_reading import read_layout
 from locater.families.discovered_verifying import verified
 from locater.families.discovered_windows import window_settings, with_windows
@@ -133,7 +133,7 @@ def search(model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] 
     return _searched(Copy(model, example), weights)
 
 
-@random_state_kept()
+@process_state_kept()
 @torch.no_grad()
 def _searched(copied: Copy, weights: ModuleWeights) -> Search:
     first = copied.run(0)

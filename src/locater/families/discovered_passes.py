@@ -49,7 +49,7 @@ class Copy:
 
     def __init__(self, model: nn.Module, example: Mapping[str, Any] | None) -> None:
         self.where = type(model).__name__
-        with random_state_kept():
+        with process_state_kept():
             self.inputs = _arguments(model, _guessed(model, self.where) if example is None else example)
             self.model = light_copy(model, self.where, torch.float64)
         self._facts = facts_of(self.model)
@@ -63,12 +63,12 @@ class Copy:
         """One pass with every parameter drawn anew; with None, as they are. Passes before it keep their activations,
         not their parameters.
         """
-        with random_state_kept(), torch.no_grad():
+        with process_state_kept(), torch.no_grad():
             return _run(self.model, self.inputs, seed, self.where)
 
     def run_other(self, model: nn.Module) -> Pass:
         """A pass of another model that takes these inputs."""
-        with random_state_kept(), torch.no_grad():
+        with process_state_kept(), torch.no_grad():
             return _run(light_copy(model, self.where, torch.float64), self.inputs, 1, self.where)
 
 
@@ -84,18 +84,20 @@ def _guessed(model: nn.Module, where: str) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """What runs inside draws from a fixed start; afterwards all random states of this process are as before. Devices
-    are left alone: nothing runs on them.
+def process_state_kept() -> Iterator[None]:
+    """Afterwards the random states and the default dtype of this process are as before. Devices are left alone: nothing
+    runs on them.
     """
     before, python = torch.default_generator.get_state(), random.getstate()
     numpy = np.random.get_state()  # noqa: NPY002 (that of the process)
+    dtype = torch.get_default_dtype()
     try:
         yield
     finally:
         torch.default_generator.set_state(before)
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_default_dtype(dtype)
 
 
 def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str) -> Pass:

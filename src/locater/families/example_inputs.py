@@ -217,10 +217,19 @@ def _by_first_part(model: nn.Module) -> tuple[Make, ...]:
         if isinstance(part, nn.Embedding):
             return (ids,)
         if isinstance(part, nn.Conv2d):
-            return (lambda request, channels=part.in_channels: request.noise(BATCH, channels, 32, 32),)
+            return _pictures(part)
         if isinstance(part, nn.Linear):
             return (lambda request, width=part.in_features: request.noise(BATCH, TOKENS, width),)
     return ()
+
+
+def _pictures(first: nn.Conv2d) -> tuple[Make, ...]:
+    """Pictures for a plain model that begins with this: few patches, and then more pixels for what makes it smaller."""
+    height, width = 4 * first.stride[0], 6 * first.stride[1]
+    return (
+        lambda request: request.noise(BATCH, first.in_channels, height, width),
+        lambda request: request.noise(BATCH, first.in_channels, 32, 32),
+    )
 
 
 def _words(model: nn.Module) -> int | None:
