@@ -411,8 +411,8 @@ MODELS: dict[str, Plain] = {
     "MultiheadAttention beside one's own": Plain(Several, layers=2),
     "timm": Plain(lambda: Residual(FusedQKV())),
     "timm without norms": Plain(lambda: Residual(FusedQKV(False))),
-    "windows": Plain(SwinBlock, {"x": noise(2, 4, 6, WIDTH)}, no_logits="bias"),
-    "shifted windows": Plain(lambda: SwinBlock(1), {"x": noise(2, 4, 6, WIDTH)}, no_logits="bias"),
+    "windows": Plain(SwinBlock, {"x": noise(2, 4, 6, WIDTH)}),
+    "shifted windows": Plain(lambda: SwinBlock(1), {"x": noise(2, 4, 6, WIDTH)}),
     "DiT": Plain(
         DiT,
         {"hidden_states": PICTURE, "timestep": torch.tensor([3.0, 700.0]), "class_labels": torch.tensor([1, 7])},

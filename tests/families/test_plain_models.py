@@ -92,9 +92,14 @@ def _compare_output(layer: Any, taken: dict[str, Any]) -> None:
     ours = bare.output(read, other)
     assert (ours - theirs).abs().max() < 1e-6 * theirs.std(), layer.name
     if layer.norm.kind != "none":
-        fronts = [a for a, out in taken.values() if isinstance(out, Tensor) and torch.equal(out, read)]
-        streams = [a[0] for a in fronts if isinstance(a[0], Tensor) and a[0].shape == read.shape]
-        assert any((layer.norm(x) - read).abs().max() < 1e-6 * read.std() for x in streams), layer.name
+        fronts = [(a[0], out) for a, out in taken.values() if isinstance(out, Tensor) and _holds(out, read)]
+        streams = [(x, out) for x, out in fronts if isinstance(x, Tensor) and x.shape == out.shape]
+        assert any((layer.norm(x) - out).abs().max() < 1e-6 * out.std() for x, out in streams), layer.name
+
+
+def _holds(out: Tensor, read: Tensor) -> bool:
+    """Whether two tensors have the same numbers, maybe at other places: tokens are moved into windows."""
+    return torch.equal(out.flatten().sort().values, read.flatten().sort().values)
 
 
 @pytest.mark.parametrize("name", REFUSED)
