@@ -145,6 +145,32 @@ def test_a_head_without_batch_or_split_is_one_head() -> None:
     assert [row.entropy for row in rows] == pytest.approx(entropies(model.maps(x, 1)), abs=1e-5)
 
 
+class PerHead(nn.Module):
+    """Maps of each head by themselves; attention, or a softmax of the queries alone."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.to_q, self.to_k = (nn.Parameter(torch.randn(HEADS, WIDTH, 8) / 5) for _ in range(2))
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (torch.einsum("bte,hed->bhtd", x, weight) for weight in (self.to_q, self.to_k))
+        if self.linear:
+            return q.softmax(-1) @ (k.softmax(-2).mT @ k)
+        return (q @ k.mT).softmax(-1) @ k
+
+
+def test_maps_of_each_head_are_no_attention_by_themselves() -> None:
+    torch.manual_seed(0)
+    model, x = PerHead(False), torch.randn(BATCH, TOKENS, WIDTH)
+    with observe(model) as seen:
+        model(x)
+    q, k = (torch.einsum("bte,hed->bhtd", x.double(), w.double()) for w in (model.to_q, model.to_k))
+    assert [row.entropy for row in seen.rows] == pytest.approx(entropies((q @ k.mT).softmax(-1).detach()), abs=1e-5)
+    with pytest.raises(LocaterError, match="no softmax attention was heard"), observe(PerHead(True)) as seen:
+        seen.model(x)
+
+
 class Twice(nn.Module):
     """Two modules, of which the second can be measured."""
 

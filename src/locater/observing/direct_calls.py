@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -112,11 +112,13 @@ class DirectCalls(TorchFunctionMode):
                 self._continue(out, args, kwargs)
 
     def _of_activations(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether both factors of a product are activations: maps of weights have two axes."""
+        """Whether a product is of queries and keys: the left factor may be learned, the right one is no weight."""
         tensors = [x for x in flat((*args, *kwargs.values())) if isinstance(x, Tensor)]
         if len(tensors) < 2:
             return False
         both = factors(args, kwargs)
+        if isinstance(both[1], nn.Parameter) or isinstance(both[1]._base, nn.Parameter):
+            return False
         return all(x.ndim >= 3 for x in both) or all(self._origins.of(x) is not None for x in both)
 
     def _continue(self, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
