@@ -43,7 +43,7 @@ class Kinds:
     """The modules of a small and a full model of one class, and how they correspond."""
 
     def __init__(self, small: Mapping[str, nn.Module], full: Mapping[str, nn.Module], changed: Collection[str]) -> None:
-        self.small, self.full, self._changed = small, full, changed
+        self.small, self.full, self.changed = small, full, changed
         self.stacks = [
             Stack(path, len(part), len(full[path]))  # type: ignore[arg-type]
             for path, part in small.items()
@@ -82,7 +82,7 @@ class Kinds:
         for inner, module in modules[whole].named_modules(remove_duplicate=False) if deep else [("", modules[whole])]:
             facts[inner, "class"] = type(module).__qualname__
             for name, value in _attributes(module):
-                if name not in self._changed:
+                if name not in self.changed:
                     same = type(value) is int and value == number and INDEX.fullmatch(name)
                     facts[inner, name] = "its number" if same else value
             if deep or inner == "":
