@@ -7,7 +7,7 @@ are told apart by two layers of the kind: what moves with the layer is relative,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -37,7 +37,7 @@ class Searched:
 def carried(searched: Searched, kinds: Kinds, small: ModuleWeights, full: ModuleWeights) -> Searched:
     """What was found in the small model, for the full one."""
     attention = attention_like(full)
-    carrier = _Carrier(searched, kinds, set(small.names()), attention_like(small), attention)
+    carrier = _Carrier(searched, kinds, small, full, attention)
     layouts: list[AttentionLayout] = []
     refused: list[Refusal] = []
     for item in carrier.expanded(searched.layouts, lambda layout: layout.name):
@@ -61,13 +61,13 @@ def unlike(kinds: Kinds, small: ModuleWeights, full: ModuleWeights) -> list[str]
 
 class _Carrier:
     def __init__(
-        self, searched: Searched, kinds: Kinds, tensors: Collection[str], small: Iterable[str], full: Iterable[str]
+        self, searched: Searched, kinds: Kinds, small: ModuleWeights, full: ModuleWeights, attention: list[str]
     ) -> None:
-        self._kinds, self._tensors = kinds, tensors
-        self._small, self._full = self._by_layer(small), self._by_layer(full)
+        self._kinds, self._tensors, self._weights = kinds, set(small.names()), (small, full)
+        self._small, self._full = self._by_layer(attention_like(small)), self._by_layer(attention)
         names = [layout.name for layout in searched.layouts]
         self._paths = self._by_layer([*names, *(item.name for item in searched.refused), *searched.unreached])
-        self._read = self._by_layer(name for layout in searched.layouts for name in tensor_names(layout, tensors))
+        self._read = self._by_layer(name for layout in searched.layouts for name in tensor_names(layout, self._tensors))
         self._matches: dict[tuple[Stack, int], list[int]] = {}
 
     def expanded(self, items: Sequence[T], name: Callable[[T], str]) -> list[T | Refusal]:
@@ -148,8 +148,18 @@ class _Carrier:
         new = [self._tensor(list(one), stack, places, number) for one in zip(*names, strict=True)]
         if None in new:
             return Refusal(name, UNCLEAR)
+        if not self._same_shapes(names[0], new):
+            return Refusal(name, UNLIKE)
         waiting = iter(x for x in new if x is not None)
         return replace(with_names(replace(layouts[0], name=""), self._tensors, lambda _: next(waiting)), name=name)
+
+    def _same_shapes(self, old: list[str], new: list[str | None]) -> bool:
+        """Whether tensors of the full model have the shapes of those of the small one: rows mean the same only then."""
+        small, full = self._weights
+        known = full.names()
+        return all(
+            b in known and small.shape(a) == full.shape(b) for a, b in zip(old, new, strict=True) if b is not None
+        )
 
     def _tensor(self, names: list[str], stack: Stack | None, places: list[int], number: int) -> str | None:
         """One tensor's name in the full model, from its names in layers `places`; None where it is not clear."""

@@ -8,7 +8,7 @@ the shapes of their tensors, and the entries of lists that the configuration or 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class Stack:
 class Kinds:
     """The modules of a small and a full model of one class, and how they correspond."""
 
-    def __init__(self, small: Mapping[str, nn.Module], full: Mapping[str, nn.Module], changed: Collection[str]) -> None:
+    def __init__(self, small: Mapping[str, nn.Module], full: Mapping[str, nn.Module], changed: set[str]) -> None:
         self.small, self.full, self.changed = small, full, changed
         self.stacks = [
             Stack(path, len(part), len(full[path]))  # type: ignore[arg-type]

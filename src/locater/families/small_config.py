@@ -37,16 +37,19 @@ class Cut:
     by_lists: bool = True  # choose layers by the lists of a configuration that have an entry per layer
     words: bool = True
     mlp: bool = True
-    rest: bool = True  # experts, pictures, sounds
+    experts: bool = True
+    pictures: bool = True  # and sounds
 
 
 CUTS = (
     Cut(DEEP),
-    Cut(DEEP, rest=False),
-    Cut(DEEP, rest=False, mlp=False),
-    Cut(DEEP, rest=False, mlp=False, words=False),
-    Cut(None, rest=False, mlp=False, words=False),
+    Cut(DEEP, pictures=False),
+    Cut(DEEP, pictures=False, experts=False),
+    Cut(DEEP, pictures=False, experts=False, mlp=False),
+    Cut(DEEP, pictures=False, experts=False, mlp=False, words=False),
+    Cut(None, pictures=False, experts=False, mlp=False, words=False),
 )
+PICTURE_SETTINGS = {"image_size", "max_source_positions"}
 
 
 def small_config(config: Any, cut: Cut) -> Any:
@@ -63,7 +66,7 @@ def small_config(config: Any, cut: Cut) -> Any:
                 settings[name] = _smaller(name, value, cut)
             if cut.words and TOKEN.fullmatch(name):
                 settings[name] = _token(value, tokens)
-        if cut.rest:
+        if cut.pictures:
             _smaller_pictures(settings)
     return small
 
@@ -93,13 +96,13 @@ def _smaller(name: str, value: int, cut: Cut) -> int:
         return min(value, WORDS)
     if cut.mlp and MLP.fullmatch(name):
         return min(value, WIDE)
-    if cut.rest and EXPERTS.fullmatch(name):
+    if cut.experts and EXPERTS.fullmatch(name):
         return min(value, EXPERT_COUNT)
-    if cut.rest and CHOSEN_EXPERTS.fullmatch(name):
+    if cut.experts and CHOSEN_EXPERTS.fullmatch(name):
         return min(value, 2)
-    if cut.rest and name in GROUPS:
+    if cut.experts and name in GROUPS:
         return min(value, 1)
-    if cut.rest and name == "max_source_positions":
+    if cut.pictures and name == "max_source_positions":
         return min(value, FRAMES)
     return value
 

@@ -16,12 +16,13 @@ from torch import nn
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError, first_line
-from locater.families.carried_layouts import Searched, carried, unlike
-from locater.families.discovered import search
+from locater.families.carried_layouts import UNLIKE, Searched, carried, unlike
+from locater.families.discovered import Refusal, search
 from locater.families.layer_kinds import Kinds
-from locater.families.small_config import CUTS, Cut, changed_settings, small_config
+from locater.families.small_config import CUTS, PICTURE_SETTINGS, Cut, changed_settings, small_config
 
-BYTES = 16  # of memory for each parameter of a small model: it, a copy of it in float64, and room
+BYTES = 8  # of memory for each parameter of a small model: it in float32, and room
+SMALL_PICTURE = "its positions are those of pictures of one size, and a model of that size does not run here"
 DEEPEST = 24  # layers of a stack of a small model
 
 
@@ -87,17 +88,29 @@ def search_small(
     """Search a small model and carry what is found over to the full one: the smallest model that has all kinds of
     attention of the full one, fits into memory and runs; where none has all kinds, the one that lacks least.
     """
-    rest: list[Candidate] = []
+    results: list[Searched] = []
     reasons: list[str] = []
+    rest: list[Candidate] = []
     for candidate in _candidates(weights, kind, settings, whole):
         if candidate.missing:
             rest.append(candidate)
-        elif (searched := _attempt(weights, kind, candidate, whole, example, reasons)) is not None:
-            return searched
-    for candidate in sorted(rest, key=lambda candidate: len(candidate.missing)):
-        if (searched := _attempt(weights, kind, candidate, whole, example, reasons)) is not None:
-            return searched
-    raise LocaterError(f"{weights.where}: {reasons[0] if reasons else 'no small model of its class can be built'}")
+        else:
+            results += _attempt(weights, kind, candidate, whole, example, reasons)
+            if results and not _lost(results[-1]):
+                return results[-1]
+    for candidate in sorted(rest, key=lambda candidate: len(candidate.missing))[: 0 if results else None]:
+        results += _attempt(weights, kind, candidate, whole, example, reasons)
+        if results:
+            break
+    if not results:
+        reason = reasons[0] if reasons else "no small model of its class can be built"
+        raise LocaterError(f"{weights.where}: {reason}")
+    return min(results, key=_lost)
+
+
+def _lost(searched: Searched) -> int:
+    """How many layers were found and could not be carried over."""
+    return sum(refusal.reason in (UNLIKE, SMALL_PICTURE) for refusal in searched.refused)
 
 
 def _attempt(
@@ -107,19 +120,28 @@ def _attempt(
     whole: ModuleWeights,
     example: Mapping[str, Any] | None,
     reasons: list[str],
-) -> Searched | None:
-    """What a search finds, carried over; None where the model does not run, with the reason in `reasons`."""
+) -> list[Searched]:
+    """What a search finds, carried over; nothing where the model does not run, with the reason in `reasons`."""
     needed, allowed = candidate.parameters * BYTES, _memory() // 2
     if needed > allowed:
         reasons.append(f"a small model of its class needs {needed / 1e9:.0f} GB of memory: load the model, scan that")
-        return None
+        return []
     try:
         small = ModuleWeights(built(kind, candidate.settings, "cpu", weights.where))
         searched = Searched(*search(small.module, small, example))
     except LocaterError as error:
         reasons.append(str(error).removeprefix(f"{weights.where}: "))
-        return None
-    return carried(searched, candidate.kinds, small, whole)
+        return []
+    result = carried(searched, candidate.kinds, small, whole)
+    return [_without_places(result) if candidate.kinds.changed & PICTURE_SETTINGS else result]
+
+
+def _without_places(searched: Searched) -> Searched:
+    """Without layers whose numbers are those of the places of one picture: a small picture has others."""
+    placed = [layout for layout in searched.layouts if layout.angles or layout.logits.table or layout.logits.content]
+    layouts = [layout for layout in searched.layouts if layout not in placed]
+    refused = [*searched.refused, *(Refusal(layout.name, SMALL_PICTURE) for layout in placed)]
+    return Searched(layouts, refused, searched.unreached)
 
 
 def _candidates(weights: Weights, kind: type, settings: Any, whole: ModuleWeights) -> Iterator[Candidate]:
