@@ -42,6 +42,7 @@ def main() -> None:
         import families
 
         families.write()
+    warn_of_other_code(read(args.lines))
 
 
 def measure_types(args: argparse.Namespace) -> None:
@@ -67,6 +68,19 @@ def measure_types(args: argparse.Namespace) -> None:
         print(f"\r{done}/{len(left)} {line['model_type']:40.40}", end="", file=sys.stderr)
     keep_last(args.lines)
     print(f"\n{len(left)} model types in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+
+
+def warn_of_other_code(lines: dict[str, dict[str, Any]]) -> None:
+    """Say how many lines were made with sources that have changed since."""
+    import reach_version
+
+    code = reach_version.code_version()
+    others = [name for name, line in lines.items() if line.get("code") != code]
+    if others:
+        print(
+            f"{len(others)} lines are of another version of the code: run without --page to measure them",
+            file=sys.stderr,
+        )
 
 
 def chosen(types: list[str], only: str | None, sample: int | None) -> list[str]:

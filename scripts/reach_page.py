@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from reach_version import code_version
 
 Row = dict[str, Any]
 LINES = Path(__file__).resolve().parents[1] / "docs" / "results" / "reach.jsonl"
@@ -23,12 +22,12 @@ INTRODUCTION = """
 guessed from its configuration and the arguments of `forward` (`src/locater/families/example_inputs.py`), counts the softmax attention that it
 meets, [discovers](discover.md) it, live and from a saved copy, and observes it. The lines are in [results/reach.jsonl](results/reach.jsonl).
 This page has {count} of {total} model types.
-{other}
+{versions}
 | | model types |
 |---|---|
 """
-OTHER = """
-Lines made with another version of the code than the one on this page: {count} ({types}).
+VERSIONS = """
+The lines were made with version {version} of the code, a hash of the sources in `families/`, `tape/` and `observing/`{others}.
 """
 MEANING = {
     "verified": "every softmax attention discovered and verified: logits and output",
@@ -60,7 +59,7 @@ def section(rows: list[Row]) -> str:
     if not rows:
         return ""
     text = INTRODUCTION.format(
-        version=rows[0]["transformers"], count=len(rows), total=rows[0]["types"], other=_other_versions(rows)
+        version=rows[0]["transformers"], count=len(rows), total=rows[0]["types"], versions=_versions(rows)
     )
     text += "".join(f"| {name} | {number} |\n" for name, number in counts(rows).items())
     text += "\n| outcome | count | model types |\n|---|---|---|\n"
@@ -70,10 +69,12 @@ def section(rows: list[Row]) -> str:
     return text + _towers(rows) + _reasons(rows)
 
 
-def _other_versions(rows: list[Row]) -> str:
-    version = code_version()
-    types = [row["model_type"] for row in rows if row.get("code") != version]
-    return OTHER.format(count=len(types), types=_few(types)) if types else ""
+def _versions(rows: list[Row]) -> str:
+    """Which version of the code most lines are of, and which lines are of another."""
+    versions = Counter(row.get("code", "unknown") for row in rows)
+    version = versions.most_common(1)[0][0]
+    types = [row["model_type"] for row in rows if row.get("code", "unknown") != version]
+    return VERSIONS.format(version=version, others=f"; {len(types)} with another: {_few(types)}" if types else "")
 
 
 def outcome(row: Row) -> str:

@@ -35,6 +35,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vq_config.base_channels": 32,
         "vq_config.resolution": 32,
     },
+    "clap": {"audio_config.projection_dim": 32},
     "cohere_compass": {
         "text_config.rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
@@ -75,6 +76,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {"vq_config.num_embeddings": 16, "vq_config.base_channels": 32, "vq_config.latent_channels": 32},
     "janus_vqgan": {"num_embeddings": 16, "base_channels": 32, "latent_channels": 32},
+    "led": {"attention_window": [4, 4]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4": {
         "vision_config.intermediate_size": 128,

@@ -11,7 +11,6 @@ from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import reach_page
-from reach_version import code_version
 
 
 def line(**changes: Any) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def line(**changes: Any) -> dict[str, Any]:
         "discovered": {"layers": 2, "verified": 2},
         "disk": {"layers": 2, "verified": 2, "live": 2, "same": 2},
         "observed": {"layers": 2, "heads": 8},
-        "code": code_version(),
+        "code": "newer",
         "transformers": "5",
         "types": 9,
         **changes,
@@ -73,7 +72,8 @@ def test_the_page_names_lines_of_another_version_and_towers_that_miss_something(
     partly = line(
         model_type="two", code="older", discovered={"layers": 1, "verified": 1, "unreached": 1, "towers": towers}
     )
-    text = reach_page.section([line(), partly])
-    assert "Lines made with another version of the code than the one on this page: 1 (two)." in text
+    text = reach_page.section([line(), line(), partly])
+    assert "with version newer of the code" in text
+    assert "; 1 with another: two." in text
     assert "| two | vision |  |  |  |  |  | 1 |" in text
-    assert "another version" not in reach_page.section([line()])
+    assert "with another" not in reach_page.section([line()])
