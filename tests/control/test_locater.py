@@ -23,6 +23,18 @@ SELF = [  # where a norm stands in front of attention, or of queries and keys; o
     for case in CASES
     if case.label not in ("roberta-cross", "torch-encoder-post", "torch-attention", "torch-transformer-post", *RAW)
 ]
+# Their layers are folded by the same operations as those of another case; how each is read is tested in
+# tests/families/test_parity.py. They run with the slow tests.
+ALIKE = set(
+    """
+    albert-groups albert-inner bert-decoder camembert clip-classifier clip-text clip-text-projected clip-vision cohere2
+    deberta_v2-keys-only deberta_v2-own-maps-conv dinov2 dinov2_with_registers distilbert electra falcon-alibi
+    falcon-alibi-rounded falcon-groups-one-norm bloom-slow gemma3-both-ways granitemoe llama-rope-linear
+    llama-rope-llama3 locater-causal locater-llama locater-masked locater-normed locater-qwen3 locater-sandwich
+    mistral-window mixtral mpnet mt5 olmo3 qwen2-window qwen3_moe roberta roberta-decoder siglip siglip-text
+    siglip-vision stablelm starcoder2 t5-encoder torch-transformer-pre umt5 xlm-roberta
+    """.split()
+)
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
@@ -49,7 +61,9 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("case", SELF, ids=lambda case: case.label)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.label, marks=[pytest.mark.slow] * (case.label in ALIKE)) for case in SELF]
+)
 def test_penalty_and_gradient_are_those_of_the_explicit_map(case: Case) -> None:
     model = model_of(case)
     want = explicit(model)
@@ -243,7 +257,7 @@ def test_activation_checkpointing() -> None:
     assert all(torch.allclose(again[name], g, atol=1e-12) for name, g in plain.items())
 
 
-@pytest.mark.parametrize("label", ["llama", "gemma3", "deepseek_v3", "torch-encoder-pre"])
+@pytest.mark.parametrize("label", ["gemma3", "deepseek_v3", "torch-encoder-pre"])  # llama is compiled whole below
 def test_the_penalty_is_one_graph(label: str) -> None:
     control = LocAteR().attach(model_of(case_of(label)))
     torch._dynamo.reset()

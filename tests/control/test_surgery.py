@@ -576,7 +576,7 @@ def test_under_activation_checkpointing(name: str, reentrant: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert", "Albert"])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("Bert", marks=pytest.mark.slow), "Albert"])
 @torch.no_grad()
 def test_a_compiled_model_notices(name: str) -> None:
     """One that was compiled and run before too; in one graph."""

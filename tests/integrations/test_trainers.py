@@ -14,7 +14,7 @@ from locater import LocaterError, Monitor
 from locater.control.eigenspectrum import LocAteR
 from locater.integrations import hf
 from locater.tracking.loggers import read_run
-from tests.families.decoders import GROUPED, make
+from tests.families.decoders import GROUPED, SHAPE, make
 from tests.parity import redraw
 from tests.processes import ranks
 
@@ -29,8 +29,7 @@ def llama() -> Any:
 
 def post_norm() -> Any:
     """No norm in front of its first layer."""
-    shape = dict(word_embed_proj_dim=32, ffn_dim=48, dropout=0.0, do_layer_norm_before=False)
-    model = make("OPT", **shape)
+    model = make("OPT", **SHAPE, word_embed_proj_dim=32, ffn_dim=48, dropout=0.0, do_layer_norm_before=False)
     redraw(model, 0.3)
     return model
 

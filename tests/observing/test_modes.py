@@ -21,6 +21,7 @@ from tests.parity import redraw, tokens
 from tests.processes import ranks
 
 BATCH = tokens()
+ONE_LAYER = {"num_hidden_layers": 1}  # two are compiled in test_taps.py, and with the slow tests
 
 
 def llama(**kw: Any) -> Any:
@@ -49,8 +50,9 @@ def _fresh_graphs() -> Any:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_graphs_stay_whole() -> None:
-    """With checkpointing they do in the next test, where a graph that breaks is an error."""
+    """By the count of graphs. In the tests below a graph that breaks is an error, with checkpointing and without."""
     model = llama().train()
     with observe(model):
         found = torch._dynamo.explain(model)(**BATCH, labels=BATCH["input_ids"], use_cache=False)
@@ -62,7 +64,7 @@ def test_compiled_graphs_stay_whole() -> None:
 def test_compiled_training_is_counted_once_and_unchanged(checkpointing: bool) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    model = llama().train()
+    model = llama(**ONE_LAYER if checkpointing else {}).train()
     expected = plain(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -112,10 +114,10 @@ def test_a_monitor_follows_a_compiled_model(given: str, tmp_path: Path) -> None:
     from locater.monitor import Monitor
     from locater.tracking.loggers import read_run
 
-    model = llama().train()
+    model = llama(**ONE_LAYER if given == "compiled" else {}).train()
     expected = plain(model)
     graphs = CompileCounterWithBackend("eager")  # what autograd makes of the graph is tested above
-    compiled = torch.compile(model, backend=graphs)
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
     compiled(**BATCH, labels=BATCH["input_ids"], use_cache=False).loss.backward()
     monitor = Monitor(tmp_path / "run.jsonl", every=3).attach(model if given == "inner" else compiled)
     for _ in range(7):

@@ -304,7 +304,7 @@ def test_half_precision_and_gradients(name: str, causal: bool) -> None:
     ],
 )
 def test_one_graph(name: str) -> None:
-    model = model_of(name)
+    model = model_of(name) if "hybrid" in name else model_of(name, layers=1)
     with torch.no_grad():
         expected = model(IDS)
         torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(IDS), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -28,6 +29,11 @@ def names_of(model: Transformer) -> list[str]:
     """Names of the model's tensors without those of controls. The output map of text models is left out: it is the
     embedding.
     """
+    return list(_names_of_shape(model.shape))
+
+
+@lru_cache(maxsize=64)  # a run asks for them at every checkpoint
+def _names_of_shape(shape: Shape) -> tuple[str, ...]:
     with torch.device("meta"):
-        plain = Transformer(model.shape)
-    return [name for name in plain.state_dict() if name != "lm_head.weight" or not model.shape.is_tied]
+        plain = Transformer(shape)
+    return tuple(name for name in plain.state_dict() if name != "lm_head.weight" or not shape.is_tied)
