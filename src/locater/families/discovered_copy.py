@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from locater.checkpoints.live_tensors import copy_in_use, is_a
 from locater.errors import LocaterError, first_line
-from locater.families.thin_weights import tables_of_sines, thin
+from locater.families.thin_weights import tables_of_sines, thin_strides
 
 HOOKS = (
     "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _state_dict_hooks _state_dict_pre_hooks"
@@ -88,7 +88,7 @@ def _parameters(model: nn.Module, dtype: torch.dtype) -> Memo:
     for p in model.parameters():
         if not p.is_floating_point() or id(p) in fixed:
             numbers = p.detach().cpu().clone()
-        elif thin(p.shape, 0) is None:
+        elif thin_strides(p.shape) is None:
             numbers = torch.zeros(p.shape, dtype=dtype)
         else:
             numbers = torch.zeros(1, dtype=dtype).expand(p.shape)
