@@ -14,7 +14,7 @@ from locater.families import example_pictures as pictures
 from locater.families import example_sounds as sounds
 from locater.families.example_settings import BATCH, TEXT, TOKENS, VOCABULARY, WIDTH, Make, Request
 
-BOOKS = ("num_codebooks", "n_codebooks", "audio_channels", "num_rvq", "num_vq", "n_vq")
+BOOKS = ("num_codebooks", "n_codebooks", "num_rvq", "num_vq", "n_vq")
 
 
 def ids(request: Request) -> Tensor:
@@ -25,7 +25,7 @@ def ids(request: Request) -> Tensor:
 
 def codes(request: Request) -> Tensor:
     """(B, T, codebooks)"""
-    books = request.settings.number((*BOOKS, "num_channels"), 8)
+    books = request.settings.part(TEXT).number(BOOKS, request.settings.number(BOOKS, 8))
     vocabulary = request.words or request.settings.number(VOCABULARY, 128)
     return request.integers(min(vocabulary, 100), BATCH, TOKENS, books)
 
