@@ -102,9 +102,12 @@ def test_the_readme_runs_as_written(number: int, tmp_path: Path) -> None:
     nearer to the target.
     """
 
-    def example() -> None:
-        from accelerate.state import AcceleratorState
+    # imported once, before the processes part
+    import lightning  # noqa: F401
+    from accelerate.state import AcceleratorState
+    from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 
+    def example() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         os.chdir(tmp_path)
         exec(compile(BLOCKS[number], "README.md", "exec"), {"__name__": "__main__"})
