@@ -299,7 +299,7 @@ def test_one_number_per_head_is_not_enough_for_a_sum_of_heads() -> None:
 
 # --- do they hold -----------------------------------------------------------------------------------------------------
 
-DRAWS = [(seed, tokens, size) for seed in range(60) for tokens in (2, 5, 20) for size in (0.1, 1.0, 3.0)]
+DRAWN = [(tokens, size) for tokens in (2, 5, 20) for size in (0.1, 1.0, 3.0)]
 
 
 def best_residual_at_least(x: Tensor) -> float:
@@ -311,11 +311,12 @@ def best_residual_at_least(x: Tensor) -> float:
     return (columns * rows).sqrt().item()
 
 
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 60), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("centre", ["mean", "midrange"])
-def test_one_layer_stays_under_its_bounds(centre: str) -> None:
+def test_one_layer_stays_under_its_bounds(centre: str, seeds: range) -> None:
     """And under the proved one also with few heads of one sharp direction, where attention piles up on single keys."""
     worst = 0.0
-    for seed, tokens, size in DRAWS:
+    for seed, (tokens, size) in itertools.product(seeds, DRAWN):
         block = draw(seed, 4, heads=1 + seed % 3, size=size * (1 + 3 * (seed % 5 == 0)))
         x = size * normal(tokens, 4, seed=seed + 1000) + normal(1, 4, seed=seed + 2000)
         before, after = depth_residuals(x, [block], centre).tolist()

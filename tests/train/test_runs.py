@@ -35,7 +35,12 @@ Run = Callable[..., Ran]
 
 def plan(folder: Path, **changes: Any) -> Plan:
     text = folder / "corpus.txt"
-    held = {**TINY, "corpus": (str(text if text.exists() else corpus(folder)),), "out": str(folder / "run"), "log": 1}
+    held = {
+        **TINY,
+        "corpus": (str(text if text.exists() else corpus(folder, 1600)),),
+        "out": str(folder / "run"),
+        "log": 1,
+    }
     return Plan(**{**held, "steps": 12, "checkpoint": 4, "evaluate": 6, "observe": 4, **changes})
 
 
