@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import locater
+from locater.control import Mimetic, QKClip
 from locater.errors import LocaterError
 from locater.families import effective
 from locater.families.layer import AttentionLayer
@@ -334,3 +335,20 @@ def test_what_cannot_be_read_is_said() -> None:
     assert layer.unknown_output == "its values turn with position"
     with pytest.raises(LocaterError, match="turn with position"):
         layer.output(X["x"])
+
+
+def test_controls_act_on_such_layers_or_refuse_them_in_one_line() -> None:
+    model = Block(Factors)
+    locater.discover(model, X)
+    control = locater.LocAteR().attach(model)
+    control.loss().backward()
+    control.detach()
+    factor = model.attn.factor
+    assert isinstance(factor, nn.Parameter)
+    assert factor.grad is not None
+    assert factor.grad.abs().sum() > 0  # the factor is a part of what the penalty acts on
+    model = Block(TwoMaps)
+    locater.discover(model, X)
+    for refusing in (QKClip(), Mimetic()):
+        with pytest.raises(LocaterError, match="rows of several maps"):
+            refusing.attach(model)

@@ -163,6 +163,11 @@ def _refuse(layer: AttentionLayer) -> None:
         )
     if any(isinstance(part, JoinedProjection) for part in (layer.query, layer.key)):
         raise LocaterError(f"{layer.name}: its heads are made of rows of several maps: QK-Clip is not for it")
+    if isinstance(layer.key, NormedProjection):
+        turning = 0 if layer.rotary is None else layer.rotary.channels
+        shared = 0 if layer.key.shared is None else layer.key.shared.shape[0]
+        if layer.rotary_table is not None or turning != shared:
+            raise LocaterError(f"{layer.name}: its latent keys turn otherwise than in channels that heads share")
     others = {"a position bias": layer.bias, "relative terms": layer.relative, "a soft cap": layer.softcap}
     for name, term in others.items():
         if term is not None:

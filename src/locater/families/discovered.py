@@ -173,10 +173,15 @@ def _each_once(layouts: Iterable[AttentionLayout]) -> list[AttentionLayout]:
     """A module that runs several times is one layer. Of tables of angles, one for each picture, the longest is kept."""
     layers: dict[AttentionLayout, AttentionLayout] = {}
     for layout in layouts:
-        key = replace(layout, angles=())
+        logits = replace(layout.logits, scale=_rounded(layout.logits.scale))
+        key = replace(layout, angles=(), logits=logits, product_scale=_rounded(layout.product_scale))
         if key not in layers or len(layout.angles) > len(layers[key].angles):
             layers[key] = layout
     return list(layers.values())
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.9g}")  # two calls measure one factor with different rounding
 
 
 def _attempt(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:

@@ -135,7 +135,8 @@ def _latent(tape: Tape, linear: LinearMap, path: str) -> Latent | None:
     start = moved_from(linear.source, lambda n: may_be_norm(tape, n) or is_map(n))
     if start is None:
         return None
-    norm, norms = NormLayout(), ()
+    norm = NormLayout()
+    norms: tuple[tuple[Node, Node], ...] = ()
     if not is_map(start):
         made = tape.made[start]
         low = moved_from(made.source, is_map)
@@ -171,12 +172,11 @@ def captured_logits(place: Place) -> tuple[Tensor, Tensor, Tensor]:
     """
     call, grid, products = place.call, place.grid, place.queries @ place.keys.mT
     if call.product is None:
-        both = (_fused_logits(call, grid.raw(x)) for x in (products, torch.zeros_like(products)))
+        logits, constant = (_fused_logits(call, grid.raw(x)) for x in (products, torch.zeros_like(products)))
     else:
         assert call.logits is not None
-        both = (call.logits.value, with_products(call, 0.0))
-    logits, constant = (grid.products(x) for x in both)
-    return products, logits, _hidden(constant)
+        logits, constant = call.logits.value, with_products(call, 0.0)
+    return products, grid.products(logits), _hidden(grid.products(constant))
 
 
 def _hidden(constant: Tensor) -> Tensor:

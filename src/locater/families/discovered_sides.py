@@ -221,7 +221,10 @@ def stored_map(tape: Tape, linear: LinearMap, channels: list[int], latent: Laten
             raise UnreadableError(f"the bias of {name} is computed")
     kept = tuple(rows[channel] for channel in channels)
     layout = MapLayout(plain(name), kept, None if bias is None else plain(bias), transposed, axes=axes)
-    return layout if latent is None else replace(layout, **_behind(tape, latent))
+    if latent is None:
+        return layout
+    down, norm = _behind(tape, latent)
+    return replace(layout, latent=down, latent_norm=norm)
 
 
 def _stored_bias(tape: Tape, bias: Node, rows: list[int]) -> str | None:
@@ -233,7 +236,7 @@ def _stored_bias(tape: Tape, bias: Node, rows: list[int]) -> str | None:
     return None
 
 
-def _behind(tape: Tape, latent: Latent) -> dict[str, MapLayout | NormLayout | None]:
+def _behind(tape: Tape, latent: Latent) -> tuple[MapLayout, NormLayout | None]:
     """The map of a latent and its norm."""
     rows = token_rows(latent.passage)
     wiring = wired(latent.passage, torch.arange(len(rows))[:, None], rows)
@@ -241,7 +244,7 @@ def _behind(tape: Tape, latent: Latent) -> dict[str, MapLayout | NormLayout | No
     if whole.turn is not None or whole.factors is not None or whole.factor != 1 or wiring.shift.abs().max() > 0:
         raise UnreadableError("what is between its two maps is no norm")
     norm = None if latent.norm.kind == "none" else latent.norm
-    return {"latent": stored_map(tape, latent.map, whole.rows[0].tolist()), "latent_norm": norm}
+    return stored_map(tape, latent.map, whole.rows[0].tolist()), norm
 
 
 def _stored_rows(tape: Tape, name: str, weight: Tensor) -> tuple[list[int], bool, int]:

@@ -31,6 +31,16 @@ class Reading:
     turn: Turning | None
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """Two channels that turn together."""
+
+    channels: tuple[int, int]
+    rows: tuple[Tensor, Tensor]  # (U,) each: the channels of the cuts that these are at angle 0
+    cos: Tensor  # (B, T, U), times an amplitude
+    sin: Tensor
+
+
 def reading(wiring: Wiring) -> Reading:
     """Rows, factors and rotation of a wiring."""
     mixed = (wiring.sources[..., 1] >= 0).any(0)  # (h,)
@@ -42,7 +52,8 @@ def reading(wiring: Wiring) -> Reading:
     if not mixed.any():
         return _plain(rows, factors[0, 0])
     pairs = _pairs(wiring, mixed.nonzero().flatten().tolist())
-    cos, sin = (torch.stack([pair[part] for pair in pairs], -1) for part in ("cos", "sin"))  # (B, T, U, pairs)
+    cos = torch.stack([pair.cos for pair in pairs], -1)  # (B, T, U, pairs)
+    sin = torch.stack([pair.sin for pair in pairs], -1)
     amplitude = torch.hypot(cos, sin)
     size = float(amplitude.median())
     if (amplitude - size).abs().max() > CLOSE * size:
@@ -55,11 +66,12 @@ def reading(wiring: Wiring) -> Reading:
         raise UnreadableError("sequences of one batch turn by different angles")
     first, second, straight = [], [], []
     for pair, angle in zip(pairs, angles[0, :, 0].unbind(-1), strict=True):
-        a, b = pair["channels"]
-        rows[:, a], rows[:, b] = pair["rows"]
+        a, b = pair.channels
+        rows[:, a], rows[:, b] = pair.rows
         # with frequencies >= 0 the first of a pair moves towards the second
         steps = torch.atan2((angle[1:] - angle[:-1]).sin(), (angle[1:] - angle[:-1]).cos())
-        backwards = bool(len(steps)) and float(steps[steps.abs().argmax()]) < 0
+        moved = steps[steps.abs() > 1e-9]  # the first step is a small one, also in pictures
+        backwards = bool(len(moved)) and float(moved[0]) < 0
         a, b, angle = (b, a, -angle) if backwards else (a, b, angle)
         first.append(a)
         second.append(b)
@@ -87,7 +99,7 @@ def _rounded(factor: float) -> float:
     return 1.0 if abs(factor - 1) < CLOSE else factor  # angles in float32 have rounded cosines
 
 
-def _pairs(wiring: Wiring, channels: list[int]) -> list[dict]:
+def _pairs(wiring: Wiring, channels: list[int]) -> list[_Pair]:
     """Pairs of channels (a, b) with x_a cos - x_b sin and x_a sin + x_b cos."""
     pairs, left = [], list(channels)
     sets = {channel: wiring.sources[:, channel].sort(-1).values for channel in channels}
@@ -101,7 +113,7 @@ def _pairs(wiring: Wiring, channels: list[int]) -> list[dict]:
     return pairs
 
 
-def _rotation(wiring: Wiring, a: int, b: int) -> dict:
+def _rotation(wiring: Wiring, a: int, b: int) -> _Pair:
     low, high = wiring.sources[:, a].sort(-1).values.unbind(-1)  # (U,)
     if (low < 0).any():
         raise UnreadableError("with position, its channels mix otherwise than in pairs")
@@ -113,9 +125,9 @@ def _rotation(wiring: Wiring, a: int, b: int) -> dict:
     aa, ab, ba, bb = (coefficient(channel, source) for channel in (a, b) for source in (low, high))
     close = CLOSE * torch.stack([aa, ab, ba, bb]).abs().max()
     if (aa - bb).abs().max() <= close and (ab + ba).abs().max() <= close:
-        return {"channels": (a, b), "rows": (low, high), "cos": aa, "sin": ba}
+        return _Pair((a, b), (low, high), aa, ba)
     if (ab - ba).abs().max() <= close and (aa + bb).abs().max() <= close:
-        return {"channels": (a, b), "rows": (high, low), "cos": ab, "sin": bb}
+        return _Pair((a, b), (high, low), ab, bb)
     raise UnreadableError("with position, its channels mix otherwise than by rotation")
 
 
