@@ -37,7 +37,7 @@ test-gpu: $(if $(filter command,$(firstword $(origin BIN))),,$(VENV)/.dev)
 	seq $(PARTS) | PYTHONPATH=src xargs -P $(PARTS) -I {} $(PYTEST) -p no:cacheprovider -m gpu --part {}/$(PARTS) \
 	  $$(grep -lr --include='*.py' 'mark\.gpu' tests)
 
-# 20,000 mutated files of every format in at most ten minutes; make test tries some hundred of each. Faults are kept in fuzz-faults/.
+# 20,000 mutated files of every format in at most ten minutes; make test tries 60 to 200 of each. Faults are kept in fuzz-faults/.
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 

@@ -485,7 +485,7 @@ def test_what_rows_keep_is_that_of_drawn_logits(keys: int) -> None:
         assert agrees(residual_kept(v, keys, typical=True).item() ** -2, 1 / squares, slack), v
 
 
-@pytest.mark.parametrize("keys", [2, 7, 64, 512])
+@pytest.mark.parametrize("keys", [2, pytest.param(7, marks=pytest.mark.slow), 64, 512])
 def test_entropy_leads_to_what_rows_keep(keys: int) -> None:
     for seed, v in enumerate(VARIANCES[:-1]):
         p = rows_of(v, keys, 400_000 // keys, seed)
@@ -517,12 +517,12 @@ def test_limits_of_what_rows_keep() -> None:
 
 
 def test_what_rows_keep_grows_with_variance_and_falls_with_length() -> None:
-    v = torch.linspace(0, 300, 40, dtype=torch.float64)
+    v = torch.linspace(0, 300, 16, dtype=torch.float64)
     kept = torch.stack([residual_kept(v, keys) for keys in (4, 64, 1024)])
     assert (kept.diff(dim=1) > 0).all()
     assert (kept.diff(dim=0) < 0).all()
     assert (residual_kept(v, 64, typical=True) <= residual_kept(v, 64) + 1e-6).all()
-    assert residual_kept(v.reshape(4, 10), 64).shape == (4, 10)
+    assert torch.equal(residual_kept(v.reshape(2, 8), 64).flatten(), kept[1])
 
 
 def test_rows_of_a_causal_mask_are_averaged() -> None:
