@@ -25,6 +25,7 @@ from locater.families.discovered_memory import Memory, facts_of, signature
 from locater.families.discovered_norms import plain
 from locater.families.discovered_passes import Copy, NoInputsError, process_state_kept
 from locater.families.discovered_reading import read_layout
+from locater.families.discovered_tree import alike
 from locater.families.discovered_verifying import verified
 from locater.families.discovered_windows import window_settings, with_windows
 from locater.families.layer import AttentionLayer
@@ -171,17 +172,16 @@ def _with_draws(layout: AttentionLayout) -> AttentionLayout:
 
 def _each_once(layouts: Iterable[AttentionLayout]) -> list[AttentionLayout]:
     """A module that runs several times is one layer. Of tables of angles, one for each picture, the longest is kept."""
-    layers: dict[AttentionLayout, AttentionLayout] = {}
+    layers: list[AttentionLayout] = []
     for layout in layouts:
-        logits = replace(layout.logits, scale=_rounded(layout.logits.scale))
-        key = replace(layout, angles=(), logits=logits, product_scale=_rounded(layout.product_scale))
-        if key not in layers or len(layout.angles) > len(layers[key].angles):
-            layers[key] = layout
-    return list(layers.values())
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.9g}")  # two calls measure one factor with different rounding
+        same = [n for n, x in enumerate(layers) if x.name == layout.name]
+        bare = replace(layout, angles=())
+        known = next((n for n in same if alike(replace(layers[n], angles=()), bare)), None)
+        if known is None:
+            layers.append(layout)
+        elif len(layout.angles) > len(layers[known].angles):
+            layers[known] = layout
+    return layers
 
 
 def _attempt(read: Callable[[], AttentionLayout]) -> AttentionLayout | str:

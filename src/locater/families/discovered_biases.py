@@ -52,8 +52,8 @@ def table_of(tape: Tape, place: Place, bias: Tensor, seen: Tensor) -> TableLayou
 def content_tables_of(
     tape: Tape, place: Place, bias: Tensor, seen: Tensor, queries: Tensor
 ) -> tuple[TableLayout, ...] | None:
-    """One or two parameters whose rows queries meet: bias[b, h, t, s] = q[b, h, t] . (one[i(t, s)] + two[j(t, s)]).
-    `queries` (B, H, T, h) are those of the map, before any factor. None where there are none.
+    """One or two parameters whose rows queries (B, H, T, h) meet: bias[b, h, t, s] = q[b, h, t] . (one[i(t, s)] +
+    two[j(t, s)]). None where there are none.
     """
     length, size = queries.shape[-2:]
     if bias[0, 0].numel() > MOST_PAIRS or not torch.equal(seen, seen[:1, :1].expand(seen.shape)):

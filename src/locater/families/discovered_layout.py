@@ -41,7 +41,8 @@ class LogitsLayout:
     softcap: float | None = None
     alibi: tuple[float, ...] | None = None  # slope of each head
     table: TableLayout | None = None  # a bias for each head and pair of positions
-    content: tuple[TableLayout, ...] = ()  # vectors of pairs of positions, which queries meet without any scale
+    content: tuple[TableLayout, ...] = ()  # vectors of pairs of positions, which queries meet
+    content_scale: float = 1.0
     sinks: str | None = None
     shifted: bool = False  # all logits of a row are off by the same number, which softmax does not see
     causal: bool = False
@@ -56,7 +57,7 @@ class LogitsLayout:
     def relative(self, weights: Weights) -> PairTerms | None:
         if not self.content:
             return None
-        return PairTerms(tuple(part.build(weights) for part in self.content), 1 / self.scale)
+        return PairTerms(tuple(part.build(weights) for part in self.content), self.content_scale / self.scale)
 
 
 @dataclass(frozen=True)

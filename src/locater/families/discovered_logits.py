@@ -27,25 +27,31 @@ def read_logits(
     seen = constant > MASKED
     if not seen.any():
         raise UnreadableError("all its logits are masked")
-    shifted = False
+    shifted, sinks = False, sink_of(tape, place)
     try:
         scale, cap = _scale_and_cap(place, products, logits, constant, seen)
-    except UnreadableError:  # the same without what a row has in common
+    except UnreadableError:  # the same without what a row has in common, which a sink would see
+        if sinks is not None:
+            raise
         shifted = True
         scale, cap = _ratio(centred(logits, seen) - centred(constant, seen), centred(products, seen), seen), None
-    layout = LogitsLayout(scale, cap, sinks=sink_of(tape, place), shifted=shifted)
+    layout = LogitsLayout(scale, cap, sinks=sinks, shifted=shifted)
     bias = centred(constant, seen) if shifted else constant.masked_fill(~seen, 0.0)
-    if bias.abs().max() <= 1e-9:
+    if bias.abs().max() <= CLOSE:
         return layout, None
+    if sinks is None and centred(bias, seen).abs().max() <= CLOSE * bias.abs().max():
+        return replace(layout, shifted=True), None
     slopes = _alibi_slopes(bias, seen)
     if slopes is not None:
         return replace(layout, alibi=slopes), None
     table = table_of(tape, place, bias, seen)
     if table is not None:
         return replace(layout, table=table), None
-    content = content_tables_of(tape, place, bias, seen, queries)
-    if content is not None:
-        return replace(layout, content=content), None
+    own = float(place.queries.flatten()[0] / queries.flatten()[0])  # factor of the queries
+    for factor in dict.fromkeys((1.0, own, scale, own * scale)):
+        content = content_tables_of(tape, place, bias, seen, factor * queries)
+        if content is not None:
+            return replace(layout, content=content, content_scale=factor), None
     return layout, "a bias that is not known is added to its logits"
 
 

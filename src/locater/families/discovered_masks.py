@@ -58,7 +58,7 @@ def _rules(seen: Tensor, chunks: Collection[int]) -> Iterator[tuple[Tensor, bool
     length, keys = seen.shape[-2:]
     distance = torch.arange(length)[:, None] + (keys - length) - torch.arange(keys)
     reach = int(distance.abs().expand(seen.shape)[seen].max()) + 1
-    window = reach if reach < max(length, keys) else None
+    window = reach if 1 < reach < max(length, keys) else None  # with 1, tokens of an example are kept apart
     for causal in (False, True):
         ahead = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         yield ahead, causal, None, None

@@ -120,4 +120,4 @@ def _numbers(x: Tensor) -> tuple[Any, ...]:
         return (*kind, x.data_ptr())
     with _disable_current_modes():  # maps are also read while a graph of them is recorded
         flat = x.detach().cpu().contiguous().reshape(-1)
-        return (*kind, zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0)
+        return (*kind, zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0)

@@ -17,7 +17,7 @@ from locater.families.discovered_probing import Passage, as_rows, token_rows
 from locater.tape import Node, Tape, replay
 from locater.tape.walking import LinearMap, linear_map, moved_from, upstream
 
-LOWERED = -90.0  # a weight of e^-90 is none
+LOWERED, UNMASKED = -90.0, -50.0  # a weight of e^-90 is none
 
 
 @dataclass(frozen=True)
@@ -180,12 +180,12 @@ def captured_logits(place: Place) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _hidden(constant: Tensor) -> Tensor:
-    """Constant parts (B, H, T, S) with -inf where some sequences lower a logit by LOWERED or more and others do not at
-    all: Swin hides keys of other windows with -100.
+    """Constant parts with -inf in place of numbers of LOWERED or less, if none is between these and UNMASKED: Swin
+    hides keys of other windows with -100. Biases that grow with distance have numbers in between.
     """
-    lowered = constant - constant.amax(0)
-    masks = (lowered == 0) | ~(lowered > LOWERED)
-    return constant.masked_fill(~(lowered > LOWERED), -torch.inf) if masks.all() else constant
+    low = constant <= LOWERED
+    between = ~low & (constant < UNMASKED)
+    return constant if between.any() else constant.masked_fill(low, -torch.inf)
 
 
 def with_products(call: Call, factor: float) -> Tensor:

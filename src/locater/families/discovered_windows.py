@@ -44,21 +44,36 @@ class Setting:
     owner: Any
     name: str
     value: int
+    paths: tuple[str, ...]  # of the modules that have it or its configuration
 
 
 def window_settings(model: nn.Module, length: int) -> list[list[Setting]]:
     """Settings that are longer than the example; those with the same name and value together."""
-    owners: dict[int, Any] = {}
-    for module in model.modules():
-        owners[id(module)] = module
-        for config in _configs(getattr(module, "config", None)):
-            owners[id(config)] = config
+    owners: dict[int, tuple[Any, list[str]]] = {}
+    for path, module in model.named_modules():
+        owners.setdefault(id(module), (module, []))[1].append(plain(path))
+        config = getattr(module, "config", None)
+        for part in _configs(config):
+            paths = owners.setdefault(id(part), (part, []))[1]
+            if part is config or path == "":
+                paths.append(plain(path))
     groups: dict[tuple[str, int], list[Setting]] = {}
-    for owner in owners.values():
+    for owner, paths in owners.values():
         for name, value in vars(owner).items():
             if SETTING.fullmatch(name) and type(value) is int and value >= length:
-                groups.setdefault((name, value), []).append(Setting(owner, name, value))
+                groups.setdefault((name, value), []).append(Setting(owner, name, value, _own(paths)))
     return list(groups.values())
+
+
+def _own(paths: list[str]) -> tuple[str, ...]:
+    """Paths without the whole model, where a part of it has the same configuration."""
+    return tuple(path for path in paths if path) or ("",)
+
+
+def _concerned(name: str, settings: list[Setting]) -> bool:
+    """Whether a layer is inside a module that has one of the settings."""
+    paths = {path for setting in settings for path in setting.paths}
+    return "" in paths or any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 @contextlib.contextmanager
@@ -80,8 +95,9 @@ def with_windows(
     result = dict(layouts)
     for settings in groups:
         name, value = settings[0].name, settings[0].value
-        masks = _masks(copied, layouts, settings) if length >= SHORTEST else None
-        for number, layout in layouts.items():
+        concerned = {n: layout for n, layout in layouts.items() if _concerned(layout.name, settings)}
+        masks = _masks(copied, concerned, settings) if length >= SHORTEST else None
+        for number, layout in concerned.items():
             if layout.kind == "cross" or layout.unknown_mask is not None or layout.logits.window is not None:
                 continue
             before = result[number]
