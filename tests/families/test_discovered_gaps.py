@@ -55,6 +55,54 @@ class Model(nn.Module):
         return x + self.attn(self.norm(x))
 
 
+class Bent(Attention):
+    """Logits that are changed where the example has none that large."""
+
+    def __init__(self, bend: Any) -> None:
+        super().__init__()
+        self.bend = bend
+
+    def masked(self, logits: Tensor) -> Tensor:
+        return super().masked(self.bend(logits))
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [
+        lambda logits: logits.clamp(-20, 20),
+        lambda logits: torch.where(logits < -30, torch.full_like(logits, -1e9), logits),
+        lambda logits: logits.clamp(-20, 20) - logits.amax(-1, keepdim=True),
+    ],
+)
+def test_logits_that_are_bent_beyond_the_example_have_no_scale(bend: Any) -> None:
+    model = Model()
+    model.attn = Bent(bend)
+    (layer,) = locater.discover(model, EXAMPLE).layers
+    assert "bent" in str(layer.unknown_scale)
+
+
+class Clamped(nn.Module):
+    """A norm that is another one for small inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.square().mean(-1, keepdim=True).clamp_min(1e-2).rsqrt() * self.weight
+
+
+class ClampedRMSNorm(Clamped):
+    pass
+
+
+def test_a_norm_that_is_another_for_small_inputs_is_not_read_as_one() -> None:
+    model = Model()
+    model.norm = ClampedRMSNorm()  # type: ignore[assignment]
+    (layer,) = locater.discover(model, EXAMPLE).layers
+    assert layer.norm.kind == "none"  # its stream is what the norm returns
+
+
 def test_a_layer_whose_output_is_not_known_keeps_its_mask() -> None:
     (layer,) = locater.discover(Model(cubed=True), EXAMPLE).layers
     assert layer.unknown_output is not None
@@ -89,6 +137,58 @@ def test_a_window_follows_from_two_sizes(shrink: int, window: int | None) -> Non
     (layer,) = locater.discover(Model(shrink=shrink), EXAMPLE).layers
     assert layer.window == window
     assert (layer.unknown_mask is None) == (window is not None)
+
+
+class Settings:
+    """A configuration as plain projects write it."""
+
+    def __init__(self) -> None:
+        self.window = 12
+
+
+class Configured(Attention):
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.window, self.config = None, kept  # type: ignore[assignment]
+
+    def masked(self, logits: Tensor) -> Tensor:
+        config = self.config
+        window = config.window if isinstance(config, Settings) else config["window"][0]
+        at = torch.arange(logits.shape[-1])
+        distance = at[:, None] - at
+        return logits.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+
+
+@pytest.mark.parametrize("kept", [Settings(), {"window": (12, 0)}, {"window": [12, 0]}])
+def test_windows_of_plain_configurations(kept: Any) -> None:
+    model = Model()
+    model.attn = Configured(kept)
+    assert locater.discover(model, EXAMPLE).layers[0].window == 12
+    if isinstance(kept, Settings):
+        kept.window = 4
+        assert locater.discover(model, EXAMPLE).layers[0].window == 4
+
+
+class Towers(Model):
+    """A model with a part that looks like attention and does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn.tower = Attention()  # type: ignore[assignment]
+
+
+def test_attention_inside_a_module_that_attends_is_listed() -> None:
+    discovered = locater.discover(Towers(), EXAMPLE)
+    assert discovered.unreached == ["attn.tower"]
+    assert not discovered.whole
+
+
+def test_in_inference_mode_and_with_another_default_device() -> None:
+    with torch.inference_mode():
+        assert locater.discover(Model(), {"x": torch.randn(2, 9, 16)}).whole
+    model = Model()
+    with torch.device("meta"):
+        assert locater.discover(model, EXAMPLE).whole
 
 
 class Unmoved(Attention):

@@ -168,6 +168,10 @@ def _refuse(layer: AttentionLayer) -> None:
         shared = 0 if layer.key.shared is None else layer.key.shared.shape[0]
         if layer.rotary_table is not None or turning != shared:
             raise LocaterError(f"{layer.name}: its latent keys turn otherwise than in channels that heads share")
+    if layer.unknown_logits is not None:
+        raise LocaterError(
+            f"{layer.name}: what makes its logits is not known ({layer.unknown_logits}): QK-Clip is not for it"
+        )
     others = {"a position bias": layer.bias, "relative terms": layer.relative, "a soft cap": layer.softcap}
     for name, term in others.items():
         if term is not None:

@@ -8,7 +8,7 @@ does not is refused, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,14 +18,14 @@ from torch import nn
 
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
-from locater.families.coverage import folded_paths, unread
+from locater.families.coverage import attention_like, folded_paths, unread
 from locater.families.discovered_errors import UnreadableError
 from locater.families.discovered_layout import AttentionLayout
 from locater.families.discovered_memory import Memory, facts_of, signature
 from locater.families.discovered_norms import plain
 from locater.families.discovered_passes import Copy, NoInputsError, process_state_kept
 from locater.families.discovered_reading import read_layout
-from locater.families.discovered_tree import alike
+from locater.families.discovered_tree import alike, tensor_names
 from locater.families.discovered_verifying import verified
 from locater.families.discovered_windows import window_settings, with_windows
 from locater.families.layer import AttentionLayer
@@ -116,7 +116,8 @@ def _remembered(weights: ModuleWeights, example: Mapping[str, Any] | None) -> Se
     if result is None:
         try:
             copied = Copy(model, example)
-            result = _searched(copied, weights)
+            with process_state_kept():
+                result = _searched(copied, weights)
             _MEMORY.put(model, key, facts, result, copied.volatile)
         except NoInputsError as error:
             result = NoInputsError(str(error))  # without its traceback, which would keep the model alive
@@ -131,7 +132,9 @@ def _remembered(weights: ModuleWeights, example: Mapping[str, Any] | None) -> Se
 
 def search(model: nn.Module, weights: ModuleWeights, example: Mapping[str, Any] | None) -> Search:
     """(layouts, refusals, modules that look like attention and did not run)."""
-    return _searched(Copy(model, example), weights)
+    copied = Copy(model, example)
+    with process_state_kept():
+        return _searched(copied, weights)
 
 
 @process_state_kept()
@@ -158,7 +161,7 @@ def _searched(copied: Copy, weights: ModuleWeights) -> Search:
     if first.draws:
         refused = [replace(refusal, reason=f"{refusal.reason}{DRAWS}") for refusal in refused]
         layouts = {number: _with_draws(layout) for number, layout in layouts.items()}
-    silent = unread(weights, names)
+    silent = [*unread(weights, names), *_inside(weights, names, layouts.values(), ran)]
     refused += [Refusal(path, NO_SOFTMAX) for path in silent if path in ran]
     unreached = [path for path in silent if path not in ran]
     return _each_once(layouts.values()), refused, unreached
@@ -168,6 +171,25 @@ def _with_draws(layout: AttentionLayout) -> AttentionLayout:
     """A layout of a pass that drew random numbers: what is not known of it may be for that."""
     logits, output = (why and f"{why}{DRAWS}" for why in (layout.unknown_logits, layout.unknown_output))
     return replace(layout, unknown_logits=logits, unknown_output=output)
+
+
+def _inside(
+    weights: ModuleWeights, names: Sequence[str], layouts: Iterable[AttentionLayout], ran: set[str]
+) -> list[str]:
+    """Modules that look like attention inside modules that attend themselves, and of which these read no tensor. One
+    that runs as a direct part of an attention, such as an index of keys, belongs to it.
+    """
+    read = {name for layout in layouts for name in tensor_names(layout, set(weights.names()))}
+    attending = set(names)
+    return [
+        path
+        for path in attention_like(weights)
+        if path not in attending
+        and not any(name.startswith(f"{path}.") for name in attending)
+        and any(path.startswith(f"{name}." if name else "") for name in attending)
+        and not any(name.startswith(f"{path}.") for name in read)
+        and not (path in ran and path.rpartition(".")[0] in attending - {""})
+    ]
 
 
 def _each_once(layouts: Iterable[AttentionLayout]) -> list[AttentionLayout]:

@@ -34,7 +34,7 @@ def read_logits(
         if sinks is not None:
             raise
         shifted = True
-        scale, cap = _ratio(centred(logits, seen) - centred(constant, seen), centred(products, seen), seen), None
+        scale, cap = _scale_of_differences(place, products, logits, constant, seen), None
     layout = LogitsLayout(scale, cap, sinks=sinks, shifted=shifted)
     bias = centred(constant, seen) if shifted else constant.masked_fill(~seen, 0.0)
     if bias.abs().max() <= CLOSE:
@@ -71,9 +71,21 @@ def _scale_and_cap(
     if straight < 1e-6 and _apart(large, 1e6 * scale * products, seen) < 1e-6:
         return _ratio(logits - constant, products, seen), None
     cap = float(large[seen].abs().max())
-    if _apart(logits - constant, cap * torch.tanh(scale * products / cap), seen) > 1e-6:
+    sizes = ((1.0, logits - constant), (1e6, large))
+    if any(_apart(ours, cap * torch.tanh(factor * scale * products / cap), seen) > 1e-6 for factor, ours in sizes):
         raise UnreadableError("its logits are bent otherwise than by a soft-cap")
     return scale, cap
+
+
+def _scale_of_differences(place: Place, products: Tensor, logits: Tensor, constant: Tensor, seen: Tensor) -> float:
+    """The factor from products to logits without what a row has in common, the same for products of any size."""
+    start, products = centred(constant, seen), centred(products, seen)
+    scale = _ratio(centred(logits, seen) - start, products, seen)
+    for factor in (1e-6, 1e6) if place.call.product is not None else ():
+        ours = centred(place.grid.products(with_products(place.call, factor)), seen) - start
+        if _apart(ours, factor * scale * products, seen) > 1e-6:
+            raise UnreadableError("its logits are bent otherwise than by a soft-cap")
+    return scale
 
 
 def _ratio(ours: Tensor, products: Tensor, seen: Tensor, close: float = CLOSE) -> float:

@@ -1,7 +1,7 @@
 """What discovery found in a model, kept with the model while nothing that it rests on changes.
 
-That is: names and shapes of tensors, the configuration, the numbers in buffers, and plain attributes of modules such as
-a window or a scale. Numbers of parameters do not count: a layout has none of them. Facts that a forward pass changes by
+That is: names and shapes of tensors, the configuration, the numbers in buffers, and settings of modules such as a
+window or a scale. Numbers of parameters do not count: a layout has none of them. Facts that a forward pass changes by
 itself, such as counters, do not count either.
 """
 
@@ -22,12 +22,10 @@ from torch.utils._pytree import tree_flatten
 
 from locater.checkpoints.sources import config_of
 from locater.errors import LocaterError
+from locater.families.plain_settings import settings_of
 
 Facts = dict[str, Any]
 Result = TypeVar("Result")
-PLAIN = (int, float, bool, str, type(None), torch.dtype)
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-LONGEST = 64  # entries of a list that counts as plain
 LARGEST = 2**22  # numbers of a tensor that are read
 
 
@@ -36,17 +34,14 @@ def facts_of(model: nn.Module) -> Facts:
     facts: Facts = {"configuration": repr(sorted(config_of(model).items(), key=lambda item: item[0]))}
     for name, parameter in model.named_parameters():
         facts[f"parameter {name}"] = None if is_lazy(parameter) else tuple(parameter.shape)
+    seen: set[int] = set()
     for path, module in model.named_modules():
         if not isinstance(module, _NormBase):  # statistics of batches are no part of attention
             for name, buffer in module.named_buffers(recurse=False):
                 facts[f"buffer {path}.{name}"] = _numbers(buffer)
-        for name, value in vars(module).items():
-            if name in OF_EVERY_MODULE:
-                continue
-            if isinstance(value, Tensor):
-                facts[f"{path}.{name}"] = _numbers(value)
-            elif _is_plain(value):
-                facts[f"{path}.{name}"] = repr(value)
+        for setting in settings_of(module, seen):
+            value = setting.value
+            facts[f"{path}.{setting.path}"] = _numbers(value) if isinstance(value, Tensor) else repr(value)
     return facts
 
 
@@ -103,12 +98,6 @@ class Memory(Generic[Result]):
         entries = self._entries.setdefault(model, {})
         entries.pop(key, None)
         entries[key] = Entry(facts, frozenset(volatile), result)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return len(value) <= LONGEST and all(isinstance(x, PLAIN) for x in value)
-    return isinstance(value, PLAIN)
 
 
 def _numbers(x: Tensor) -> tuple[Any, ...]:

@@ -13,10 +13,11 @@ from locater.checkpoints.weights import WRAPPERS, Weights
 from locater.families.discovered_vectors import VectorLayout
 from locater.families.norm import Norm, NormKind
 from locater.numerics import upcast
-from locater.tape import Made, Node, Tape
+from locater.tape import Made, Node, Tape, replay
 
 CLOSE = 1e-6  # of the output's standard deviation; many norms compute in float32 inside a float64 model
 GAINS, BIASES = ("weight", "scale", "gamma", "g"), ("bias", "beta", "b")
+SIZES = (1e-3, 1e3)  # of inputs, beside the example's own
 USUAL_EPS = (1e-6, 1e-5, 1e-12, 0.0)
 
 
@@ -60,11 +61,13 @@ def may_be_norm(tape: Tape, node: Node) -> bool:
     return named and not any(p.squeeze().ndim > 1 for p in made.module.parameters())
 
 
-def fitted(made: Made, x: Tensor, y: Tensor) -> NormLayout | None:
-    """The norm with norm(x) = y, from the tensors of its module; None where no formula fits."""
+def fitted(made: Made, x: Tensor, y: Tensor, node: Node) -> NormLayout | None:
+    """The norm with norm(x) = y, from the tensors of its module; None where no formula fits, also to inputs that are
+    much smaller or larger. `node` is what the module returned.
+    """
     gain, bias = _tensor(made.module, GAINS), _tensor(made.module, BIASES)
     kinds: tuple[NormKind, ...] = ("layer", "rms")
-    best, layout = CLOSE, None
+    best, layout, norm = CLOSE, None, Norm()
     offsets = (0.0, 1.0) if gain else (0.0,)
     for kind, eps, offset in product(kinds, _eps(made.module), offsets):
         factor = None if gain is None else getattr(made.module, gain) + offset
@@ -73,6 +76,11 @@ def fitted(made: Made, x: Tensor, y: Tensor) -> NormLayout | None:
         if error < best * (0.5 if layout else 1):
             best = error
             layout = NormLayout(kind, _path(made, gain), offset, _path(made, bias), eps)
+            norm = Norm(kind, factor, shift, eps)
+    for size in SIZES if layout is not None else ():
+        given = size * made.source.value
+        if apart(norm(given), replay(node, {made.source: given})) > 10 * CLOSE:
+            return None
     return layout
 
 

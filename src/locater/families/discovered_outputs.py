@@ -149,7 +149,7 @@ def _norm(tape: Tape, way: _Way, order: Tensor, size: int) -> tuple[NormLayout |
         return None, False
     node = way.norms[0]
     made = tape.made[node]
-    layout, width = fitted(made, made.source.value, node.value), node.value.shape[-1]
+    layout, width = fitted(made, made.source.value, node.value, node), node.value.shape[-1]
     if layout is None:
         raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
     if way.gated and way.gated[0].order < node.order:

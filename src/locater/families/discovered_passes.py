@@ -92,7 +92,8 @@ def process_state_kept() -> Iterator[None]:
     numpy = np.random.get_state()  # noqa: NPY002 (that of the process)
     dtype = torch.get_default_dtype()
     try:
-        yield
+        with torch.inference_mode(False), torch.device("cpu"):
+            yield
     finally:
         torch.default_generator.set_state(before)
         random.setstate(python)
@@ -149,7 +150,7 @@ def _arguments(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
         name: x.detach().to("cpu", torch.float64) if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in example.items()
     }
-    inputs = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    inputs = {name: x.detach().cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs.setdefault("use_cache", False)
     return inputs

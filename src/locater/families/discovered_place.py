@@ -142,7 +142,7 @@ def _latent(tape: Tape, linear: LinearMap, path: str) -> Latent | None:
         low = moved_from(made.source, is_map)
         if low is None:
             return None
-        layout = fitted(made, made.source.value, start.value)
+        layout = fitted(made, made.source.value, start.value, start)
         if layout is None:
             raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
         norm, norms, start = layout, ((start, made.source),), low
@@ -160,7 +160,7 @@ def _front(tape: Tape, linear: LinearMap) -> tuple[NormLayout, Tensor]:
     if norm is not None:
         made = tape.made[norm]
         stream = replay(linear.source, {norm: made.source.value})
-        layout = fitted(made, stream, linear.source.value)
+        layout = fitted(made, stream, linear.source.value, norm)
         if layout is not None:
             return layout, stream
     return NormLayout(), linear.source.value

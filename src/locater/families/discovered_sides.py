@@ -46,7 +46,7 @@ def heads_of(tape: Tape, part: Side, order: Tensor, tokens: Tensor) -> Heads:
         raise UnreadableError("more than one norm is between its map and its queries or keys")
     node = part.norms[0]
     made = tape.made[node]
-    layout = fitted(made, made.source.value, node.value)
+    layout = fitted(made, made.source.value, node.value, node)
     if layout is None:
         raise UnreadableError(f"the norm {made.path} ({type(made.module).__name__}) follows no known formula")
     width, size = node.value.shape[-1], wiring.sources.shape[1]

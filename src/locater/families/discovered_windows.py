@@ -23,6 +23,7 @@ from locater.families.discovered_masks import read_mask
 from locater.families.discovered_norms import plain
 from locater.families.discovered_passes import Copy, Pass
 from locater.families.discovered_place import captured_logits, place_of
+from locater.families.plain_settings import Setting, settings_of
 
 SETTING = re.compile(r"(?!max_window_layers).*window.*|attention_chunk_size|local_attention")
 SIZES = (6, 4)
@@ -38,30 +39,30 @@ Mask = LogitsLayout | str  # a mask, or why it cannot be read
 
 
 @dataclass(frozen=True)
-class Setting:
-    """An attribute of a module or a configuration that may be the size of a window."""
+class WindowSetting:
+    """A setting that may be the size of a window."""
 
-    owner: Any
-    name: str
-    value: int
-    paths: tuple[str, ...]  # of the modules that have it or its configuration
+    setting: Setting
+    paths: tuple[str, ...]  # of the modules that it concerns
 
 
-def window_settings(model: nn.Module, length: int) -> list[list[Setting]]:
-    """Settings that are longer than the example; those with the same name and value together."""
-    owners: dict[int, tuple[Any, list[str]]] = {}
+def window_settings(model: nn.Module, length: int) -> list[list[WindowSetting]]:
+    """Settings that an example of this length does not show; those with the same name and value together."""
+    holders: dict[int, list[str]] = {}  # of each configuration
     for path, module in model.named_modules():
-        owners.setdefault(id(module), (module, []))[1].append(plain(path))
         config = getattr(module, "config", None)
-        for part in _configs(config):
-            paths = owners.setdefault(id(part), (part, []))[1]
-            if part is config or path == "":
-                paths.append(plain(path))
-    groups: dict[tuple[str, int], list[Setting]] = {}
-    for owner, paths in owners.values():
-        for name, value in vars(owner).items():
-            if SETTING.fullmatch(name) and type(value) is int and value >= length:
-                groups.setdefault((name, value), []).append(Setting(owner, name, value, _own(paths)))
+        if config is not None:
+            holders.setdefault(id(config), []).append(plain(path))
+    groups: dict[tuple[str, int], list[WindowSetting]] = {}
+    seen: set[int] = set()
+    modules = list(model.named_modules())
+    for path, module in reversed(modules):  # inner ones first: a configuration belongs to the part that has it
+        for setting in settings_of(module, seen):
+            if not SETTING.fullmatch(setting.name) or type(setting.value) is not int or setting.value < length - 1:
+                continue
+            shared = holders.get(id(getattr(module, "config", None)), []) if setting.path.startswith("config.") else []
+            found = WindowSetting(setting, _own([plain(path), *shared]))
+            groups.setdefault((setting.name, setting.value), []).append(found)
     return list(groups.values())
 
 
@@ -70,31 +71,31 @@ def _own(paths: list[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if path) or ("",)
 
 
-def _concerned(name: str, settings: list[Setting]) -> bool:
+def _concerned(name: str, settings: list[WindowSetting]) -> bool:
     """Whether a layer is inside a module that has one of the settings."""
     paths = {path for setting in settings for path in setting.paths}
     return "" in paths or any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 @contextlib.contextmanager
-def made_small(settings: list[Setting], size: int) -> Iterator[None]:
+def made_small(settings: list[WindowSetting], size: int) -> Iterator[None]:
     """Every setting is `size` inside."""
     try:
         for setting in settings:
-            vars(setting.owner)[setting.name] = size
+            setting.setting.put(size)
         yield
     finally:
         for setting in settings:
-            vars(setting.owner)[setting.name] = setting.value
+            setting.setting.put(setting.setting.value)
 
 
 def with_windows(
-    copied: Copy, layouts: Mapping[int, AttentionLayout], groups: list[list[Setting]], length: int
+    copied: Copy, layouts: Mapping[int, AttentionLayout], groups: list[list[WindowSetting]], length: int
 ) -> dict[int, AttentionLayout]:
     """Layouts, by number of their call, with the windows that show in passes with small settings."""
     result = dict(layouts)
     for settings in groups:
-        name, value = settings[0].name, settings[0].value
+        name, value = settings[0].setting.name, settings[0].setting.value
         concerned = {n: layout for n, layout in layouts.items() if _concerned(layout.name, settings)}
         masks = _masks(copied, concerned, settings) if length >= SHORTEST else None
         for number, layout in concerned.items():
@@ -147,7 +148,7 @@ def _rule(mask: LogitsLayout) -> tuple[Any, ...]:
 
 
 def _masks(
-    copied: Copy, layouts: Mapping[int, AttentionLayout], settings: list[Setting]
+    copied: Copy, layouts: Mapping[int, AttentionLayout], settings: list[WindowSetting]
 ) -> list[dict[int, Mask]] | None:
     """The masks of every call at each of SIZES; None where the setting shows in none, and may act all the same."""
     with contextlib.suppress(LocaterError):
@@ -160,7 +161,7 @@ def _masks(
 
 
 def _masks_at(
-    run: Callable[[None], Pass], layouts: Mapping[int, AttentionLayout], settings: list[Setting], size: int
+    run: Callable[[None], Pass], layouts: Mapping[int, AttentionLayout], settings: list[WindowSetting], size: int
 ) -> dict[int, Mask]:
     with made_small(settings, size):
         done = run(None)
@@ -203,12 +204,3 @@ def _without_initialization() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[None] = no_init_weights()
     return context
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and those inside it."""
-    if hasattr(config, "to_dict"):
-        yield config
-        for inner in vars(config).values():
-            if hasattr(inner, "to_dict"):
-                yield from _configs(inner)

@@ -132,7 +132,7 @@ def logit_bound(layer: AttentionLayer) -> Tensor | None:
 
 
 def _product_bound(layer: AttentionLayer) -> Tensor | None:
-    if layer.bias is not None or layer.relative is not None:
+    if layer.bias is not None or layer.relative is not None or layer.unknown_logits is not None:
         return None
     q = _longest(layer, layer.query, layer.heads, layer.norm, layer.query_norm)
     k = _longest(layer, layer.key, layer.kv_heads, layer.key_side_norm, layer.key_norm)
