@@ -173,6 +173,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vitmatte": {"convstream_hidden_sizes": [16, 32, 64], "fusion_hidden_sizes": [64, 32, 16, 8]},
     "voxtral": {"audio_config.intermediate_size": 128},
     "voxtral_realtime": {"audio_config.intermediate_size": 128},
+    "xclip_vision_model": {"num_frames": 2},
+    "xmod": {"default_language": "en_XX"},
 }
 
 # types without a model class of their own: the type that they are a part of, and the name of the part in its model

@@ -156,14 +156,13 @@ def _classes_of_files(configuration: type[PretrainedConfig]) -> Iterator[type[Pr
 
 
 def _takes(kind: type[PreTrainedModel], configuration: type[PretrainedConfig]) -> bool:
-    """Whether a class is made from a configuration: by the annotation of its first argument, else by `config_class`,
-    which a class for a part of a model may inherit from the class for the whole.
+    """Whether a class is made from a configuration: by `config_class`, or by the annotation of its first argument, as a
+    class for a part of a model may inherit `config_class` from the class for the whole.
     """
     arguments = list(inspect.signature(kind.__init__).parameters.values())[1:]
     annotation = str(arguments[0].annotation) if arguments else ""
-    if "Config" not in annotation or "PreTrainedConfig" in annotation:
-        return getattr(kind, "config_class", None) is configuration
-    return re.search(rf"\b{configuration.__name__}\b", annotation) is not None
+    named = re.search(rf"\b{configuration.__name__}\b", annotation) is not None
+    return named or getattr(kind, "config_class", None) is configuration
 
 
 def _configuration(model_type: str) -> PretrainedConfig:
