@@ -352,3 +352,16 @@ def test_controls_act_on_such_layers_or_refuse_them_in_one_line() -> None:
     for refusing in (QKClip(), Mimetic()):
         with pytest.raises(LocaterError, match="rows of several maps"):
             refusing.attach(model)
+
+
+class LeastNumber(Attention):
+    """Masks by the least number of its weights' dtype times a tensor of the default dtype, as ProphetNet does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (1.0 - torch.ones(x.shape[1], dtype=torch.int64)) * torch.finfo(self.q.weight.dtype).min
+        self.logits = self.queries(x) @ self.keys(x).mT * 0.3 + hidden
+        return self.out((self.logits.softmax(-1) @ self.values(x)).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_that_overflows_in_the_default_dtype() -> None:
+    assert not locater.discover(Block(LeastNumber), X).gaps

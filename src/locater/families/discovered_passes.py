@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.errors import LocaterError, first_line
-from locater.families.discovered_calls import Call, attention_calls
+from locater.families.discovered_calls import FUSED, SOFTMAX, Call, attention_calls
 from locater.families.discovered_copy import light_copy, parameter_versions
 from locater.families.discovered_memory import changed, facts_of
 from locater.families.example_inputs import example_inputs
@@ -124,12 +124,21 @@ def _run(model: nn.Module, inputs: dict[str, Any], seed: int | None, where: str)
 
 def _taped(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tape, bool]:
     """(a pass on tape, whether it drew random numbers), in float64 as far as the model lets it: some compare dtypes,
-    some mask in the default one.
+    some mask in the default one: the least float64 is -inf in float32, and 0 times that is NaN.
     """
+    unclear: tuple[Tape, bool] | None = None
     for precise, default in ((True, torch.get_default_dtype()), (True, torch.float64)):
         with contextlib.suppress(Exception):
-            return _once(model, inputs, precise, default)
-    return _once(model, inputs, False, torch.get_default_dtype())
+            taped = _once(model, inputs, precise, default)
+            if not _has_nan(taped[0]):
+                return taped
+            unclear = unclear or taped
+    return unclear or _once(model, inputs, False, torch.get_default_dtype())
+
+
+def _has_nan(tape: Tape) -> bool:
+    """Whether an attention of a pass has weights or results that are no numbers."""
+    return any(bool(node.value.isnan().any()) for node in tape.nodes if node.name in (FUSED, *SOFTMAX))
 
 
 def _once(model: nn.Module, inputs: dict[str, Any], precise: bool, default: torch.dtype) -> tuple[Tape, bool]:

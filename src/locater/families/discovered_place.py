@@ -93,6 +93,8 @@ def side(tape: Tape, node: Node, what: str, path: str, transposed: bool = False)
         transposed,
     )
     latents, streams, fronts = zip(*(_source(tape, linear, path) for linear in maps), strict=True)
+    if not all(bool(stream.isfinite().all()) for stream in streams):
+        raise UnreadableError(f"what its {what} are computed from has infinite numbers or none (NaN)")
     if any(
         front != fronts[0] or not torch.equal(stream, streams[0]) for stream, front in zip(streams, fronts, strict=True)
     ):
