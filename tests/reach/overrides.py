@@ -171,7 +171,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "vitmatte": {"convstream_hidden_sizes": [16, 32, 64], "fusion_hidden_sizes": [64, 32, 16, 8]},
-    "voxtral": {"audio_config.intermediate_size": 128},
+    "voxtral": {"audio_config.intermediate_size": 128, "audio_token_id": 150},
     "voxtral_realtime": {"audio_config.intermediate_size": 128},
     "xclip_vision_model": {"num_frames": 2},
     "xmod": {"default_language": "en_XX"},
