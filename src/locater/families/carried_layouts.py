@@ -114,8 +114,8 @@ class _Carrier:
         if (stack, number) not in self._matches:
             same = [at for at in range(stack.small) if self._same(stack, at, number)]
             later = [at for at in same if at]
-            chosen = [at for at in same if not at] if number == 0 else later or same
-            self._matches[stack, number] = chosen
+            first = same[:1] if 0 in same else []
+            self._matches[stack, number] = first if number == 0 else later or same
         return self._matches[stack, number]
 
     def _by_layer(self, paths: Iterable[str]) -> dict[tuple[Stack, int], set[str]]:

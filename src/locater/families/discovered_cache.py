@@ -115,6 +115,6 @@ def _layout(document: Any) -> AttentionLayout:
 def _code() -> str:
     """A hash of the code that decides what is discovered."""
     root, digest = Path(locater.__file__).parent, hashlib.sha256()
-    for path in sorted(path for room in CODE for path in (root / room).glob("*.py")):
+    for path in sorted(path for room in CODE for path in (root / room).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

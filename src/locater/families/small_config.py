@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +149,7 @@ def _is_depth(name: str, alias: str) -> bool:
     return any(DEPTH.fullmatch(x) and not NO_DEPTH.fullmatch(x) for x in (name, alias) if x)
 
 
-def _chosen(depth: int, lists: dict[str, Sequence[Any]], count: int) -> Sequence[int]:
+def _chosen(depth: int, lists: Mapping[str, Sequence[Any]], count: int) -> Sequence[int]:
     """The first layer, and of each kind the first two others: two layers tell what is the same in all."""
     telling = [value for name, value in lists.items() if not OTHER_PARTS.search(name)]
     kinds: dict[str, list[int]] = {}
