@@ -365,3 +365,26 @@ class LeastNumber(Attention):
 
 def test_a_mask_that_overflows_in_the_default_dtype() -> None:
     assert not locater.discover(Block(LeastNumber), X).gaps
+
+
+class OverQueries(Attention):
+    """Weights sum to 1 over queries: slots, no attention of queries over keys."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.queries(x) @ self.keys(x).mT).softmax(-2)
+        return self.out((weights @ self.values(x)).transpose(1, 2).flatten(2))
+
+
+class LikeTheStream(Attention):
+    """Factors of positions are cast to the dtype of the stream, as cosines often are."""
+
+    def queries(self, x: Tensor) -> Tensor:
+        return super().queries(x) * torch.full((1,), 2.0).to(x)
+
+
+def test_a_softmax_over_queries_is_no_attention_and_a_cast_is_no_stream() -> None:
+    discovered = locater.discover(Block(OverQueries), X)
+    assert not discovered.layers
+    discovered = locater.discover(Block(LikeTheStream), X)
+    assert not discovered.gaps
+    assert discovered.layers[0].scale == pytest.approx(0.6)

@@ -50,13 +50,19 @@ def attention_calls(tape: Tape, with_parameters: set[str]) -> Iterator[Call]:
         if node.name == FUSED and node.part is None:
             arguments = {**dict(zip(("query", "key", "value"), node.args, strict=False)), **node.kwargs}
             yield Call(path, arguments["query"], arguments["key"], False, node)
-        elif node.name in SOFTMAX and node.moving and node.inputs:
+        elif node.name in SOFTMAX and node.moving and node.inputs and _over_last_axis(node):
             products = list(_products(tape, node.inputs[0]))
             if products:  # the first is that of contents, where distances have products of their own
                 product = min(products, key=lambda n: n.order)
                 query, key = product.inputs[-2:]
                 logits, sink = _without_sink(_before_shift(_before_casts(node.inputs[0])), product)
                 yield Call(path, query, key, True, node, product, logits, sink)
+
+
+def _over_last_axis(softmax: Node) -> bool:
+    """Whether weights sum to 1 over the last axis, that of keys. Over queries or heads they are of another kind."""
+    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
+    return dim in (-1, softmax.value.ndim - 1)
 
 
 def _products(tape: Tape, logits: Node) -> Iterator[Node]:

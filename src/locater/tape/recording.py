@@ -28,6 +28,7 @@ ASSIGNING = ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__")
 VIEWS = frozenset(
     "__getitem__ view transpose narrow select permute unsqueeze squeeze __get__ chunk split reshape".split()
 )
+LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")  # of a second tensor these take dtype or shape alone
 FILLED = ("new_", "zeros", "ones", "empty", "full", "rand")  # values of these do not depend on their argument
 
 
@@ -210,6 +211,7 @@ class Tape(TorchFunctionMode):
         in_place: bool = False,
     ) -> None:
         inputs = [y for y in tree_flatten((args, kwargs))[0] if isinstance(y, Node)]
+        inputs = inputs[:1] if name in LIKE else inputs
         from_ids = any(y.from_ids for y in inputs)
         moving = any(y.moving for y in inputs) and not name.startswith(FILLED)
         moving |= name == "embedding" and from_ids
