@@ -18,8 +18,8 @@ from locater.families.discovered_cache import VARIABLE
 from locater.families.discovered_disk import discovered_on_disk
 from locater.families.layer import AttentionLayer
 
-NUMBERS = ("heads", "kv_heads", "head_dim", "scale", "softcap", "causal", "window", "kind", "norm_last")
-UNKNOWN = ("unknown_logits", "unknown_output")
+NUMBERS = ("heads", "kv_heads", "head_dim", "scale", "softcap", "causal", "window", "chunk", "kind", "norm_last")
+UNKNOWN = ("unknown_scale", "unknown_logits", "unknown_mask", "unknown_output")
 
 
 def from_disk(model: nn.Module, live: Discovered) -> dict[str, Any]:
