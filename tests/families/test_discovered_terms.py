@@ -181,3 +181,49 @@ def test_a_mistake_in_a_table_or_a_sink_is_refused() -> None:
         result: AttentionLayout = verified(replace(layout, logits=how), second, second.calls[0])
         assert "logits differ" in str(result.unknown_logits)
         assert result.unknown_scale is None  # the scale was verified
+
+
+class Grid(Windows):
+    """A table by place, which distance alone does not decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = torch.tensor([[0, 1, 2, 3], [4, 0, 5, 6], [1, 3, 0, 2], [6, 5, 4, 0]])
+
+
+def test_a_table_of_places_is_refused_for_sequences_of_another_length() -> None:
+    example = {"x": torch.randn(2, 12, 16)}
+    (layer,) = _layers(Grid(), example).values()
+    assert layer.logits(torch.randn(1, 4, 16)).shape == (1, 2, 4, 4)
+    with pytest.raises(LocaterError, match="known for a sequence of 4 tokens, and not for one of 3"):
+        layer.logits(torch.randn(1, 3, 16))
+    (by_distance,) = _layers(Windows(), example).values()
+    assert by_distance.logits(torch.randn(1, 3, 16)).shape == (1, 2, 3, 3)
+
+
+def test_frequencies_do_not_follow_the_default_dtype() -> None:
+    model = build("Gemma", **{**BASE, **HEAD})
+    first = next(iter(_layers(model).values()))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again, fresh = (next(iter(_layers(x).values())) for x in (model, build("Gemma", **{**BASE, **HEAD})))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for layer in (again, fresh):
+        assert layer.rotary is not None
+        assert first.rotary is not None
+        assert torch.equal(layer.rotary.frequencies, first.rotary.frequencies)
+
+
+def test_norms_after_the_rotation_have_no_drive() -> None:
+    """Gains act on channels that have turned: the drive of unturned gains is that of another model."""
+    after = locater.scan(build("HunYuanDenseV1", **{**BASE, **HEAD}), details=True)
+    before = locater.scan(build("Gemma", **{**BASE, **HEAD}), details=True)
+    assert all(row.drive is None for row in after.rows)
+    assert all(row.drive is not None for row in before.rows)
+    assert any("moments are those at position 0" in note for note in after.assumptions["notes"])
+
+
+def test_an_example_is_a_mapping() -> None:
+    with pytest.raises(LocaterError, match="example is a Tensor: give a mapping"):
+        locater.discover(Windows(), torch.randn(2, 12, 16))  # type: ignore[arg-type]

@@ -92,6 +92,10 @@ def discover(model: nn.Module, example: Mapping[str, Any] | None = None) -> Disc
     """
     if not isinstance(model, nn.Module):
         raise LocaterError(f"{model!r:.60} is not a live model: discovery runs an nn.Module, so load the model first")
+    if example is not None and not isinstance(example, Mapping):
+        raise LocaterError(
+            f"example is a {type(example).__name__}: give a mapping from names of arguments of forward to inputs"
+        )
     return discovered_in(ModuleWeights(model), example)
 
 

@@ -143,4 +143,4 @@ class AttentionLayout:
     def _rotary(self) -> Rotary | None:
         if not self.frequencies:
             return None
-        return Rotary(torch.tensor(self.frequencies), self.amplitude, self.first_position)
+        return Rotary(torch.tensor(self.frequencies, dtype=torch.float32), self.amplitude, self.first_position)

@@ -92,6 +92,7 @@ def process_state_kept() -> Iterator[None]:
     numpy = np.random.get_state()  # noqa: NPY002 (that of the process)
     dtype = torch.get_default_dtype()
     try:
+        torch.set_default_dtype(torch.float32)
         with torch.inference_mode(False), torch.device("cpu"):
             yield
     finally:

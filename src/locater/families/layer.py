@@ -18,7 +18,7 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.families.bias import PositionBias
 from locater.families.norm import Norm
-from locater.families.pairs import PairTerms
+from locater.families.pairs import PairTerms, PositionsError
 from locater.families.relative import RelativeTerms
 from locater.families.rotary import Rotary, RotaryTable
 
@@ -134,13 +134,17 @@ class AttentionLayer:
         x_k = x_q if x_k is None else x_k
         q_at = torch.arange(x_q.shape[1]) if query_positions is None else query_positions
         k_at = torch.arange(x_k.shape[1]) if key_positions is None else key_positions
-        q, k = self.queries(x_q, q_at, normalized), self.keys(x_k, k_at, normalized).repeat_interleave(self.group, 1)
-        met = q @ k.mT
-        if self.relative is not None:
-            met = met + self.relative(q, k, q_at, k_at)
-        logits = self.scale * met
-        if self.bias is not None:
-            logits = logits + self.bias(q_at, k_at).to(logits)
+        try:
+            q = self.queries(x_q, q_at, normalized)
+            k = self.keys(x_k, k_at, normalized).repeat_interleave(self.group, 1)
+            met = q @ k.mT
+            if self.relative is not None:
+                met = met + self.relative(q, k, q_at, k_at)
+            logits = self.scale * met
+            if self.bias is not None:
+                logits = logits + self.bias(q_at, k_at).to(logits)
+        except PositionsError as error:
+            raise LocaterError(f"{self.name}: {error}") from None
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def visible(self, queries: int, keys: int, padding: Bool[Tensor, "B S"] | None = None) -> Bool[Tensor, "b 1 T S"]:

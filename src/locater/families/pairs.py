@@ -13,6 +13,10 @@ from torch import Tensor
 from locater.errors import LocaterError
 
 
+class PositionsError(LocaterError):
+    """Positions that a table does not have, without the name of the layer."""
+
+
 @dataclass(frozen=True)
 class PairTable:
     """Rows of a learned table by pair of positions. Pairs outside of what was read are refused."""
@@ -26,12 +30,15 @@ class PairTable:
         """
         queries, keys = queries.cpu(), keys.cpu()
         length, width = self.rows.shape
+        by_distance = self._by_distance()
+        if by_distance is None:
+            refuse_other_length(queries, length)
+            refuse_other_length(keys, width)
         if int(queries.max()) < length and int(keys.max()) < width:
             return self.rows[queries][:, keys]
-        by_distance = self._by_distance()
         ahead = keys - queries[:, None]
         if by_distance is None or int(ahead.min()) <= -length or int(ahead.max()) >= width:
-            raise LocaterError(
+            raise PositionsError(
                 f"its position terms are known for {length} x {width} positions, and not for position "
                 f"{max(int(queries.max()), int(keys.max()))}: discover the model with inputs of that size"
             )
@@ -44,6 +51,17 @@ class PairTable:
         rows = torch.full((length + width - 1,), -1).scatter_reduce(0, ahead.flatten(), self.rows.flatten(), "amax")
         known = self.rows >= 0
         return rows if torch.equal(rows[ahead][known], self.rows[known]) else None
+
+
+def refuse_other_length(positions: Tensor, length: int) -> None:
+    """Raise for the first positions of a sequence of another length than a table was read for: places of a picture of
+    another size are other places.
+    """
+    if len(positions) != length and torch.equal(positions.cpu(), torch.arange(len(positions))):
+        raise PositionsError(
+            f"its position terms are known for a sequence of {length} tokens, and not for one of {len(positions)}: "
+            "discover the model with inputs of that size"
+        )
 
 
 @dataclass(frozen=True)

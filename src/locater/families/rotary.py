@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.families.pairs import PositionsError, refuse_other_length
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ class RotaryTable:
     angles: Float[Tensor, "positions pairs"]
 
     def rotate(self, x: Float[Tensor, "*b t h"], positions: Tensor) -> Float[Tensor, "*b t h"]:
+        refuse_other_length(positions, len(self.angles))
         if int(positions.max()) >= len(self.angles):
-            raise LocaterError(
+            raise PositionsError(
                 f"its angles are known for {len(self.angles)} positions, and not for position {int(positions.max())}: "
                 "discover the model with inputs of that size"
             )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from locater.families import AttentionLayer, Rotary, effective
+from locater.families.bias import PairBias
+from locater.families.pairs import PairTerms
 from locater.findings import flags_of, key_variance
 from locater.missing import finite_or_none
 from locater.numerics import one_thread
@@ -56,7 +58,7 @@ def head_rows(layer: AttentionLayer, number: int, options: ScanOptions) -> Itera
     moments, key_bias = _moments(scaled, options.raw, statistics)
     finite = _finite_heads(moments, key_bias)
     columns = _columns(scaled, moments.select(finite), key_bias[finite], options)
-    if statistics is not None and layer.mechanism == "softmax" and not (layer.unknown_logits or layer.unknown_mask):
+    if statistics is not None and layer.mechanism == "softmax" and _weights_known(layer):
         columns |= _predicted_columns(layer, statistics, options.length, finite)
     if layer.unknown_scale is not None:
         columns = {name: column for name, column in columns.items() if name not in SCALED}
@@ -78,6 +80,12 @@ def head_rows(layer: AttentionLayer, number: int, options: ScanOptions) -> Itera
             **numbers,
             flags=flags_of({**flagged, "finite": bool(finite[head])}, options.length),
         )
+
+
+def _weights_known(layer: AttentionLayer) -> bool:
+    """Whether attention weights of any number of tokens can be computed."""
+    tables = layer.rotary_table is not None or isinstance(layer.bias, PairBias) or isinstance(layer.relative, PairTerms)
+    return not (layer.unknown_logits or layer.unknown_mask or tables)
 
 
 def row_keys(layer: AttentionLayer, length: int, keys: int | None = None) -> tuple[int, ...]:
@@ -105,6 +113,12 @@ def _moments(layer: AttentionLayer, raw: bool, statistics: Input | None) -> tupl
     return moments, folded.key_bias.cpu()
 
 
+def _norm_turned(layer: AttentionLayer) -> bool:
+    """Whether gains of query or key norms act on channels that have turned: then drives have no closed form."""
+    norms = (layer.query_norm, layer.key_norm)
+    return layer.norm_last and any(norm is not None and norm.gain is not None for norm in norms)
+
+
 def _finite_heads(moments: Moments, key_bias: Tensor) -> Tensor:
     """Which heads are finite: NaN or infinite weights, and products that overflow, show in the small matrices."""
     matrices = [m for m in (moments.query_gram, moments.key_gram, moments.cross) if m is not None]
@@ -117,7 +131,9 @@ def _columns(layer: AttentionLayer, m: Moments, key_bias: Tensor, options: ScanO
     with one_thread():
         columns = _moment_columns(m, layer.scale, key_bias, options.length)
         if m.cross is not None:
-            columns |= _spectra(m, layer.scale, columns["approximation"], options, layer.rotary)
+            columns |= _spectra(
+                m, layer.scale, columns["approximation"], options, None if _norm_turned(layer) else layer.rotary
+            )
     if layer.mechanism != "softmax":
         columns |= {name: [None] * len(key_bias) for name in SOFTMAX_ONLY if name in columns}
     return columns

@@ -16,6 +16,7 @@ from torch import nn
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, open_source, read_source
+from locater.families.bias import PairBias
 from locater.families.coverage import folded_paths, unread
 from locater.families.joined import norm_inside
 from locater.families.normed import NormedProjection
@@ -214,6 +215,10 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
         notes.append(
             "norms inside query and key maps (latents, norms over all heads) in mean field, as stored weights too"
         )
+    if any(x.norm_last and (x.query_norm or x.key_norm) for x in layers):
+        notes.append("norms of queries and keys after the rotation: moments are those at position 0, without drives")
+    if any(x.unknown_mask or x.rotary_table or isinstance(x.bias, PairBias) for x in layers):
+        notes.append("masks or positions that are known for the example alone: no entropy is predicted there")
     if any(x.rotary or x.rotary_table for x in layers):
         notes.append("rotary positions: moments are those at offset 0")
     if any(x.bias or x.relative or x.softcap or x.sinks is not None for x in layers):
