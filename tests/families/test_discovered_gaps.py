@@ -206,6 +206,24 @@ def test_a_window_that_shows_in_no_mask_is_refused() -> None:
     assert layer.unknown_output is None
 
 
+class Masked(Model):
+    """Its window acts only where a mask is given; and the parts of a model have settings of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.config = Unmoved(), None
+        self.attn.window = None  # type: ignore[assignment]
+        self.attn.config = {"sliding_windows": [[16, 4]]}  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_window_that_may_need_a_mask_is_not_taken_for_none() -> None:
+    (layer,) = locater.discover(Masked(), EXAMPLE).layers
+    assert "sliding_windows = 16" in str(layer.unknown_mask)
+
+
 class Shorter(Model):
     """A second layer that only runs in short sequences."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -55,20 +56,13 @@ def window_settings(model: nn.Module, length: int) -> list[list[WindowSetting]]:
             holders.setdefault(id(config), []).append(plain(path))
     groups: dict[tuple[str, int], list[WindowSetting]] = {}
     seen: set[int] = set()
-    modules = list(model.named_modules())
-    for path, module in reversed(modules):  # inner ones first: a configuration belongs to the part that has it
+    for path, module in model.named_modules():
         for setting in settings_of(module, seen):
             if not SETTING.fullmatch(setting.name) or type(setting.value) is not int or setting.value < length - 1:
                 continue
-            shared = holders.get(id(getattr(module, "config", None)), []) if setting.path.startswith("config.") else []
-            found = WindowSetting(setting, _own([plain(path), *shared]))
-            groups.setdefault((setting.name, setting.value), []).append(found)
+            inside = [plain(path)] if setting.owner is module else holders.get(id(setting.owner), [""])
+            groups.setdefault((setting.name, setting.value), []).append(WindowSetting(setting, tuple(inside)))
     return list(groups.values())
-
-
-def _own(paths: list[str]) -> tuple[str, ...]:
-    """Paths without the whole model, where a part of it has the same configuration."""
-    return tuple(path for path in paths if path) or ("",)
 
 
 def _concerned(name: str, settings: list[WindowSetting]) -> bool:
@@ -155,6 +149,9 @@ def _masks(
         masks = [_masks_at(copied.run, layouts, settings, size) for size in SIZES]
         if any(_differs(mask, layouts[number].logits) for sized in masks for number, mask in sized.items()):
             return masks
+    arguments = inspect.signature(copied.model.forward).parameters
+    if "attention_mask" in arguments and "attention_mask" not in copied.inputs:
+        return None  # some models make windows only where they are given a mask
     with contextlib.suppress(LocaterError):
         return [_masks_at(lambda _: copied.run_other(_made_anew(copied)), layouts, settings, size) for size in SIZES]
     return None

@@ -25,6 +25,7 @@ class Setting:
     name: str  # of the attribute or key; entries of a list have that of the list
     value: Any
     put: Callable[[Any], None]
+    owner: Any  # the module or configuration that has it
 
 
 def settings_of(module: nn.Module, seen: set[int]) -> Iterator[Setting]:
@@ -33,14 +34,14 @@ def settings_of(module: nn.Module, seen: set[int]) -> Iterator[Setting]:
     """
     for name, value in list(vars(module).items()):
         if name not in OF_EVERY_MODULE:
-            yield from _walk(value, name, name, partial(_put_attribute, module, name), seen, DEEPEST)
+            yield from _walk(value, name, name, partial(_put_attribute, module, name), seen, DEEPEST, module)
 
 
 def _walk(
-    value: Any, path: str, name: str, put: Callable[[Any], None], seen: set[int], depth: int
+    value: Any, path: str, name: str, put: Callable[[Any], None], seen: set[int], depth: int, owner: Any
 ) -> Iterator[Setting]:
     if isinstance(value, (*PLAIN, Tensor)):
-        yield Setting(path, name, value, put)
+        yield Setting(path, name, value, put, owner)
         return
     if depth == 0 or id(value) in seen:
         return
@@ -56,9 +57,10 @@ def _walk(
         return
     if not isinstance(value, tuple):
         seen.add(id(value))
+    owner = value if hasattr(value, "__dict__") else owner
     for place, (key, x, put_inner) in enumerate(inner[:LONGEST]):
         step = place if isinstance(value, list | tuple) else key
-        yield from _walk(x, f"{path}.{step}", str(key), put_inner, seen, depth - 1)
+        yield from _walk(x, f"{path}.{step}", str(key), put_inner, seen, depth - 1, owner)
 
 
 def _is_record(value: Any) -> bool:
