@@ -18,6 +18,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "align_vision_model": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640},
     "aria": {"projector_patch_to_query_dict": {16: 8}},
+    "audio-spectrogram-transformer": {"max_length": 64},
     "bamba": {"attn_layer_indices": [1]},
     "blip-2": {"image_token_index": 150},
     "blt": {
