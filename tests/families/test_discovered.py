@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import locater
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, effective
-from locater.families.discovered_errors import UnreadableError
-from locater.families.discovered_layout import AttentionLayout
-from locater.families.discovered_passes import Copy, Pass
-from locater.families.discovered_reading import read_layout
-from locater.families.discovered_verifying import verified
+from locater.families.discovery.errors import UnreadableError
+from locater.families.discovery.layout import AttentionLayout
+from locater.families.discovery.passes import Copy, Pass
+from locater.families.discovery.reading import read_layout
+from locater.families.discovery.verifying import verified
 from tests import parity
 
 transformers = pytest.importorskip("transformers")

@@ -19,12 +19,13 @@ import locater
 from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import ModuleWeights, Rows, Weights
 from locater.errors import LocaterError
-from locater.families import discovered_disk, reading
-from locater.families.carried_layouts import DIFFERENT, UNCLEAR, Searched, carried
-from locater.families.discovered import search
-from locater.families.layer_kinds import Kinds
+from locater.families.discovery import disk as discovered_disk
+from locater.families.discovery import reading
+from locater.families.discovery.carried_layouts import DIFFERENT, UNCLEAR, Searched, carried
+from locater.families.discovery.layer_kinds import Kinds
+from locater.families.discovery.searching import search
+from locater.families.discovery.small_config import CUTS, changed_settings, small_config
 from locater.families.reading import layers_of
-from locater.families.small_config import CUTS, changed_settings, small_config
 from tests.conftest import Result
 from tests.families.test_discovered import BASE, GPT, HEAD, build
 from tests.reach.on_disk import differences, discovered_from

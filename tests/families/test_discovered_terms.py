@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import locater
 from locater.errors import LocaterError
 from locater.families import AttentionLayer
-from locater.families.discovered_layout import AttentionLayout, TableLayout
-from locater.families.discovered_passes import Copy
-from locater.families.discovered_reading import read_layout
-from locater.families.discovered_verifying import verified
+from locater.families.discovery.layout import AttentionLayout, TableLayout
+from locater.families.discovery.passes import Copy
+from locater.families.discovery.reading import read_layout
+from locater.families.discovery.verifying import verified
 from tests import parity
 from tests.families.test_discovered import BASE, HEAD, build
 

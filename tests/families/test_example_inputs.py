@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, CLIPConfig, CLIPModel, GPT2Config, T5Config, ViTConfig, WhisperConfig
 
 from locater.errors import LocaterError
-from locater.families.example_inputs import example_inputs
+from locater.families.discovery.example_inputs import example_inputs
 
 SMALL = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16)
 CONFIGS = {

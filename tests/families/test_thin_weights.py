@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from locater.families.discovered_copy import light_copy
-from locater.families.thin_weights import LARGE, ThinProducts, is_thin, redraw
+from locater.families.discovery.copy import light_copy
+from locater.families.discovery.thin_weights import LARGE, ThinProducts, is_thin, redraw
 
 
 def large() -> nn.Module:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from locater.checkpoints.sources import open_source
-from locater.families.discovered import Discovered
-from locater.families.discovered_cache import VARIABLE
-from locater.families.discovered_disk import discovered_on_disk
+from locater.families.discovery.cache import VARIABLE
+from locater.families.discovery.disk import discovered_on_disk
+from locater.families.discovery.searching import Discovered
 from locater.families.layer import AttentionLayer
 
 NUMBERS = ("heads", "kv_heads", "head_dim", "scale", "softcap", "causal", "window", "chunk", "kind", "norm_last")

@@ -30,7 +30,7 @@ from locater import families
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like
-from locater.families.discovered import NO_SOFTMAX, Discovered, discover
+from locater.families.discovery.searching import NO_SOFTMAX, Discovered, discover
 from locater.families.layer import AttentionLayer
 from locater.families.registry import BUILT_IN
 from locater.observing.rows import tower_of

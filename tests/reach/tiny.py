@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import unread
-from locater.families.example_inputs import example_inputs
+from locater.families.discovery.example_inputs import example_inputs
 from tests.reach.overrides import OVERRIDES, PART_OF
 from tests.reach.sizes import LAYERS, OPEN, SIZES, VOCABULARY, rotary_sections, size_of
 

@@ -2,7 +2,7 @@
 
 from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import Weights
-from locater.families.discovered import Discovered, discover
+from locater.families.discovery.searching import Discovered, discover
 from locater.families.effective import Effective, Tokens, effective
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm

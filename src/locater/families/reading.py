@@ -15,8 +15,8 @@ from locater.families import timm, torch_mha
 from locater.families.build import check_layer, integer
 from locater.families.by_name import layers_by_name
 from locater.families.coverage import unread
-from locater.families.discovered import discovered_in
-from locater.families.discovered_disk import discovered_on_disk
+from locater.families.discovery.disk import discovered_on_disk
+from locater.families.discovery.searching import discovered_in
 from locater.families.layer import AttentionLayer
 from locater.families.record import Reader
 from locater.families.refusal import contradiction, only_a_part, unknown_architecture

@@ -1,0 +1,90 @@
+"""Discovery for a checkpoint on disk whose architecture has no record, from its config.json.
+
+The class that config.json names is built twice: in full without weights (meta device), for the names and shapes of all
+tensors, and small with random weights (`small_config`), to be discovered and verified. The layouts are carried over to
+all layers (`carried_layouts`), and tensors are read from disk by their names there (`checkpoints.renamed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from locater.checkpoints.renamed import Origin, Origins, RenamedWeights, origins_of
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import ModuleWeights, Weights
+from locater.errors import LocaterError
+from locater.families.coverage import attention_like
+from locater.families.discovery.cache import Kept, cache_file, keep, kept
+from locater.families.discovery.carried_layouts import Searched
+from locater.families.discovery.searching import Discovered, Refusal
+from locater.families.discovery.small_models import built, described, search_small
+from locater.families.discovery.tree import tensor_names
+
+NO_PLACE = "the model that config.json describes has no place for it"
+
+
+def discovered_on_disk(weights: Weights, config: Config, example: Mapping[str, Any] | None = None) -> Discovered:
+    """Attention layers of a checkpoint, found in a small model of its class. `example` as for `discover`."""
+    path = None if example is not None else cache_file(weights, config)
+    content = kept(path)
+    if content is None:
+        with _quiet():
+            content = _searched(weights, config, example)
+        keep(path, content)
+    renamed = RenamedWeights(weights, content.origins)
+    searched = content.searched
+    layers = [layout.build(renamed, index) for index, layout in enumerate(searched.layouts)]
+    return Discovered(layers, searched.refused, searched.unreached)
+
+
+def _searched(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> Kept:
+    """What a search finds, for the whole checkpoint, and where each of its tensors is on disk."""
+    kind, settings = described(weights, config)
+    full = built(kind, settings, "meta", weights.where)
+    origins, whole = origins_of(weights, full), ModuleWeights(full)
+    searched = search_small(weights, kind, settings, whole, example)
+    unused = RenamedWeights(weights, {name: Origin((name,)) for name in origins.unused})
+    refused = [*searched.refused, *(Refusal(path, NO_PLACE) for path in attention_like(unused))]
+    known = set(whole.names())
+    names = dict.fromkeys(name for layout in searched.layouts for name in tensor_names(layout, known))
+    stored = {name: _stored(weights, origins, name, whole.shape(name)) for name in names}
+    return Kept(Searched(searched.layouts, refused, searched.unreached), stored)
+
+
+def _stored(weights: Weights, origins: Origins, name: str, shape: tuple[int, ...]) -> Origin:
+    """Where a tensor of the model is on disk; refused where it is not there, or not of the shape that it has."""
+    if name in origins.changed:
+        raise LocaterError(
+            f"{weights.where}: {name} is changed when transformers loads it, and its rows cannot be followed "
+            f"({origins.changed[name]}): load the model and scan that"
+        )
+    if name not in origins.stored:
+        raise LocaterError(f"{weights.where}: the tensor {name} is missing; the checkpoint is incomplete")
+    origin = origins.stored[name]
+    there = RenamedWeights(weights, {name: origin}).shape(name)
+    if there != shape:
+        raise LocaterError(
+            f"{weights.where}: {origin.names[0]} has shape {list(there)} but the configuration says {list(shape)}"
+        )
+    return origin
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings of transformers: it warns of settings of models that nobody runs."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        yield
+        return
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)

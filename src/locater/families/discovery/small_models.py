@@ -1,0 +1,201 @@
+"""A small model of the class that a config.json names, and what a search finds in it for the full one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from locater.checkpoints.sources import Config
+from locater.checkpoints.weights import ModuleWeights, Weights
+from locater.errors import LocaterError, first_line
+from locater.families.discovery.carried_layouts import UNLIKE, Searched, carried, unlike
+from locater.families.discovery.layer_kinds import Kinds
+from locater.families.discovery.searching import Refusal, search
+from locater.families.discovery.small_config import CUTS, PICTURE_SETTINGS, Cut, changed_settings, small_config
+
+BYTES = 8  # of memory for each parameter of a small model: it in float32, and room
+SMALL_PICTURE = "its positions are those of pictures of one size, and a model of that size does not run here"
+DEEPEST = 24  # layers of a stack of a small model
+
+
+def described(weights: Weights, config: Config) -> tuple[type, Any]:
+    """The class of transformers that a configuration names, and the configuration as its object. Code that comes with a
+    checkpoint is never run.
+    """
+    where, model_type = weights.where, config.get("model_type")
+    if config.get("auto_map"):
+        raise LocaterError(
+            f"{where}: config.json names code of its own (auto_map), which is not run from here; if you trust it, load "
+            "the model with trust_remote_code=True and scan that: locater.scan(model)"
+        )
+    if config.get("quantization_config"):
+        raise LocaterError(f"{where}: its weights are quantised: dequantise the model and save it first")
+    try:
+        import transformers
+    except ImportError:
+        raise LocaterError(
+            f"{where}: model_type {model_type!r} can be discovered from config.json with transformers: "
+            "install locater[hf]"
+        ) from None
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise LocaterError(f"{where}: transformers {transformers.__version__} has no model_type {model_type!r}")
+    given = {name: value for name, value in config.items() if "attn_implementation" not in name}
+    try:
+        settings = transformers.CONFIG_MAPPING[model_type].from_dict(given)
+        return _class_of(transformers, settings, config.get("architectures")), settings
+    except Exception as error:
+        raise _unbuildable(where, model_type, error) from None
+
+
+def built(kind: type, settings: Any, device: str, where: str) -> nn.Module:
+    """A model of this configuration, without data on the device "meta"."""
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            if device == "meta":
+                from transformers import initialization
+
+                stack.enter_context(torch.device("meta"))
+                stack.enter_context(initialization.no_init_weights())
+                stack.enter_context(initialization.meta_device_safe_creation_ops())
+            model: nn.Module = kind(copy.deepcopy(settings)).eval()
+    except Exception as error:
+        raise _unbuildable(where, getattr(settings, "model_type", None), error) from None
+    return model
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A small configuration, how its modules correspond to those of the full model, and what is missing from it."""
+
+    settings: Any
+    kinds: Kinds
+    missing: list[str]  # attention modules of the full model that none of its modules is like
+    parameters: int
+
+
+def search_small(
+    weights: Weights, kind: type, settings: Any, whole: ModuleWeights, example: Mapping[str, Any] | None
+) -> Searched:
+    """Search a small model and carry what is found over to the full one: the smallest model that has all kinds of
+    attention of the full one, fits into memory and runs; where none has all kinds, the one that lacks least.
+    """
+    results: list[Searched] = []
+    reasons: list[str] = []
+    rest: list[Candidate] = []
+    for candidate in _candidates(weights, kind, settings, whole):
+        if candidate.missing:
+            rest.append(candidate)
+        else:
+            results += _attempt(weights, kind, candidate, whole, example, reasons)
+            if results and not _lost(results[-1]):
+                return results[-1]
+    for candidate in sorted(rest, key=lambda candidate: len(candidate.missing))[: 0 if results else None]:
+        results += _attempt(weights, kind, candidate, whole, example, reasons)
+        if results:
+            break
+    if not results:
+        reason = reasons[0] if reasons else "no small model of its class can be built"
+        raise LocaterError(f"{weights.where}: {reason}")
+    return min(results, key=_lost)
+
+
+def _lost(searched: Searched) -> int:
+    """How many layers were found and could not be carried over."""
+    return sum(refusal.reason in (UNLIKE, SMALL_PICTURE) for refusal in searched.refused)
+
+
+def _attempt(
+    weights: Weights,
+    kind: type,
+    candidate: Candidate,
+    whole: ModuleWeights,
+    example: Mapping[str, Any] | None,
+    reasons: list[str],
+) -> list[Searched]:
+    """What a search finds, carried over; nothing where the model does not run, with the reason in `reasons`."""
+    needed, allowed = candidate.parameters * BYTES, _memory() // 2
+    if needed > allowed:
+        reasons.append(f"a small model of its class needs {needed / 1e9:.0f} GB of memory: load the model, scan that")
+        return []
+    try:
+        small = ModuleWeights(built(kind, candidate.settings, "cpu", weights.where))
+        searched = Searched(*search(small.module, small, example))
+    except LocaterError as error:
+        reasons.append(str(error).removeprefix(f"{weights.where}: "))
+        return []
+    result = carried(searched, candidate.kinds, small, whole)
+    return [_without_places(result) if candidate.kinds.changed & PICTURE_SETTINGS else result]
+
+
+def _without_places(searched: Searched) -> Searched:
+    """Without layers whose numbers are those of the places of one picture: a small picture has others."""
+    placed = [layout for layout in searched.layouts if layout.angles or layout.logits.table or layout.logits.content]
+    layouts = [layout for layout in searched.layouts if layout not in placed]
+    refused = [*searched.refused, *(Refusal(layout.name, SMALL_PICTURE) for layout in placed)]
+    return Searched(layouts, refused, searched.unreached)
+
+
+def _candidates(weights: Weights, kind: type, settings: Any, whole: ModuleWeights) -> Iterator[Candidate]:
+    """Small configurations that build, without repetitions, the smallest first."""
+    known: set[str] = set()
+    for start in CUTS:
+        cut: Cut | None = start
+        while cut is not None:  # with more and more layers, until all kinds are among them
+            small = small_config(settings, cut)
+            if repr(small.to_dict()) in known:
+                break
+            known.add(repr(small.to_dict()))
+            try:
+                model = ModuleWeights(built(kind, small, "meta", weights.where))
+            except LocaterError:
+                break
+            kinds = Kinds(model.modules(), whole.modules(), changed_settings(settings, small))
+            missing = unlike(kinds, model, whole)
+            yield Candidate(small, kinds, missing, sum(parameter.numel() for parameter in model.module.parameters()))
+            cut = _deeper(cut, kinds, missing)
+
+
+def _deeper(cut: Cut, kinds: Kinds, missing: list[str]) -> Cut | None:
+    """The same with the first layer that was missing; None where that does not help."""
+    places = [stack.place(path) for path in missing if (stack := kinds.stack_of(path)) is not None]
+    layers = min((place[0] + 1 for place in places if place is not None), default=0)
+    if cut.layers is None or layers <= cut.layers or layers > DEEPEST:
+        return None
+    return replace(cut, layers=layers, by_lists=False)
+
+
+def _class_of(transformers: Any, settings: Any, names: Any) -> type:
+    """The class that a configuration names, or else the model without a head."""
+    modeling = type(settings).__module__.replace(".configuration_", ".modeling_")
+    for name in names if isinstance(names, list | tuple) else ():
+        for place in (lambda: transformers, lambda: importlib.import_module(modeling)):
+            with contextlib.suppress(ImportError, AttributeError):
+                kind = getattr(place(), str(name))
+                if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+                    return kind
+    base: type = transformers.MODEL_MAPPING[type(settings)]
+    return base if isinstance(base, type) else base[0]
+
+
+def _unbuildable(where: str, model_type: Any, error: Exception) -> LocaterError:
+    return LocaterError(
+        f"{where}: no {model_type} model can be built from config.json "
+        f"({type(error).__name__}: {first_line(error):.160})"
+    )
+
+
+def _memory() -> int:
+    """Bytes of memory that the machine has."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return 16 << 30
