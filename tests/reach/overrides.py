@@ -176,6 +176,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "voxtral_realtime": {"audio_config.intermediate_size": 128},
     "xclip_vision_model": {"num_frames": 2},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zamba2": {"hybrid_layer_ids": [1], "mamba_headdim": 8, "attention_hidden_size": 64, "attention_head_dim": 16},
 }
 
 # types without a model class of their own: the type that they are a part of, and the name of the part in its model

@@ -258,15 +258,16 @@ def shallow(config: PretrainedConfig) -> PretrainedConfig:
 
 def _fewer_layers(settings: dict[str, Any]) -> None:
     """One layer of each kind, or two of the only one; every list with an entry per layer is cut alike."""
-    kinds = settings.get("layer_types")
+    name_of_kinds = "layer_types" if "layer_types" in settings else "layers_block_type"
+    kinds = settings.get(name_of_kinds)
     if not isinstance(kinds, (list, tuple)) or not kinds:
         return
     chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     chosen = chosen if len(chosen) > 1 else [0, min(1, len(kinds) - 1)]
     for name, value in list(settings.items()):
-        if isinstance(value, (list, tuple)) and len(value) == len(kinds) and name != "layer_types":
+        if isinstance(value, (list, tuple)) and len(value) == len(kinds) and name != name_of_kinds:
             settings[name] = [value[at] for at in chosen]
-    settings["layer_types"] = [kinds[at] for at in chosen]
+    settings[name_of_kinds] = [kinds[at] for at in chosen]
     for name in ("num_hidden_layers", "num_layers", "n_layer"):
         if name in settings:
             settings[name] = len(chosen)
