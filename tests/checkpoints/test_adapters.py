@@ -206,7 +206,7 @@ def test_other_adapters_are_refused_by_name() -> None:
     config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     model = peft.get_peft_model(plain("llama"), config)
     with pytest.raises(
-        LocaterError, match=r"self_attn.k_proj.weight: adapters of kind Linear are not read: merge_and_unload"
+        LocaterError, match=r"self_attn.k_proj.weight: adapters of kind ia3 Linear are not read: merge_and_unload"
     ):
         locater.scan(model)
 

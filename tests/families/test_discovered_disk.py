@@ -19,8 +19,8 @@ import locater
 from locater.checkpoints.sources import open_source
 from locater.checkpoints.weights import ModuleWeights, Rows, Weights
 from locater.errors import LocaterError
+from locater.families import reading
 from locater.families.discovery import disk as discovered_disk
-from locater.families.discovery import reading
 from locater.families.discovery.carried_layouts import DIFFERENT, UNCLEAR, Searched, carried
 from locater.families.discovery.layer_kinds import Kinds
 from locater.families.discovery.searching import search

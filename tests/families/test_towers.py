@@ -166,10 +166,13 @@ def test_architectures_that_only_look_alike_are_refused(name: str, tmp_path: Pat
     assert name in refusal(written("timm-architecture", tmp_path, architecture=name), heads=4)
 
 
-def test_attention_with_more_parts_is_refused() -> None:
+def test_attention_with_more_parts_is_not_read_by_the_record(tmp_path: Path) -> None:
+    """Discovery sees that the forward pass does not use the part; a file cannot say so."""
     model = Blocks(LAYER)
     model.blocks[0].attn.relative_position_bias_table = nn.Parameter(torch.zeros(9, 4))
-    assert "relative_position_bias_table" in refusal(model)
+    assert {layer.provenance for layer in attention_layers(model)} == {"discovered"}
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert "relative_position_bias_table" in refusal(tmp_path / "model.safetensors", heads=4)
 
 
 def test_rotary_attention_is_refused() -> None:
