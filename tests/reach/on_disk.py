@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.checkpoints.sources import open_source
+from locater.errors import first_line
 from locater.families.discovery.cache import VARIABLE
 from locater.families.discovery.disk import discovered_on_disk
 from locater.families.discovery.searching import Discovered
@@ -23,9 +24,14 @@ UNKNOWN = ("unknown_scale", "unknown_logits", "unknown_mask", "unknown_output")
 
 
 def from_disk(model: nn.Module, live: Discovered) -> dict[str, Any]:
-    """Layers discovered from a saved copy, and how many are those of the live model, number by number."""
+    """Layers discovered from a saved copy, and how many are those of the live model, number by number. Some tiny
+    configurations run, and transformers refuses to save them: `not_saved` says why.
+    """
     with tempfile.TemporaryDirectory() as folder, _no_cache():
-        model.save_pretrained(folder)  # type: ignore[operator]
+        try:
+            model.save_pretrained(folder)  # type: ignore[operator]
+        except Exception as error:
+            return {"not_saved": f"{type(error).__name__}: {first_line(error)}"[:200]}
         stored = discovered_from(folder)
         layers = {layer.name: layer for layer in stored.layers}
         same = sum(layer.name in layers and not differences(layer, layers[layer.name]) for layer in live.layers)
