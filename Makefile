@@ -27,7 +27,7 @@ test-core: $(VENV)/.core
 	$(INSTALL) -e '.[test]'
 	$(PYTEST) -n 2 $(CORE:%=tests/%)
 
-test-slow: $(VENV)/.dev
+test-slow: $(VENV)/.slow
 	$(PYTEST) -m slow
 
 # With BIN=folder-of-a-python it installs nothing and runs with the packages that are there. Most of the time goes into
@@ -79,7 +79,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/constraints.txt: constraints.txt $(BIN)/python
-	sed -e 's/^torch==.*/torch$(TORCH)/' -e '/^sympy==/d' constraints.txt > $@ # each torch pins a sympy of its own
+	sed -e 's/^torch==.*/torch$(TORCH)/' -e '/^sympy==/d' -e '/^triton==/d' constraints.txt > $@ # each torch has a sympy and a triton of its own
 
 $(VENV)/.core: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(INSTALL) -e .
@@ -87,6 +87,10 @@ $(VENV)/.core: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.dev: $(VENV)/.core
 	$(INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/.slow: $(VENV)/.dev # Ray, which only the slow tests of fleets use
+	$(INSTALL) -e '.[slow]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
