@@ -11,12 +11,14 @@ import numpy as np
 from locater.markup import quantile
 from locater.report.pages import assemble, flag_table, short_name
 from locater.report.planes import pack_numbers
-from locater.report.scan_columns import VARIES, Quantity, quantities
+from locater.report.scan_columns import Quantity, quantities
 from locater.report.trajectory_words import first_faults, irregularities, overview
 from locater.version import __version__
 
 Document = Mapping[str, Any]
 VALUES = 4_000_000  # most numbers on one page, at about three bytes each; columns that others follow from go first
+OPENING = ("M", "expected_entropy", "localization", "concentration", "residual_kept", "stable_rank")
+NEARLY = 0.9  # of the largest change: a number that changes so much is as good to open on
 UNKNOWN_LENGTH = 256  # only for the range of colours, where the document does not say how many tokens were in view
 
 
@@ -82,22 +84,44 @@ def _metrics(document: Document, columns: Sequence[str]) -> dict[str, dict[str, 
     return metrics
 
 
-def _opening(document: Document, columns: Sequence[str]) -> str:
-    """The first number whose map is not blank over the steps of the first run, as on the page of a scan."""
-    best, widest = "", -1.0
-    for name, quantity in _quantities(document).items():
-        if name not in columns or not document["runs"]:
+def _opening(document: Document, columns: Sequence[str]) -> dict[str, Any]:
+    """The number and the head that a page opens on: the number that changes most over steps, for its range, and of
+    nearly equal ones the first of the menu; the first head with a fault, or else the one that changes most.
+    """
+    known = _quantities(document)
+    sizes = {name: _change(document["runs"], name, known[name].least) for name in OPENING if name in columns}
+    most = max((size for size, _ in sizes.values()), default=0.0)
+    metric = next((name for name, (size, _) in sizes.items() if size >= NEARLY * most), next(iter(columns), ""))
+    run, layer, head = sizes[metric][1] if metric in sizes else (0, 0, 0)
+    first = None
+    for place, other in enumerate(document["runs"]):
+        for x in other["findings"]:
+            if x["first_fault"] is not None and (first is None or x["first_fault"] < first):
+                first, run = x["first_fault"], place
+                layer, head = [entry["layer"] for entry in other["layers"]].index(x["layer"]), x["head"]
+    two = len(document["runs"]) == 2 and not document["shapes"]
+    return {"metric": metric, "run": 0 if two else run, "layer": layer, "head": head, "two": two}
+
+
+def _change(runs: Sequence[Mapping[str, Any]], name: str, least: float) -> tuple[float, tuple[int, int, int]]:
+    """How far a number of a head moves over steps (98th percentile over heads, over the range of the number), and the
+    run, layer and head that move most.
+    """
+    moves: list[tuple[float, tuple[int, int, int]]] = []
+    most = least
+    for at, run in enumerate(runs):
+        sizes = [layer["heads"] for layer in run["layers"]]
+        table = np.array([[x for layer in step for x in layer] for step in run["values"][name]], dtype=np.float64)
+        table = np.where(np.isfinite(table), table, np.nan)
+        if not table.size or np.isnan(table).all():
             continue
-        steps = document["runs"][0]["values"][name]
-        some = (steps[0], steps[len(steps) // 2], steps[-1])
-        numbers = [x for step in some for layer in step for x in layer if x is not None]
-        span = quantile(numbers, 0.98) - quantile(numbers, 0.02)
-        span /= max(quantity.least, quantile([abs(x) for x in numbers], 0.98)) or 1.0
-        if span > widest:
-            best, widest = name, span
-        if span >= VARIES:
-            break
-    return best or next(iter(columns), "")
+        most = max(most, float(np.nanquantile(np.abs(table), 0.98)))
+        spans = np.nan_to_num(np.fmax.reduce(table) - np.fmin.reduce(table))
+        places = [(at, layer, head) for layer, heads in enumerate(sizes) for head in range(heads)]
+        moves += zip(spans.tolist(), places, strict=True)
+    if not moves:
+        return 0.0, (0, 0, 0)
+    return quantile([size for size, _ in moves], 0.98) / (most or 1.0), max(moves)[1]
 
 
 # ---- one run ----

@@ -99,10 +99,10 @@ def _gap_words(gap: Mapping[str, int]) -> str:
 
 
 def _group_words(group: Sequence[Mapping[str, Any]], with_run: bool) -> str:
-    """`step 200 = 300 = 400`."""
+    """`step 200 = 300 = 400`, or with runs `a 200 = b 200`."""
     named = [f"{x['run']} {x['step']:,}" if with_run else f"{x['step']:,}" for x in group]
     more = f" and {len(named) - NAMED:,} more" if len(named) > NAMED else ""
-    return f"step {' = '.join(named[:NAMED])}{more}"
+    return f"{'' if with_run else 'step '}{' = '.join(named[:NAMED])}{more}"
 
 
 def _more(items: Sequence[Any]) -> str:

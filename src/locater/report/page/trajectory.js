@@ -44,17 +44,21 @@ function numbers() {
     return `<tr${name === state.metric ? ' class="chosen"' : ""}><td>${escape(METRICS[name].label)}</td>${row.map(v => `<td>${numeral(v)}</td>`).join("")}</tr>`;
   }).join("");
 }
-function firsts() { // by flag, faults first; one row per head, the earliest first
+function firsts() { // by flag, faults first: the steps at which heads first raise it, with these heads
   const parts = shown().flatMap((run, i) => {
     const kinds = new Map();
     run.findings.forEach(f => { if (!state.flag || f[2] === state.flag) kinds.set(f[2], [...(kinds.get(f[2]) ?? []), f]); });
-    return [...kinds].sort((p, q) => q[1].some(f => f[4].length) - p[1].some(f => f[4].length)).map(([flag, group]) => {
-      const begin = f => f[4].length ? f[4][0][0] : f[3][0][0], faults = group.filter(f => f[4].length), ranked = [...group].sort((p, q) => !p[4].length - !q[4].length || begin(p) - begin(q));
-      const id = `${i}${flag}`, few = state.all[id] ? ranked : ranked.slice(0, FEW);
-      const rows = few.map(f => `<tr tabindex="0" data-run="${i}" data-layer="${f[0]}" data-head="${f[1]}" data-at="${begin(f)}" data-flag="${escape(flag)}"><td>${escape(stepName(run, run.steps[begin(f)]))}</td><td>${escape(run.layers[f[0]].short)}</td><td>${f[1]}</td><td>${f[4].length ? "fault" : "note"}</td></tr>`);
-      const more = ranked.length > few.length ? `<button type="button" class="more" data-all="${escape(id)}">and ${plural(ranked.length - few.length, "more head")}</button>` : "";
-      return `<div class="finding${faults.length ? "" : " calm"}"><b>${letter(i)}${escape(flag)}</b>, ${plural(group.length, "head")}, first at ${escape(stepName(run, run.steps[begin(ranked[0])]))}: <span>${escape(about(flag).meaning)}.</span></div>
-        <div class="scroll"><table class="cases"><thead><tr><th>first</th><th>layer</th><th>head</th><th></th></tr></thead><tbody>${rows.join("")}</tbody></table></div>${more}`;
+    const faulty = group => group.some(f => f[4].length);
+    return [...kinds].sort((p, q) => faulty(q[1]) - faulty(p[1])).map(([flag, group]) => {
+      const bad = faulty(group), steps = new Map(), id = `${i}${flag}`; // of a fault: where it first is one; heads where it never is are notes
+      const begins = group.map(f => [f, bad ? f[4][0]?.[0] : f[3][0][0]]), notes = begins.filter(([, at]) => at === undefined).length;
+      begins.filter(([, at]) => at !== undefined).sort((p, q) => p[1] - q[1]).forEach(([f, at]) => steps.set(at, [...(steps.get(at) ?? []), f]));
+      const list = [...steps], few = state.all[id] ? list : list.slice(0, bad ? 6 : 3), most = state.all[id] ? Infinity : 24;
+      const rows = few.map(([at, heads]) => `<li>${escape(stepName(run, run.steps[at]))}: ${heads.slice(0, most).map(f => `<button type="button" data-run="${i}" data-layer="${f[0]}" data-head="${f[1]}" data-at="${at}">${escape(run.layers[f[0]].short)}.${f[1]}</button>`).join(" ")}${heads.length > most ? ` <span>and ${heads.length - most} more</span>` : ""}</li>`);
+      const more = list.length > few.length || few.some(([, heads]) => heads.length > most) ? `<button type="button" class="more" data-all="${escape(id)}">all of them</button>` : "";
+      const also = notes ? ` On ${plural(notes, "head")} it is no fault at any step.` : "";
+      return `<div class="finding${bad ? "" : " calm"}"><b>${letter(i)}${escape(flag)}</b>, ${plural(group.length - notes, "head")}, first at ${escape(stepName(run, run.steps[list[0][0]]))}: <span>${escape(about(flag).meaning)}.${also}</span></div>
+        <ul class="places heads">${rows.join("")}</ul>${more}`;
     });
   });
   element("firsts").innerHTML = parts.join("") || `<p class="none">No head raises a flag at any step.</p>`;
@@ -80,11 +84,15 @@ function missing() {
   element("card-missing").hidden = !parts.length;
 }
 function chips() {
-  const run = RUNS[state.a], counts = new Map();
-  run.findings.forEach(([, , flag, , faults]) => { const [n, bad] = counts.get(flag) ?? [0, false]; counts.set(flag, [n + 1, bad || faults.length > 0]); });
-  element("flags").replaceChildren(...[...counts].sort((p, q) => q[1][1] - p[1][1]).map(([flag, [n, bad]]) => {
-    const button = document.createElement("button");
-    Object.assign(button, { type: "button", className: bad ? "flag" : "flag calm", title: about(flag).meaning, textContent: `${flag} · ${plural(n, "head")}` });
+  const runs = shown(), counts = new Map();
+  runs.forEach((run, i) => run.findings.forEach(([, , flag, , faults]) => {
+    if (!counts.has(flag)) counts.set(flag, { heads: runs.map(() => 0), bad: false });
+    counts.get(flag).heads[i]++;
+    counts.get(flag).bad ||= faults.length > 0;
+  }));
+  element("flags").replaceChildren(...[...counts].sort((p, q) => q[1].bad - p[1].bad).map(([flag, { heads, bad }]) => {
+    const button = document.createElement("button"), where = runs.length > 1 ? `${heads[0]} in A, ${heads[1]} in B` : plural(heads[0], "head");
+    Object.assign(button, { type: "button", className: bad ? "flag" : "flag calm", title: about(flag).meaning, textContent: `${flag} · ${where}` });
     button.dataset.flag = flag;
     button.setAttribute("aria-pressed", String(state.flag === flag));
     return button;
@@ -183,14 +191,12 @@ function listen() {
   element("run-b").addEventListener("change", () => change({ b: element("run-b").value === "" ? null : Number(element("run-b").value) }));
   element("flags").addEventListener("click", event => { const flag = event.target.closest("button")?.dataset.flag; if (flag) change({ flag: state.flag === flag ? null : flag }); });
   const open = event => {
-    if (event.type === "keydown" && event.key !== "Enter") return;
     const all = event.target.closest("[data-all]"), row = event.target.closest("[data-at]"), step = event.target.closest("[data-step]");
     if (all) { state.all[all.dataset.all] = true; firsts(); missing(); }
     else if (row) change({ layer: Number(row.dataset.layer), head: Number(row.dataset.head), step: shown()[Number(row.dataset.run)].steps[Number(row.dataset.at)] });
     else if (step) change({ step: Number(step.dataset.step) });
   };
   element("firsts").addEventListener("click", open);
-  element("firsts").addEventListener("keydown", open);
   element("missing").addEventListener("click", open);
   element("guide").querySelector("summary").addEventListener("click", () => { state.guide = !element("guide").open; remember(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
@@ -202,23 +208,22 @@ function listen() {
 // ---- the choice in the address ----
 function remember() {
   const choice = new URLSearchParams({ layer: RUNS[state.a].layers[state.layer].short, head: state.head, metric: state.metric, step: state.step, over: state.over, axis: state.axis });
-  if (state.a) choice.set("a", state.a);
-  if (state.b !== null) choice.set("b", state.b);
+  if (RUNS.length > 1) { choice.set("a", state.a); choice.set("b", state.b ?? "none"); }
   if (!state.guide) choice.set("guide", "closed");
   storeChoice(choice);
 }
 function recall() {
-  const choice = choiceInAddress(), among = (name, list) => list.includes(choice.get(name)) ? choice.get(name) : null, indices = RUNS.map((_, i) => String(i));
-  state.a = Number(among("a", indices) ?? 0);
-  state.b = among("b", indices) === null || Number(choice.get("b")) === state.a ? null : Number(choice.get("b"));
-  state.metric = among("metric", Object.keys(METRICS)) ?? DATA.opening;
+  const choice = choiceInAddress(), opening = DATA.opening, among = (name, list) => list.includes(choice.get(name)) ? choice.get(name) : null, indices = RUNS.map((_, i) => String(i));
+  state.a = Number(among("a", indices) ?? opening.run);
+  const b = choice.get("b") ?? (opening.two && !choice.has("a") ? "1" : "none");
+  state.b = indices.includes(b) && Number(b) !== state.a ? Number(b) : null;
+  state.metric = among("metric", Object.keys(METRICS)) ?? opening.metric;
   state.over = among("over", ["median", "min", "max"]) ?? state.over;
   state.axis = among("axis", ["scale", "even"]);
   state.step = choice.has("step") && Number.isFinite(Number(choice.get("step"))) ? Number(choice.get("step")) : null;
-  const run = RUNS[state.a], layer = run.layers.findIndex(l => l.short === choice.get("layer")), head = Number(choice.get("head"));
-  const first = run.findings.find(f => f[4].length); // opens on the first fault
-  state.layer = layer >= 0 ? layer : first ? first[0] : 0;
-  state.head = layer >= 0 ? (Number.isInteger(head) ? head : 0) : first ? first[1] : 0;
+  const layer = RUNS[state.a].layers.findIndex(l => l.short === choice.get("layer")), head = Number(choice.get("head"));
+  state.layer = layer >= 0 ? layer : opening.layer;
+  state.head = layer >= 0 ? (Number.isInteger(head) ? head : 0) : opening.head;
   settle();
 }
 function start() {

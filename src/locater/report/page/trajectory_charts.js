@@ -75,7 +75,7 @@ function map(id, run) {
   for (let h = 0; h < run.widest; h += Math.ceil(20 / cellW)) make("text", { x: left + (h + 0.5) * cellW, y: top - 6, "text-anchor": "middle" }, svg, h);
   make("text", { class: "title", x: left - 7, y: top - 6, "text-anchor": "end" }, svg, "layer");
   const dots = at >= 0 && cellW > 7;
-  if (state.layer < rows && state.head < run.layers[state.layer].heads) for (const kind of ["halo", "chosen-cell"]) {
+  if (at >= 0 && state.layer < rows && state.head < run.layers[state.layer].heads) for (const kind of ["halo", "chosen-cell"]) {
     make("rect", { class: kind, x: left + state.head * cellW - 1, y: top + state.layer * cellH - 1, width: cellW + 1, height: cellH + 1, rx: 2 }, svg);
   }
   run.layers.forEach((l, y) => { for (let h = 0; h < l.heads; h++) {

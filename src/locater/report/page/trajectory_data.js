@@ -2,7 +2,7 @@
 
 const DATA = JSON.parse(element("data").textContent);
 const RUNS = DATA.runs, METRICS = DATA.metrics;
-const state = { a: 0, b: null, metric: DATA.opening, layer: 0, head: 0, step: null, axis: null, over: "median", flag: null, guide: true, all: {} };
+const state = { a: 0, b: null, metric: DATA.opening.metric, layer: 0, head: 0, step: null, axis: null, over: "median", flag: null, guide: true, all: {} };
 const NEEDS = { sqrtF: ["F"], symmetry: ["S", "F"] }; // numbers that follow from columns; the others are columns
 const FROM = { sqrtF: ([F]) => Math.sqrt(F), symmetry: ([S, F]) => F ? S / F : NaN };
 const about = name => Object.hasOwn(DATA.flags, name) ? DATA.flags[name] : { meaning: "a flag of another version of Locater", way_out: "", severity: "note" };
