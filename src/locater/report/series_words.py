@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.console import Console
 from locater.missing import known_median
 from locater.report.change_words import NAMED_CHANGES, NAMED_COLUMNS, NOTABLE
 from locater.report.scan_columns import in_words, quantities
-from locater.report.tables import MOST_SHOWN, moved, number
+from locater.report.tables import MOST_SHOWN, number
 from locater.report.terminal import empty_table, fitting
 
 if TYPE_CHECKING:
@@ -56,13 +57,22 @@ def _column_words(series: ComparisonSeries, name: str) -> str:
 
 
 def fault_sentence(series: ComparisonSeries) -> str:
-    """Between which scans heads gained or lost a fault."""
-    labels, parts = series.labels, []
+    """Between which scans how many heads gained a fault, and how many lost one."""
+    labels = series.labels
+    gained, lost = [], []
     for at, pair in enumerate(series.pairs):
-        words = moved(pair.a.verdicts, pair.b.verdicts)
-        if not words.startswith("No head gained a fault, none"):
-            parts.append(f"{labels[at]} to {labels[at + 1]}: {words[0].lower()}{words[1:-1]}")
-    return f"Faults from {'; '.join(parts)}." if parts else "No head gained a fault, none lost one."
+        both = [({*x.faults}, {*y.faults}) for x, y in zip(pair.a.verdicts, pair.b.verdicts, strict=True)]
+        for parts, count in ((gained, sum(bool(y - x) for x, y in both)), (lost, sum(bool(x - y) for x, y in both))):
+            if count:
+                parts.append(f"{count:,} from {labels[at]} to {labels[at + 1]}")
+    if not gained and not lost:
+        return "No head gained a fault, none lost one."
+    return f"Heads that gained a fault: {_listed(gained)}. Heads that lost one: {_listed(lost)}."
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - NAMED_CHANGES} more times" if len(parts) > NAMED_CHANGES else ""
+    return (", ".join(parts[:NAMED_CHANGES]) or "none") + more
 
 
 def print_series(series: ComparisonSeries, console: Console) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,6 @@ from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.markup import quantile
 from locater.missing import known_median
-from locater.report.pages import short_name
 from locater.report.scan_columns import changes, ranges
 from locater.verbs.compare_result import MEDIANS, MOST_LISTED, Comparison, compare_scans, shape
 from locater.verbs.scan_result import Scan
@@ -132,12 +133,17 @@ class ComparisonSeries:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def trajectory(self) -> dict[str, Any]:
-        """The document of `trajectory()`, with the scans as steps in their order."""
+        """The document of `trajectory()`, with the scans as steps: those that their names say (`step-200`), if all do
+        and they increase; else counted in the order given.
+        """
+        folder, names = _short_names([scan.source for scan in self.scans])
+        steps = _steps_in(names)
         rows = []
-        for scan in self.scans:
-            names = {entry["layer"]: entry["name"] for entry in scan.layers}
-            more = {"source": scan.source, "run": short_name(self.scans[0].source), "step": None}
-            rows += [{**row, **more, "layer_name": names[row["layer"]]} for row in scan.records()]
+        for label, scan, name, step in zip(self.labels, self.scans, names, steps, strict=True):
+            source = name if names.count(name) == 1 else f"{name} ({label})"
+            layers = {entry["layer"]: entry["name"] for entry in scan.layers}
+            more = {"source": source, "run": folder, "step": step}
+            rows += [{**row, **more, "layer_name": layers[row["layer"]]} for row in scan.records()]
         return trajectory(rows, {}, length=self.scans[0].assumptions["length"])
 
     def report(self, path: str | os.PathLike[str]) -> None:
@@ -162,3 +168,27 @@ def series(scans: list[Scan]) -> ComparisonSeries:
 
 def _heads(scan: Scan) -> str:
     return f"{len(scan.rows)} heads in {len(scan.layers)} layers"
+
+
+def _short_names(sources: Sequence[str]) -> tuple[str, list[str]]:
+    """The folder that all sources are in, and what tells them apart within it.
+
+    >>> _short_names(["runs/a/step-1", "runs/a/step-2"])
+    ('a', ['step-1', 'step-2'])
+    """
+    parts = [[x for x in source.split("/") if x] for source in sources]
+    folders = zip(*(x[:-1] for x in parts), strict=False)
+    shared = sum(1 for _ in takewhile(lambda names: len({*names}) == 1, folders))
+    return (parts[0][shared - 1] if shared else "compared"), ["/".join(x[shared:]) for x in parts]
+
+
+def _steps_in(names: Sequence[str]) -> list[int] | list[None]:
+    """The steps that names say, such as 200 for `step-200`; None for all unless every name has one and they increase.
+
+    >>> _steps_in(["step-20", "step-400"]), _steps_in(["base", "step-400"])
+    ([20, 400], [None, None])
+    """
+    found = [re.search(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d+)", name) for name in names]
+    steps = [int(match[1]) for match in found if match]
+    rising = len(steps) == len(names) and all(a < b for a, b in pairwise(steps))
+    return steps if rising else [None] * len(names)

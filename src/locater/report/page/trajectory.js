@@ -54,7 +54,7 @@ function firsts() { // by flag, faults first: the steps at which heads first rai
       const begins = group.map(f => [f, bad ? f[4][0]?.[0] : f[3][0][0]]), notes = begins.filter(([, at]) => at === undefined).length;
       begins.filter(([, at]) => at !== undefined).sort((p, q) => p[1] - q[1]).forEach(([f, at]) => steps.set(at, [...(steps.get(at) ?? []), f]));
       const list = [...steps], few = state.all[id] ? list : list.slice(0, bad ? 6 : 3), most = state.all[id] ? Infinity : 24;
-      const rows = few.map(([at, heads]) => `<li>${escape(stepName(run, run.steps[at]))}: ${heads.slice(0, most).map(f => `<button type="button" data-run="${i}" data-layer="${f[0]}" data-head="${f[1]}" data-at="${at}">${escape(run.layers[f[0]].short)}.${f[1]}</button>`).join(" ")}${heads.length > most ? ` <span>and ${heads.length - most} more</span>` : ""}</li>`);
+      const rows = few.map(([at, heads]) => `<li>${escape(stepName(run, run.steps[at]))}: ${heads.slice(0, most).map(f => `<button type="button" data-run="${i}" data-layer="${f[0]}" data-head="${f[1]}" data-at="${at}">${escape(run.layers[f[0]].short)}.${f[1]}</button>`).join(" ")}${heads.length > most ? ` <span>and ${count(heads.length - most)} more</span>` : ""}</li>`);
       const more = list.length > few.length || few.some(([, heads]) => heads.length > most) ? `<button type="button" class="more" data-all="${escape(id)}">all of them</button>` : "";
       const also = notes ? ` On ${plural(notes, "head")} it is no fault at any step.` : "";
       return `<div class="finding${bad ? "" : " calm"}"><b>${letter(i)}${escape(flag)}</b>, ${plural(group.length - notes, "head")}, first at ${escape(stepName(run, run.steps[list[0][0]]))}: <span>${escape(about(flag).meaning)}.${also}</span></div>
@@ -75,7 +75,7 @@ function missing() {
     list(`${letter(i)}Sources that could not be read`, run.failed.map(([step, source, reason]) => `${go(step, stepName(run, step))} <span>${escape(source)}: ${escape(reason)}</span>`), `failed${i}`);
     const groups = new Map();
     run.same.forEach((first, s) => { if (first !== null) groups.set(first, [...(groups.get(first) ?? [first]), s]); });
-    list(`${letter(i)}Steps with equal weights`, [...groups.values()].map(g => g.slice(0, 12).map(s => go(run.steps[s], run.numbered ? count(run.steps[s]) : run.sources[s])).join(" = ") + (g.length > 12 ? ` <span>and ${g.length - 12} more</span>` : "")), `same${i}`);
+    list(`${letter(i)}Steps with equal weights`, [...groups.values()].map(g => g.slice(0, 12).map(s => go(run.steps[s], run.numbered ? count(run.steps[s]) : run.sources[s])).join(" = ") + (g.length > 12 ? ` <span>and ${count(g.length - 12)} more</span>` : "")), `same${i}`);
     list(`${letter(i)}Not shown`, run.aside.map(([source, reason]) => `${escape(source)} <span>${escape(reason)}</span>`), `aside${i}`);
   });
   list("Equal weights in several runs", DATA.duplicates.filter(g => new Set(g.map(x => x[0])).size > 1).map(g => escape(g.slice(0, 6).map(([run, step]) => `${run} ${count(step)}`).join(" = "))), "across");

@@ -23,7 +23,7 @@ function stepTicks(width) { // [place, label]
   const most = Math.min(8, Math.max(2, Math.floor(width / 100))), run = RUNS[state.a];
   if (state.axis === "even") {
     const by = Math.ceil(slots.length / most);
-    return slots.filter((_, i) => i % by === 0).map(s => [place(s), run.numbered ? label(s) : (run.sources[s] ?? "").slice(-12)]);
+    return slots.filter((_, i) => i % by === 0).map(s => [place(s), run.numbered ? label(s) : (run.sources[s] ?? "").slice(-14)]);
   }
   const times = ticks(slots[0], Math.max(slots[0] + 1, slots.at(-1)), most).filter(Number.isInteger), labels = tickWords(times);
   return times.map((t, i) => [t, labels[i]]);
