@@ -59,7 +59,8 @@ def _column_words(series: ComparisonSeries, name: str) -> str:
 def fault_sentence(series: ComparisonSeries) -> str:
     """Between which scans how many heads gained a fault, and how many lost one."""
     labels = series.labels
-    gained, lost = [], []
+    gained: list[str] = []
+    lost: list[str] = []
     for at, pair in enumerate(series.pairs):
         both = [({*x.faults}, {*y.faults}) for x, y in zip(pair.a.verdicts, pair.b.verdicts, strict=True)]
         for parts, count in ((gained, sum(bool(y - x) for x, y in both)), (lost, sum(bool(x - y) for x, y in both))):

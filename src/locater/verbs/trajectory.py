@@ -10,11 +10,13 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from locater.errors import LocaterError
+from locater.report.tables import counted
 from locater.verbs.step_order import Place, gaps, place_failures
 from locater.version import SCHEMA, __version__
 
@@ -115,7 +117,7 @@ def _columns(rows: Sequence[Row]) -> list[str]:
     names: dict[str, None] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in names and isinstance(value, int | float) and not isinstance(value, bool):
+            if name not in names and isinstance(value, Real) and not isinstance(value, bool):
                 names[name] = None
     order = list(rows[0]) if rows else []
     return sorted((name for name in names if name not in IDENTITY), key=lambda x: order.index(x) if x in order else 999)
@@ -151,7 +153,7 @@ def _part_names(run: str, parts: Sequence[Sequence[Checkpoint]]) -> list[str]:
     for part in parts:
         layers = len({row["layer"] for row in part[0].rows})
         sizes = ", ".join(str(x) for x in sorted({row.get("head_dim") or 0 for row in part[0].rows}))
-        name = f"{run} ({layers} layers, {len(part[0].rows)} heads of {sizes})"
+        name = f"{run} ({counted(layers, 'layer')}, {counted(len(part[0].rows), 'head')} of {sizes})"
         names.append(name if name not in names else f"{name} {len(names) + 1}")
     return names
 
@@ -261,8 +263,8 @@ def _findings(checkpoints: Sequence[Checkpoint], steps: Sequence[int]) -> list[d
     raised: dict[tuple[int, int, str], tuple[list[int], list[int]]] = {}
     for at, checkpoint in enumerate(checkpoints):
         for row in checkpoint.rows:
-            faults = row.get("faults") or ()
-            for flag in row.get("flags") or ():
+            faults = _texts(row, "faults")
+            for flag in _texts(row, "flags"):
                 flagged, faulty = raised.setdefault((row["layer"], row["head"], flag), ([], []))
                 flagged.append(at)
                 if flag in faults:
@@ -279,6 +281,11 @@ def _findings(checkpoints: Sequence[Checkpoint], steps: Sequence[int]) -> list[d
         }
         for (layer, head, flag), (flagged, faulty) in raised.items()
     ]
+
+
+def _texts(row: Row, column: str) -> list[str]:
+    texts = row.get(column)
+    return [] if texts is None else [str(text) for text in texts]
 
 
 def _spans(places: Sequence[int], steps: Sequence[int]) -> list[list[int]]:
