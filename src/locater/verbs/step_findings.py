@@ -9,9 +9,9 @@ Row = Mapping[str, Any]
 
 
 def findings_over_steps(checkpoints: Sequence[Sequence[Row]], steps: Sequence[int]) -> list[dict[str, Any]]:
-    """From the rows of each checkpoint, one entry per head and flag: at which steps it is raised, and at which it is a fault.
+    """One entry per head and flag: at which steps it is raised, and at which it is a fault.
 
-    `spans` are pairs of steps, from and to, over all checkpoints between them.
+    `checkpoints` are the rows of each. `spans` are pairs of steps, from and to, over all checkpoints between them.
     """
     raised: dict[tuple[int, int, str], tuple[list[int], list[int]]] = {}
     for at, rows in enumerate(checkpoints):
