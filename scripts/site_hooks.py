@@ -33,7 +33,7 @@ EXTERNAL = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the entries of the nav that have a * in them."""
+    """Fill the entries of the nav that have a * in them: pages by the names of their files, plans of runs last."""
     docs = Path(config.docs_dir)
     pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
     config.nav = _filled(config.nav, set(pages) - set(_names(config.nav)))
@@ -54,8 +54,11 @@ def _filled(nav: list[Any], rest: set[str]) -> list[Any]:
             filled.append({title: _filled(value, rest)})
         elif "*" in value:
             folder = posixpath.dirname(value)
-            names = sorted(name for name in rest if posixpath.dirname(name) == folder and fnmatch(name, value))
-            filled += [{title: names}] if title and names else names
+            names = (name for name in rest if posixpath.dirname(name) == folder and fnmatch(name, value))
+            pages = [
+                {Path(name).stem: name} for name in sorted(names, key=lambda name: (name.endswith("-plan.md"), name))
+            ]
+            filled += [{title: pages}] if title and pages else pages
         else:
             filled.append(entry)
     return filled
@@ -89,7 +92,8 @@ def _outside(page: File, target: str) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mend links and lists, and fill in what the package says of itself."""
+    """Mend links and lists, fill in what the package says of itself, and let a search find guides before results."""
+    page.meta.setdefault("search", {"boost": 0.5 if re.match(r"results/|log\.|CHANGELOG", page.file.src_uri) else 2})
     markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), _lists(markdown))
     for marker, written in (("commands", _commands), ("flags", _flags)):
         if f"<!-- {marker} -->" in markdown:
@@ -153,12 +157,11 @@ def _flags() -> str:
     """The table of flags and that of roles, as the code has them."""
     from locater.findings.flags import FLAGS, ROLES
 
-    rows = [f"| `{x.name}` | {x.severity} | {_columns(x.needs)} | {x.meaning} | {x.way_out} |" for x in FLAGS]
-    roles = [f"| `{x.name}` | {_columns(x.needs)} | {x.shown.replace('{:.2f}', 'share')} |" for x in ROLES]
-    return "\n".join(
-        ("| flag | kind | reads | meaning | way out |", "|---|---|---|---|---|", *rows, "")
-        + ("| role | reads | said of such a head |", "|---|---|---|", *(row.replace("{:.1f}", "number of") for row in roles))
-    )
+    flags = [f"| `{x.name}` | {x.severity} | {_columns(x.needs)} | {x.meaning} | {x.way_out} |" for x in FLAGS]
+    said = [x.shown.replace("{:.2f}", "a share").replace("{:.1f}", "so many") for x in ROLES]
+    roles = [f"| `{x.name}` | {_columns(x.needs)} | {words} |" for x, words in zip(ROLES, said, strict=True)]
+    head = ["| flag | kind | reads | meaning | way out |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *flags, "", "| role | reads | said of such a head |", "|---|---|---|", *roles])
 
 
 def _columns(names: tuple[str, ...]) -> str:
@@ -190,6 +193,8 @@ def on_post_build(config: MkDocsConfig) -> None:
 
     for folder, _, names in os.walk(config.site_dir):
         for path in (Path(folder, name) for name in names if name.endswith((".html", ".css"))):
-            loaded = [x[0] for x in EXTERNAL.finditer(path.read_text(encoding="utf-8")) if 'rel="canonical"' not in x[0]]
+            loaded = [
+                x[0] for x in EXTERNAL.finditer(path.read_text(encoding="utf-8")) if 'rel="canonical"' not in x[0]
+            ]
             if loaded:
                 raise PluginError(f"{path}: loads from another host: {loaded[0]:.200}")

@@ -72,7 +72,9 @@ def test_a_broken_copy_fails_and_the_head_is_named(tmp_path: Path) -> None:
     assert "nonfinite" in (tmp_path / "summary.md").read_text()
 
 
-@pytest.mark.parametrize("given", [{"checkpoint": "nowhere/at/all"}, {"checkpoint": str(DEMO), "fail_on": "no-such-flag"}])
+@pytest.mark.parametrize(
+    "given", [{"checkpoint": "nowhere/at/all"}, {"checkpoint": str(DEMO), "fail_on": "no-such-flag"}]
+)
 def test_what_cannot_be_judged_is_status_2(given: dict[str, str], tmp_path: Path) -> None:
     assert run_action(tmp_path, **given).returncode == 2
     assert "status=2" in (tmp_path / "output.txt").read_text()

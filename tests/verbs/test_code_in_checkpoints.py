@@ -39,7 +39,9 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("read", [load_model, lambda path: tokenizer_for(None, path), scan], ids=["model", "tokenizer", "scan"])
+@pytest.mark.parametrize(
+    "read", [load_model, lambda path: tokenizer_for(None, path), scan], ids=["model", "tokenizer", "scan"]
+)
 def test_code_in_a_checkpoint_is_not_run(
     read: Callable[[Any], Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

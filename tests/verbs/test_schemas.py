@@ -23,7 +23,10 @@ from tests.golden.comparing import DIGEST
 from tests.golden.documents import DOCUMENTS, FILES
 from tests.golden.keys import RENAMED
 
-SCHEMAS = {path.name.split(".")[0]: json.loads(path.read_text()) for path in (Path(__file__).parents[2] / "docs" / "schema").glob("*")}
+SCHEMAS = {
+    path.name.split(".")[0]: json.loads(path.read_text())
+    for path in (Path(__file__).parents[2] / "docs" / "schema").glob("*")
+}
 DEMO = Path(str(locater.__file__)).parent / "demo"
 GOLDEN = [document for document in DOCUMENTS if document.kind in SCHEMAS]
 
@@ -123,6 +126,8 @@ def test_another_schema_does_not_fit(written: dict[str, Any]) -> None:
         assert faults(kind, {**document, "schema": document["schema"] + 1}), kind
 
 
-@pytest.mark.parametrize(("kind", "row", "more"), [("scan", HeadRow, {"faults"}), ("probe", ProbeRow, {"faults", "role"})])
+@pytest.mark.parametrize(
+    ("kind", "row", "more"), [("scan", HeadRow, {"faults"}), ("probe", ProbeRow, {"faults", "role"})]
+)
 def test_every_column_is_in_the_schema(kind: str, row: type[Any], more: set[str]) -> None:
     assert set(SCHEMAS[kind]["$defs"]["head"]["properties"]) == {field.name for field in fields(row)} | more
