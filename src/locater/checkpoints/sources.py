@@ -21,7 +21,21 @@ from locater.errors import LocaterError, first_line
 from locater.files import is_there, read_json
 
 Config = dict[str, Any]
-Source = nn.Module | str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A source that is open already, for callers that want to see what is read from it."""
+
+    name: str
+    weights: Weights
+    config: Config
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Source = nn.Module | str | os.PathLike[str] | Opened
 
 
 class Opener(Protocol):
@@ -34,6 +48,8 @@ def open_source(source: Source) -> tuple[Weights, Config]:
     """The weights and the configuration of `source`; the configuration is empty where there is none."""
     if isinstance(source, nn.Module):
         return ModuleWeights(source), config_of(source)
+    if isinstance(source, Opened):
+        return source.weights, source.config
     if not isinstance(source, str | os.PathLike):
         raise LocaterError(f"{source!r:.60} is not a model: give an nn.Module, a folder, a file or a hub id")
     if not str(source):
