@@ -7,19 +7,21 @@ word. Deaths are counted here, not by Ray, so that a job is given up after the s
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from locater.errors import LocaterError, first_line
+from locater.files import read_json
 from locater.verbs.fleet.jobs import Job, Task, reader_version
 from locater.verbs.fleet.schedule import Schedule
 from locater.verbs.fleet.store import Store
 from locater.verbs.fleet.tasks import Outcome, perform_all
 
 MOST = 8  # tasks at the same time, unless the user asks for more
-CONNECT = 60  # seconds for the first answer of the cluster
+CONNECT = 10  # seconds for the first answer of the cluster
 FIRST_TASK = 180  # seconds until a first, empty task is done: a node may have to start, and import
 VISIBLE = 30  # seconds until a file that another machine wrote is seen here
 
@@ -52,6 +54,7 @@ def connected(address: str) -> Any:
         raise LocaterError("Ray is not installed: pip install 'locater[ray]'") from None
     if ray.is_initialized():
         raise LocaterError("this process is connected to Ray already: ray.shutdown() first")
+    _refuse_silence(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except Exception as error:  # ConnectionError, ValueError, RuntimeError: by kind of address
@@ -66,6 +69,25 @@ def connected(address: str) -> Any:
             f"--ray {address}: the cluster has no processors for tasks (CPU: {processors:g}); add a node"
         )
     return ray
+
+
+def _refuse_silence(address: str) -> None:
+    """Refuse an address that does not answer: Ray would try for minutes, and warn in its own words."""
+    known = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if not known:  # where Ray itself looks for a cluster of this machine
+        current = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+        known = current.read_text().strip() if current.is_file() else ""
+    host, colon, port = known.removeprefix("ray://").rpartition(":")
+    if not (colon and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise LocaterError(
+            f"--ray {address}: nothing answers at {known} ({reason}): start a cluster with `ray start --head`, "
+            "or leave --ray out"
+        ) from None
 
 
 def _probe(ray: Any, folder: Path, address: str) -> None:
@@ -134,6 +156,8 @@ def _lost(task: Task, reason: str, schedule: Schedule, store: Store) -> Iterator
     for job in task:
         if store.has(job.key):
             yield Outcome(job)
+        elif store.error(job.key).exists():
+            yield Outcome(job, read_json(store.error(job.key))["reason"])
         elif deaths := schedule.died(job):
             why = f"{job.source}: its process on the cluster died {deaths} times ({reason})"
             store.write_error(job, why, deaths)

@@ -130,6 +130,7 @@ class _Before:
         if job.key in self.errors and not retry_failed:
             self.account.failed[job.source] = self.errors[job.key]["reason"]
             return False
+        self.store.forget_error(job.key)
         return True
 
     def forget_errors(self, job: Job) -> None:

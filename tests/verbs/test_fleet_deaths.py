@@ -1,0 +1,260 @@
+"""Fleets whose workers and drivers are killed: nothing is lost, nothing is wrong, and one bad job stops no other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import locater
+from locater.verbs.fleet import running
+from locater.verbs.fleet.jobs import Job, Settings
+from locater.verbs.fleet.naming import listing
+from locater.verbs.fleet.parts import header
+from locater.verbs.fleet.planning import jobs_of
+from locater.verbs.fleet.schedule import Schedule
+from locater.verbs.fleet.store import Store
+from locater.verbs.fleet.workers import _Supervisor, run_in_workers
+from tests import ROOT
+from tests.verbs.fleet_folders import checkpoint, make_run, table
+
+pytest.importorskip("pyarrow")
+LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight small checkpoints, and a larger one that takes long enough to be killed at."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    make_run(folder, 8)
+    checkpoint(folder / "step-00000800", seed=8, **LARGE, num_hidden_layers=6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("fleets") / "heads"
+    locater.Fleet.run([str(steps / "step-*")], out, workers=0)
+    return out
+
+
+def jobs_in(steps: Path) -> list[Job]:
+    jobs, failed = jobs_of(listing([str(steps / "step-*")]).entries, Settings())
+    assert not failed
+    return jobs
+
+
+def assert_whole(out: Path) -> None:
+    """Every visible part can be read, whatever was killed."""
+    for path in out.glob("*.parquet"):
+        header(path)
+
+
+def test_a_killed_worker_costs_nothing(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
+    store, jobs = Store.create(tmp_path / "heads", Settings()), jobs_in(steps)
+    supervisor = _Supervisor(Schedule([tuple(jobs[:5]), tuple(jobs[5:])]), store.folder, workers=2)
+    done, killed = [], []
+    for outcome in supervisor.outcomes():
+        done.append(outcome)
+        if len(done) in (1, 3) and supervisor.workers:
+            killed.append(supervisor.workers[0].process.pid)
+            os.kill(killed[-1], signal.SIGKILL)
+    assert len(set(killed)) == 2
+    assert sorted(outcome.job.source for outcome in done) == sorted(job.source for job in jobs)
+    assert not any(outcome.reason or outcome.fatal for outcome in done)
+    assert table(store.folder) == table(undisturbed)
+    assert not multiprocessing.active_children()
+
+
+def test_a_job_that_kills_its_workers_is_given_up_alone(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
+    store, jobs = Store.create(tmp_path / "heads", Settings()), jobs_in(steps)
+    poison = str(steps / "step-00000800")
+    jobs = [*jobs[:3], jobs[8], *jobs[3:8]]
+    supervisor = _Supervisor(Schedule([tuple(jobs[:5]), tuple(jobs[5:])]), store.folder, workers=2)
+    beside: list[int] = []  # for each kill, the other workers that were at work
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.is_set():
+            for worker in list(supervisor.workers):
+                if worker.at is not None and worker.at.source == poison and worker.process.is_alive():
+                    others = sum(bool(other.left) for other in supervisor.workers if other is not worker)
+                    os.kill(worker.process.pid, signal.SIGKILL)
+                    worker.process.join()
+                    beside.append(others)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    outcomes = {outcome.job.source: outcome.reason for outcome in supervisor.outcomes()}
+    over.set()
+    thread.join()
+    assert len(beside) == 3
+    assert beside[1:] == [0, 0]
+    assert [source for source, reason in outcomes.items() if reason] == [poison]
+    fleet = locater.Fleet.open(store.folder)
+    assert "was killed by SIGKILL 3 times" in fleet.errors[poison]
+    assert [entry.tries for entry in fleet.sources() if entry.status == "failed"] == [3]
+    assert table(store.folder) == [row for row in table(undisturbed) if row["source"] != poison]
+    again = running.run([str(steps / "step-*")], store.folder, retry_failed=True, engine=running.Engine(workers=1))
+    assert list(again.scanned) == [poison]
+    assert table(store.folder) == table(undisturbed)
+    assert not list(store.folder.glob("*.error.json"))
+
+
+def test_workers_end_with_whoever_asked_them(steps: Path, tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "heads", Settings())
+    outcomes = run_in_workers(Schedule([tuple(jobs_in(steps))]), store.folder, workers=2)
+    next(outcomes)
+    assert multiprocessing.active_children()
+    outcomes.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_folder_that_vanishes_stops_everything(steps: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    (outcome,) = run_in_workers(Schedule([tuple(jobs_in(steps)[:1])]), folder, workers=1)
+    assert "not seen from where the work is done" in str(outcome.fatal)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes below this one, the forks of its fork server included."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        below.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+    found, waiting = [], [pid]
+    while waiting:
+        waiting = [child for one in waiting for child in below.get(one, [])]
+        found += waiting
+    return found
+
+
+def driver(pattern: str, out: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "locater", "fleet", pattern, "--out", str(out), *options]
+    path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    variables = {**os.environ, "PYTHONPATH": path}
+    return subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_a_killed_driver_leaves_whole_parts_and_no_process(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    process = driver(str(steps / "step-*"), out, "--workers", "2")
+    end = time.monotonic() + 60
+    while not (out.is_dir() and any(out.glob("*.parquet"))) and time.monotonic() < end:
+        time.sleep(0.005)
+    workers = children_of(process.pid)
+    process.kill()
+    process.communicate()
+    assert workers
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert any(out.glob("*.parquet"))
+    assert_whole(out)
+    locater.Fleet.run([str(steps / "step-*")], out, workers=0)
+    assert table(out) == table(undisturbed)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """200 checkpoints, and their table when nobody is killed."""
+    folder = tmp_path_factory.mktemp("many")
+    make_run(folder / "run", 200)
+    locater.Fleet.run([str(folder / "run" / "step-*")], folder / "heads", workers=0)
+    return folder / "run", folder / "heads"
+
+
+def killing(process: subprocess.Popen[bytes], chance: random.Random, every: float) -> Iterator[int]:
+    """Kill a random process below a driver now and then, until the driver ends."""
+    while process.poll() is None:
+        time.sleep(every * (0.5 + chance.random()))
+        if below := children_of(process.pid):
+            victim = chance.choice(below)
+            try:
+                os.kill(victim, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            yield victim
+
+
+@pytest.mark.slow
+def test_two_hundred_checkpoints_with_random_deaths(many: tuple[Path, Path], tmp_path: Path) -> None:
+    steps, undisturbed = many
+    out, chance, killed, drivers = tmp_path / "heads", random.Random(0), 0, 0
+    for attempt in range(12):
+        process = driver(str(steps / "step-*"), out, "--workers", "2", "--retry-failed")
+        deadline = time.monotonic() + 4 if attempt < 3 else None  # the first three drivers are killed as well
+        for _ in killing(process, chance, every=0.4):
+            killed += 1
+            if deadline is not None and time.monotonic() > deadline:
+                process.kill()
+                drivers += 1
+                break
+        process.communicate()
+        assert_whole(out)
+        if process.returncode == 0:
+            break
+    assert killed >= 10
+    assert drivers >= 1
+    assert process.returncode == 0
+    assert table(out) == table(undisturbed)
+    assert not list(out.glob("*.error.json"))
+
+
+@pytest.mark.slow
+def test_two_hundred_checkpoints_on_ray_with_two_workers_killed(many: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    steps, undisturbed = many
+    out, files = tmp_path / "heads", tmp_path / "ray"
+    files.mkdir()
+    code = (
+        "import ray, sys\n"
+        f"context = ray.init(num_cpus=2, include_dashboard=False, _temp_dir={str(files)!r}, log_to_driver=False)\n"
+        "print(context.address_info['gcs_address'], flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HOME": str(files), "RAY_USAGE_STATS_ENABLED": "0"}
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", code], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert cluster.stdout is not None
+        address = next(line for line in cluster.stdout if line.count(":") == 1 and line[0].isdigit()).strip()
+        process = driver(str(steps / "step-*"), out, "--ray", address)
+        killed: set[int] = set()
+        while process.poll() is None:
+            if len(killed) < 2 and len(list(out.glob("*.parquet"))) > 20 * (len(killed) + 1):
+                at_work = [pid for pid in children_of(cluster.pid) if b"ray::_do" in command_line(pid)]
+                if at_work:
+                    os.kill(at_work[0], signal.SIGKILL)
+                    killed.add(at_work[0])
+            time.sleep(0.01)
+        assert process.returncode == 0, process.communicate()[1].decode()
+    finally:
+        cluster.communicate("")
+        shutil.rmtree(files, ignore_errors=True)
+    assert len(killed) == 2
+    assert_whole(out)
+    assert table(out) == table(undisturbed)
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
