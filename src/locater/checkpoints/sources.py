@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any, Protocol
 
@@ -24,18 +24,17 @@ Config = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """A source that is open already, for callers that want to see what is read from it."""
+class Wrapped:
+    """A source whose weights are wrapped when it is opened, for callers that want to see what is read from it."""
 
-    name: str
-    weights: Weights
-    config: Config
+    source: str
+    wrap: Callable[[Weights], Weights]
 
     def __str__(self) -> str:
-        return self.name
+        return self.source
 
 
-Source = nn.Module | str | os.PathLike[str] | Opened
+Source = nn.Module | str | os.PathLike[str] | Wrapped
 
 
 class Opener(Protocol):
@@ -48,8 +47,9 @@ def open_source(source: Source) -> tuple[Weights, Config]:
     """The weights and the configuration of `source`; the configuration is empty where there is none."""
     if isinstance(source, nn.Module):
         return ModuleWeights(source), config_of(source)
-    if isinstance(source, Opened):
-        return source.weights, source.config
+    if isinstance(source, Wrapped):
+        weights, config = open_source(source.source)
+        return source.wrap(weights), config
     if not isinstance(source, str | os.PathLike):
         raise LocaterError(f"{source!r:.60} is not a model: give an nn.Module, a folder, a file or a hub id")
     if not str(source):

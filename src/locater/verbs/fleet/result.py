@@ -268,7 +268,7 @@ class Fleet:
         from locater.report.trajectory import trajectory_page
         from locater.verbs.trajectory import trajectory
 
-        write_whole(Path(path), trajectory_page(trajectory(self.records(), self.errors)))
+        write_whole(Path(path), trajectory_page(trajectory(self.records(), self.errors, length=self.settings.length)))
 
 
 def _order(labels: Any) -> tuple[str, float, str]:

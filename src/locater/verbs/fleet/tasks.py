@@ -8,7 +8,8 @@ from pathlib import Path
 
 from locater.checkpoints.digested import DigestedWeights, joined_digest
 from locater.checkpoints.local_files import identity
-from locater.checkpoints.sources import Opened, open_source
+from locater.checkpoints.sources import Wrapped
+from locater.checkpoints.weights import Weights
 from locater.errors import LocaterError, first_line
 from locater.files import read_json
 from locater.verbs.fleet.jobs import Job, Task, reader_version
@@ -74,22 +75,27 @@ def _scan_and_write(job: Job, store: Store) -> None:
     if job.piece is not None and store.piece(job.key, job.piece).exists():
         _join_pieces(job, store)
         return
-    weights, config = open_source(job.source)
-    digested = DigestedWeights(weights)
     settings = job.settings
+    seen: list[DigestedWeights] = []
+
+    def digested(weights: Weights) -> Weights:
+        seen.append(DigestedWeights(weights))
+        return seen[-1]
+
     result = scan(
-        Opened(job.source, digested, config),
+        Wrapped(job.source, digested),
         length=settings.length,
         raw=settings.raw,
         eigenvalues=settings.eigenvalues,
         shard=job.piece,
     )
+    reads = seen[-1].reads
     if identity(job.source) != job.identity:
         raise LocaterError(f"{job.source}: changed while the fleet ran: run the same command when nothing writes to it")
     if job.piece is None:
-        store.write_part(job.key, to_bytes(result, job, joined_digest(digested.reads)))
+        store.write_part(job.key, to_bytes(result, job, joined_digest(reads)))
         return
-    store.write_piece(job, {**result.to_dict(), "reads": digested.reads})
+    store.write_piece(job, {**result.to_dict(), "reads": reads})
     _join_pieces(job, store)
 
 
