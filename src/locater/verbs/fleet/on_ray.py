@@ -48,6 +48,7 @@ def connected(address: str) -> Any:
     """Ray, connected to a cluster that runs already."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # what matters comes as an exception
     try:
         import ray
     except ImportError:
@@ -59,8 +60,8 @@ def connected(address: str) -> Any:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except Exception as error:  # ConnectionError, ValueError, RuntimeError: by kind of address
         raise LocaterError(
-            f"--ray {address}: no cluster there ({first_line(error)}): start one with `ray start --head`, "
-            "or leave --ray out"
+            f"--ray {address}: no connection to a cluster ({first_line(error)}): start one with `ray start --head`, or "
+            "leave --ray out (a cluster that asks for a token needs RAY_AUTH_MODE=token and ~/.ray/auth_token)"
         ) from None
     processors = ray.cluster_resources().get("CPU", 0)
     if processors < 1:

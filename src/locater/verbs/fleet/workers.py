@@ -26,7 +26,7 @@ from locater.verbs.fleet.store import Store
 from locater.verbs.fleet.tasks import Outcome, perform
 
 MOST = 8  # workers, unless the user asks for more
-NEVER_READY = 5  # workers in a row that end before they begin
+NEVER_READY = 5  # workers in a row that end before they begin; four times as many where someone kills them
 
 
 def default_workers() -> int:
@@ -122,7 +122,7 @@ class _Supervisor:
         self.workers.remove(worker)
         if not worker.ready:
             self.never_ready += 1
-            if self.never_ready >= NEVER_READY:
+            if self.never_ready >= (NEVER_READY if code is None or code >= 0 else 4 * NEVER_READY):
                 raise LocaterError(
                     f"workers end before they begin ({ending(code)}): in a script, start the fleet under "
                     "`if __name__ == '__main__':`; on a machine that is short of memory, use --workers 1"
