@@ -89,6 +89,7 @@ function map(id, run) {
 }
 
 // ---- layers over steps ----
+const overviews = {}; // the last picture of each chart
 function layers(id, run) {
   const width = room(id), rows = run.layers.length, [low, high] = domain(), range = scale(state.metric), spans = cells(run);
   const cell = Math.max(width < 520 || matchMedia("(pointer: coarse)").matches ? 14 : 8, Math.min(22, 240 / rows)), box = { left: LEFT, right: width - 12, top: 20, bottom: 20 + rows * cell };
@@ -96,9 +97,13 @@ function layers(id, run) {
   charts[id] = { run, svg, sx, box, rows, cell, spans };
   hatch(svg);
   make("rect", { fill: "url(#hatch-none)", x: box.left, y: box.top, width: wide, height: rows * cell }, svg);
-  const medians = run.layers.map((_, l) => run.steps.map((_, s) => over(run, state.metric, s, l, state.over))), pixels = Math.round(wide * devicePixelRatio);
-  const under = Array.from({ length: pixels }, (_, x) => { const v = low + (x + 0.5) / pixels * (high - low); return spans.findIndex(([from, to]) => from <= v && v < to); });
-  make("image", { class: "map", href: picture(pixels, rows, range, (x, l) => under[x] < 0 ? NaN : medians[l][under[x]]), x: box.left, y: box.top, width: wide, height: rows * cell, preserveAspectRatio: "none" }, svg);
+  const pixels = Math.round(wide * devicePixelRatio), made = [state.a, state.b, state.metric, state.over, state.axis, pixels, dark()].join(" ");
+  if (overviews[id]?.made !== made) { // the slider does not change it
+    const medians = run.layers.map((_, l) => run.steps.map((_, s) => over(run, state.metric, s, l, state.over)));
+    const under = Array.from({ length: pixels }, (_, x) => { const v = low + (x + 0.5) / pixels * (high - low); return spans.findIndex(([from, to]) => from <= v && v < to); });
+    overviews[id] = { made, href: picture(pixels, rows, range, (x, l) => under[x] < 0 ? NaN : medians[l][under[x]]) };
+  }
+  make("image", { class: "map", href: overviews[id].href, x: box.left, y: box.top, width: wide, height: rows * cell, preserveAspectRatio: "none" }, svg);
   make("path", { class: "seam", d: Array.from({ length: rows - 1 }, (_, r) => `M${box.left} ${box.top + (r + 1) * cell}H${box.right}`).join("") }, svg);
   if (wide / slots.length > 7) make("path", { class: "seam", d: spans.map(([, to]) => `M${sx(to)} ${box.top}V${box.bottom}`).join("") }, svg);
   make("text", { class: "title", x: box.left - 7, y: box.top - 6, "text-anchor": "end" }, svg, "layer");
