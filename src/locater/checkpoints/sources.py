@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
 from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
 from locater.checkpoints.adapter_folder import open_adapter
+from locater.checkpoints.index import refuse_lost, refuse_missing_shards, refuse_one_of_many, shards_of
 from locater.checkpoints.pickle_file import open_pickles
 from locater.checkpoints.safetensors_file import SafetensorsWeights
 from locater.checkpoints.weights import ModuleWeights, Weights
@@ -85,7 +85,7 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
         raise LocaterError(f"{folder}: cannot be read ({error.strerror})") from None
     loose = [folder / name for name in names if name.endswith(".safetensors")]
     if loose:
-        _refuse_missing_shards(loose, str(folder))
+        refuse_missing_shards([path.name for path in loose], str(folder))
         return SafetensorsWeights(loose, str(folder)), config
     quantised = [folder / name for name in names if name.endswith(".gguf")]
     if quantised:
@@ -100,16 +100,8 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
 
 def _open_index(index: Path, open_files: Opener) -> Weights:
     """The shards that an index names, each tensor from the shard that the index gives for it."""
-    document = read_json(index, unique=True)
-    shard_of = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(x, str) for x in shard_of.values()):
-        raise LocaterError(
-            f"{index}: not an index (weight_map does not give the shard of each tensor): download it again"
-        )
+    shard_of = shards_of(read_json(index, unique=True), str(index))
     shards = sorted(set(shard_of.values()))
-    for shard in shards:
-        if not _inside(shard):
-            raise LocaterError(f"{index}: names the shard {shard!r:.80}, which is not in its folder: refused")
     missing = [shard for shard in shards if not is_there(index.parent / shard)]
     if missing:
         raise LocaterError(
@@ -118,19 +110,8 @@ def _open_index(index: Path, open_files: Opener) -> Weights:
     paths = {shard: index.parent / shard for shard in shards}
     file_of = {name: paths[shard] for name, shard in shard_of.items()}
     weights = open_files(list(paths.values()), str(index.parent), file_of)
-    names = set(weights.names())
-    lost = [name for name in shard_of if name not in names]
-    if lost:
-        raise LocaterError(
-            f"{index}: names the tensor {lost[0]}, which is not in {shard_of[lost[0]]} ({len(lost)} missing)"
-        )
+    refuse_lost(shard_of, weights.names(), str(index))
     return weights
-
-
-def _inside(shard: str) -> bool:
-    """Whether the path of a shard stays inside the folder of its index, on every operating system."""
-    parts = PureWindowsPath(shard).parts  # splits at both kinds of slash, and knows drives
-    return bool(parts) and ".." not in parts and not PureWindowsPath(shard).anchor and "\0" not in shard
 
 
 def _open_file(path: Path) -> Weights:
@@ -147,27 +128,8 @@ def _open_file(path: Path) -> Weights:
 def _refuse_a_shard(path: Path) -> None:
     """A single shard would be read as a model with fewer layers, and without the norms in other shards."""
     for index in path.parent.glob("*.index.json") if path.suffix != ".json" else ():
-        document = read_json(index)
-        shard_of = document.get("weight_map") if isinstance(document, dict) else None
-        shards = {x for x in shard_of.values() if isinstance(x, str)} if isinstance(shard_of, dict) else set()
-        if path.name in shards and len(shards) > 1:
-            raise LocaterError(
-                f"{path}: one of the {len(shards)} shards of {index.name}: give the folder {path.parent}"
-            )
-    _refuse_missing_shards([path], str(path))
-
-
-def _refuse_missing_shards(files: Sequence[Path], where: str) -> None:
-    """Files named `model-00002-of-00003` are read only together with all others of the set."""
-    sets: dict[tuple[str, int], set[int]] = {}
-    for path in files:
-        if match := re.fullmatch(r"(.*)-(\d{1,6})-of-(\d{1,6})", path.stem, re.ASCII):
-            sets.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (stem, count), numbers in sets.items():
-        if len(numbers) < count:
-            raise LocaterError(
-                f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder with all"
-            )
+        refuse_one_of_many(read_json(index), path.name, index.name, str(path), str(path.parent))
+    refuse_missing_shards([path.name], str(path))
 
 
 def _read_config(path: Path) -> Config:
