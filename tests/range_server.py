@@ -65,6 +65,7 @@ class RangeServer:
         self.sent = 0  # bytes of bodies
         self.lifetime = 3600.0  # seconds that a signed address is good for
         self.gated: dict[str, str] = {}  # model -> the token that opens it
+        self.commits: dict[Path, str] = {}  # of revisions, where they are not those of their names
         self.fault: Callable[[Request], Fault | None] = lambda request: None
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"owner": self})
@@ -124,8 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._signed(path.removeprefix("/cdn/"), parts.query, request, fault)
             elif path.startswith("/api/models/"):
                 self._api(path.removeprefix("/api/models/"))
-            else:
+            elif "/resolve/" in path:
                 self._resolve(path, request, fault)
+            else:
+                self._send(404, {})
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
@@ -182,7 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Folders of a model by revision: its branches and tags, and their commits."""
         folder = self.owner.root / model
         named = {path.name.replace("%2F", "/"): path for path in sorted(folder.iterdir())} if folder.is_dir() else {}
-        return {**{_commit(path): path for path in named.values()}, **named}
+        return {**{self._commit(path): path for path in named.values()}, **named}
+
+    def _commit(self, folder: Path) -> str:
+        return self.owner.commits.get(folder) or hashlib.sha1(str(folder).encode()).hexdigest()
 
     def _refused(self, model: str, revision: str) -> bool:
         """Send the hub's answer for a model or a revision that is not there, or not open to the user."""
@@ -197,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         model, tail = "/".join(rest.split("/")[:2]), "/".join(rest.split("/")[2:])
         if tail == "refs":
             if not self._refused(model, "main"):
-                names = [name for name, path in self._revisions(model).items() if name != _commit(path)]
+                names = [name for name, path in self._revisions(model).items() if name != self._commit(path)]
                 kinds = {"tags": [n for n in names if n.startswith("v")], "branches": [n for n in names if n[0] != "v"]}
                 refs = {
                     kind: [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": "0" * 40} for n in found]
@@ -205,11 +211,16 @@ class _Handler(BaseHTTPRequestHandler):
                 }
                 self._json({**refs, "converts": []})
             return
-        revision = tail.removeprefix("revision/") or "main"
+        tree = tail.startswith("tree/")
+        revision = tail.removeprefix("revision/").removeprefix("tree/") or "main"
         if not self._refused(model, revision):
             folder = self._revisions(model)[revision]
+            if tree:
+                paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+                self._json([_tree_entry(_sibling(path, folder)) for path in paths])
+                return
             siblings = [_sibling(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-            self._json({"id": model, "modelId": model, "sha": _commit(folder), "private": False, "tags": [],
+            self._json({"id": model, "modelId": model, "sha": self._commit(folder), "private": False, "tags": [],
                         "downloads": 0, "likes": 0, "siblings": siblings})  # fmt: skip
 
     def _resolve(self, path: str, request: Request, fault: Fault) -> None:
@@ -228,11 +239,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             self._send(404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
             return
-        headers = {"X-Repo-Commit": _commit(folder)}
+        headers = {"X-Repo-Commit": self._commit(folder)}
         if not file.name.endswith(LARGE):
             self._file(file, request, fault, headers)
             return
-        there = f"{owner.url}/cdn/{file.relative_to(owner.root)}?until={time.time() + owner.lifetime}"
+        elsewhere = owner.url.replace("127.0.0.1", "localhost")  # another host than the hub's, as there
+        there = f"{elsewhere}/cdn/{file.relative_to(owner.root)}?until={time.time() + owner.lifetime}"
         linked = {"X-Linked-Size": str(file.stat().st_size), "X-Linked-ETag": f'"{_digest(file)}"', "Location": there}
         self._send(302, headers | linked)
 
@@ -244,8 +256,11 @@ def _sibling(path: Path, folder: Path) -> dict[str, Any]:
     return {**entry, "lfs": lfs} if path.name.endswith(LARGE) else entry
 
 
-def _commit(folder: Path) -> str:
-    return hashlib.sha1(str(folder).encode()).hexdigest()
+def _tree_entry(sibling: dict[str, Any]) -> dict[str, Any]:
+    entry = {"type": "file", "path": sibling["rfilename"], "size": sibling["size"], "oid": sibling["blobId"]}
+    if "lfs" in sibling:
+        entry["lfs"] = {**sibling["lfs"], "oid": sibling["lfs"]["sha256"]}
+    return entry
 
 
 def _digest(path: Path) -> str:

@@ -25,7 +25,8 @@ def hub(server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     constants = pytest.importorskip("huggingface_hub.constants")
 
     for name, value in {
-        "ENDPOINT": server.url,
+        "ENDPOINT": server.url,  # as HF_ENDPOINT sets it, and what follows from it
+        "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_CACHE": str(tmp_path / "cache"),
         "HF_TOKEN_PATH": str(tmp_path / "no token"),
         "HF_HUB_OFFLINE": False,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from locater.cli.options import JsonPath, Length, Raw, ReportPath
+from locater.cli.options import Download, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.findings import parse_conditions
@@ -35,6 +35,7 @@ def command(
             "of any kind (fault), or if a column changed so much ('change_F>10', B minus A).",
         ),
     ] = None,
+    download: Download = False,
 ) -> None:
     from locater.report.terminal import print_comparison
     from locater.verbs.comparing import CHANGE_COLUMNS, FAULT, compare
@@ -43,7 +44,7 @@ def command(
     if fail_on is not None:
         conditions = parse_conditions(fail_on, CHANGE_COLUMNS, (FAULT, *SCAN_FLAGS), example="change_M<-1")
     check_writable(json, report)
-    result = compare(a, b, length=length, raw=raw, progress=show_progress)
+    result = compare(a, b, length=length, raw=raw, progress=show_progress, download=download)
     rows = result.condition_rows() if conditions else []
     if report is not None:
         result.report(report)

@@ -137,7 +137,13 @@ class Comparison:
 
 
 def compare(
-    a: Source | Scan, b: Source | Scan, *, length: int = LENGTH, raw: bool = False, progress: Progress | None = None
+    a: Source | Scan,
+    b: Source | Scan,
+    *,
+    length: int = LENGTH,
+    raw: bool = False,
+    progress: Progress | None = None,
+    download: bool = False,
 ) -> Comparison:
     """Compare two models, two checkpoints of one run, or two scans (also as the JSON files that `scan` wrote).
 
@@ -146,7 +152,7 @@ def compare(
     >>> comparison.aligned, len(comparison.rows)
     (True, 2)
     """
-    first, second = (_scan(x, length, raw, progress) for x in (a, b))
+    first, second = (_scan(x, length, raw, progress, download) for x in (a, b))
     for setting in ("length", "weights"):
         one, other = (x.assumptions.get(setting) for x in (first, second))
         if one != other:
@@ -159,12 +165,12 @@ def compare(
     return Comparison(first, second, aligned, rows)
 
 
-def _scan(source: Source | Scan, length: int, raw: bool, progress: Progress | None) -> Scan:
+def _scan(source: Source | Scan, length: int, raw: bool, progress: Progress | None, download: bool) -> Scan:
     if isinstance(source, Scan):
         return source
     if isinstance(source, str | os.PathLike) and Path(source).suffix == ".json" and Path(source).is_file():
         return Scan.load(source)
-    return scan(source, length=length, raw=raw, progress=progress)
+    return scan(source, length=length, raw=raw, progress=progress, download=download)
 
 
 def _shape(result: Scan) -> list[tuple[int, int, str]]:

@@ -2,5 +2,7 @@
 
 from locater.checkpoints.remote.expanding import expand
 from locater.checkpoints.remote.identities import identity
+from locater.checkpoints.remote.session import session
+from locater.checkpoints.remote.traffic import Traffic
 
-__all__ = ["expand", "identity"]
+__all__ = ["Traffic", "expand", "identity", "session"]

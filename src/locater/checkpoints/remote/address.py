@@ -29,10 +29,13 @@ class Address:
     path: str = ""
     revision: str | None = None  # on the hub: a branch, a tag or a commit; None is its default branch
     query: str = ""  # of a URL: kept for requests (it may be a signature), never shown
+    plain: bool = False  # on the hub: written as org/model, as a folder could be
 
     def __str__(self) -> str:
         """The name as users write it; what a URL has after `?` is left out, because it may be a secret."""
         if self.scheme == "http":
+            return f"{self.root}/{self.path}" if self.path else self.root
+        if self.plain:
             return f"{self.root}/{self.path}" if self.path else self.root
         revision = "" if self.revision is None else f"@{_quoted(self.revision)}"
         return f"{self.scheme}://{self.root}{revision}" + (f"/{self.path}" if self.path else "")
@@ -65,7 +68,7 @@ def remote_address(source: str) -> Address | None:
     """The address that `source` is, or None for other names: those of this machine, and plain hub ids.
 
     >>> remote_address("hf://org/model@step1000")
-    Address(scheme='hf', root='org/model', path='', revision='step1000', query='')
+    Address(scheme='hf', root='org/model', path='', revision='step1000', query='', plain=False)
     >>> str(remote_address("s3://bucket/run/step-10/")), remote_address("org/model")
     ('s3://bucket/run/step-10', None)
     """
@@ -86,6 +89,14 @@ def remote_address(source: str) -> Address | None:
         form = "az://account/container/path" if scheme == "az" else f"{scheme}://bucket/path"
         raise LocaterError(f"{source}: not the name of an object: write {form}")
     return Address(scheme, "/".join(words[:parts_of]), "/".join(words[parts_of:]))  # type: ignore[arg-type]
+
+
+def hub_address(name: str) -> Address:
+    """The address of a plain hub id. A name that cannot be one is refused at once: it is of a file that is missing."""
+    parts = name.split("/")
+    if len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or name.endswith(WEIGHTS[:5]):
+        raise LocaterError(f"{name}: no such file or folder")
+    return Address("hf", name, plain=True)
 
 
 def _on_the_hub(source: str, rest: str) -> Address:

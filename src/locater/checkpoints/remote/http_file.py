@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -19,6 +20,7 @@ T = TypeVar("T")
 REDIRECTS = 5
 MOVED = (301, 302, 303, 307, 308)
 MISSING = (404, 410)
+PART = 1 << 20  # bytes between two writes of a download
 CHANGED = "changed while it was read: start again"
 
 
@@ -81,6 +83,18 @@ class HttpFile:
     def facts(self) -> tuple[int, str] | None:
         """(size, ETag or date) by a HEAD request; None where there is no such file."""
         return self._unless_missing("HEAD", self._size_and_version)
+
+    def save(self, path: Path) -> None:
+        """Write all of the file to `path`, without ranges."""
+        self._exchange("GET", {}, partial(self._copy, path))
+
+    def _copy(self, path: Path, reply: http.client.HTTPResponse) -> None:
+        with path.open("wb") as target:
+            while chunk := reply.read(PART):
+                target.write(chunk)
+                self._client.traffic.add(bytes=len(chunk))
+        if reply.length:
+            raise Temporary("the connection is cut")
 
     def _unless_missing(self, method: str, take: Callable[[http.client.HTTPResponse], T]) -> T | None:
         try:
@@ -245,7 +259,7 @@ def _check(reply: http.client.HTTPResponse) -> None:
         words = f"the server answers {reply.status} {reply.reason}".strip()
         raise Temporary(words, retry_after(reply.getheader("Retry-After")))
     if reply.status not in (200, 206):
-        raise Refusal(reply.status, reply.reason)
+        raise Refusal(reply.status, reply.getheader("X-Error-Message") or reply.reason)
     if reply.getheader("Content-Encoding", "identity") != "identity":
         raise Refusal(reply.status, "with a compressed body, which has no ranges: add --download")
 

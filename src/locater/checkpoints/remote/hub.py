@@ -17,7 +17,12 @@ from locater.checkpoints.remote.retrying import TEMPORARY, Temporary, retry_afte
 from locater.errors import LocaterError, first_line
 
 T = TypeVar("T")
+_NO_FILE = "no such file or folder, and "  # of a name that may be of a folder or of a model on the hub
 LOG_IN = "log in (hf auth login, or HF_TOKEN)"
+
+
+class UnreachableError(LocaterError):
+    """The hub cannot be asked."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def _refuse(address: Address, error: Exception, status: int | None) -> NoReturn:
     """One line for an exception of huggingface_hub."""
     kind = type(error).__name__
     if kind == "OfflineModeIsEnabled":
-        reason = "the hub is not asked while HF_HUB_OFFLINE is set: give a folder or a file of this machine"
+        reason = "the hub did not return it: HF_HUB_OFFLINE is set, so only models in its cache are read"
     elif is_network(error):
         reason = "the hub cannot be reached (is there a network?): give a folder or a file of this machine"
     elif kind == "GatedRepoError" or status == 403:
@@ -113,7 +118,10 @@ def _refuse(address: Address, error: Exception, status: int | None) -> NoReturn:
         reason = f"the hub answered {status}: {_hub_words(error)}"
     else:
         reason = f"the hub did not return it: {first_line(error)}"
-    raise LocaterError(f"{address}: {reason}") from None
+    unasked = kind == "OfflineModeIsEnabled" or is_network(error)
+    raise (UnreachableError if unasked else LocaterError)(
+        f"{address}: {_NO_FILE if address.plain else ''}{reason}"
+    ) from None
 
 
 def _hub_words(error: Exception) -> str:
@@ -139,6 +147,7 @@ def _api(address: Address) -> Any:
         from huggingface_hub import HfApi
     except ImportError:
         raise LocaterError(
-            f"{address}: reading from the hub needs the huggingface_hub package: pip install 'locater[remote]'"
+            f"{address}: {_NO_FILE if address.plain else ''}reading from the hub needs the huggingface_hub package: "
+            "pip install 'locater[remote]'"
         ) from None
     return HfApi()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from locater.checkpoints.index import shards_of
-from locater.checkpoints.remote.address import Address, remote_address
+from locater.checkpoints.remote.address import Address, hub_address, remote_address
 from locater.checkpoints.remote.folders import folder_of
 from locater.checkpoints.remote.ranged import RemoteFolder, remote_json
 from locater.errors import LocaterError
@@ -20,8 +20,7 @@ def identity(source: str) -> str:
     """A text that is the same as long as configuration and weights of a remote checkpoint are: of two revisions with
     equal files too. It is made of the hub's sha256 of each file, or of ETag and size. No weights are read.
     """
-    address = remote_address(source) or remote_address(f"hf://{source}")
-    assert address is not None
+    address = remote_address(source) or hub_address(source)
     folder = folder_of(address)
     facts = folder.digests() if folder.names() is not None else _asked(folder, address)
     facts = _read_ones(facts, address)

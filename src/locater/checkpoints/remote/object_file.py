@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 from locater.checkpoints.remote.address import Address
@@ -58,6 +59,23 @@ class ObjectFile:
         body = asked(self.address, lambda: bytes(result.bytes()))
         self._traffic.add(bytes=len(body))
         return body
+
+    def save(self, path: Path) -> None:
+        """Write all of the object to `path`."""
+        import obstore
+
+        def copy() -> None:
+            result = obstore.get(store_of(self.address), self.address.path)
+            with path.open("wb") as target:
+                for chunk in result.stream(min_chunk_size=CHUNK):
+                    if self._stopped.is_set():
+                        raise Stopped
+                    self._traffic.add(bytes=target.write(chunk))
+            if path.stat().st_size != result.meta["size"]:
+                raise LocaterError(f"{self.where}: came short: try again")
+
+        self._traffic.add(requests=1)
+        asked(self.address, copy)
 
     def facts(self) -> tuple[int, str] | None:
         import obstore

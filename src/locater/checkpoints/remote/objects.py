@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from locater.checkpoints.remote.address import Address
-from locater.checkpoints.remote.retrying import TRIES
+from locater.checkpoints.remote.retrying import TRIES, Stopped
 from locater.errors import LocaterError, first_line
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def asked(address: Address, question: Callable[[], T]) -> T:
         return question()
     except FileNotFoundError:
         raise LocaterError(f"{address}: no such object or bucket") from None
-    except LocaterError:
+    except (LocaterError, Stopped):
         raise
     except Exception as error:
         raise LocaterError(f"{address}: {_reason(address, error)}") from None

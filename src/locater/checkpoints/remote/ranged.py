@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Protocol
 
 from locater.checkpoints.remote.address import Address
@@ -25,6 +26,9 @@ class RangedFile(Protocol):
 
     def facts(self) -> tuple[int, str] | None:
         """Size, and what changes with the content; None where there is no such file."""
+
+    def save(self, path: Path) -> None:
+        """Write all of the file to `path`, without ranges."""
 
     def close(self) -> None:
         """End reads that wait in other threads."""
