@@ -69,8 +69,7 @@ class RangeServer:
         self.fault: Callable[[Request], Fault | None] = lambda request: None
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"owner": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", port), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def start(self) -> None:
@@ -97,6 +96,14 @@ def served(root: Path, latency: float = 0.0) -> Iterator[RangeServer]:
         yield server
     finally:
         server.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients may close a connection when they like."""
 
 
 class _Handler(BaseHTTPRequestHandler):

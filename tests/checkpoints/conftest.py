@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from locater.checkpoints.remote import objects
 
     running = moto.ThreadedMotoServer(port=0)
-    running.start()
+    with redirect_stdout(StringIO()):
+        running.start()
     host, port = running.get_host_and_port()
     settings = {"AWS_ENDPOINT": f"http://{host}:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
                 "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}  # fmt: skip
