@@ -34,17 +34,18 @@ def attention_layers(
     heads: int | None = None,
     kv_heads: int | None = None,
     example: Mapping[str, Any] | None = None,
+    download: bool = False,
 ) -> list[AttentionLayer]:
     """Every attention layer of a model or a checkpoint. Maps stay where they are until a layer is used; only gains and
     biases are read. A live model of an unknown architecture is run once or twice as a copy (`discover`); `example`
-    holds inputs for that, where they cannot be guessed.
+    holds inputs for that, where they cannot be guessed. `download` takes all of a checkpoint that is elsewhere.
 
     >>> from torch import nn
     >>> layers = attention_layers(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
     >>> len(layers), layers[0].name
     (2, 'layers.0.self_attn')
     """
-    weights, config = open_source(source)
+    weights, config = open_source(source, download)
     return layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
 
 

@@ -1,0 +1,91 @@
+"""The remote files of one piece of work: their traffic, what is fetched ahead, and the end of all of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+from locater.checkpoints.remote.ahead import THREADS, Ahead, Plan, Read
+from locater.checkpoints.remote.ranged import RangedFile
+from locater.checkpoints.remote.traffic import Traffic
+from locater.errors import LocaterError
+
+_CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
+_RECORD: ContextVar[list[Read] | None] = ContextVar("record", default=None)
+
+
+class Session:
+    """Remote files that were opened together."""
+
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self.traffic = traffic or Traffic()
+        self.files: list[RangedFile] = []
+        self._ahead: Ahead | None = None
+
+    def read_ahead(self, plan: Plan) -> None:
+        """Begin to fetch what a plan says."""
+        self._ahead = Ahead(plan)
+        self.traffic.add(planned=self.traffic.bytes + self._ahead.planned)  # headers have come already
+
+    def bytes(self, file: RangedFile, start: int, stop: int) -> bytearray | memoryview:
+        """A range of a file: one that was fetched ahead, or else one that is read now."""
+        data: bytearray | memoryview | None = self._ahead.take(file, start, stop) if self._ahead is not None else None
+        if data is None:
+            data = file.read(start, stop)
+        if len(data) != stop - start:
+            raise LocaterError(f"{file.where}: ends before its data does: the file is truncated")
+        return data
+
+    def in_threads(self, function: Any, files: Sequence[RangedFile]) -> list[Any]:
+        """`function` of each file, in threads. The first failure ends the others."""
+        self.files += files
+        pool = ThreadPoolExecutor(min(THREADS, len(files)) or 1, "locater-headers")
+        try:
+            return list(pool.map(function, files))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """End all reads, and the threads that wait for them."""
+        if self._ahead is not None:
+            self._ahead.close()
+        for file in self.files:
+            file.close()
+
+
+@contextlib.contextmanager
+def session(traffic: Traffic | None = None) -> Iterator[Session]:
+    """Remote sources that are opened inside are closed at its end, however it ends."""
+    opened = Session(traffic)
+    token = _CURRENT.set(opened)
+    try:
+        yield opened
+    finally:
+        _CURRENT.reset(token)
+        opened.close()
+
+
+def current_session() -> Session:
+    """The session around this call; one of its own for a source that is opened outside of any."""
+    return _CURRENT.get() or Session()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Read]]:
+    """Inside, reads of remote files fetch nothing: they are listed, and give tensors without data."""
+    reads: list[Read] = []
+    token = _RECORD.set(reads)
+    try:
+        yield reads
+    finally:
+        _RECORD.reset(token)
+
+
+def recording() -> list[Read] | None:
+    return _RECORD.get()
