@@ -361,7 +361,7 @@ def test_lists(tmp_path: Path) -> None:
     path = tmp_path / "list.csv"
     path.write_text("Step,Checkpoint Directory\n1000,https://host/step1000-unsharded/\n,/data/step-7\n")
     assert [(x.source, x.step) for x in listing([f"@{path}"]).entries] == [
-        ("https://host/step1000-unsharded/", 1000),
+        ("https://host/step1000-unsharded", 1000),
         ("/data/step-7", 7),
     ]
     path.write_text("/data/a\n/data/b\n")

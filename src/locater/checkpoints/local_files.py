@@ -98,7 +98,7 @@ def size_of(source: str) -> int:
 def files_of(path: Path) -> list[Path]:
     """The files that the numbers of a source can depend on; the base of an adapter is among them."""
     if not os.path.lexists(path):
-        raise LocaterError(f"{path}: no such file or folder")
+        raise LocaterError(f"{path}: no such file or folder (a model of the hub is hf://org/model)")
     if not os.path.isdir(path):
         regular_file(path)
         beside = [path.parent / "config.json"]

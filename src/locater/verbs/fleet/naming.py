@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from locater.checkpoints.local_files import WEIGHTS, expand
+from locater.checkpoints.anywhere import expand, full_name
+from locater.checkpoints.local_files import WEIGHTS
 from locater.errors import LocaterError, printable
 from locater.files import regular_file
 
@@ -168,7 +169,7 @@ def _row(
     given = row[column].strip()
     if not given:
         raise LocaterError(f"{path}: row {number} names no source")
-    source = given if "://" in given else os.path.abspath(given)
+    source = full_name(given)
     entry = labelled(source, run, pattern)
     step = cells.get("step") or None
     if step is not None and not re.fullmatch(r"\d{1,18}", step, re.ASCII):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from locater.checkpoints.local_files import identity, size_of
+from locater.checkpoints.anywhere import identity, size_of
+from locater.checkpoints.remote import session
+from locater.checkpoints.remote.address import remote_address
 from locater.errors import LocaterError
 from locater.families import open_source, read_source
 from locater.verbs.fleet.jobs import Job, Settings, Task, reader_version
@@ -19,6 +20,7 @@ SERIAL = 10.0  # seconds of work up to which no worker is started
 LARGE = 2_000_000_000  # bytes of queries and keys above which the layers of a checkpoint are dealt out
 EACH, PER_BYTE = 0.07, 4e-9  # seconds for any checkpoint, and for a byte of its files (benchmarks/fleet.py)
 REMOTE = 2.0  # seconds for a checkpoint of unknown size
+FEW = 16  # remote checkpoints whose sizes are asked for
 ASKED_AT_ONCE = 8  # identities, which take a request each for remote checkpoints
 
 
@@ -33,21 +35,25 @@ def jobs_of(
     if shard is not None and len(entries) >= shard[1]:
         entries, shard = entries[shard[0] - 1 :: shard[1]], None
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        looked_at = list(pool.map(lambda entry: _looked_at(entry, settings), entries))
+        few = len(entries) <= FEW
+        looked_at = list(pool.map(lambda entry: _looked_at(entry, settings, few), entries))
     jobs = [job for found in looked_at if isinstance(found, list) for job in found]
     failed = [found for found in looked_at if isinstance(found, Outcome)]
     return (jobs, failed) if shard is None else (jobs[shard[0] - 1 :: shard[1]], failed)
 
 
-def _looked_at(entry: Listed, settings: Settings) -> list[Job] | Outcome:
-    """The jobs of one checkpoint."""
+def _looked_at(entry: Listed, settings: Settings, few: bool) -> list[Job] | Outcome:
+    """The jobs of one checkpoint. Sizes of remote ones, another request each, are asked for where they are `few`: many
+    checkpoints keep all workers busy without being split.
+    """
 
     def job(mark: str, piece: tuple[int, int] | None = None, seconds: float = 0.0) -> Job:
         return Job(entry.source, entry.run, entry.step, mark, settings, reader_version(), piece, seconds)
 
     try:
-        mark, size = identity(entry.source), _size(entry.source)
-    except (LocaterError, OSError) as error:
+        mark = identity(entry.source)
+        size = size_of(entry.source) if few or remote_address(entry.source) is None else None
+    except Exception as error:  # libraries of the hub and of buckets raise many kinds
         return Outcome(job(""), reason_of(error))
     seconds = REMOTE if size is None else EACH + PER_BYTE * size
     count = 1 if size is None or size <= LARGE else _pieces(entry.source, size)
@@ -56,15 +62,12 @@ def _looked_at(entry: Listed, settings: Settings) -> list[Job] | Outcome:
     return [job(mark, (number, count), seconds / count) for number in range(1, count + 1)]
 
 
-def _size(source: str) -> int | None:
-    return size_of(source) if os.path.lexists(source) else None
-
-
 def _pieces(source: str, size: int) -> int:
     """How many pieces the layers of a checkpoint are read in; the same for everyone who looks at it."""
     try:
-        weights, config = open_source(source)
-        layers = read_source(weights, config).layers
+        with session():  # closes remote files
+            weights, config = open_source(source)
+            layers = read_source(weights, config).layers
     except Exception:  # whoever scans it will say what is wrong
         return 1
     elements = sum(math.prod(weights.shape(name)) for name in weights.names())

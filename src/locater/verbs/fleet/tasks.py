@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from locater.checkpoints.anywhere import identity
 from locater.checkpoints.digested import DigestedWeights, joined_digest
-from locater.checkpoints.local_files import identity
 from locater.checkpoints.sources import Wrapped
 from locater.checkpoints.weights import Weights
 from locater.errors import LocaterError, first_line
