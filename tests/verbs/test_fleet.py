@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ from locater.verbs.fleet.naming import labelled, listing
 from locater.verbs.fleet.planning import jobs_of, tasks_of
 from locater.verbs.fleet.store import Store
 from locater.verbs.fleet.tasks import perform
+from tests import ROOT
 from tests.processes import finished, forked
 from tests.verbs.fleet_folders import checkpoint, make_run, rewritten, table
 
@@ -188,6 +190,17 @@ def test_a_truncated_part_hides_no_other(steps: Path, scanned: Path, tmp_path: P
     assert list(account.scanned) == [str(steps / "step-00000100")]
     assert "not a whole part" in account.notes[0]
     assert table(out) == table(scanned)
+
+
+def test_flipped_bytes_are_noticed(scanned: Path, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    shutil.copytree(scanned, out)
+    path = locater.Fleet.open(out).files()[0]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 5] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(LocaterError, match=r"parquet: damaged .*remove it and run the fleet again"):
+        locater.Fleet.open(out).to_polars()
 
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
@@ -389,3 +402,23 @@ def test_patterns_leave_out_what_is_no_checkpoint(steps: Path, tmp_path: Path) -
     found = listing([str(tmp_path / "run" / "*")])
     assert len(found.entries) == 5
     assert found.notes == ["left out, because they hold no weights: plan.json, step-00000500"]
+
+
+def test_the_queries_of_the_page_run(scanned: Path) -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text()
+    queries = re.findall(r"^    (select .*)$", text, re.MULTILINE)
+    assert len(queries) == 3
+    fleet, rows = locater.Fleet.open(scanned), table(scanned)
+    by_step, first, equal = (fleet.sql(query).fetchall() for query in queries)
+    assert [line[0] for line in by_step] == [0, 100, 200, 300, 400]
+    assert by_step[0][2] == sum(bool(row["faults"]) for row in rows if row["step"] == 0)
+    assert {line[:2] for line in first} == {(r["layer"], r["head"]) for r in rows if "sharp" in r["flags"]}
+    assert [line[1] for line in equal] == [[100, 300]]
+
+
+def test_the_page_quotes_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "benchmarks" / "fleet.py"))["table"]()
+    text = (ROOT / "docs" / "fleet.md").read_text()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(lines) == 6
+    assert all(line in text for line in lines)

@@ -83,19 +83,21 @@ def sentences(document: Mapping[str, Any]) -> list[str]:
     several = len(names) > 1
     for name, run in zip(names, document["runs"], strict=True):
         lead = f"{name}: " if several else ""
+        said: list[str] = []
         if run["flags"]:
-            found.append(f"{lead}first step of each flag: {'; '.join(_flags(run['flags']))}.")
+            said.append(f"first step of each flag: {'; '.join(_flags(run['flags']))}.")
         for group in run["duplicates"][:NAMED]:
-            found.append(f"{lead}equal weights: {_listed([_named(entry) for entry in group])}.")
+            said.append(f"equal weights: {_listed([_named(entry) for entry in group])}.")
         if len(run["duplicates"]) > NAMED:
-            found.append(f"{lead}{len(run['duplicates']) - NAMED} more groups of equal weights: --json lists them.")
+            said.append(f"{len(run['duplicates']) - NAMED} more groups of equal weights: --json lists them.")
         if run["without_step"]:
-            found.append(f"{lead}{counted(run['without_step'], 'checkpoint')} without a step.")
+            said.append(f"{counted(run['without_step'], 'checkpoint')} without a step.")
+        found += [lead + line if several else line[0].upper() + line[1:] for line in said]
     failed = [failure for run in document["runs"] for failure in run["failed"]]
-    found += [f"failed: {_reason(failure)}" for failure in failed[:NAMED]]
+    found += [f"Failed: {_reason(failure)}" for failure in failed[:NAMED]]
     if len(failed) > NAMED:
         found.append(f"{counted(len(failed) - NAMED, 'more failure')}: --json lists them.")
-    return [*found, *(f"damaged: {line}; run the fleet again" for line in document["damaged"])]
+    return [*found, *(f"Damaged: {line}; run the fleet again" for line in document["damaged"])]
 
 
 def _flags(flags: Mapping[str, Mapping[str, Any]]) -> list[str]:

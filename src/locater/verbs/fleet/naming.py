@@ -43,6 +43,8 @@ def listing(arguments: Sequence[str], run: str | None = None, step_pattern: str 
     found, skipped = Listing(), []
     by_source: dict[str, Listed] = {}
     for argument in arguments:
+        if not argument:
+            raise LocaterError("an empty name among the sources: give folders, files, patterns or @list.csv")
         if argument.startswith("@"):
             entries = _from_list(Path(argument[1:]), run, pattern)
         else:
@@ -50,6 +52,8 @@ def listing(arguments: Sequence[str], run: str | None = None, step_pattern: str 
             entries = [labelled(source, run, pattern) for source in matched.sources]
             skipped += matched.skipped
         for entry in entries:
+            if not entry.source.isprintable():
+                raise LocaterError(f"{entry.source!r:.200}: a name that cannot be printed: rename it")
             if by_source.setdefault(entry.source, entry) != entry:
                 raise LocaterError(f"{entry.source}: listed twice, with different runs or steps: list it once")
     found.entries = list(by_source.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -101,11 +102,23 @@ def header(path: Path) -> dict[str, Any]:
         raise DamagedPartError(f"{path}: not a whole part ({first_line(error)})") from None
 
 
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
+    """The rows of a part as a pyarrow table. For small files, threads would take longer than the reading."""
+    arrow = pyarrow()
+    try:
+        with arrow.parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
+            return file.read(columns=None if columns is None else list(columns), use_threads=False)
+    except FileNotFoundError:
+        raise DamagedPartError(f"{path}: replaced while the fleet was read: ask again") from None
+    except (arrow.ArrowException, OSError) as error:
+        raise DamagedPartError(f"{path}: damaged ({first_line(error)}): remove it and run the fleet again") from None
+
+
 def relabelled(path: Path, run: str | None, step: int | None) -> bytes:
     """The same part with another run and step."""
     arrow = pyarrow()
     document = {**header(path), "run": run, "step": step}
-    table = arrow.parquet.read_table(path)
+    table = read_rows(path)
     for name, value in (("run", run), ("step", step)):
         place, kind = table.schema.get_field_index(name), table.schema.field(name).type
         table = table.set_column(place, table.schema.field(name), arrow.array([value] * len(table), kind))
@@ -117,7 +130,7 @@ def to_scan(path: Path) -> Scan:
     document = header(path)
     names = {f.name for f in fields(HeadRow)}
     rows = []
-    for record in pyarrow().parquet.read_table(path, page_checksum_verification=True).to_pylist():
+    for record in read_rows(path).to_pylist():
         known = {name: value for name, value in record.items() if name in names}
         known["flags"] = tuple(known["flags"])
         if known.get("eigenvalues") is not None:

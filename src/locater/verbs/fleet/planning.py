@@ -103,6 +103,4 @@ def parsed_shard(text: str | None) -> tuple[int, int] | None:
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal()):
         raise LocaterError(f"--shard {text!r}: write it as I/N, such as 2/8")
-    if not 1 <= int(number) <= int(count):
-        raise LocaterError(f"--shard {text}: the first number counts from 1 to the second")
     return int(number), int(count)

@@ -32,8 +32,6 @@ class Request:
 
     @property
     def engine(self) -> Engine:
-        if self.ray is not None and self.shard is not None:
-            raise LocaterError("--ray and --shard exclude each other: Ray deals out the work by itself")
         return Engine(self.workers, self.ray, parsed_shard(self.shard))
 
 

@@ -14,7 +14,7 @@ from locater.errors import LocaterError
 from locater.files import write_whole
 from locater.findings import Condition
 from locater.verbs.fleet.jobs import Settings
-from locater.verbs.fleet.parts import DamagedPartError, header, pyarrow, to_scan
+from locater.verbs.fleet.parts import DamagedPartError, header, pyarrow, read_rows, to_scan
 from locater.verbs.fleet.store import Store
 from locater.verbs.fleet.summary import summary
 from locater.verbs.scan_result import LENGTH, Scan
@@ -197,9 +197,8 @@ class Fleet:
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         """One dictionary per head of every checkpoint, by run, step, layer and head."""
-        parquet = pyarrow().parquet
         for path in self.files():
-            yield from parquet.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+            yield from read_rows(path, columns).to_pylist()
 
     def to_polars(self) -> polars.DataFrame:
         """One row per head of every checkpoint, as a polars frame."""
@@ -222,7 +221,7 @@ class Fleet:
         from locater.verbs.fleet.parts import schema
 
         arrow = pyarrow()
-        tables = [arrow.parquet.read_table(path) for path in self.files()]
+        tables = [read_rows(path) for path in self.files()]
         tables = [table.replace_schema_metadata(None) for table in tables] or [schema().empty_table()]
         return arrow.concat_tables(tables, promote_options="default")
 

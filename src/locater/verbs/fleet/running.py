@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ class Engine:
     workers: int | None = None
     ray: str | None = None  # "auto" or the address of a cluster
     shard: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 0:
+            raise LocaterError(f"{self.workers} workers: give 0 or more")
+        if self.ray is not None and self.shard is not None:
+            raise LocaterError("--ray and --shard exclude each other: Ray deals out the work by itself")
+        if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
+            raise LocaterError(f"--shard {self.shard[0]}/{self.shard[1]}: the first number counts from 1 to the second")
 
 
 @dataclass
@@ -86,18 +95,18 @@ def _run(
         before.forget_errors(outcome.job)
         account.failed[outcome.job.source] = str(outcome.reason)
     waiting = [job for job in jobs if before.is_open(job, retry_failed)]
-    outcomes = _outcomes(waiting, store, engine)
-    for outcome in progress(outcomes, len(waiting)) if progress and waiting else outcomes:
-        if outcome.fatal:
-            raise StoreError(outcome.fatal)
-        job = outcome.job
-        if outcome.reason is not None:
-            account.failed[job.source] = outcome.reason
-            before.forget_errors(job)
-        elif store.has(job.key) and job.source not in account.scanned:
-            account.scanned[job.source] = None
-            before.forget_errors(job)
-            before.hide_parts(job)
+    with contextlib.closing(_outcomes(waiting, store, engine)) as outcomes:  # ends workers, however this ends
+        for outcome in progress(outcomes, len(waiting)) if progress and waiting else outcomes:
+            if outcome.fatal:
+                raise StoreError(outcome.fatal)
+            job = outcome.job
+            if outcome.reason is not None:
+                account.failed[job.source] = outcome.reason
+                before.forget_errors(job)
+            elif store.has(job.key) and job.source not in account.scanned:
+                account.scanned[job.source] = None
+                before.forget_errors(job)
+                before.hide_parts(job)
     return account
 
 
@@ -146,19 +155,21 @@ class _Before:
                 self.store.hide(key, "superseded")
 
 
-def _outcomes(waiting: list[Job], store: Store, engine: Engine) -> Iterator[Outcome]:
+def _outcomes(waiting: list[Job], store: Store, engine: Engine) -> Generator[Outcome]:
     if not waiting:
-        return iter(())
+        return
     tasks = tasks_of(waiting)
     if engine.ray is not None:
         from locater.verbs.fleet.on_ray import run_on_ray
 
-        return run_on_ray(tasks, store.folder, engine.ray, engine.workers)
+        yield from run_on_ray(tasks, store.folder, engine.ray, engine.workers)
+        return
     # what killed this process once is not done in it again
     cut_off = any(store.was_cut_off(job) for job in waiting)
     if engine.workers == 0 or (engine.workers is None and is_small(waiting) and not cut_off):
-        return _in_this_process(tasks, store)
-    return run_in_workers(Schedule(tasks), store.folder, engine.workers or default_workers())
+        yield from _in_this_process(tasks, store)
+    else:
+        yield from run_in_workers(Schedule(tasks), store.folder, engine.workers or default_workers())
 
 
 def _in_this_process(tasks: Iterable[Task], store: Store) -> Iterator[Outcome]:

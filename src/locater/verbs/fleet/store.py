@@ -192,9 +192,11 @@ class Store:
         names = [entry for entry in os.scandir(self.folder) if entry.name.startswith("list-")]
         found: dict[str, Listed] = {}
         for entry in sorted(names, key=lambda entry: (entry.stat().st_mtime_ns, entry.name)):
-            document = read_json(Path(entry.path))
-            for item in document["sources"]:
-                found[item["source"]] = Listed(item["source"], item["run"], item["step"])
+            try:
+                for item in read_json(Path(entry.path))["sources"]:
+                    found[item["source"]] = Listed(item["source"], item["run"], item["step"])
+            except (KeyError, TypeError):
+                raise LocaterError(f"{entry.path}: damaged: remove it, and give its command again") from None
         return list(found.values())
 
     # jobs in the process of the command itself
