@@ -317,6 +317,16 @@ def test_the_command_says_what_there_is(steps: Path, scanned: Path, tmp_path: Pa
     assert "5 done" in repr(locater.Fleet.open(scanned))
 
 
+def test_models_without_a_run_are_different_models(tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b")):
+        checkpoint(tmp_path / name, seed)
+    fleet = locater.Fleet.run([str(tmp_path / "?")], tmp_path / "heads")
+    (run,) = fleet.to_dict()["runs"]
+    rows = table(tmp_path / "heads")
+    assert (run["run"], run["heads"], run["without_step"], run["heads_with_faults_at_last"]) == (None, 24, 2, None)
+    assert run["heads_with_faults"] == sum(bool(row["faults"]) for row in rows)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

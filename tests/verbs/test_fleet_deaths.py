@@ -172,6 +172,15 @@ def test_a_killed_driver_leaves_whole_parts_and_no_process(steps: Path, undistur
     assert table(out) == table(undisturbed)
 
 
+def test_a_script_without_a_guard_can_have_workers(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import locater\nlocater.Fleet.run([{str(steps / 'step-*')!r}], 'heads', workers=2)\n")
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert table(tmp_path / "heads") == table(undisturbed)
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """200 checkpoints, and their table when nobody is killed."""

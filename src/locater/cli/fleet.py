@@ -97,8 +97,7 @@ def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition]) ->
     if failed:
         reason = next(iter(failed.values()))
         print(
-            f"locater: {len(failed)} of {len(asked)} checkpoints failed, first {reason} "
-            "(the others are kept; --retry-failed tries again)",
+            f"locater: {len(failed)} of {len(asked)} checkpoints failed, first {reason} (--retry-failed tries again)",
             file=sys.stderr,
         )
         raise typer.Exit(2)

@@ -53,13 +53,17 @@ def run_lines(document: Mapping[str, Any]) -> list[list[str]]:
             name,
             f"{run['checkpoints']:,}",
             _steps(run),
-            *(f"{run[column]:,}" for column in ("heads", "heads_with_faults", "heads_with_faults_at_last")),
+            *(_count(run[column]) for column in ("heads", "heads_with_faults", "heads_with_faults_at_last")),
             str(len(run["failed"])),
             str(run["to_do"]),
             str(sum(len(group) - 1 for group in run["duplicates"])),
         ]
         for name, run in zip(names, document["runs"], strict=True)
     ]
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
 
 
 def short_names(names: Sequence[str | None]) -> list[str]:

@@ -11,6 +11,8 @@ from locater.version import SCHEMA, __version__
 if TYPE_CHECKING:
     from locater.verbs.fleet.result import FleetSource
 
+Head = tuple[str, int, int]  # source, where that counts; layer, head
+
 
 def summary(
     folder: str,
@@ -45,13 +47,14 @@ class _Run:
     def __init__(self, name: str | None) -> None:
         self.name = name
         self.sources: list[FleetSource] = []
-        self.heads: set[tuple[int, int]] = set()
-        self.faulty: set[tuple[int, int]] = set()
-        self.at_last: tuple[str, set[tuple[int, int]]] = ("", set())  # faulty heads of the last checkpoint
+        self.heads: set[Head] = set()
+        self.faulty: set[Head] = set()
+        self.at_last: tuple[str, set[Head]] = ("", set())  # faulty heads of the last checkpoint
         self.flags: dict[str, dict[str, Any]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        place = (row["layer"], row["head"])
+        # without a run, checkpoints are different models: each has heads of its own
+        place = (row["source"] if self.name is None else "", row["layer"], row["head"])
         self.heads.add(place)
         if row["source"] != self.at_last[0]:
             self.at_last = (row["source"], set())
@@ -77,7 +80,7 @@ class _Run:
             "without_step": len(done) - len(steps),
             "heads": len(self.heads),
             "heads_with_faults": len(self.faulty),
-            "heads_with_faults_at_last": len(self.at_last[1]),
+            "heads_with_faults_at_last": None if self.name is None else len(self.at_last[1]),
             "flags": {name: {**self.flags[name], "heads": len(self.flags[name]["heads"])} for name in flags},
             "failed": [_failure(entry) for entry in self.sources if entry.status == "failed"],
             "to_do": sum(entry.status == "to do" for entry in self.sources),

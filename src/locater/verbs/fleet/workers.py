@@ -12,7 +12,9 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -88,7 +90,8 @@ class _Supervisor:
         ours, theirs = self.context.Pipe()
         threads = max(1, (os.cpu_count() or 1) // self.most)
         process = self.context.Process(target=work, args=(theirs, self.folder, threads), daemon=True)
-        process.start()
+        with _no_main():
+            process.start()
         theirs.close()
         worker = _Worker(process, ours)
         self.workers.append(worker)
@@ -124,8 +127,8 @@ class _Supervisor:
             self.never_ready += 1
             if self.never_ready >= (NEVER_READY if code is None or code >= 0 else 4 * NEVER_READY):
                 raise LocaterError(
-                    f"workers end before they begin ({ending(code)}): in a script, start the fleet under "
-                    "`if __name__ == '__main__':`; on a machine that is short of memory, use --workers 1"
+                    f"workers end before they begin (the last {ending(code)}): is there enough memory? Try --workers 1, "
+                    "or --workers 0 for none"
                 )
         suspect = worker.at
         rest = [job for job in worker.left if suspect is None or job.name != suspect.name]
@@ -151,6 +154,17 @@ class _Supervisor:
         for worker in self.workers:
             worker.process.join(5)
         self.workers = []
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Processes that start inside do not import the user's script, which may have no `if __name__ == "__main__"`."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before
 
 
 def ending(code: int | None) -> str:
