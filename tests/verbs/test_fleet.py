@@ -225,6 +225,31 @@ def test_a_checkpoint_that_changed_takes_the_place_of_its_part(tmp_path: Path) -
     assert fleet.scan(folder).rows == locater.scan(folder).rows
 
 
+def test_a_checkpoint_that_broke_has_no_rows_and_one_that_is_gone_keeps_them(tmp_path: Path, run: Run) -> None:
+    one, two = make_run(tmp_path / "run", 2)
+    names, out = tmp_path / "list.csv", tmp_path / "heads"
+    names.write_text(f"{one}\n{two}\n")
+    assert run("fleet", f"@{names}", "--out", out).status == 0
+    (one / "model.safetensors").write_bytes(b"nothing")
+    (one / "optimizer.pt").write_bytes(b"nothing")  # is not read
+    shutil.rmtree(two)
+    done = run("fleet", f"@{names}", "--out", out)
+    assert done.status == 2
+    assert "1 checkpoint cannot be looked at now; what was scanned before stays" in done.err
+    assert "1 of 2 checkpoints failed" in done.err
+    assert {row["step"] for row in table(out)} == {100}
+    assert [entry.status for entry in locater.Fleet.open(out).sources()] == ["failed", "done"]
+
+
+def test_what_is_written_beside_the_weights_does_not_count(tmp_path: Path) -> None:
+    (folder,) = make_run(tmp_path / "run", 1)
+    locater.Fleet.run([str(folder)], tmp_path / "heads")
+    (folder / "optimizer.pt").write_bytes(b"state")
+    assert not running.run([str(folder)], tmp_path / "heads").scanned
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert running.run([str(folder)], tmp_path / "heads").scanned
+
+
 def test_labels_change_without_a_scan(steps: Path, scanned: Path, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     shutil.copytree(scanned, out)

@@ -14,6 +14,8 @@ from locater.errors import LocaterError
 from locater.files import read_json, regular_file
 
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+# the first kind that a folder has is read; optimizers and other states beside it do not count
+KINDS = ((".safetensors", ".safetensors.index.json"), (".bin", ".bin.index.json"), (".gguf",), (".pt", ".pth"))
 SETTINGS = ("config.json", ADAPTER)
 SAMPLE = 1 << 16  # bytes at the beginning and at the end of a file that count among its identity
 GLOB = frozenset("*?[")
@@ -105,8 +107,15 @@ def files_of(path: Path) -> list[Path]:
         if path.name.endswith(".index.json"):
             beside += [path.parent / name for name in _weights_in(path.parent)]
         return [path, *(other for other in beside if os.path.lexists(other))]
-    names = sorted(os.listdir(path))
-    files = [path / name for name in names if name.endswith((*WEIGHTS, ".index.json")) or name in SETTINGS]
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+    files = [path / name for name in names if name in SETTINGS]
+    for ends in KINDS:
+        if weights := [path / name for name in names if name.endswith(ends)]:
+            files += weights
+            break
     if (path / ADAPTER) in files:
         base = read_json(path / ADAPTER)
         name = base.get("base_model_name_or_path") if isinstance(base, dict) else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from locater.errors import LocaterError
+from locater.report.tables import counted
 from locater.verbs.fleet.jobs import Job, Settings, Task
 from locater.verbs.fleet.naming import Listing, listing
 from locater.verbs.fleet.parts import DamagedPartError, header, pyarrow, relabelled
@@ -90,10 +91,17 @@ def _run(
     asked = dict.fromkeys([*(job.source for job in jobs), *(outcome.job.source for outcome in unreadable)])
     account = Account(store, list(asked), notes=list(found.notes))
     before = _Before(store, account)
+    kept = [outcome for outcome in unreadable if before.has_part(outcome.job)]
+    if kept:
+        account.notes.append(
+            f"{counted(len(kept), 'checkpoint')} cannot be looked at now; what was scanned before stays "
+            f"(first {kept[0].reason})"
+        )
     for outcome in unreadable:
-        store.write_error(outcome.job, str(outcome.reason))
-        before.forget_errors(outcome.job)
-        account.failed[outcome.job.source] = str(outcome.reason)
+        if outcome not in kept:
+            store.write_error(outcome.job, str(outcome.reason))
+            before.forget_errors(outcome.job)
+            account.failed[outcome.job.source] = str(outcome.reason)
     waiting = [job for job in jobs if before.is_open(job, retry_failed)]
     with contextlib.closing(_outcomes(waiting, store, engine)) as outcomes:  # ends workers, however this ends
         for outcome in progress(outcomes, len(waiting)) if progress and waiting else outcomes:
@@ -103,6 +111,7 @@ def _run(
             if outcome.reason is not None:
                 account.failed[job.source] = outcome.reason
                 before.forget_errors(job)
+                before.hide_parts(job)
             elif store.has(job.key) and job.source not in account.scanned:
                 account.scanned[job.source] = None
                 before.forget_errors(job)
@@ -129,10 +138,15 @@ class _Before:
         for key, entry in (*self.headers.items(), *self.errors.items()):
             self.by_source.setdefault(entry["source"], []).append(key)
 
+    def has_part(self, job: Job) -> bool:
+        """Whether the source of this job has a part, as it was when it was scanned."""
+        return any(key in self.headers for key in self.by_source.get(job.source, ()))
+
     def is_open(self, job: Job, retry_failed: bool) -> bool:
         """Whether a job is to be done. A part with other labels is written anew; an old error counts as a failure."""
         if job.key in self.headers:
             labels = self.headers[job.key]
+            self.forget_errors(job)
             if (labels["run"], labels["step"]) != (job.run, job.step):
                 self.store.write_part(job.key, relabelled(self.store.part(job.key), job.run, job.step))
             return False

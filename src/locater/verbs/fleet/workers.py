@@ -127,8 +127,8 @@ class _Supervisor:
             self.never_ready += 1
             if self.never_ready >= (NEVER_READY if code is None or code >= 0 else 4 * NEVER_READY):
                 raise LocaterError(
-                    f"workers end before they begin (the last {ending(code)}): is there enough memory? Try --workers 1, "
-                    "or --workers 0 for none"
+                    f"workers end before they begin (the last {ending(code)}): is there enough memory? Try "
+                    "--workers 1, or --workers 0 for none"
                 )
         suspect = worker.at
         rest = [job for job in worker.left if suspect is None or job.name != suspect.name]
