@@ -8,6 +8,8 @@ import re
 import resource
 import runpy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import locater
 from locater.errors import LocaterError
 from locater.verbs.fleet import planning, running
-from locater.verbs.fleet.jobs import Settings
+from locater.verbs.fleet.jobs import READING, Settings
 from locater.verbs.fleet.naming import labelled, listing
 from locater.verbs.fleet.planning import jobs_of, tasks_of
 from locater.verbs.fleet.store import Store
@@ -250,6 +252,20 @@ def test_what_is_written_beside_the_weights_does_not_count(tmp_path: Path) -> No
     assert running.run([str(folder)], tmp_path / "heads").scanned
 
 
+def test_only_half_written_files_are_swept_away(scanned: Path, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    shutil.copytree(scanned, out)
+    old = [".k.parquet.x1y2", ".list-0.json.ab", ".fleet.12.34", ".k.superseded", ".k.damaged", ".k.1-of-2.json"]
+    for name in [*old, ".new.parquet.x1"]:
+        (out / name).write_text("")
+    for name in old:
+        os.utime(out / name, (0, 0))
+    Store.create(out, Settings())
+    left = {".k.superseded", ".k.damaged", ".k.1-of-2.json", ".new.parquet.x1"}
+    assert {name for name in os.listdir(out) if name.startswith(".")} == left
+    assert len(Store(out).parts()) == 5
+
+
 def test_labels_change_without_a_scan(steps: Path, scanned: Path, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     shutil.copytree(scanned, out)
@@ -437,6 +453,17 @@ def test_patterns_leave_out_what_is_no_checkpoint(steps: Path, tmp_path: Path) -
     found = listing([str(tmp_path / "run" / "*")])
     assert len(found.entries) == 5
     assert found.notes == ["left out, because they hold no weights: plan.json, step-00000500"]
+
+
+def test_the_reader_version_covers_what_a_scan_imports() -> None:
+    code = "import sys, locater.verbs.scanning; print(*(m for m in sys.modules if m.startswith('locater.')))"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    modules = [name.split(".")[1:] for name in done.stdout.split()]
+    rooms = {parts[0] for parts in modules if parts[0] != "verbs"} - {"errors", "version", "markup", "processor"}
+    verbs = {f"verbs/{parts[1]}.py" for parts in modules if parts[0] == "verbs" and len(parts) > 1}
+    assert rooms <= {name.removesuffix(".py") for name in READING}
+    assert verbs - {"verbs/documents.py"} <= set(READING)  # which only checks what is read back
 
 
 def test_the_queries_of_the_page_run(scanned: Path) -> None:

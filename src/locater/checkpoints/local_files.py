@@ -13,9 +13,12 @@ from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
 from locater.errors import LocaterError
 from locater.files import read_json, regular_file
 
-WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".distcp")
 # the first kind that a folder has is read; optimizers and other states beside it do not count
-KINDS = ((".safetensors", ".safetensors.index.json"), (".bin", ".bin.index.json"), (".gguf",), (".pt", ".pth"))
+KINDS = (
+    *((".safetensors", ".safetensors.index.json"), (".bin", ".bin.index.json")),
+    *((".distcp", ".metadata"), (".gguf",), (".pt", ".pth")),
+)
 SETTINGS = ("config.json", ADAPTER)
 SAMPLE = 1 << 16  # bytes at the beginning and at the end of a file that count among its identity
 GLOB = frozenset("*?[")

@@ -14,8 +14,9 @@ from locater.version import __version__
 PACKAGE = Path(__file__).parents[2]
 # what the numbers of a scan depend on; a change of any of these files makes new parts
 READING = (
-    *("spectrum.py", "numerics.py", "missing.py", "findings", "measures", "theory", "checkpoints", "tape"),
-    *("families", "models", "predict", "verbs/head_rows.py", "verbs/scanning.py", "verbs/scan_result.py"),
+    *("calls.py", "files.py", "missing.py", "numerics.py", "registry.py", "spectrum.py", "findings", "measures"),
+    *("theory", "kernels", "attention", "checkpoints", "tape", "families", "models", "predict"),
+    *("verbs/head_rows.py", "verbs/scanning.py", "verbs/scan_result.py"),
 )
 
 

@@ -6,6 +6,8 @@
     KEY.error.json            why a checkpoint has no part
     .KEY.2-of-8.json          layers of a very large checkpoint, until all are there
     .KEY.started              a job in the process of the command itself, to be seen when it was killed
+    .KEY.superseded           the part of a checkpoint as it was before it changed, or as another version read it
+    .KEY.damaged              a part that was not whole
 
 Files are written under hidden names and then renamed. So any number of processes can write to one folder: what two of
 them make is the same.
@@ -17,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -30,7 +33,8 @@ from locater.verbs.fleet.naming import Listed
 from locater.version import SCHEMA, __version__
 
 PART, ERROR = ".parquet", ".error.json"
-LEFT_OVER = 24 * 3600  # seconds after which a hidden file is of no living process
+UNFINISHED = re.compile(r"\.fleet\.\d+\.\d+|\..+\.(parquet|json|started)\.[^.]+")  # the last part is a random name
+LEFT_OVER = 24 * 3600  # seconds after which an unfinished file is of no living process
 
 
 class StoreError(LocaterError):
@@ -107,9 +111,9 @@ class Store:
             ) from None
 
     def _sweep(self) -> None:
-        """Remove hidden files that killed processes left behind, once no living one can own them."""
+        """Remove files that killed processes left half-written, once no living one can own them."""
         for entry in os.scandir(self.folder):
-            if entry.name.startswith(".") and not entry.name.endswith(".json"):
+            if UNFINISHED.fullmatch(entry.name):
                 with contextlib.suppress(OSError):
                     if time.time() - entry.stat().st_mtime > LEFT_OVER:
                         os.unlink(entry.path)
