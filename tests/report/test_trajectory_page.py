@@ -95,7 +95,7 @@ def test_the_data_of_the_page(document: dict[str, Any], page: Path) -> None:
     for at, layers in enumerate(document["runs"][0]["values"]["M"]):
         assert values[:, first["rows"][at]] == pytest.approx(np.concatenate(layers), rel=1e-6)
     assert data["opening"]["two"]
-    assert data["unplaced"] == [["elsewhere", "not found"]]
+    assert data["unplaced"] == ["elsewhere (not found)"]
 
 
 def test_columns_without_room_are_named(document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_gaps_failures_and_repeats_are_shown_and_not_filled(browser: Any, page: 
     assert visit.page.evaluate("cells(RUNS[0])[6]") == [375, 425]
     visit.page.click("#missing button:has-text('steps 300 to 350')")
     assert visit.text("#note-a").startswith("step 300: missing: the run has a checkpoint every 50 steps")
-    assert "elsewhere not found" in visit.text("#missing")
+    assert "elsewhere (not found)" in visit.text("#missing")
     visit.page.click("#missing button:has-text('150')")
     assert visit.text("#note-a").endswith("the same weights as step 100")
     assert "(= 100)" in visit.text("#when")
@@ -250,8 +250,11 @@ def test_a_page_of_nothing_and_of_one_checkpoint(browser: Any, tmp_path: Path) -
         "step": None,
     }
     table.append({**table[0], "source": "runs/one/other", "M": 1.0, "flags": [], "faults": []})
+    table += [{**table[1], "run": "none", "step": 0, "source": x, "digest": x, "length": None} for x in ("p", "q")]
     single.write_text(trajectory_page(trajectory(table, {})))
     visit = opened(browser, single, width=400)
+    assert "p (step 0 exists more than once with different weights: p, q)" in visit.text("header")
+    assert visit.page.evaluate("RUNS.length") == 1, "a run without a checkpoint to show is named, and not drawn"
     assert visit.text("#title-a") == "one, other"
     visit.page.locator("#back").click()
     assert visit.page.locator("#map-a .broken").count() >= 1

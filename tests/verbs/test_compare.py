@@ -163,6 +163,17 @@ def test_a_series_says_what_changed_and_between_which() -> None:
     assert len(document["source"]) == len(document["layers"]) == 4
 
 
+def test_changes_of_a_series_have_one_range() -> None:
+    models = growing((4.0, 4.0))
+    largest = max(row.F**0.5 for model in models for row in scan(model).rows)  # type: ignore[operator]
+    assert largest > 0.5, "above the least range"
+    sizes = {x.start: x for x in compare(*models).changes if (x.column, x.head) == ("sqrtF", 2)}
+    assert [sizes[at].size for at in (0, 1)] == pytest.approx(
+        [(sizes[at].after - sizes[at].before) / largest for at in (0, 1)]
+    )
+    assert sizes[1].size == pytest.approx(4 * sizes[0].size, rel=1e-4)
+
+
 def test_the_page_of_a_series_has_its_steps(tmp_path: Path) -> None:
     scans = [replace(scan(model), source=f"runs/x/step-{at}0") for at, model in enumerate(growing((2.0, 2.0)))]
     document = compare(*scans).trajectory()

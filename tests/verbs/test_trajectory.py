@@ -126,6 +126,15 @@ def test_a_step_that_two_sources_claim() -> None:
     assert any(text.startswith("2 checkpoints not shown") for text in irregularities(other))
 
 
+def test_words_are_short() -> None:
+    document = trajectory(
+        rows("/data/x/a", (0, 10)) + rows("/data/x/b", (0, 10)),
+        {"/data/x/a/step-20": "/data/x/a/step-20/model.bin: cut"},
+    )
+    assert overview(document).startswith("2 runs. a: 2 checkpoints of 2 heads in 1 layer, steps 0 to 10, every 10; b: ")
+    assert irregularities(document) == ["1 source could not be read: /data/x/a/step-20/model.bin: cut."]
+
+
 def test_checkpoints_without_a_step() -> None:
     unnumbered = trajectory([row("a", None, source=x) for x in ("base", "tuned")], {})["runs"][0]
     assert (unnumbered["numbered"], [x["step"] for x in unnumbered["steps"]]) == (False, [0, 1])

@@ -12,7 +12,7 @@ from locater.markup import quantile
 from locater.report.pages import assemble, flag_table, short_name
 from locater.report.planes import pack_numbers
 from locater.report.scan_columns import Quantity, quantities
-from locater.report.trajectory_words import first_faults, irregularities, overview
+from locater.report.trajectory_words import failure_words, first_faults, irregularities, overview, run_labels
 from locater.version import __version__
 
 Document = Mapping[str, Any]
@@ -24,17 +24,19 @@ UNKNOWN_LENGTH = 256  # only for the range of colours, where the document does n
 
 def trajectory_page(document: Document) -> str:
     """One self-contained page of the document that `trajectory()` returns."""
-    runs = document["runs"]
-    names = list(dict.fromkeys(short_name(run["name"]) for run in runs))
+    whole, runs = document, [run for run in document["runs"] if run["steps"]]  # the others are named in the words
+    document = {**document, "runs": runs}
+    labels = run_labels([run["name"] for run in runs])
+    names = list(labels.values())
     title = " and ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "") if names else "No run"
     columns, left_out = _page_columns(document)
     note = f"Only in the data, to keep this page small: {', '.join(left_out)}." if left_out else ""
     words = {
         "TITLE": f"{title} · Locater",
         "HEADING": title,
-        "VERDICT": first_faults(document),
-        "COUNTS": overview(document),
-        "IRREGULAR": " ".join(irregularities(document)),
+        "VERDICT": first_faults(whole),
+        "COUNTS": overview(whole),
+        "IRREGULAR": " ".join(irregularities(whole)),
         "LEFTOUT": note,
         "FOOTER": f"Made by Locater {__version__} from weights alone. Numbers are rounded to six digits.",
     }
@@ -42,9 +44,9 @@ def trajectory_page(document: Document) -> str:
         "metrics": _metrics(document, columns),
         "opening": _opening(document, columns),
         "flags": flag_table(),
-        "runs": [_run_data(run, document, columns) for run in runs],
-        "unplaced": [[x["source"], x["reason"]] for x in document["failed"] if x["step"] is None],
-        "duplicates": [[[x["run"], x["step"]] for x in group] for group in document["duplicates"]],
+        "runs": [_run_data(run, labels, document, columns) for run in runs],
+        "unplaced": [failure_words(x["source"], x["reason"]) for x in document["failed"] if x["step"] is None],
+        "duplicates": [[[labels[x["run"]], x["step"]] for x in group] for group in document["duplicates"]],
     }
     scripts = ("steps.js", "trajectory_data.js", "trajectory_charts.js")
     return assemble("trajectory", words, data, scripts=scripts, styles=("steps.css",))
@@ -127,14 +129,16 @@ def _change(runs: Sequence[Mapping[str, Any]], name: str, least: float) -> tuple
 # ---- one run ----
 
 
-def _run_data(run: Mapping[str, Any], document: Document, columns: Sequence[str]) -> dict[str, Any]:
+def _run_data(
+    run: Mapping[str, Any], labels: Mapping[str, str], document: Document, columns: Sequence[str]
+) -> dict[str, Any]:
     steps = [x["step"] for x in run["steps"]]
     failed = [x for x in document["failed"] if x["step"] is not None and x["run"] == run["name"]]
     stored = [at for at, x in enumerate(run["steps"]) if x["same_as"] is None]
     place = {step: at for at, step in enumerate(steps)}
     rows = {steps[at]: row for row, at in enumerate(stored)}
     return {
-        "name": run["name"],
+        "name": labels[run["name"]],
         "numbered": run["numbered"],
         "layers": [
             {"short": str(x["layer"]), "name": x["name"], "heads": x["heads"], "kind": x["kind"]} for x in run["layers"]
@@ -146,7 +150,7 @@ def _run_data(run: Mapping[str, Any], document: Document, columns: Sequence[str]
             rows[step if x["same_as"] is None else x["same_as"]] for step, x in zip(steps, run["steps"], strict=True)
         ],
         "gaps": run["gaps"],
-        "failed": sorted([x["step"], x["source"], x["reason"]] for x in failed),
+        "failed": sorted([x["step"], failure_words(x["source"], x["reason"]), x["reason"]] for x in failed),
         "aside": [[x["source"], x["reason"]] for x in run["aside"]],
         "findings": _findings(run, place),
         "values": {name: _packed(run["values"][name], stored) for name in columns},

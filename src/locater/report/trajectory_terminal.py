@@ -10,7 +10,7 @@ from rich.console import Console
 from locater.missing import known_median
 from locater.report.tables import number
 from locater.report.terminal import empty_table, fitting
-from locater.report.trajectory_words import first_faults, irregularities, overview
+from locater.report.trajectory_words import first_faults, irregularities, overview, run_labels
 
 COLUMNS = {
     "M": "M",
@@ -30,11 +30,12 @@ def print_trajectory(document: Mapping[str, Any], console: Console) -> None:
         console.print(words, style="bold", highlight=False, markup=False)
     for sentence in irregularities(document):
         console.print(sentence, highlight=False, markup=False)
+    labels = run_labels([run["name"] for run in document["runs"]])
     for run in document["runs"][:MOST_RUNS]:
-        _print_medians(run, console)
+        _print_medians(run, labels[run["name"]], console)
 
 
-def _print_medians(run: Mapping[str, Any], console: Console) -> None:
+def _print_medians(run: Mapping[str, Any], label: str, console: Console) -> None:
     count = len(run["steps"])
     if not count:
         return
@@ -48,7 +49,7 @@ def _print_medians(run: Mapping[str, Any], console: Console) -> None:
             cells[heading] = [number(known_median(x for layer in step for x in layer)) for step in values]
     cells["faults"] = [str(_faults(run, x["step"])) for x in steps]
     names = fitting(cells, ("step", "faults"), console.width)
-    table = empty_table(f"{run['name']}: medians over heads at {len(places)} of {count} checkpoints", names)
+    table = empty_table(f"{label}: medians over heads at {len(places)} of {count} checkpoints", names)
     for at in range(len(places)):
         table.add_row(*(cells[name][at] for name in names))
     console.print(table, markup=False, highlight=False)

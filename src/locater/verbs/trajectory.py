@@ -17,6 +17,7 @@ import numpy as np
 
 from locater.errors import LocaterError
 from locater.report.tables import counted
+from locater.verbs.step_findings import findings_over_steps, first_of_each_flag
 from locater.verbs.step_order import Place, gaps, place_failures
 from locater.version import SCHEMA, __version__
 
@@ -179,7 +180,7 @@ def _run(checkpoints: Sequence[Checkpoint], name: str, columns: Sequence[str], f
         if x.digest is not None:
             seen.setdefault(x.digest, step)
     layers = _layers(checkpoints[0].rows)
-    findings = _findings(drawn, steps)
+    findings = findings_over_steps([x.rows for x in drawn], steps)
     return {
         "name": name,
         "numbered": numbered,  # without numbers, steps are counted in the order of the sources
@@ -188,7 +189,7 @@ def _run(checkpoints: Sequence[Checkpoint], name: str, columns: Sequence[str], f
         "gaps": gaps(sorted({*steps, *failed})) if numbered else [],
         "aside": aside,
         "values": {column: _table(drawn, column, [layer["heads"] for layer in layers]) for column in columns},
-        "first": _first(findings),
+        "first": first_of_each_flag(findings),
         "findings": findings,
     }
 
@@ -250,72 +251,6 @@ def _rounded(x: np.ndarray) -> np.ndarray:
     # powers of ten above 1 are exact, those below are not: divide by them instead
     up, down = 10.0 ** np.clip(places, 0, 300), 10.0 ** np.clip(-places, 0, 300)
     return np.where(places > 300, x, np.rint(x * up / down) / up * down)
-
-
-# ---- flags and faults ----
-
-
-def _findings(checkpoints: Sequence[Checkpoint], steps: Sequence[int]) -> list[dict[str, Any]]:
-    """One entry per head and flag: at which steps it is raised, and at which it is a fault.
-
-    `spans` are pairs of steps, from and to, over all checkpoints between them.
-    """
-    raised: dict[tuple[int, int, str], tuple[list[int], list[int]]] = {}
-    for at, checkpoint in enumerate(checkpoints):
-        for row in checkpoint.rows:
-            faults = _texts(row, "faults")
-            for flag in _texts(row, "flags"):
-                flagged, faulty = raised.setdefault((row["layer"], row["head"], flag), ([], []))
-                flagged.append(at)
-                if flag in faults:
-                    faulty.append(at)
-    return [
-        {
-            "layer": layer,
-            "head": head,
-            "flag": flag,
-            "first": steps[flagged[0]],
-            "first_fault": steps[faulty[0]] if faulty else None,
-            "spans": _spans(flagged, steps),
-            "fault_spans": _spans(faulty, steps),
-        }
-        for (layer, head, flag), (flagged, faulty) in raised.items()
-    ]
-
-
-def _texts(row: Row, column: str) -> list[str]:
-    texts = row.get(column)
-    return [] if texts is None else [str(text) for text in texts]
-
-
-def _spans(places: Sequence[int], steps: Sequence[int]) -> list[list[int]]:
-    """Neighbouring places as pairs of steps.
-
-    >>> _spans([0, 1, 3], [100, 200, 300, 400])
-    [[100, 200], [400, 400]]
-    """
-    spans: list[list[int]] = []
-    before = -2
-    for at in places:
-        if at == before + 1:
-            spans[-1][1] = steps[at]
-        else:
-            spans.append([steps[at], steps[at]])
-        before = at
-    return spans
-
-
-def _first(findings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each flag of a run: the first step that raises it, the head that does, and how many heads ever do."""
-    first: dict[str, dict[str, Any]] = {}
-    for x in findings:
-        best = first.setdefault(x["flag"], {"flag": x["flag"], "step": None, "heads": 0, "fault_step": None})
-        best["heads"] += 1
-        if best["step"] is None or x["first"] < best["step"]:
-            best |= {"step": x["first"], "layer": x["layer"], "head": x["head"]}
-        if x["first_fault"] is not None and (best["fault_step"] is None or x["first_fault"] < best["fault_step"]):
-            best["fault_step"] = x["first_fault"]
-    return sorted(first.values(), key=lambda x: (x["step"], x["flag"]))
 
 
 def _duplicates(runs: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:

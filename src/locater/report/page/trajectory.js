@@ -72,14 +72,14 @@ function missing() {
   const go = (step, text) => `<button type="button" data-step="${step}">${escape(text)}</button>`;
   shown().forEach((run, i) => {
     list(`${letter(i)}Steps that are missing`, run.gaps.map(g => `${go(g.after + g.every, g.missing === 1 ? `step ${count(g.after + g.every)}` : `steps ${count(g.after + g.every)} to ${count(g.before - g.every)}`)} <span>${g.missing === 1 ? "" : `${count(g.missing)} checkpoints, `}one every ${count(g.every)} steps otherwise</span>`), `gap${i}`);
-    list(`${letter(i)}Sources that could not be read`, run.failed.map(([step, source, reason]) => `${go(step, stepName(run, step))} <span>${escape(source)}: ${escape(reason)}</span>`), `failed${i}`);
+    list(`${letter(i)}Sources that could not be read`, run.failed.map(([step, words]) => `${go(step, stepName(run, step))} <span>${escape(words)}</span>`), `failed${i}`);
     const groups = new Map();
     run.same.forEach((first, s) => { if (first !== null) groups.set(first, [...(groups.get(first) ?? [first]), s]); });
     list(`${letter(i)}Steps with equal weights`, [...groups.values()].map(g => g.slice(0, 12).map(s => go(run.steps[s], run.numbered ? count(run.steps[s]) : run.sources[s])).join(" = ") + (g.length > 12 ? ` <span>and ${count(g.length - 12)} more</span>` : "")), `same${i}`);
     list(`${letter(i)}Not shown`, run.aside.map(([source, reason]) => `${escape(source)} <span>${escape(reason)}</span>`), `aside${i}`);
   });
   list("Equal weights in several runs", DATA.duplicates.filter(g => new Set(g.map(x => x[0])).size > 1).map(g => escape(g.slice(0, 6).map(([run, step]) => `${run} ${count(step)}`).join(" = "))), "across");
-  list("Sources that could not be read and whose step is not known", DATA.unplaced.map(([source, reason]) => `${escape(source)} <span>${escape(reason)}</span>`), "unplaced");
+  list("Sources that could not be read and whose step is not known", DATA.unplaced.map(escape), "unplaced");
   element("missing").innerHTML = parts.join("");
   element("card-missing").hidden = !parts.length;
 }
