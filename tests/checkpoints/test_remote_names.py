@@ -30,7 +30,7 @@ def put(server: RangeServer, folder: str, **files: str) -> Path:
         ("hf://org/model@a%2Fb", "org/model", "", "a/b"),
         ("hf://gpt2@main", "gpt2", "", "main"),
         ("s3://bucket/run/step-1/", "bucket", "run/step-1", None),
-        ("az://account/container/run", "account/container", "run", None),
+        ("az://container/run", "container", "run", None),
         ("https://host:81/x/model.safetensors", "https://host:81", "x/model.safetensors", None),
     ],
 )
@@ -49,7 +49,9 @@ def test_a_signature_is_kept_and_not_shown() -> None:
     assert "secret" not in str(address)
 
 
-@pytest.mark.parametrize("text", ["hf://", "hf://org/model@", "s3://", "az://account", "https://", "hf://a/b@c@d"])
+@pytest.mark.parametrize(
+    "text", ["hf://", "hf://org/model@", "s3://", "az:///", "gs://a//b", "https://", "hf://a/b@c@d"]
+)
 def test_names_that_name_nothing(text: str) -> None:
     with pytest.raises(LocaterError, match="write"):
         remote_address(text)

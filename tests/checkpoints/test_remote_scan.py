@@ -4,6 +4,7 @@ norms is read for them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +19,8 @@ from locater.checkpoints.remote import Traffic
 from locater.checkpoints.remote.ahead import blocks_of
 from locater.checkpoints.remote.remote_weights import FIRST
 from locater.checkpoints.sources import open_source
+from locater.families import llama
+from locater.families.registry import BY_TYPE
 from tests.range_server import RangeServer
 
 transformers = pytest.importorskip("transformers")
@@ -31,6 +34,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES),
     "t5": ("T5Config", "T5ForConditionalGeneration", dict(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, **TOKENS)),
     "albert": ("AlbertConfig", "AlbertModel", {**SIZES, "embedding_size": 32}),
+    "gemma": ("Gemma2Config", "Gemma2ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 32}),
+    "latent": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {
+        **SIZES, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+        "first_k_dense_replace": 3, "num_hidden_layers": 2, "num_key_value_heads": 4}),
     "discovered": ("SmolLM3Config", "SmolLM3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_hidden_layers": 2}),
 }  # fmt: skip
 
@@ -80,6 +87,16 @@ def test_a_scan_plans_all_that_it_reads(server: RangeServer, monkeypatch: pytest
         saved(server.root / kind, kind)
         locater.scan(f"{server.url}/files/{kind}")
     assert direct == []
+    name = "model.embed_tokens.weight"
+
+    def looks(weights: Any, config: Any) -> Any:
+        """A reader that cannot be planned: it looks at numbers."""
+        assert float(weights.read(name).abs().sum()) > 0
+        yield from llama.FAMILY.layers(weights, config)
+
+    monkeypatch.setitem(BY_TYPE._entries, "llama", dataclasses.replace(llama.FAMILY, layers=looks))
+    assert rows(f"{server.url}/files/llama") == rows(server.root / "llama")
+    assert direct, "read when it was needed"
 
 
 @pytest.mark.parametrize("options", [{"raw": True}, {"shard": (2, 3)}, {"eigenvalues": True, "details": True}])

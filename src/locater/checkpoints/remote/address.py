@@ -25,7 +25,7 @@ class Address:
     """Where a checkpoint is. `path` is a folder or a weights file, without slashes around it."""
 
     scheme: Scheme
-    root: str  # org/model on the hub, the bucket (az: account/container), or https://host
+    root: str  # org/model on the hub, the bucket (az: the container), or https://host
     path: str = ""
     revision: str | None = None  # on the hub: a branch, a tag or a commit; None is its default branch
     query: str = ""  # of a URL: kept for requests (it may be a signature), never shown
@@ -83,12 +83,11 @@ def remote_address(source: str) -> Address | None:
         if not parts.hostname:
             raise LocaterError(f"{source}: no host in it: write https://host/path")
         return Address("http", f"{scheme}://{parts.netloc}", parts.path.strip("/"), query=parts.query)
-    parts_of = 2 if scheme == "az" else 1
-    words = rest.strip("/").split("/")
-    if len(words) < parts_of or not all(words):
-        form = "az://account/container/path" if scheme == "az" else f"{scheme}://bucket/path"
+    bucket, _, path = rest.strip("/").partition("/")
+    if not bucket or "//" in f"/{path}":
+        form = f"{scheme}://{'container' if scheme == 'az' else 'bucket'}/path"
         raise LocaterError(f"{source}: not the name of an object: write {form}")
-    return Address(scheme, "/".join(words[:parts_of]), "/".join(words[parts_of:]))  # type: ignore[arg-type]
+    return Address(scheme, bucket, path)  # type: ignore[arg-type]
 
 
 def hub_address(name: str) -> Address:
