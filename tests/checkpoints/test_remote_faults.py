@@ -288,6 +288,8 @@ def test_a_gated_model(run: Run, hub_model: RangeServer) -> None:
         ("hf://org/model/inner", "hf://org/model/inner: no weights there (expected model.safetensors"),
         ("hf://org/model/x.safetensors", "hf://org/model/x.safetensors: no such file there"),
         ("hf://org/model/model-00001-of-00004.safetensors", "shards of model.safetensors.index.json: give the folder hf"),
+        ("hf://org/model@step*", "hf://org/model@step*: stands for several checkpoints: give one of them"),
+        ("ftp://org/model", "ftp://org/model: addresses begin with hf://, s3://, gs://, az:// or https://"),
         ("hf://or@g@/x", "not the name of a model on the hub: write hf://org/model@revision"),
     ],
 )  # fmt: skip

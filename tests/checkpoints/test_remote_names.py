@@ -43,10 +43,10 @@ def test_parts_of_a_name(text: str, root: str, path: str, revision: str | None) 
 
 
 def test_a_signature_is_kept_and_not_shown() -> None:
-    address = remote_address("https://host/x.safetensors?sig=secret")
+    address = remote_address("https://me:secret@host/x.safetensors?sig=secret")
     assert address is not None
-    assert address.url.endswith("?sig=secret")
-    assert "secret" not in str(address)
+    assert address.url == "https://me:secret@host/x.safetensors?sig=secret"
+    assert str(address) == "https://host/x.safetensors"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,22 @@ def test_one_file_beside_its_configuration(server: RangeServer) -> None:
     folder = saved(server.root / "x", "llama")
     assert rows(f"{server.url}/files/x/model.safetensors?signature=secret") == rows(folder)
     assert "secret" not in locater.scan(f"{server.url}/files/x/model.safetensors?signature=secret").to_json()
+
+
+def test_a_proxy_and_a_user(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy of the environment is asked for the whole URL; user and password of a URL are sent, and not shown."""
+    folder = saved(server.root / "x", "llama")
+    local = rows(folder)
+    monkeypatch.setenv("http_proxy", server.url.replace("//", "//one:two@"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    scan = locater.scan("http://me:secret@elsewhere.invalid/files/x")
+    assert json.loads(scan.to_json())["heads"] == local
+    assert "secret" not in scan.to_json()
+    sent = server.requests[0].headers
+    assert sent["host"] == "elsewhere.invalid"
+    assert sent["authorization"] == "Basic " + b64encode(b"me:secret").decode()
+    assert sent["proxy-authorization"] == "Basic " + b64encode(b"one:two").decode()
 
 
 def test_a_header_longer_than_the_first_request(server: RangeServer) -> None:

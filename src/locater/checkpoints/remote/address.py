@@ -32,9 +32,10 @@ class Address:
     plain: bool = False  # on the hub: written as org/model, as a folder could be
 
     def __str__(self) -> str:
-        """The name as users write it; what a URL has after `?` is left out, because it may be a secret."""
+        """The name as users write it; what a URL has after `?` or before `@` is left out, because it may be secret."""
         if self.scheme == "http":
-            return f"{self.root}/{self.path}" if self.path else self.root
+            root = re.sub(r"//[^/]*@", "//", self.root)
+            return f"{root}/{self.path}" if self.path else root
         if self.plain:
             return f"{self.root}/{self.path}" if self.path else self.root
         revision = "" if self.revision is None else f"@{_quoted(self.revision)}"
@@ -93,6 +94,8 @@ def remote_address(source: str) -> Address | None:
 def hub_address(name: str) -> Address:
     """The address of a plain hub id. A name that cannot be one is refused at once: it is of a file that is missing."""
     parts = name.split("/")
+    if "://" in name:
+        raise LocaterError(f"{name}: addresses begin with hf://, s3://, gs://, az:// or https://")
     if len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or name.endswith(WEIGHTS[:5]):
         raise LocaterError(f"{name}: no such file or folder")
     return Address("hf", name, plain=True)
