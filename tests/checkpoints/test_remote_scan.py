@@ -248,6 +248,26 @@ def test_pickles_are_downloaded_and_it_is_said(hub: RangeServer, kind: str, capl
     ]
 
 
+def test_gguf_is_downloaded_and_it_is_said(hub: RangeServer, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("gguf")
+    from tests.checkpoints.test_gguf import KINDS, write
+
+    place = hub.root / "org" / "model" / "main"
+    place.mkdir(parents=True)
+    write(KINDS["llama"](), place / "small.gguf", "llama")
+    local = rows(place / "small.gguf")
+    with pytest.raises(
+        locater.LocaterError, match=r"contains GGUF files; name one of them: hf://org/model/small\.gguf"
+    ):
+        locater.scan("hf://org/model")
+    for source in ("hf://org/model/small.gguf", f"{hub.url}/files/org/model/main/small.gguf"):
+        caplog.clear()
+        assert rows(source) == local
+        assert [r.getMessage() for r in caplog.records if r.name == "locater"] == [
+            f"{source}: only safetensors are read by ranges, so all of it is downloaded"
+        ]
+
+
 def test_downloads_of_a_server_without_ranges(server: RangeServer) -> None:
     from tests.range_server import Fault
 
