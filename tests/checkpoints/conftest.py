@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -56,6 +57,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     client = boto3.client("s3", endpoint_url=settings["AWS_ENDPOINT"], region_name="us-east-1")
+    urlopen(Request(f"{settings['AWS_ENDPOINT']}/moto-api/reset", method="POST")).close()  # of servers before this one
     client.create_bucket(Bucket="runs")
     objects._store.cache_clear()
     yield client

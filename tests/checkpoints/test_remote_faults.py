@@ -288,6 +288,8 @@ def test_a_gated_model(run: Run, hub_model: RangeServer) -> None:
         ("hf://org/model/inner", "hf://org/model/inner: no weights there (expected model.safetensors"),
         ("hf://org/model/x.safetensors", "hf://org/model/x.safetensors: no such file there"),
         ("hf://org/model/model-00001-of-00004.safetensors", "shards of model.safetensors.index.json: give the folder hf"),
+        ("hf://org/model@step*", "hf://org/model@step*: stands for several checkpoints: give one of them"),
+        ("ftp://org/model", "ftp://org/model: addresses begin with hf://, s3://, gs://, az:// or https://"),
         ("hf://or@g@/x", "not the name of a model on the hub: write hf://org/model@revision"),
     ],
 )  # fmt: skip
@@ -334,7 +336,19 @@ def test_buckets(run: Run, bucket: Any) -> None:
     )
     assert "s3://runs/x/y.safetensors: no such file there" in refused(run, "s3://runs/x/y.safetensors")
     assert "s3://nobody/x: there is no bucket nobody" in refused(run, "s3://nobody/x")
-    assert "write az://account/container/path" in refused(run, "az://account")
+    assert "write az://container/path" in refused(run, "az://")
+
+
+def test_no_credentials(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    from locater.checkpoints.remote import objects
+
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    objects._store.cache_clear()
+    assert "no credentials for the bucket were found: set AZURE_STORAGE_ACCOUNT_NAME" in refused(
+        run, "az://container/x"
+    )
 
 
 @pytest.fixture
@@ -377,7 +391,7 @@ def test_objects_that_come_in_the_end(server: RangeServer, object_of: Callable[[
         (lambda r: Fault(version="2") if r.number > 1 else None, "s3://bucket/x: changed while it was read: start again"),
         (lambda r: Fault(headers={"ETag": '"2"'}) if r.number > 1 else None, "s3://bucket/x: changed while it was read"),
         (lambda r: Fault(ranges=False) if r.number > 1 else None, "s3://bucket/x: .*range"),
-        (lambda r: Fault(status=403) if r.number > 1 else None, "s3://bucket/x: the bucket refuses access .*set AWS_ACC"),
+        (lambda r: Fault(status=403) if r.number > 1 else None, "s3://bucket/x: the bucket refuses access: set AWS_ACC"),
         (lambda r: Fault(status=404) if r.number > 1 else None, "s3://bucket/x: no such object or bucket"),
     ],
 )  # fmt: skip

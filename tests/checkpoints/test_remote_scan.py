@@ -4,8 +4,10 @@ norms is read for them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from locater.checkpoints.remote import Traffic
 from locater.checkpoints.remote.ahead import blocks_of
 from locater.checkpoints.remote.remote_weights import FIRST
 from locater.checkpoints.sources import open_source
+from locater.families import llama
+from locater.families.registry import BY_TYPE
 from tests.range_server import RangeServer
 
 transformers = pytest.importorskip("transformers")
@@ -31,6 +35,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES),
     "t5": ("T5Config", "T5ForConditionalGeneration", dict(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, **TOKENS)),
     "albert": ("AlbertConfig", "AlbertModel", {**SIZES, "embedding_size": 32}),
+    "gemma": ("Gemma2Config", "Gemma2ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 32}),
+    "latent": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {
+        **SIZES, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+        "first_k_dense_replace": 3, "num_hidden_layers": 2, "num_key_value_heads": 4}),
     "discovered": ("SmolLM3Config", "SmolLM3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_hidden_layers": 2}),
 }  # fmt: skip
 
@@ -80,6 +88,16 @@ def test_a_scan_plans_all_that_it_reads(server: RangeServer, monkeypatch: pytest
         saved(server.root / kind, kind)
         locater.scan(f"{server.url}/files/{kind}")
     assert direct == []
+    name = "model.embed_tokens.weight"
+
+    def looks(weights: Any, config: Any) -> Any:
+        """A reader that cannot be planned: it looks at numbers."""
+        assert float(weights.read(name).abs().sum()) > 0
+        yield from llama.FAMILY.layers(weights, config)
+
+    monkeypatch.setitem(BY_TYPE._entries, "llama", dataclasses.replace(llama.FAMILY, layers=looks))
+    assert rows(f"{server.url}/files/llama") == rows(server.root / "llama")
+    assert direct, "read when it was needed"
 
 
 @pytest.mark.parametrize("options", [{"raw": True}, {"shard": (2, 3)}, {"eigenvalues": True, "details": True}])
@@ -126,6 +144,22 @@ def test_one_file_beside_its_configuration(server: RangeServer) -> None:
     folder = saved(server.root / "x", "llama")
     assert rows(f"{server.url}/files/x/model.safetensors?signature=secret") == rows(folder)
     assert "secret" not in locater.scan(f"{server.url}/files/x/model.safetensors?signature=secret").to_json()
+
+
+def test_a_proxy_and_a_user(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy of the environment is asked for the whole URL; user and password of a URL are sent, and not shown."""
+    folder = saved(server.root / "x", "llama")
+    local = rows(folder)
+    monkeypatch.setenv("http_proxy", server.url.replace("//", "//one:two@"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    scan = locater.scan("http://me:secret@elsewhere.invalid/files/x")
+    assert json.loads(scan.to_json())["heads"] == local
+    assert "secret" not in scan.to_json()
+    sent = server.requests[0].headers
+    assert sent["host"] == "elsewhere.invalid"
+    assert sent["authorization"] == "Basic " + b64encode(b"me:secret").decode()
+    assert sent["proxy-authorization"] == "Basic " + b64encode(b"one:two").decode()
 
 
 def test_a_header_longer_than_the_first_request(server: RangeServer) -> None:
@@ -212,6 +246,26 @@ def test_pickles_are_downloaded_and_it_is_said(hub: RangeServer, kind: str, capl
     assert [r.getMessage() for r in caplog.records if r.name == "locater"] == [
         f"{source}: pytorch_model.bin is no safetensors file, so all of it is downloaded"
     ]
+
+
+def test_gguf_is_downloaded_and_it_is_said(hub: RangeServer, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("gguf")
+    from tests.checkpoints.test_gguf import KINDS, write
+
+    place = hub.root / "org" / "model" / "main"
+    place.mkdir(parents=True)
+    write(KINDS["llama"](), place / "small.gguf", "llama")
+    local = rows(place / "small.gguf")
+    with pytest.raises(
+        locater.LocaterError, match=r"contains GGUF files; name one of them: hf://org/model/small\.gguf"
+    ):
+        locater.scan("hf://org/model")
+    for source in ("hf://org/model/small.gguf", f"{hub.url}/files/org/model/main/small.gguf"):
+        caplog.clear()
+        assert rows(source) == local
+        assert [r.getMessage() for r in caplog.records if r.name == "locater"] == [
+            f"{source}: only safetensors are read by ranges, so all of it is downloaded"
+        ]
 
 
 def test_downloads_of_a_server_without_ranges(server: RangeServer) -> None:

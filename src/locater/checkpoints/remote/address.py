@@ -25,16 +25,17 @@ class Address:
     """Where a checkpoint is. `path` is a folder or a weights file, without slashes around it."""
 
     scheme: Scheme
-    root: str  # org/model on the hub, the bucket (az: account/container), or https://host
+    root: str  # org/model on the hub, the bucket (az: the container), or https://host
     path: str = ""
     revision: str | None = None  # on the hub: a branch, a tag or a commit; None is its default branch
     query: str = ""  # of a URL: kept for requests (it may be a signature), never shown
     plain: bool = False  # on the hub: written as org/model, as a folder could be
 
     def __str__(self) -> str:
-        """The name as users write it; what a URL has after `?` is left out, because it may be a secret."""
+        """The name as users write it; what a URL has after `?` or before `@` is left out, because it may be secret."""
         if self.scheme == "http":
-            return f"{self.root}/{self.path}" if self.path else self.root
+            root = re.sub(r"//[^/]*@", "//", self.root)
+            return f"{root}/{self.path}" if self.path else root
         if self.plain:
             return f"{self.root}/{self.path}" if self.path else self.root
         revision = "" if self.revision is None else f"@{_quoted(self.revision)}"
@@ -83,17 +84,18 @@ def remote_address(source: str) -> Address | None:
         if not parts.hostname:
             raise LocaterError(f"{source}: no host in it: write https://host/path")
         return Address("http", f"{scheme}://{parts.netloc}", parts.path.strip("/"), query=parts.query)
-    parts_of = 2 if scheme == "az" else 1
-    words = rest.strip("/").split("/")
-    if len(words) < parts_of or not all(words):
-        form = "az://account/container/path" if scheme == "az" else f"{scheme}://bucket/path"
+    bucket, _, path = rest.strip("/").partition("/")
+    if not bucket or "//" in f"/{path}":
+        form = f"{scheme}://{'container' if scheme == 'az' else 'bucket'}/path"
         raise LocaterError(f"{source}: not the name of an object: write {form}")
-    return Address(scheme, "/".join(words[:parts_of]), "/".join(words[parts_of:]))  # type: ignore[arg-type]
+    return Address(scheme, bucket, path)  # type: ignore[arg-type]
 
 
 def hub_address(name: str) -> Address:
     """The address of a plain hub id. A name that cannot be one is refused at once: it is of a file that is missing."""
     parts = name.split("/")
+    if "://" in name:
+        raise LocaterError(f"{name}: addresses begin with hf://, s3://, gs://, az:// or https://")
     if len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or name.endswith(WEIGHTS[:5]):
         raise LocaterError(f"{name}: no such file or folder")
     return Address("hf", name, plain=True)

@@ -11,6 +11,7 @@ import http.client
 import socket
 import ssl
 import threading
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from functools import cache
 from urllib.parse import unquote, urlsplit
@@ -75,12 +76,13 @@ class HttpClient:
     def _answer(
         self, key: Key, method: str, url: str, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        sent = {"User-Agent": f"locater/{__version__}", "Accept-Encoding": "identity", **headers}
+        sent = {"User-Agent": f"locater/{__version__}", "Accept-Encoding": "identity", **_user(key[1]), **headers}
         while True:
             connection, kept = self._connection(key)
             try:
                 self.traffic.add(requests=1)
-                connection.request(method, _target(connection, url), headers=sent)
+                proxied = getattr(connection, "proxy_headers", {})
+                connection.request(method, _target(connection, url), headers={**sent, **proxied})
                 return connection, connection.getresponse()
             except BaseException as error:
                 with self._lock:
@@ -124,31 +126,28 @@ def _new_connection(scheme: str, host: str) -> http.client.HTTPConnection:
         if scheme == "https":
             return http.client.HTTPSConnection(bare, timeout=timeout, context=_context())
         return http.client.HTTPConnection(bare, timeout=timeout)
-    through = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    address = through.netloc.rpartition("@")[2]
+    through = urlsplit(proxy if "://" in proxy else f"http://{proxy}").netloc
+    address = through.rpartition("@")[2]
     if scheme == "http":
         connection = http.client.HTTPConnection(address, timeout=timeout)
-        connection.through_proxy = True  # type: ignore[attr-defined]
+        connection.proxy_headers = _user(through, "Proxy-Authorization")  # type: ignore[attr-defined]
         return connection
     tunnel = http.client.HTTPSConnection(address, timeout=timeout, context=_context())
-    tunnel.set_tunnel(bare, headers=_proxy_user(through.username, through.password))
+    tunnel.set_tunnel(bare, headers=_user(through, "Proxy-Authorization"))
     return tunnel
 
 
-def _proxy_user(name: str | None, password: str | None) -> dict[str, str]:
-    if name is None:
-        return {}
-    from base64 import b64encode
-
-    pair = f"{unquote(name)}:{unquote(password or '')}"
-    return {"Proxy-Authorization": f"Basic {b64encode(pair.encode()).decode()}"}
+def _user(host: str, header: str = "Authorization") -> dict[str, str]:
+    """The header for `user:password@host`."""
+    user, at, _ = host.rpartition("@")
+    return {header: f"Basic {b64encode(unquote(user).encode()).decode()}"} if at else {}
 
 
 def _target(connection: http.client.HTTPConnection, url: str) -> str:
     """What the first line of a request asks for: a path, or the whole URL from a proxy."""
-    if getattr(connection, "through_proxy", False):
-        return url
     parts = urlsplit(url)
+    if hasattr(connection, "proxy_headers"):
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
 

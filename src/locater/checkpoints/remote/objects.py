@@ -15,7 +15,8 @@ T = TypeVar("T")
 KEYS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION; AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS; GOOGLE_SKIP_SIGNATURE=true for a public bucket",
-    "az": "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY; AZURE_SKIP_SIGNATURE=true for a public container",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, and its AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY; "
+    "AZURE_SKIP_SIGNATURE=true for a public container",
 }
 
 
@@ -97,11 +98,12 @@ def _reason(address: Address, error: Exception) -> str:
     kind, text = type(error).__name__, _plain(str(error))
     if kind == "PreconditionError":
         return "changed while it was read: start again"
-    denied = ("PermissionDeniedError", "UnauthenticatedError")
-    if kind in denied or "credential" in text.lower() or "169.254.169.254" in text:
-        return f"the bucket refuses access ({text[:120]}): set {KEYS[address.scheme]}"
     if "NoSuchBucket" in text:
         return f"there is no bucket {address.root}"
+    if "169.254.169.254" in text or "Account must be specified" in text:  # the last place that is asked for credentials
+        return f"no credentials for the bucket were found: set {KEYS[address.scheme]}"
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or "credential" in text.lower():
+        return f"the bucket refuses access: set {KEYS[address.scheme]} ({text[:120]})"
     return f"cannot be read ({text[:200] or first_line(error)})"
 
 

@@ -33,6 +33,8 @@ def open_remote(address: Address, open_local: Opener, download: bool = False) ->
     """The weights and the configuration at an address. `open_local` opens what is on this machine: a download, the
     hub's cache, or the base model of an adapter.
     """
+    if "*" in f"{address.revision}{address.path}":
+        raise LocaterError(f"{address}: stands for several checkpoints: give one of them")
     folder = folder_of(address, current_session().traffic)
     if isinstance(folder, HubFolder):
         local = cached(folder, address.name if address.names_a_file else None)

@@ -47,11 +47,10 @@ class RemoteWeights(StoredTensors[RangedFile]):
     def _bytes(self, path: RangedFile, offset: int, size: int, dtype: torch.dtype) -> Tensor:
         if not size:
             return torch.empty(0, dtype=dtype)
-        reads, head, stop = recording(), self._heads[id(path)], offset + size
-        if reads is not None:
-            if stop > len(head):
-                reads.append((path, offset, stop))
-            return torch.empty(size // dtype.itemsize, dtype=dtype, device="meta")
+        record, head, stop = recording(), self._heads[id(path)], offset + size
+        if record is not None:
+            known = stop <= len(head)
+            return record.stand_in(size, dtype) if known else record.tensor(path, offset, stop, dtype)
         data = memoryview(head)[offset:stop] if stop <= len(head) else self._session.bytes(path, offset, stop)
         # a small part of a large block would keep all of it in memory, and a place that does not fit the dtype has no
         # view

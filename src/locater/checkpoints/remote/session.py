@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from locater.checkpoints.remote.ahead import THREADS, Ahead, Plan, Read
 from locater.checkpoints.remote.ranged import RangedFile
@@ -14,7 +18,27 @@ from locater.checkpoints.remote.traffic import Traffic
 from locater.errors import LocaterError
 
 _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
-_RECORD: ContextVar[list[Read] | None] = ContextVar("record", default=None)
+_RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+@dataclass
+class Record:
+    """Ranges that were asked for. Tensors of up to `small` bytes are zeros, larger ones have a shape and no data."""
+
+    small: int
+    reads: list[Read] = field(default_factory=list)
+
+    def tensor(self, file: RangedFile, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        self.reads.append((file, start, stop))
+        return self.stand_in(stop - start, dtype)
+
+    def stand_in(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size // dtype.itemsize, dtype=dtype, device="cpu" if size <= self.small else "meta")
+
+    def taken(self) -> list[Read]:
+        """What was asked for since the last call."""
+        taken, self.reads = self.reads, []
+        return taken
 
 
 class Session:
@@ -77,15 +101,15 @@ def current_session() -> Session:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Read]]:
-    """Inside, reads of remote files fetch nothing: they are listed, and give tensors without data."""
-    reads: list[Read] = []
-    token = _RECORD.set(reads)
+def recorded(small: int = 0) -> Iterator[Record]:
+    """Inside, reads of remote files fetch nothing: they are listed, and give tensors that stand in for real ones."""
+    record = Record(small)
+    token = _RECORD.set(record)
     try:
-        yield reads
+        yield record
     finally:
         _RECORD.reset(token)
 
 
-def recording() -> list[Read] | None:
+def recording() -> Record | None:
     return _RECORD.get()
