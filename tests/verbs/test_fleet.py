@@ -128,6 +128,18 @@ def test_layers_of_a_large_checkpoint_are_dealt_out(
     assert not [name for name in os.listdir(tmp_path / "heads") if name.startswith(".")]
 
 
+def test_pieces_that_nobody_joined_are_joined(
+    steps: Path, scanned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "LARGE", 2_500)
+    with monkeypatch.context() as blind:  # as storage over a network that shows files late
+        blind.setattr(Store, "has_all_pieces", lambda self, job: False)
+        fleet = locater.Fleet.run([str(steps / "step-00000100")], tmp_path / "heads")
+        assert fleet.counts() == {"done": 0, "failed": 0, "to do": 1}
+    locater.Fleet.run([str(steps / "step-00000100")], tmp_path / "heads")
+    assert table(tmp_path / "heads") == [row for row in table(scanned) if row["step"] == 100]
+
+
 def test_small_checkpoints_share_a_task_and_the_largest_come_first(steps: Path) -> None:
     jobs, _ = jobs_of(listing([str(steps / "step-*")]).entries * 40, Settings())
     tasks = tasks_of(jobs)

@@ -105,18 +105,28 @@ def _run(
     waiting = [job for job in jobs if before.is_open(job, retry_failed)]
     with contextlib.closing(_outcomes(waiting, store, engine)) as outcomes:  # ends workers, however this ends
         for outcome in progress(outcomes, len(waiting)) if progress and waiting else outcomes:
-            if outcome.fatal:
-                raise StoreError(outcome.fatal)
-            job = outcome.job
-            if outcome.reason is not None:
-                account.failed[job.source] = outcome.reason
-                before.forget_errors(job)
-                before.hide_parts(job)
-            elif store.has(job.key) and job.source not in account.scanned:
-                account.scanned[job.source] = None
-                before.forget_errors(job)
-                before.hide_parts(job)
+            _note(outcome, before, account)
+    # pieces that two machines finished at the same time, neither of which saw the other's
+    last = {job.source: job for job in waiting if job.piece is not None and job.source not in account.failed}
+    for job in last.values():
+        if not store.has(job.key) and store.has_all_pieces(job):
+            _note(perform(job, store.folder), before, account)
     return account
+
+
+def _note(outcome: Outcome, before: _Before, account: Account) -> None:
+    """Keep account of what became of a job."""
+    if outcome.fatal:
+        raise StoreError(outcome.fatal)
+    job = outcome.job
+    if outcome.reason is not None:
+        account.failed[job.source] = outcome.reason
+    elif account.store.has(job.key):
+        account.scanned[job.source] = None
+    else:  # a piece, and others are not there yet
+        return
+    before.forget_errors(job)
+    before.hide_parts(job)
 
 
 class _Before:

@@ -154,6 +154,11 @@ class Store:
         assert job.piece is not None
         self._write(self.piece(job.key, job.piece), json.dumps(document, allow_nan=False))
 
+    def has_all_pieces(self, job: Job) -> bool:
+        """Whether all pieces of the checkpoint of this job are there."""
+        count = job.piece[1] if job.piece is not None else 0
+        return all(self.piece(job.key, (number, count)).exists() for number in range(1, count + 1))
+
     def forget_pieces(self, key: str, count: int) -> None:
         for number in range(1, count + 1):
             self.piece(key, (number, count)).unlink(missing_ok=True)

@@ -103,9 +103,9 @@ def _join_pieces(job: Job, store: Store) -> None:
     """Make the part once all pieces are there. Several workers may come here at once, and write the same."""
     assert job.piece is not None
     count = job.piece[1]
-    paths = [store.piece(job.key, (number, count)) for number in range(1, count + 1)]
-    if not all(path.exists() for path in paths):
+    if not store.has_all_pieces(job):
         return  # not yet
+    paths = [store.piece(job.key, (number, count)) for number in range(1, count + 1)]
     try:
         scans = [Scan.load(path) for path in paths]
         reads = [read_json(path)["reads"] for path in paths]
