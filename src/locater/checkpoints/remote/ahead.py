@@ -177,8 +177,8 @@ class Ahead:
     def _submit_more(self) -> None:
         while self._next < len(self._blocks):
             block = self._blocks[self._next]
-            if self._held and self._held + block.stop - block.start > BUDGET:
-                return
+            if block.first > self._step and self._held and self._held + block.stop - block.start > BUDGET:
+                return  # what the step under way needs is fetched at once, however large it is
             self._next += 1
             if not block.released:
                 self._submitted(block)
