@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """Bytes of files and requests for them so far; `planned` is how many bytes there will be, 0 where that is not known.
+    """Bytes of files and requests for them so far; `planned` is how many bytes there will be, if known.
 
     >>> traffic = Traffic()
     >>> traffic.add(bytes=100, requests=1)
