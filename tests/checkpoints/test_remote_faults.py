@@ -304,6 +304,16 @@ def test_a_busy_hub(run: Run, hub_model: RangeServer, kept: Path) -> None:
     assert "hf://org/model: the hub answers 503 (5 tries): try again later" in refused(run, "hf://org/model")
 
 
+def test_a_hub_that_stalls(run: Run, hub_model: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from locater.checkpoints.remote import expand, hub
+
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    hub_model.fault = lambda r: Fault(stall=1.0)
+    assert "hf://org/model: the hub cannot be reached (is there a network?)" in refused(run, "hf://org/model")
+    with pytest.raises(LocaterError, match="the hub cannot be reached"):
+        expand("hf://org/model@*")
+
+
 def test_offline(run: Run, hub_model: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
