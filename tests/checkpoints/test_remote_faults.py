@@ -21,6 +21,7 @@ import pytest
 import locater
 from locater.checkpoints.remote import Traffic, http_client, retrying
 from locater.checkpoints.remote.address import remote_address
+from locater.checkpoints.remote.ranged import read
 from locater.errors import LocaterError
 from tests import ROOT
 from tests.checkpoints.test_remote_scan import rows, saved
@@ -304,6 +305,16 @@ def test_a_busy_hub(run: Run, hub_model: RangeServer, kept: Path) -> None:
     assert "hf://org/model: the hub answers 503 (5 tries): try again later" in refused(run, "hf://org/model")
 
 
+def test_a_hub_that_stalls(run: Run, hub_model: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from locater.checkpoints.remote import expand, hub
+
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    hub_model.fault = lambda r: Fault(stall=1.0)
+    assert "hf://org/model: the hub cannot be reached (is there a network?)" in refused(run, "hf://org/model")
+    with pytest.raises(LocaterError, match="the hub cannot be reached"):
+        expand("hf://org/model@*")
+
+
 def test_offline(run: Run, hub_model: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
@@ -380,9 +391,9 @@ def object_of(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> Callable[
 def test_objects_that_come_in_the_end(server: RangeServer, object_of: Callable[[], Any], fault: Any) -> None:
     server.fault = fault
     file = object_of()
-    assert bytes(file.read(100, 2100)) == (bytes(range(250)) * 100)[100:2100]
+    assert bytes(read(file, 100, 2100)) == (bytes(range(250)) * 100)[100:2100]
     assert file.size == 25_000
-    assert len(file.read(24_990, 30_000)) == 10, "an object ends where it ends"
+    assert len(read(file, 24_990, 30_000)) == 10, "an object ends where it ends"
 
 
 @pytest.mark.parametrize(
@@ -398,9 +409,9 @@ def test_objects_that_come_in_the_end(server: RangeServer, object_of: Callable[[
 def test_objects_that_are_refused(server: RangeServer, object_of: Callable[[], Any], fault: Any, expected: str) -> None:
     server.fault = fault
     file = object_of()
-    assert bytes(file.read(0, 100)) == bytes(range(100))
+    assert bytes(read(file, 0, 100)) == bytes(range(100))
     with pytest.raises(LocaterError, match=expected) as error:
-        file.read(100, 200)
+        read(file, 100, 200)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
 

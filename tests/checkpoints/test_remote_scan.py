@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import locater
 from locater.checkpoints.remote import Traffic
+from locater.checkpoints.remote.address import remote_address
 from locater.checkpoints.remote.ahead import blocks_of
 from locater.checkpoints.remote.remote_weights import FIRST
 from locater.checkpoints.sources import open_source
@@ -315,6 +318,41 @@ def test_reads_of_parts_and_of_more_than_a_block(server: RangeServer) -> None:
         for chosen in (None, [(0, 3)], [(100, 128), (5, 90)]):
             want = stored[name] if chosen is None else torch.cat([stored[name][a:b] for a, b in chosen])
             assert torch.equal(weights.read(name, chosen), want)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_reads_gives_the_bytes_of_the_file(
+    server: RangeServer, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned or not, in any order, by several threads, with a budget that is too small: a plan cannot change bytes."""
+    from locater.checkpoints.remote import ahead, session
+    from locater.checkpoints.remote.folders import folder_of
+
+    monkeypatch.setattr(ahead, "PIECE", 1000)
+    monkeypatch.setattr(ahead, "GAP", 300)
+    monkeypatch.setattr(ahead, "FREE_WASTE", 2000)
+    monkeypatch.setattr(ahead, "BUDGET", 5000)
+    draw = random.Random(seed)
+    content = draw.randbytes(50_000)
+    (server.root / "x").write_bytes(content)
+    address = remote_address(f"{server.url}/files")
+    assert address is not None
+    file = folder_of(address).file("x")
+
+    def span() -> tuple[int, int]:
+        start = draw.randrange(49_000)
+        return start, min(start + draw.randrange(1, 4000), 50_000)
+
+    plan = [[(file, *span()) for _ in range(draw.randrange(6))] for _ in range(8)]
+    wanted = [(start, stop) for step in plan for _, start, stop in step] + [span() for _ in range(20)]
+    with session() as opened, ThreadPoolExecutor(4) as pool:
+        opened.files.append(file)
+        opened.read_ahead(plan)
+        for start, stop in wanted[: len(wanted) // 2]:
+            assert bytes(opened.bytes(file, start, stop)) == content[start:stop]
+        draw.shuffle(wanted)
+        got = list(pool.map(lambda pair: bytes(opened.bytes(file, *pair)), wanted))
+    assert got == [content[start:stop] for start, stop in wanted]
 
 
 class File:

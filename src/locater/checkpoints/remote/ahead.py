@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -27,6 +27,20 @@ PIECE = 16 << 20  # bytes of one request
 
 
 @dataclass
+class Memory:
+    """Where neighbouring requests put their bytes, so that a range of several of them is not copied."""
+
+    start: int
+    stop: int
+    data: bytearray | None = field(default=None, repr=False)
+
+    def part(self, start: int, stop: int) -> memoryview:
+        if self.data is None:
+            self.data = bytearray(self.stop - self.start)
+        return memoryview(self.data)[start - self.start : stop - self.start]
+
+
+@dataclass
 class Block:
     """Bytes of one request, from the step that reads them first to the one that reads them last."""
 
@@ -35,7 +49,8 @@ class Block:
     stop: int
     first: int
     last: int
-    data: Future[bytearray] | None = field(default=None, repr=False)
+    memory: Memory | None = field(default=None, repr=False)
+    came: Future[int] | None = field(default=None, repr=False)  # how many bytes
     released: bool = False
 
 
@@ -106,8 +121,8 @@ def _widest_gap(groups: Iterable[Sequence[Block]], waste: int) -> int:
 
 
 def _pieces(block: Block) -> list[Block]:
-    starts = range(block.start, block.stop, PIECE)
-    return [Block(block.file, at, min(at + PIECE, block.stop), block.first, block.last) for at in starts]
+    starts, memory = range(block.start, block.stop, PIECE), Memory(block.start, block.stop)
+    return [Block(block.file, at, min(at + PIECE, block.stop), block.first, block.last, memory) for at in starts]
 
 
 class Ahead:
@@ -133,15 +148,22 @@ class Ahead:
             blocks = self._covering(file, start, stop)
             if not blocks:
                 return None
-            self._begin(max(block.first for block in blocks))
+            memories = [self._memory(block) for block in blocks]
+            self._begin(max(block.first for block in blocks), blocks)
             futures = [self._submitted(block) for block in blocks]
             self._submit_more()
-        if len(blocks) == 1:
-            return memoryview(futures[0].result())[start - blocks[0].start : stop - blocks[0].start]
+        try:
+            ended = any(came.result() < block.stop - block.start for block, came in zip(blocks, futures, strict=True))
+        except CancelledError:  # another thread has gone on to a later step
+            return None
+        if ended:  # whoever reads it directly is told how
+            return None
+        if all(memory is memories[0] for memory in memories):
+            return memories[0].part(start, stop)
         joined = bytearray(stop - start)
-        for block, future in zip(blocks, futures, strict=True):
+        for block, memory in zip(blocks, memories, strict=True):
             a, b = max(start, block.start), min(stop, block.stop)
-            joined[a - start : b - start] = memoryview(future.result())[a - block.start : b - block.start]
+            joined[a - start : b - start] = memory.part(a, b)
         return memoryview(joined)
 
     def close(self) -> None:
@@ -161,30 +183,36 @@ class Ahead:
             start, at = block.stop, at + 1
         return covering if start >= stop else []
 
-    def _begin(self, step: int) -> None:
-        """Let go of what no step from this one on reads."""
+    def _begin(self, step: int, but: Sequence[Block]) -> None:
+        """Let go of what no step from this one on reads, `but` for blocks that are being read."""
         if step <= self._step:
             return
         self._step = step
         for block in self._blocks[: self._next]:
-            if block.last < step and not block.released:
+            if block.last < step and not block.released and not any(block is other for other in but):
                 block.released = True
-                if block.data is not None:
+                if block.came is not None:
                     self._held -= block.stop - block.start
-                    block.data.cancel()
-                    block.data = None
+                    block.came.cancel()
+                block.memory = None
 
     def _submit_more(self) -> None:
         while self._next < len(self._blocks):
             block = self._blocks[self._next]
-            if self._held and self._held + block.stop - block.start > BUDGET:
-                return
+            if block.first > self._step and self._held and self._held + block.stop - block.start > BUDGET:
+                return  # what the step under way needs is fetched at once, however large it is
             self._next += 1
             if not block.released:
                 self._submitted(block)
 
-    def _submitted(self, block: Block) -> Future[bytearray]:
-        if block.data is None:
+    def _submitted(self, block: Block) -> Future[int]:
+        if block.came is None:
             self._held += block.stop - block.start
-            block.data = self._pool.submit(block.file.read, block.start, block.stop)
-        return block.data
+            part = self._memory(block).part(block.start, block.stop)
+            block.came = self._pool.submit(block.file.fill, block.start, part)
+        return block.came
+
+    @staticmethod
+    def _memory(block: Block) -> Memory:
+        assert block.memory is not None, "it has been let go"
+        return block.memory

@@ -67,14 +67,16 @@ class HttpFile:
     def close(self) -> None:
         self._client.close()
 
-    def read(self, start: int, stop: int) -> bytearray:
-        """The bytes from `start` to `stop`, fewer only where the file ends. A cut body is resumed where it ended."""
-        buffer, filled = bytearray(stop - start), 0
-        while filled < len(buffer) and (self.size is None or start + filled < self.size):
-            first, view = start + filled, memoryview(buffer)[filled:]
+    def fill(self, start: int, view: memoryview) -> int:
+        """Put the bytes from `start` on into `view`; how many there were, fewer only where the file ends. A cut body is
+        resumed where it ended.
+        """
+        filled, stop = 0, start + len(view)
+        while filled < len(view) and (self.size is None or start + filled < self.size):
+            first = start + filled
             asked = {"Range": f"bytes={first}-{stop - 1}", **self._condition()}
-            filled += self._exchange("GET", asked, partial(self._fill, first, view))
-        return buffer if filled == len(buffer) else buffer[:filled]
+            filled += self._exchange("GET", asked, partial(self._fill, first, view[filled:]))
+        return filled
 
     def whole(self) -> bytes | None:
         """All bytes of a small file, without a range; None where there is no such file."""

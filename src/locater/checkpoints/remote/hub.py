@@ -18,6 +18,7 @@ from locater.errors import LocaterError, first_line
 
 T = TypeVar("T")
 _NO_FILE = "no such file or folder, and "  # of a name that may be of a folder or of a model on the hub
+ANSWER_SECONDS = 30.0  # that the hub has for an answer
 LOG_IN = "log in (hf auth login, or HF_TOKEN)"
 
 
@@ -43,9 +44,8 @@ class HubModel:
 
 def hub_model(address: Address) -> HubModel:
     """The commit of a revision, and all files there: one request."""
-    info = asked(
-        address, lambda: _api(address).model_info(address.root, revision=address.revision, files_metadata=True)
-    )
+    settings: dict[str, Any] = {"revision": address.revision, "files_metadata": True, "timeout": ANSWER_SECONDS}
+    info = asked(address, lambda: _api(address).model_info(address.root, **settings))
     files = {}
     for sibling in info.siblings or ():
         lfs = sibling.lfs
@@ -56,8 +56,18 @@ def hub_model(address: Address) -> HubModel:
 
 def hub_revisions(address: Address) -> list[str]:
     """Names of all branches and tags."""
-    refs = asked(address, lambda: _api(address).list_repo_refs(address.root))
-    return list(dict.fromkeys(ref.name for ref in (*refs.branches, *refs.tags)))
+    endpoint = _api(address).endpoint
+
+    def refs() -> Any:  # list_repo_refs waits for ever where the hub does not answer
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = f"{endpoint}/api/models/{address.root}/refs"
+        response = get_session().get(url, headers=build_hf_headers(), timeout=ANSWER_SECONDS)
+        hf_raise_for_status(response)
+        return response.json()
+
+    document = asked(address, refs)
+    return list(dict.fromkeys(str(ref["name"]) for kind in ("branches", "tags") for ref in document.get(kind, ())))
 
 
 def hub_location(address: Address, commit: str) -> Any:
@@ -70,7 +80,7 @@ def hub_location(address: Address, commit: str) -> Any:
             url=hf_hub_url(address.root, address.path, revision=commit, endpoint=api.endpoint)
         )
 
-    return asked(address, head)
+    return asked(address, head, met=True)
 
 
 def hub_headers(url: str) -> dict[str, str]:
@@ -81,12 +91,14 @@ def hub_headers(url: str) -> dict[str, str]:
     return dict(build_hf_headers()) if url.startswith(f"{constants.ENDPOINT}/") else {}
 
 
-def asked(address: Address, question: Callable[[], T]) -> T:
-    """The hub's answer. It is asked again where it is busy; every other failure is one line."""
-    return tried(str(address), partial(_once, address, question))
+def asked(address: Address, question: Callable[[], T], met: bool = False) -> T:
+    """The hub's answer. It is asked again where it is busy, and after a lost connection if it was `met` before; every
+    other failure is one line.
+    """
+    return tried(str(address), partial(_once, address, question, met))
 
 
-def _once(address: Address, question: Callable[[], T]) -> T:
+def _once(address: Address, question: Callable[[], T], met: bool) -> T:
     try:
         return question()
     except LocaterError:
@@ -96,6 +108,8 @@ def _once(address: Address, question: Callable[[], T]) -> T:
         status = getattr(response, "status_code", None)
         if status in TEMPORARY:
             raise Temporary(f"the hub answers {status}", retry_after(response.headers.get("Retry-After"))) from None
+        if met and is_network(error):
+            raise Temporary("the hub cannot be reached") from None
         _refuse(address, error, status)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from locater.checkpoints.index import shards_of
 from locater.checkpoints.remote.address import Address, hub_address, remote_address
@@ -28,7 +29,8 @@ def identity(source: str) -> str:
         raise LocaterError(f"{address}: no weights there")
     settings = remote_json(folder, ADAPTER) if ADAPTER in facts else None
     if isinstance(settings, dict) and isinstance(settings.get(BASE), str):  # an adapter is read on its base
-        facts = {**facts, BASE: identity(settings[BASE])}
+        base = settings[BASE]
+        facts = {**facts, BASE: base if Path(base).exists() else identity(base)}
     text = "\n".join(f"{name} {fact}" for name, fact in sorted(facts.items()))
     return f"{address.scheme}:{hashlib.sha256(text.encode()).hexdigest()}"
 

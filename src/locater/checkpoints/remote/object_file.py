@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,18 @@ class ObjectFile:
     def close(self) -> None:
         self._stopped.set()
 
-    def read(self, start: int, stop: int) -> bytearray:
-        """The bytes from `start` to `stop`, fewer only where the object ends. What comes short is asked for again."""
-        buffer, filled, tries = bytearray(stop - start), 0, 0
-        while filled < len(buffer) and (self.size is None or start + filled < self.size):
-            got = asked(self.address, lambda at=filled: self._fill(start + at, memoryview(buffer)[at:]))  # type: ignore[misc]
+    def fill(self, start: int, view: memoryview) -> int:
+        """Put the bytes from `start` on into `view`; how many there were, fewer only where the object ends. What comes
+        short is asked for again.
+        """
+        filled, tries = 0, 0
+        while filled < len(view) and (self.size is None or start + filled < self.size):
+            got = asked(self.address, partial(self._fill, start + filled, view[filled:]))
             tries = 0 if got else tries + 1
             if not got:
                 pause(self.where, Temporary("the bucket sends no bytes"), tries, self._stopped)
             filled += got
-        return buffer if filled == len(buffer) else buffer[:filled]
+        return filled
 
     def whole(self) -> bytes | None:
         import obstore

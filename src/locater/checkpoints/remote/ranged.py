@@ -18,8 +18,8 @@ class RangedFile(Protocol):
     name: str
     size: int | None  # known after the first read
 
-    def read(self, start: int, stop: int) -> bytearray:
-        """The bytes from `start` to `stop`, fewer only where the file ends."""
+    def fill(self, start: int, view: memoryview) -> int:
+        """Put the bytes from `start` on into `view`; how many there were, fewer only where the file ends."""
 
     def whole(self) -> bytes | None:
         """All bytes of a small file; None where there is no such file."""
@@ -32,6 +32,14 @@ class RangedFile(Protocol):
 
     def close(self) -> None:
         """End reads that wait in other threads."""
+
+
+def read(file: RangedFile, start: int, stop: int) -> bytearray:
+    """The bytes from `start` to `stop`, fewer only where the file ends."""
+    buffer = bytearray(stop - start)
+    with memoryview(buffer) as view:
+        count = file.fill(start, view)
+    return buffer if count == len(buffer) else buffer[:count]
 
 
 class RemoteFolder(Protocol):

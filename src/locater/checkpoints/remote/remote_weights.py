@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from locater.checkpoints.remote.ranged import RangedFile
+from locater.checkpoints.remote.ranged import RangedFile, read
 from locater.checkpoints.remote.session import current_session, recording
 from locater.checkpoints.safetensors_file import HEADER_LIMIT, Entry, StoredTensors, parsed_header
 from locater.checkpoints.weights import joined
@@ -31,13 +31,13 @@ class RemoteWeights(StoredTensors[RangedFile]):
 
     def _located(self, file: RangedFile) -> dict[str, tuple[RangedFile, int, Entry]]:
         """Every tensor of a file: where it begins, and its entry in the header."""
-        head = file.read(0, FIRST)
+        head = read(file, 0, FIRST)
         size = len(head) if file.size is None else file.size
         length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
         if not 0 < length <= min(HEADER_LIMIT, size - 8):
             raise LocaterError(f"{file.where}: not a safetensors file, or truncated in its header ({size:,} bytes)")
         if 8 + length > len(head):
-            head += file.read(len(head), 8 + length)
+            head += read(file, len(head), 8 + length)
         if 8 + length > len(head):
             raise LocaterError(f"{file.where}: ends inside its header: the file is truncated")
         entries = parsed_header(file, bytes(head[8 : 8 + length]), size - 8 - length)

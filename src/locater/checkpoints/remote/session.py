@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from locater.checkpoints.remote.ahead import THREADS, Ahead, Plan, Read
-from locater.checkpoints.remote.ranged import RangedFile
+from locater.checkpoints.remote.ranged import RangedFile, read
 from locater.checkpoints.remote.traffic import Traffic
 from locater.errors import LocaterError
 
@@ -58,7 +58,7 @@ class Session:
         """A range of a file: one that was fetched ahead, or else one that is read now."""
         data: bytearray | memoryview | None = self._ahead.take(file, start, stop) if self._ahead is not None else None
         if data is None:
-            data = file.read(start, stop)
+            data = read(file, start, stop)
         if len(data) != stop - start:
             raise LocaterError(f"{file.where}: ends before its data does: the file is truncated")
         return data

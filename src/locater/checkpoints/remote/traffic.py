@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """Bytes and requests so far. `planned` is how many bytes of weights there will be; 0 where that is not known."""
+    """Bytes of files and requests for them so far; `planned` is how many bytes there will be, if known.
+
+    >>> traffic = Traffic()
+    >>> traffic.add(bytes=100, requests=1)
+    >>> traffic.bytes, traffic.requests, traffic.planned
+    (100, 1, 0)
+    """
 
     bytes: int = 0
     requests: int = 0
