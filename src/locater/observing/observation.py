@@ -15,22 +15,17 @@ from torch import Tensor, nn
 
 from locater.attention.listeners import Switch
 from locater.attention.stand_ins import instead
-from locater.checkpoints.sources import open_source
-from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, attention_layers
 from locater.families.coverage import folded_paths
-from locater.families.listening import refuse_unobservable
-from locater.families.reading import reader_for
-from locater.families.registry import family_of
 from locater.families.split_heads import SplitHeads
 from locater.observing.by_calls import CalledLayers
-from locater.observing.choosing import Choice, chosen, chosen_heads
+from locater.observing.choosing import Choice
 from locater.observing.hearing import heard
+from locater.observing.layer_sites import layers_by_record, sites_of
 from locater.observing.map_of_heads import pattern_sites
 from locater.observing.ranks import combine
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
-from locater.observing.site import Site, clear
+from locater.observing.site import clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
 from locater.observing.tally import StatisticsOptions
 
@@ -100,14 +95,14 @@ class Observation:
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
         self.by_calls: CalledLayers | None = None  # where no record tells the layers
         try:
-            known = _layers_by_record(model)
+            known = layers_by_record(model)
         except LocaterError as error:
             if patterns:
                 raise
             self.by_calls = CalledLayers(model, str(error), options, layers, heads, self.switch)
             self.sites = self.by_calls.sites
         else:
-            self.sites = _sites(model, known, options, layers, heads, self.switch)
+            self.sites = sites_of(model, known, options, layers, heads, self.switch)
         if hidden and SplitHeads(model).is_any:
             raise LocaterError(
                 f"{type(model).__name__}: it is split over ranks, and so may be the tokens between its blocks: "
@@ -287,39 +282,3 @@ def _passing(
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
     return forward(*args, **kw)
-
-
-def _layers_by_record(model: nn.Module) -> list[AttentionLayer]:
-    """The layers of a model that a family reads; raises where none does."""
-    reader_for(*open_source(model))
-    return attention_layers(model)
-
-
-def _sites(
-    model: nn.Module,
-    known: list[AttentionLayer],
-    options: StatisticsOptions,
-    layers: Choice,
-    heads: Choice,
-    switch: Switch,
-) -> list[Site]:
-    weights, family, split = ModuleWeights(model), family_of(model), SplitHeads(model)
-    sites = []
-    for number, layer in chosen(list(enumerate(known)), layers, "layers"):
-        module = weights.submodule(layer.name)
-        refuse_unobservable(module, family, layer.name)
-        site = Site(
-            name=layer.name,
-            number=number,
-            kind=layer.kind,
-            module=module,
-            group=layer.group,
-            count=layer.heads,
-            heads=chosen_heads(layer, heads),
-            switch=switch,
-            options=options,
-            layer=layer,
-            split=split.of(layer.name, layer.heads),
-        )
-        sites.append(site)
-    return sites
