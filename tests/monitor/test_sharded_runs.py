@@ -121,7 +121,12 @@ def worker(
     ids = batch()
     alone = folder / f"alone-{rank}"
     alone.mkdir()
-    one = {make: trained(make(), ids, alone / f"{make.__name__}.jsonl", **kw) for make in makes}  # no other ranks yet
+    one = {}  # made while there are no other ranks
+    for make in makes:
+        model = make()
+        if compiled:  # other roundings than eager, in the float32 parts of its norms: 2e-7
+            model.compile()
+        one[make] = trained(model, ids, alone / f"{make.__name__}.jsonl", **kw)
     dist.init_process_group("gloo")
     for dp, tp in meshes:
         mesh = mesh_of(dp, tp)
