@@ -7,7 +7,6 @@ is. A tensor is put together when it is asked for, and only from the pieces with
 from __future__ import annotations
 
 import io
-import os
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -35,13 +34,19 @@ class DcpWeights:
     def __init__(self, folder: Path) -> None:
         self.where, self._folder = str(folder), folder
         self._tensors = _of_model(read_metadata(folder), self.where)
-        files = {piece.file for tensor in self._tensors.values() for piece in tensor.pieces}
+        ends: dict[str, int] = {}  # of the pieces in each file
+        for piece in (piece for tensor in self._tensors.values() for piece in tensor.pieces):
+            ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.length)
+        files = ends.keys()
         missing = sorted(file for file in files if not is_there(folder / file))
         if missing:
             raise LocaterError(
                 f"{folder}: {missing[0]} is not there ({len(missing)} of {len(files)} files with pieces of the model "
                 "are missing): copy the whole folder, with what every rank has written"
             )
+        for file, end in ends.items():
+            if regular_file(folder / file) < end:
+                raise LocaterError(f"{folder / file}: has fewer than the {end:,} bytes that {NAME} names: {DAMAGED}")
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -74,10 +79,7 @@ class DcpWeights:
 
     def _piece(self, name: str, tensor: StoredTensor, piece: Piece) -> Tensor:
         path = self._folder / piece.file
-        regular_file(path)
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < piece.start + piece.length:
-                raise LocaterError(f"{path}: ends before a piece of {name} does: {DAMAGED}")
             file.seek(piece.start)
             data = io.BytesIO(file.read(piece.length))
         values = _loaded(data, f"{path}: its piece of {name}")

@@ -93,13 +93,14 @@ class _RefusedNameError(Exception):
     """A name that such a file does not need."""
 
 
-class _Unpickler(pickle.Unpickler):
+# the one in Python: that in C takes gigabytes for one damaged opcode (LONG_BINPUT), before anything can be checked
+class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         known = KNOWN.get(module, {}).get(name)
         if known is None:
-            raise _RefusedNameError(f"{module}.{name}")
+            raise _RefusedNameError(f"{module}.{name}"[:120])
         return known
 
 
@@ -112,8 +113,8 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
             content = _Unpickler(file).load()
     except _RefusedNameError as name:
         raise LocaterError(
-            f"{path}: names {name}, which the index of a checkpoint does not need: refused, since opening it could run "
-            "its code"
+            f"{path}: names {str(name)!r}, which the index of a checkpoint does not need: refused, since opening it "
+            "could run its code"
         ) from None
     except Exception as error:  # on bytes that are no pickle the unpickler can raise anything
         raise LocaterError(f"{path}: not the index of a checkpoint ({first_line(error)}): {DAMAGED}") from None
@@ -134,8 +135,10 @@ def _tensors(path: Path, content: Any) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in content.state_dict_metadata.items():  # type: ignore[attr-defined]
         if isinstance(entry, TensorEntry):
-            keys = paths.get(name, (name,))
-            tensors[str(name)] = _tensor(path, str(name), tuple(map(str, keys)), entry, stored)
+            keys = tuple(map(str, paths.get(name, (name,))))
+            if not isinstance(name, str) or not name.isprintable() or not all(key.isprintable() for key in keys):
+                raise LocaterError(f"{path}: {name!r:.80} is not the name of a tensor: {DAMAGED}")
+            tensors[name] = _tensor(path, name, keys, entry, stored)
     return tensors
 
 
@@ -156,6 +159,8 @@ def _tensor(path: Path, name: str, keys: tuple[str, ...], entry: Any, stored: Ma
         if not inside or any(a + n > size for a, n, size in zip(offsets, sizes, shape, strict=True)):
             raise LocaterError(f"{path}: a piece of {name} is not inside of it: {DAMAGED}")
         start, length = _whole_numbers((info.offset, info.length))
+        if prod(sizes) * dtype.itemsize > length:
+            raise LocaterError(f"{path}: a piece of {name} is larger than the bytes that hold it: {DAMAGED}")
         pieces.append(Piece(offsets, sizes, _file_name(path, info.relative_path), start, length))
     if sum(prod(piece.sizes) for piece in pieces) != prod(shape):
         raise LocaterError(f"{path}: the pieces of {name} are not as large as it is, {list(shape)}: {DAMAGED}")
