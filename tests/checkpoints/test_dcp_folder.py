@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
@@ -17,13 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typer.testing import CliRunner
 
 import locater
 from locater.checkpoints.dcp_folder import DcpWeights
 from locater.checkpoints.sources import open_source
-from locater.cli import app
 from locater.errors import LocaterError
+from tests.conftest import Result
 from tests.processes import ranks
 from tests.sharded import HEADS, llama, mesh_of, split, titan
 
@@ -128,11 +126,17 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def refused(folder: Path) -> str:
-    result = CliRunner().invoke(app, ["scan", str(folder), *NAMES])
-    assert result.exit_code == 2, result.output
-    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    return result.stderr
+@pytest.fixture
+def refused(run: Callable[..., Result]) -> Callable[[Path], str]:
+    """The one line in which a scan of a folder is refused."""
+
+    def line(folder: Path) -> str:
+        result = run("scan", folder, *NAMES)
+        assert result.status == 2, result
+        assert len(result.err.splitlines()) == 1, result.err
+        return str(result.err)
+
+    return line
 
 
 def changed(folder: Path, change: Callable[[Any], None]) -> Path:
@@ -144,24 +148,24 @@ def changed(folder: Path, change: Callable[[Any], None]) -> Path:
     return folder
 
 
-def test_a_missing_file(folder: Path) -> None:
+def test_a_missing_file(folder: Path, refused: Callable[[Path], str]) -> None:
     (folder / "__0_0.distcp").unlink()
     assert "__0_0.distcp is not there (1 of 1 files with pieces of the model are missing)" in refused(folder)
 
 
-def test_a_truncated_file(folder: Path) -> None:
+def test_a_truncated_file(folder: Path, refused: Callable[[Path], str]) -> None:
     path = folder / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1000])
     assert "__0_0.distcp: has fewer than the" in refused(folder)
 
 
-def test_a_save_that_was_cut_off(folder: Path) -> None:
+def test_a_save_that_was_cut_off(folder: Path, refused: Callable[[Path], str]) -> None:
     (folder / ".metadata").unlink()
     assert "holds __0_0.distcp and no .metadata, which is written last" in refused(folder)
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000])
-def test_an_index_that_was_cut_off(folder: Path, size: int) -> None:
+def test_an_index_that_was_cut_off(folder: Path, size: int, refused: Callable[[Path], str]) -> None:
     path = folder / ".metadata"
     path.write_bytes(path.read_bytes()[:size])
     assert ".metadata: not the index of a checkpoint" in refused(folder)
@@ -172,7 +176,9 @@ class Foreign:
         return os.mkdir, ("ran",)
 
 
-def test_an_index_that_would_run_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_would_run_code(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (folder / ".metadata").write_bytes(pickle.dumps(Foreign()))
     assert "names 'posix.mkdir', which the index of a checkpoint does not need: refused" in refused(folder)
@@ -183,21 +189,24 @@ def first_piece(content: Any) -> tuple[Any, Any]:
     return next((i, x) for i, x in content.storage_data.items() if i.fqn == "model.layers.0.attention.wq.weight")
 
 
-def test_a_piece_that_is_no_tensor(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_that_is_no_tensor(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     data = BytesIO()
-    torch.save(Foreign(), data)
+    torch.save([Foreign(), torch.zeros(32, 32, dtype=torch.float64)], data)
     place_of_wq(folder, data.getvalue())
-    assert "its piece of layers.0.attention.wq.weight is not a stored tensor" in refused(folder)
+    assert "its piece of layers.0.attention.wq.weight holds more than a tensor: refused" in refused(folder)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
-        (torch.zeros(32, 31, dtype=torch.float64), r"is torch.float64 \[32, 31\], and .metadata says torch.float64 \[32, 32\]"),
-        (torch.zeros(32, 32), r"is torch.float32 \[32, 32\], and .metadata says torch.float64"),
-        ([torch.zeros(32, 32), torch.zeros(3)], "is not one tensor with its data"),
+        (torch.zeros(33, 32, dtype=torch.float64), r"is torch.float64 \[33, 32\], and .metadata says torch.float64 \[32, 32\]"),
+        (torch.zeros(32, 32, dtype=torch.int64), r"is torch.int64 \[32, 32\], and .metadata says torch.float64"),
+        ([torch.zeros(32, 32, dtype=torch.float64), torch.zeros(3)], "is not one tensor with its data"),
+        (torch.zeros(32, 31), "is larger than the bytes that hold it"),
     ],
 )  # fmt: skip
 def test_a_piece_that_is_another_tensor(folder: Path, tensor: Any, said: str) -> None:
@@ -209,17 +218,11 @@ def test_a_piece_that_is_another_tensor(folder: Path, tensor: Any, said: str) ->
 
 
 def place_of_wq(folder: Path, data: bytes) -> None:
-    """Other bytes in place of a piece, as long as it was."""
-    _, info = first_piece(pickle.loads((folder / ".metadata").read_bytes()))
+    """Other bytes in place of a piece."""
     path = folder / "__0_0.distcp"
-    whole = bytearray(path.read_bytes())
-    padded = BytesIO(data)
-    with zipfile.ZipFile(padded, "a") as archive:
-        missing = info.length - len(data)
-        archive.comment = b" " * missing
-    assert len(padded.getvalue()) == info.length
-    whole[info.offset : info.offset + info.length] = padded.getvalue()
-    path.write_bytes(whole)
+    start = path.stat().st_size
+    path.write_bytes(path.read_bytes() + data)
+    changed(folder, lambda content: replace(content, offset=start, length=len(data)))
 
 
 def replace(content: Any, **changes: Any) -> None:
@@ -229,17 +232,17 @@ def replace(content: Any, **changes: Any) -> None:
     content.storage_data[index] = info
 
 
-def test_a_file_elsewhere(folder: Path) -> None:
+def test_a_file_elsewhere(folder: Path, refused: Callable[[Path], str]) -> None:
     changed(folder, lambda content: replace(content, relative_path="../secret.distcp"))
     assert "names the file '../secret.distcp', which is not in its folder: refused" in refused(folder)
 
 
-def test_compressed_pieces(folder: Path) -> None:
+def test_compressed_pieces(folder: Path, refused: Callable[[Path], str]) -> None:
     changed(folder, lambda content: replace(content, transform_descriptors=["zstd"]))
     assert "is stored compressed or encrypted" in refused(folder)
 
 
-def test_pieces_that_do_not_make_up_the_tensor(folder: Path) -> None:
+def test_pieces_that_do_not_make_up_the_tensor(folder: Path, refused: Callable[[Path], str]) -> None:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     def halve(content: Any) -> None:
@@ -269,7 +272,7 @@ def test_overlapping_pieces(folder: Path) -> None:
         weights.read("layers.0.attention.wk.weight")
 
 
-def test_no_model_or_several(tmp_path: Path) -> None:
+def test_no_model_or_several(tmp_path: Path, refused: Callable[[Path], str]) -> None:
     state: dict[str, Tensor] = {"weight": torch.zeros(2, 2)}
     optimizer = in_one_process({"optimizer": {"state": state}}, tmp_path / "optimizer")
     assert "no model among its states (optimizer.state)" in refused(optimizer)

@@ -7,6 +7,7 @@ is. A tensor is put together when it is asked for, and only from the pieces with
 from __future__ import annotations
 
 import io
+import pickle
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -101,6 +102,8 @@ def _loaded(data: io.BytesIO, where: str) -> Tensor:
         values = torch.load(data, map_location="cpu", weights_only=True)
     except LocaterError:
         raise
+    except pickle.UnpicklingError:
+        raise LocaterError(f"{where} holds more than a tensor: refused, since opening it could run its code") from None
     except Exception as error:  # bytes that are no archive, or hold more than a tensor
         raise LocaterError(f"{where} is not a stored tensor ({first_line(error)}): {DAMAGED}") from None
     if not isinstance(values, Tensor) or sizes[:1] != [values.untyped_storage().nbytes()] or len(sizes) > 1:
