@@ -250,7 +250,8 @@ def test_four_ranks_split_heads_and_parameters(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_compiled_model_whose_heads_are_split(tmp_path: Path) -> None:
     imports()
-    assert all("done" in text for text in ranks(partial(worker, [llama], [], tmp_path, compiled=True), tmp_path))
+    work = partial(worker, [llama], [], tmp_path, compiled=True)
+    assert all("done" in text for text in ranks(work, tmp_path, seconds=600))
 
 
 @pytest.mark.slow
