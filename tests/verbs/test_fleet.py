@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import locater
 from locater.errors import LocaterError
@@ -276,6 +277,23 @@ def test_only_half_written_files_are_swept_away(scanned: Path, tmp_path: Path) -
     left = {".k.superseded", ".k.damaged", ".k.1-of-2.json", ".new.parquet.x1"}
     assert {name for name in os.listdir(out) if name.startswith(".")} == left
     assert len(Store(out).parts()) == 5
+
+
+def test_folders_of_distributed_checkpoints_with_their_configuration_above(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    plain = checkpoint(tmp_path / "plain", seed=1)
+    run, out = tmp_path / "run", tmp_path / "heads"
+    for step in (10, 20):
+        tensors = {name: tensor * step for name, tensor in load_file(plain / "model.safetensors").items()}
+        dcp.save(tensors, checkpoint_id=str(run / f"step-{step}"), no_dist=True)
+    shutil.copy(plain / "config.json", run / "config.json")
+    fleet = locater.Fleet.run([str(run / "*")], out)
+    assert [entry.step for entry in fleet.sources()] == [10, 20]
+    assert fleet.scan("step-20").rows == locater.scan(run / "step-20").rows
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
+    assert len(running.run([str(run / "*")], out).scanned) == 2
 
 
 def test_labels_change_without_a_scan(steps: Path, scanned: Path, tmp_path: Path) -> None:

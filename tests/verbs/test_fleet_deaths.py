@@ -25,6 +25,7 @@ from locater.verbs.fleet.parts import header
 from locater.verbs.fleet.planning import jobs_of
 from locater.verbs.fleet.schedule import Schedule
 from locater.verbs.fleet.store import Store
+from locater.verbs.fleet.tasks import Outcome
 from locater.verbs.fleet.workers import _Supervisor, run_in_workers
 from tests import ROOT
 from tests.verbs.fleet_folders import checkpoint, make_run, table
@@ -64,13 +65,15 @@ def assert_whole(out: Path) -> None:
 def test_a_killed_worker_costs_nothing(steps: Path, undisturbed: Path, tmp_path: Path) -> None:
     store, jobs = Store.create(tmp_path / "heads", Settings()), jobs_in(steps)
     supervisor = _Supervisor(Schedule([tuple(jobs[:5]), tuple(jobs[5:])]), store.folder, workers=2)
-    done, killed = [], []
+    done: list[Outcome] = []
+    killed: list[int] = []
     for outcome in supervisor.outcomes():
         done.append(outcome)
-        if len(done) in (1, 3) and supervisor.workers:
-            killed.append(supervisor.workers[0].process.pid)
-            os.kill(killed[-1], signal.SIGKILL)
-    assert len(set(killed)) == 2
+        busy = [worker.process.pid for worker in supervisor.workers if worker.left]
+        if len(killed) < 2 and len(done) > 2 * len(killed) and (fresh := [pid for pid in busy if pid not in killed]):
+            killed.append(fresh[0])
+            os.kill(fresh[0], signal.SIGKILL)
+    assert len(killed) == 2
     assert sorted(outcome.job.source for outcome in done) == sorted(job.source for job in jobs)
     assert not any(outcome.reason or outcome.fatal for outcome in done)
     assert table(store.folder) == table(undisturbed)

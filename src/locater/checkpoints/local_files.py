@@ -14,13 +14,11 @@ from locater.errors import LocaterError
 from locater.files import read_json, regular_file
 
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".distcp")
-# the first kind that a folder has is read; optimizers and other states beside it do not count
-KINDS = (
-    *((".safetensors", ".safetensors.index.json"), (".bin", ".bin.index.json")),
-    *((".distcp", ".metadata"), (".gguf",), (".pt", ".pth")),
-)
+# where these are in a folder, nothing but safetensors is read from it: optimizers and other states do not count
+SAFE = ("model.safetensors", "model.safetensors.index.json")
 SETTINGS = ("config.json", ADAPTER)
 SAMPLE = 1 << 16  # bytes at the beginning and at the end of a file that count among its identity
+METADATA = ".metadata"  # of torch.distributed.checkpoint
 GLOB = frozenset("*?[")
 
 
@@ -115,10 +113,10 @@ def files_of(path: Path) -> list[Path]:
     except OSError as error:
         raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
     files = [path / name for name in names if name in SETTINGS]
-    for ends in KINDS:
-        if weights := [path / name for name in names if name.endswith(ends)]:
-            files += weights
-            break
+    ends = (".safetensors", ".safetensors.index.json") if {*SAFE} & {*names} else (*WEIGHTS, ".index.json", METADATA)
+    files += [path / name for name in names if name.endswith(ends)]
+    if METADATA in names and "config.json" not in names and os.path.lexists(path.parent / "config.json"):
+        files.append(path.parent / "config.json")  # of a folder of torch.distributed.checkpoint
     if (path / ADAPTER) in files:
         base = read_json(path / ADAPTER)
         name = base.get("base_model_name_or_path") if isinstance(base, dict) else None

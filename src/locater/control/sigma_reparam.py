@@ -62,6 +62,11 @@ class SigmaReparam(Control):
         for tensor in tensors:
             if parametrize.is_parametrized(tensor.module, tensor.attribute):
                 raise LocaterError(f"{tensor.name}: it is parametrized already: take that off first")
+            if hasattr(getattr(tensor.module, tensor.attribute), "full_tensor"):
+                raise LocaterError(
+                    f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it is not for FSDP2 "
+                    "and tensor parallelism"
+                )
         # with each tensor, the order of its module's parameters, which registering a parametrization changes
         self.tensors = [(tensor, list(tensor.module._parameters)) for tensor in tensors]
         self.parts: list[SpectralScale] = []
