@@ -74,19 +74,27 @@ def test_rows_are_those_of_the_local_checkpoint(server: RangeServer, kind: str) 
     assert len(asked) == len({(r.path, r.range) for r in asked}), "no range is read twice"
 
 
-def test_a_scan_plans_all_that_it_reads(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the planned blocks nothing is read directly, for any of the families."""
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Ranges that were read without having been planned."""
     from locater.checkpoints.remote.session import Session
 
-    direct: list[object] = []
+    unplanned: list[object] = []
     plain = Session.bytes
 
     def watched(self: Session, file: Any, start: int, stop: int) -> Any:
         if self._ahead is None or not self._ahead._covering(file, start, stop):
-            direct.append((file.where, start, stop))
+            unplanned.append((file.where, start, stop))
         return plain(self, file, start, stop)
 
     monkeypatch.setattr(Session, "bytes", watched)
+    return unplanned
+
+
+def test_a_scan_plans_all_that_it_reads(
+    server: RangeServer, direct: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the planned blocks nothing is read directly, for any of the families."""
     for kind in MODELS:
         saved(server.root / kind, kind)
         locater.scan(f"{server.url}/files/{kind}")
@@ -290,12 +298,13 @@ def test_a_bucket(bucket: Any, tmp_path: Path) -> None:
     assert rows("s3://runs/run/step-1", download=True) == local
 
 
-def test_compare_and_layers(server: RangeServer) -> None:
+def test_compare_and_layers(server: RangeServer, direct: list[object]) -> None:
     folder = saved(server.root / "x", "llama")
     comparison = locater.compare(folder, f"{server.url}/files/x")
     assert comparison.aligned
     assert all(not any(change.difference.values()) for change in comparison.rows)
     layer = locater.attention_layers(f"{server.url}/files/x")[1]
+    assert not direct, "gains of all layers are read at once"
     assert torch.equal(layer.query.weight(), locater.attention_layers(folder)[1].query.weight())
 
 
