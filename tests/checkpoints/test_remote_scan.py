@@ -8,6 +8,7 @@ import dataclasses
 import json
 import random
 import shutil
+import struct
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,6 +179,27 @@ def test_a_header_longer_than_the_first_request(server: RangeServer) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, folder / "model.safetensors", {"format": "pt", "note": "x" * FIRST})
     assert rows(f"{server.url}/files/x") == rows(folder)
+
+
+def test_numbers_at_odd_places(server: RangeServer) -> None:
+    """Tensors follow one another without padding; a tensor of floats has to begin where floats may."""
+    from locater.checkpoints.remote import session
+
+    values = torch.arange(40_000.0)
+    entries = {
+        "odd": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]},
+        "floats": {"dtype": "F32", "shape": [40_000], "data_offsets": [3, 160_003]},
+    }
+    header = json.dumps(entries).encode()
+    data = struct.pack("<Q", len(header)) + header + b"123" + values.numpy().tobytes()
+    (server.root / "x.safetensors").write_bytes(data)
+    with session() as opened:
+        weights, _ = open_source(f"{server.url}/files/x.safetensors")
+        file, start, _ = weights._entries["floats"]  # type: ignore[attr-defined]
+        opened.read_ahead([[(file, start, start + 160_003)]])
+        got = weights.read("floats")
+    assert got.data_ptr() % 4 == 0
+    assert torch.equal(got, values)
 
 
 @pytest.mark.parametrize("revision", ["main", "step1"])
