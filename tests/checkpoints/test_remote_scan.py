@@ -8,6 +8,7 @@ import dataclasses
 import json
 import random
 import shutil
+import struct
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,19 +75,27 @@ def test_rows_are_those_of_the_local_checkpoint(server: RangeServer, kind: str) 
     assert len(asked) == len({(r.path, r.range) for r in asked}), "no range is read twice"
 
 
-def test_a_scan_plans_all_that_it_reads(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the planned blocks nothing is read directly, for any of the families."""
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Ranges that were read without having been planned."""
     from locater.checkpoints.remote.session import Session
 
-    direct: list[object] = []
+    unplanned: list[object] = []
     plain = Session.bytes
 
     def watched(self: Session, file: Any, start: int, stop: int) -> Any:
         if self._ahead is None or not self._ahead._covering(file, start, stop):
-            direct.append((file.where, start, stop))
+            unplanned.append((file.where, start, stop))
         return plain(self, file, start, stop)
 
     monkeypatch.setattr(Session, "bytes", watched)
+    return unplanned
+
+
+def test_a_scan_plans_all_that_it_reads(
+    server: RangeServer, direct: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the planned blocks nothing is read directly, for any of the families."""
     for kind in MODELS:
         saved(server.root / kind, kind)
         locater.scan(f"{server.url}/files/{kind}")
@@ -170,6 +179,27 @@ def test_a_header_longer_than_the_first_request(server: RangeServer) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, folder / "model.safetensors", {"format": "pt", "note": "x" * FIRST})
     assert rows(f"{server.url}/files/x") == rows(folder)
+
+
+def test_numbers_at_odd_places(server: RangeServer) -> None:
+    """Tensors follow one another without padding; a tensor of floats has to begin where floats may."""
+    from locater.checkpoints.remote import session
+
+    values = torch.arange(40_000.0)
+    entries = {
+        "odd": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]},
+        "floats": {"dtype": "F32", "shape": [40_000], "data_offsets": [3, 160_003]},
+    }
+    header = json.dumps(entries).encode()
+    data = struct.pack("<Q", len(header)) + header + b"123" + values.numpy().tobytes()
+    (server.root / "x.safetensors").write_bytes(data)
+    with session() as opened:
+        weights, _ = open_source(f"{server.url}/files/x.safetensors")
+        file, start, _ = weights._entries["floats"]  # type: ignore[attr-defined]
+        opened.read_ahead([[(file, start, start + 160_003)]])
+        got = weights.read("floats")
+    assert got.data_ptr() % 4 == 0
+    assert torch.equal(got, values)
 
 
 @pytest.mark.parametrize("revision", ["main", "step1"])
@@ -290,12 +320,13 @@ def test_a_bucket(bucket: Any, tmp_path: Path) -> None:
     assert rows("s3://runs/run/step-1", download=True) == local
 
 
-def test_compare_and_layers(server: RangeServer) -> None:
+def test_compare_and_layers(server: RangeServer, direct: list[object]) -> None:
     folder = saved(server.root / "x", "llama")
     comparison = locater.compare(folder, f"{server.url}/files/x")
     assert comparison.aligned
     assert all(not any(change.difference.values()) for change in comparison.rows)
     layer = locater.attention_layers(f"{server.url}/files/x")[1]
+    assert not direct, "gains of all layers are read at once"
     assert torch.equal(layer.query.weight(), locater.attention_layers(folder)[1].query.weight())
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from locater.checkpoints.remote import session
 from locater.checkpoints.settings import CheckedConfig, remedy
 from locater.checkpoints.sources import Config, Source, open_source
 from locater.checkpoints.weights import ModuleWeights, Weights
@@ -15,7 +16,7 @@ from locater.families import timm, torch_mha
 from locater.families.build import check_layer, integer
 from locater.families.by_name import layers_by_name
 from locater.families.coverage import unread
-from locater.families.discovery.disk import discovered_on_disk
+from locater.families.discovery.disk import discovered_on_disk, searched_once
 from locater.families.discovery.searching import discovered_in
 from locater.families.layer import AttentionLayer
 from locater.families.record import Reader
@@ -45,8 +46,14 @@ def attention_layers(
     >>> len(layers), layers[0].name
     (2, 'layers.0.self_attn')
     """
-    weights, config = open_source(source, download)
-    return layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
+    from locater.families.planning import planned_reads  # it reads layers, too
+
+    with session(keep_open=True) as remote, searched_once():
+        weights, config = open_source(source, download)
+        names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads, "example": example}
+        if remote.files:  # gains and biases; maps are read when a layer is used
+            remote.read_ahead(planned_reads(lambda: read_source(weights, config, **names), lambda layers: (), False))
+        return layers_of(weights, config, **names)
 
 
 def layers_of(

@@ -77,22 +77,34 @@ class Session:
 
     def close(self) -> None:
         """End all reads, and the threads that wait for them."""
-        if self._ahead is not None:
-            self._ahead.close()
+        self.end_reading_ahead()
         for file in self.files:
             file.close()
 
+    def end_reading_ahead(self) -> None:
+        """From now on, ranges are read when they are asked for."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
 
 @contextlib.contextmanager
-def session(traffic: Traffic | None = None) -> Iterator[Session]:
-    """Remote sources that are opened inside are closed at its end, however it ends."""
+def session(traffic: Traffic | None = None, keep_open: bool = False) -> Iterator[Session]:
+    """Remote sources that are opened inside are closed at its end, however it ends. With `keep_open` they stay open
+    unless it ends with an error, and only reading ahead ends.
+    """
     opened = Session(traffic)
     token = _CURRENT.set(opened)
     try:
         yield opened
+    except BaseException:
+        keep_open = False
+        raise
     finally:
         _CURRENT.reset(token)
-        opened.close()
+        opened.end_reading_ahead()
+        if not keep_open:
+            opened.close()
 
 
 def current_session() -> Session:
