@@ -74,7 +74,7 @@ class SafetensorsWeights:
             return self._bytes(path, start + begin, end - begin, dtype).view(shape)
         stride = (end - begin) // max(shape[0], 1)
         parts = [self._bytes(path, start + begin + a * stride, (b - a) * stride, dtype) for a, b in rows]
-        return torch.cat(parts).view(sum(b - a for a, b in rows), *shape[1:])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(sum(b - a for a, b in rows), *shape[1:])
 
     def _bytes(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
         """`size` bytes from `offset` on. The file is opened for each read, so threads do not share a position in it."""
