@@ -78,6 +78,7 @@ def head_rows(layer: AttentionLayer, number: int, options: ScanOptions) -> Itera
             width=layer.width,
             head_dim=layer.head_dim,
             scale=layer.scale if layer.unknown_scale is None else None,
+            quantised=layer.quantised,
             **numbers,
             flags=flags_of({**flagged, "finite": bool(finite[head])}, options.length),
         )
