@@ -138,6 +138,12 @@ class ModuleWeights:
         self._live = {WRAPPERS.sub("", tensor.name): tensor for tensor in tensors}
         self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in modules.items()}
 
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Formats of the weights that the model stores quantised."""
+        kinds = ((name, tensor.quantised) for name, tensor in self._live.items() if tensor.packed)
+        return {name: kind for name, kind in kinds if kind is not None}
+
     def names(self) -> Collection[str]:
         return self._live.keys()
 

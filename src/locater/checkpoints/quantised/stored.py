@@ -80,5 +80,5 @@ def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Te
     >>> unpacked(torch.tensor([[0x76543210]], dtype=torch.int32), 4)
     tensor([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.int32)
     """
-    places = torch.tensor(range(32 // bits) if order is None else order, dtype=torch.int32)
+    places = torch.tensor(range(32 // bits) if order is None else order, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> places * bits) & (2**bits - 1)).flatten(-2)
