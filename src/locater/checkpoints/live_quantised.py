@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from locater.checkpoints.quantised.bitsandbytes import FourBit, LLMInt8
 from locater.checkpoints.quantised.packed_int import PackedInt
@@ -23,7 +24,8 @@ def live_map(module: nn.Module) -> Stored | None:
 
     `parts` are names of the module's own tensors.
     """
-    tensors = {name: x for name, x in {**module._parameters, **module._buffers}.items() if isinstance(x, Tensor)}
+    own = {**module._parameters, **module._buffers}
+    tensors = {name: x for name, x in own.items() if isinstance(x, Tensor) and not is_lazy(x)}
     weight = tensors.get("weight")
     where = type(module).__name__
     if weight is not None and getattr(weight, "quant_state", None) is not None:

@@ -114,7 +114,7 @@ def copy_in_use(wrapper: Any) -> nn.Module:
 def stored_map(module: nn.Module) -> Stored | None:
     """The map that a quantised layer stands for; None for other modules."""
     weight = module._parameters.get("weight")
-    plain = weight is None or (weight.is_floating_point() and weight.element_size() > 1)
+    plain = weight is None or (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
     if plain and "weight_packed" not in module._parameters and getattr(weight, "quant_state", None) is None:
         return None
     from locater.checkpoints.live_quantised import live_map  # it reads through `weights`, which reads through this file

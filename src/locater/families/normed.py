@@ -44,24 +44,21 @@ class NormedProjection(Projection):
 
     def _mean_field(self, fold: Fold) -> tuple[Tensor, Tensor]:
         """(weight, bias)."""
-        latent, bias = self._latent(fold)
-        weight = self._rows(latent)(0, self.shape[0])
+        weight, bias = self._latent(fold)
         if self.up is not None:
             high = upcast(self.up.weight()).to(weight)
+            weight = self._raised(weight, self.up, lambda start, stop: high[start:stop])(0, self.shape[0])
             bias = high @ bias if self.up.bias is None else high @ bias + self.up.bias.to(weight)
         if self.shared is not None:
             first = bias.new_zeros(self.shared.shape[0]) if self.shared.bias is None else self.shared.bias.to(bias)
             bias = _fronted(first, bias, self.heads)
         return weight, bias
 
-    def _rows(self, latent: Tensor) -> RowReader:
-        """Ranges of rows of the mean field, given that of the map in front of the norm."""
-        if self.up is None:
-            return lambda start, stop: latent[start:stop]
-        read = row_reader(self.up.weight)
+    def _raised(self, latent: Tensor, up: Projection, read: RowReader) -> RowReader:
+        """Ranges of rows of the mean field, given that of the map in front of the norm; `read` reads rows of `up`."""
         if self.shared is None:
             return lambda start, stop: upcast(read(start, stop)).to(latent) @ latent
-        shared, size = self.shared.weight().to(latent), self.up.shape[0] // self.heads
+        shared, size = self.shared.weight().to(latent), up.shape[0] // self.heads
         whole = size + len(shared)  # rows of a head
 
         def rows(start: int, stop: int) -> Tensor:
@@ -91,10 +88,13 @@ class _MeanField:
     fold: Fold
 
     def __call__(self) -> Tensor:
-        return self.by_rows()(0, self.of.shape[0])
+        return self.of._mean_field(self.fold)[0]
 
     def by_rows(self) -> RowReader:
-        return self.of._rows(self.of._latent(self.fold)[0])
+        latent, up = self.of._latent(self.fold)[0], self.of.up
+        if up is None:
+            return lambda start, stop: latent[start:stop]
+        return self.of._raised(latent, up, row_reader(up.weight))
 
 
 def _unread() -> Tensor:
@@ -113,6 +113,7 @@ def normed(
 ) -> NormedProjection:
     """`before` is the norm in front of attention: unit tokens pass through its gain before they reach `down`."""
 
+    assert shared is None or up is not None, "channels that heads share stand beside those from a latent"
     parts = (down, up, shared)
     # its bias is computed now, from the matrices, and not when it is used; few checkpoints have one
     biased = inner.bias is not None or any(part is not None and part.bias is not None for part in parts)
