@@ -240,3 +240,32 @@ def test_a_probe_of_a_quantised_model_runs(plain: Path) -> None:
     torch.testing.assert_close(layer.query.weight().float(), computed, rtol=1e-2, atol=1e-3)
     for then, now in zip(before.rows, locater.scan(model).rows, strict=True):
         assert then.F == pytest.approx(now.F, rel=0.02)
+
+
+def test_other_maps_may_be_of_any_format(plain: Path, tmp_path: Path) -> None:
+    """As in gpt-oss: MXFP4 in the experts, attention in bfloat16."""
+    folder = written(plain, tmp_path / "mixed", lambda weight: {"weight": weight}, {"quant_method": "mxfp4"})
+    tensors = load_file(folder / "model.safetensors")
+    up = "model.layers.0.mlp.up_proj"
+    del tensors[f"{up}.weight"]
+    tensors |= {
+        f"{up}_blocks": torch.zeros(4, 2, 16, dtype=torch.uint8),
+        f"{up}_scales": torch.zeros(4, 2).to(torch.uint8),
+    }
+    tensors["model.layers.1.mlp.up_proj.weight_scale_2"] = torch.ones(())
+    save_file(tensors, folder / "model.safetensors")
+    scan = locater.scan(folder)
+    assert same_rows(scan, locater.scan(plain))
+    assert {row.quantised for row in scan.rows} == {None}
+
+
+def test_the_page_has_the_table_that_the_script_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("compressed_tensors")
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    import quantised
+
+    page = (root / "docs" / "quantised.md").read_text()
+    for line in quantised.table():
+        assert line in page, f"{line}: python scripts/quantised.py"
