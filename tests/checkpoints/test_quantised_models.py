@@ -224,6 +224,28 @@ def test_an_adapter_on_a_quantised_base(plain: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(layer.query.weight(), under + delta.detach().float(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_live_adapter_on_a_quantised_base(kind: str, plain: Path) -> None:
+    """As in QLoRA: the layer adds the adapter's output to that of the quantised map."""
+    peft, functional = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes").functional
+    from transformers import BitsAndBytesConfig
+
+    how = dict(load_in_8bit=True) if kind == "int8" else dict(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = loaded(plain, quantization_config=BitsAndBytesConfig(**how))
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    part = model.base_model.model.model.layers[1].self_attn.q_proj
+    stored = part.base_layer.weight
+    if kind == "int8":
+        under = functional.int8_vectorwise_dequant(stored.data, stored.SCB)
+    else:
+        under = functional.dequantize_4bit(stored.data, stored.quant_state)
+    delta = part.lora_B["default"].weight @ part.lora_A["default"].weight * part.scaling["default"]
+    layer = attention_layers(model)[1]
+    assert layer.quantised == kind
+    torch.testing.assert_close(layer.query.weight(), under.float() + delta.float())
+    assert {row.quantised for row in locater.scan(model).rows} == {kind}
+
+
 def test_a_probe_of_a_quantised_model_runs(plain: Path) -> None:
     """Predictions from quantised maps stand beside what the quantised model does."""
     pytest.importorskip("bitsandbytes")
