@@ -63,7 +63,7 @@ NEW: dict[str, tuple[str, ...]] = {
         *("result.plan.convert", "result.plan.convert_at", "result.conversion"),  # null here
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
-        *(f"result.plan.{name}" for name in ("words", "select", "report", "bos")),
+        *(f"result.plan.{name}" for name in ("words", "select", "report", "bos", "keep")),
         *("scan.heads[*].effective_rank",),
     ),
 }
