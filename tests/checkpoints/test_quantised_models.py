@@ -246,6 +246,20 @@ def test_a_live_adapter_on_a_quantised_base(kind: str, plain: Path) -> None:
     assert {row.quantised for row in locater.scan(model).rows} == {kind}
 
 
+@pytest.mark.parametrize("control", ["LocAteR", "QKClip", "SigmaReparam"])
+def test_controls_refuse_weights_that_are_not_trained(control: str, plain: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    model = loaded(plain, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(LocaterError, match=r"maps is trained|nothing can be written|is quantised"):
+        getattr(locater.control, control)().attach(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_probe_of_a_quantised_model_runs(plain: Path) -> None:
     """Predictions from quantised maps stand beside what the quantised model does."""
     pytest.importorskip("bitsandbytes")
