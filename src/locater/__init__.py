@@ -12,7 +12,7 @@ from locater.errors import LocaterError
 from locater.version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
-    from locater import attention, control, explain, families, integrations, kernels, measures, theory, train
+    from locater import attention, control, explain, families, integrations, kernels, measures, testing, theory, train
     from locater.control import LocAteR
     from locater.families import AttentionLayer, Block, Discovered, Family, attention_layers, discover, register
     from locater.monitor import Monitor
@@ -65,11 +65,23 @@ __all__ = [
     "register",
     "scan",
     "statistics",
+    "testing",
     "theory",
     "train",
 ]
 
-_MODULES = ("attention", "control", "explain", "families", "integrations", "kernels", "measures", "theory", "train")
+_MODULES = (
+    "attention",
+    "control",
+    "explain",
+    "families",
+    "integrations",
+    "kernels",
+    "measures",
+    "testing",
+    "theory",
+    "train",
+)
 _NAMES = {  # module: what it gives to the package
     "control": ("LocAteR",),
     "families": ("AttentionLayer", "Block", "Discovered", "Family", "attention_layers", "discover", "register"),

@@ -65,6 +65,11 @@ class SigmaReparam(Control):
             stored = stored_map(tensor.module)
             if stored is not None:
                 raise LocaterError(f"{tensor.name}: it is quantised ({stored.kind}), so there is nothing to train")
+            if hasattr(getattr(tensor.module, tensor.attribute), "full_tensor"):
+                raise LocaterError(
+                    f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it is not for FSDP2 "
+                    "and tensor parallelism"
+                )
         # with each tensor, the order of its module's parameters, which registering a parametrization changes
         self.tensors = [(tensor, list(tensor.module._parameters)) for tensor in tensors]
         self.parts: list[SpectralScale] = []
