@@ -16,6 +16,7 @@ from locater.checkpoints.adapter_folder import open_adapter
 from locater.checkpoints.dcp_folder import DcpWeights, is_dcp
 from locater.checkpoints.index import refuse_lost, refuse_missing_shards, refuse_one_of_many, shards_of
 from locater.checkpoints.pickle_file import open_pickles
+from locater.checkpoints.quantised import seen_through
 from locater.checkpoints.remote.address import hub_address, remote_address
 from locater.checkpoints.remote.hub import asked
 from locater.checkpoints.remote.opening import open_remote
@@ -59,6 +60,12 @@ def open_source(source: Source, download: bool = False) -> tuple[Weights, Config
     if isinstance(source, Wrapped):
         weights, config = open_source(source.source, download)
         return source.wrap(weights), config
+    weights, config = _opened(source, download)
+    return seen_through(weights, config), config
+
+
+def _opened(source: str | os.PathLike[str], download: bool) -> tuple[Weights, Config]:
+    """The weights as they are stored, and the configuration."""
     if not isinstance(source, str | os.PathLike):
         raise LocaterError(f"{source!r:.60} is not a model: give an nn.Module, a folder, a file or a hub id")
     if not str(source):
