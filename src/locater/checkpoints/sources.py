@@ -27,7 +27,20 @@ from locater.errors import LocaterError
 from locater.files import is_there, read_json
 
 Config = dict[str, Any]
-Source = nn.Module | str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """A source whose weights are wrapped when it is opened, for callers that want to see what is read from it."""
+
+    source: str
+    wrap: Callable[[Weights], Weights]
+
+    def __str__(self) -> str:
+        return self.source
+
+
+Source = nn.Module | str | os.PathLike[str] | Wrapped
 
 
 class Opener(Protocol):
@@ -44,6 +57,9 @@ def open_source(source: Source, download: bool = False) -> tuple[Weights, Config
     """
     if isinstance(source, nn.Module):
         return ModuleWeights(source), config_of(source)
+    if isinstance(source, Wrapped):
+        weights, config = open_source(source.source, download)
+        return source.wrap(weights), config
     weights, config = _opened(source, download)
     return seen_through(weights, config), config
 
