@@ -138,6 +138,29 @@ def test_only_queries_keys_and_norms_are_read(server: RangeServer) -> None:
     assert len(server.data_requests()) <= 1 + 3 * 2
 
 
+@pytest.mark.parametrize("form", ["blocks of fp8", "rows of fp8"])
+def test_quantised_weights(server: RangeServer, form: str) -> None:
+    """Maps of few bits with their scales: the same rows, by ranges too."""
+    folder = saved(server.root / "x", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+        weight = tensors[name]
+        block = (1, weight.shape[1]) if form == "rows of fp8" else (128, 128)
+        rows_of, columns = -(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1])
+        scale = torch.rand(rows_of, columns) + 0.5
+        spread = scale.repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(block[1], 1)[
+            :, : weight.shape[1]
+        ]
+        tensors[name] = (weight / spread).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale{'' if form == 'rows of fp8' else '_inv'}"] = scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    local = locater.scan(folder)
+    remote = locater.scan(f"{server.url}/files/x")
+    assert json.loads(remote.to_json())["heads"] == json.loads(local.to_json())["heads"]
+    assert json.loads(remote.to_json())["layers"] == json.loads(local.to_json())["layers"]
+    assert {row.quantised for row in remote.rows} == {"fp8"}
+
+
 def test_shards_with_an_index(server: RangeServer) -> None:
     folder = saved(server.root / "x", "llama", shards="300KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
