@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES 
     from locater.verbs.comparing import compare
     from locater.verbs.explain_result import Explanations
     from locater.verbs.explaining import explanations
+    from locater.verbs.fleet.result import Fleet
     from locater.verbs.probe_result import Probe
     from locater.verbs.probing import probe
     from locater.verbs.scan_result import HeadRow, Scan
@@ -37,6 +38,7 @@ __all__ = [
     "Discovered",
     "Explanations",
     "Family",
+    "Fleet",
     "HeadRow",
     "LocAteR",
     "LocaterError",
@@ -93,6 +95,7 @@ _NAMES = {  # module: what it gives to the package
     "verbs.comparing": ("compare",),
     "verbs.explain_result": ("Explanations",),
     "verbs.explaining": ("explanations",),
+    "verbs.fleet.result": ("Fleet",),
     "verbs.probe_result": ("Probe",),
     "verbs.probing": ("probe",),
     "verbs.scan_result": ("HeadRow", "Scan"),

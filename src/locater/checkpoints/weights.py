@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -13,7 +12,16 @@ from torch import Tensor, nn
 from locater.checkpoints.live_tensors import LiveTensor, live_tensors
 from locater.errors import LocaterError
 
+
+class Named(Protocol):
+    """A file with a name, such as a Path."""
+
+    @property
+    def name(self) -> str: ...
+
+
 T = TypeVar("T")
+F = TypeVar("F", bound=Named)
 Rows = Sequence[tuple[int, int]]  # half-open ranges of the first axis; the result has them in this order
 
 
@@ -27,6 +35,28 @@ class Weights(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor: ...
+
+
+def quantised_names(weights: Weights) -> Mapping[str, str]:
+    """The tensors that are stored in fewer bits and read as floats, and the format of each: "fp8", "nf4"."""
+    names: Mapping[str, str] = getattr(weights, "quantised", {})
+    return names
+
+
+def quantised_modules(weights: Weights) -> dict[str, str]:
+    """The formats of the quantised tensors inside each module, by its path. The path of the model itself is "".
+
+    >>> class Stored(DictWeights):
+    ...     quantised = {"attention.q.weight": "nf4", "attention.k.weight": "fp8"}
+    >>> quantised_modules(Stored({}, "here"))
+    {'': 'fp8, nf4', 'attention': 'fp8, nf4', 'attention.q': 'nf4', 'attention.k': 'fp8'}
+    """
+    formats: dict[str, set[str]] = {}
+    for name, kind in quantised_names(weights).items():
+        parts = name.split(".")
+        for depth in range(len(parts)):
+            formats.setdefault(".".join(parts[:depth]), set()).add(kind)
+    return {path: ", ".join(sorted(kinds)) for path, kinds in formats.items()}
 
 
 class DictWeights:
@@ -60,15 +90,13 @@ def has_dense_data(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def joined(
-    parts: Iterable[tuple[Path, Mapping[str, T]]], where: str, file_of: Mapping[str, Path] | None
-) -> dict[str, T]:
+def joined(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: Mapping[str, F] | None) -> dict[str, T]:
     """The tensors of several files in one dictionary.
 
     A tensor that is in two files, or in another file than the index says (`file_of`), is refused.
     """
     whole: dict[str, T] = {}
-    origin: dict[str, Path] = {}
+    origin: dict[str, F] = {}
     for path, tensors in parts:
         for name in tensors:
             if name in origin:
@@ -115,6 +143,12 @@ class ModuleWeights:
         self.module = module
         self._live = {WRAPPERS.sub("", tensor.name): tensor for tensor in tensors}
         self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in modules.items()}
+
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Formats of the weights that the model stores quantised."""
+        kinds = ((name, tensor.quantised) for name, tensor in self._live.items() if tensor.packed)
+        return {name: kind for name, kind in kinds if kind is not None}
 
     def names(self) -> Collection[str]:
         return self._live.keys()

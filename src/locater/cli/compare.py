@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from locater.cli.options import JsonPath, Length, Raw, ReportPath
+from locater.cli.options import Download, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.findings import parse_conditions
@@ -42,6 +42,7 @@ def command(
             "tested against the one before, and the last against the first.",
         ),
     ] = None,
+    download: Download = False,
 ) -> None:
     from locater.report.series_words import print_series
     from locater.report.terminal import print_comparison
@@ -52,7 +53,7 @@ def command(
     if fail_on is not None:
         conditions = parse_conditions(fail_on, CHANGE_COLUMNS, (FAULT, *SCAN_FLAGS), example="change_M<-1")
     check_writable(json, report)
-    result = compare(a, b, *(more or ()), length=length, raw=raw, progress=show_progress)
+    result = compare(a, b, *(more or ()), length=length, raw=raw, progress=show_progress, download=download)
     rows = result.condition_rows() if conditions else []
     if report is not None:
         result.report(report)

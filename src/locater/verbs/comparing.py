@@ -17,7 +17,13 @@ from locater.verbs.series import ComparisonSeries, series
 
 @overload
 def compare(
-    a: Source | Scan, b: Source | Scan, *, length: int = ..., raw: bool = ..., progress: Progress | None = ...
+    a: Source | Scan,
+    b: Source | Scan,
+    *,
+    length: int = ...,
+    raw: bool = ...,
+    progress: Progress | None = ...,
+    download: bool = ...,
 ) -> Comparison: ...
 @overload
 def compare(
@@ -29,6 +35,7 @@ def compare(
     length: int = ...,
     raw: bool = ...,
     progress: Progress | None = ...,
+    download: bool = ...,
 ) -> ComparisonSeries: ...
 def compare(
     a: Source | Scan,
@@ -37,6 +44,7 @@ def compare(
     length: int = LENGTH,
     raw: bool = False,
     progress: Progress | None = None,
+    download: bool = False,
 ) -> Comparison | ComparisonSeries:
     """Compare two models, two checkpoints of one run, or two scans (also as the JSON files that `scan` wrote).
 
@@ -51,8 +59,8 @@ def compare(
     """
     if more:
         _check_distinct((a, b, *more))
-        return series([_scan(x, length, raw, progress) for x in (a, b, *more)])
-    return compare_scans(*(_scan(x, length, raw, progress) for x in (a, b)))
+        return series([_scan(x, length, raw, progress, download) for x in (a, b, *more)])
+    return compare_scans(*(_scan(x, length, raw, progress, download) for x in (a, b)))
 
 
 def _check_distinct(sources: Sequence[Source | Scan]) -> None:
@@ -66,9 +74,9 @@ def _check_distinct(sources: Sequence[Source | Scan]) -> None:
         seen.add(key)
 
 
-def _scan(source: Source | Scan, length: int, raw: bool, progress: Progress | None) -> Scan:
+def _scan(source: Source | Scan, length: int, raw: bool, progress: Progress | None, download: bool) -> Scan:
     if isinstance(source, Scan):
         return source
     if isinstance(source, str | os.PathLike) and Path(source).suffix == ".json" and Path(source).is_file():
         return Scan.load(source)
-    return scan(source, length=length, raw=raw, progress=progress)
+    return scan(source, length=length, raw=raw, progress=progress, download=download)
