@@ -17,6 +17,7 @@ from torch import nn
 import locater
 from locater.models.shape import Shape
 from locater.train import Result, Transformer
+from locater.verbs.documents import LAYER
 from locater.verbs.probe_result import ProbeRow
 from locater.verbs.scan_result import HeadRow
 from tests.golden.comparing import DIGEST
@@ -131,3 +132,8 @@ def test_another_schema_does_not_fit(written: dict[str, Any]) -> None:
 )
 def test_every_column_is_in_the_schema(kind: str, row: type[Any], more: set[str]) -> None:
     assert set(SCHEMAS[kind]["$defs"]["head"]["properties"]) == {field.name for field in fields(row)} | more
+
+
+@pytest.mark.parametrize("kind", ["scan", "compare"])
+def test_every_key_of_a_layer_is_in_the_schema(kind: str) -> None:
+    assert set(SCHEMAS[kind]["$defs"]["layer"]["properties"]) == set(LAYER)
