@@ -3,7 +3,7 @@
 - Links out of docs/ (../CHANGELOG.md, ../benchmarks/results/checkpoint.json) work in the repository and on the site:
   pages are taken along, other files are copied.
 - Commands, flags and the Python interface are written by the package itself, where a page has a marker.
-- Lists directly under a paragraph are lists, as everywhere but in Python-Markdown.
+- Lists and tables directly under a paragraph are what they look like, as everywhere but in Python-Markdown.
 - A built page that would load something from another host is an error.
 """
 
@@ -94,7 +94,7 @@ def _outside(page: File, target: str) -> str | None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Mend links and lists, fill in what the package says of itself, and let a search find guides before results."""
     page.meta.setdefault("search", {"boost": 0.5 if re.match(r"results/|log\.|CHANGELOG", page.file.src_uri) else 2})
-    markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), _lists(markdown))
+    markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), _blocks(markdown))
     for marker, written in (("commands", _commands), ("flags", _flags)):
         if f"<!-- {marker} -->" in markdown:
             markdown = markdown.replace(f"<!-- {marker} -->", written())
@@ -110,14 +110,16 @@ def _target(page: File, target: str) -> str:
     return posixpath.relpath(path, posixpath.dirname(page.src_uri) or ".")
 
 
-def _lists(markdown: str) -> str:
-    """Put an empty line between a paragraph and the list under it, and four spaces before the parts of an item."""
+def _blocks(markdown: str) -> str:
+    """Put an empty line between a paragraph and the list or table under it, and four spaces before lists in lists."""
     lines, fenced = [], False
-    for line in markdown.split("\n"):
+    text = markdown.split("\n")
+    for line, after in zip(text, [*text[1:], ""], strict=True):
         fenced ^= line.lstrip().startswith("```")
-        item = re.match(r"(- |\d+\. )", line) and not fenced
         before = lines[-1] if lines else ""
-        if item and before.strip() and not re.match(r"\s|- |\d+\. ", before):
+        item = re.match(r"- |\d+\. ", line) and not re.match(r"\s|- |\d+\. ", before)
+        table = line.startswith("|") and after.startswith("|--") and not before.startswith("|")
+        if (item or table) and before.strip() and not fenced:
             lines.append("")
         nested = re.match(r" {2,3}(?=(- |\d+\. ))", line)
         lines.append("    " + line.lstrip() if nested and not fenced else line)

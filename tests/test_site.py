@@ -69,10 +69,11 @@ def test_addresses_and_headings_are_left_alone() -> None:
     assert HOOKS["LINK"].findall(text) == []
 
 
-def test_lists_are_lists() -> None:
-    mend = HOOKS["_lists"]
+def test_lists_and_tables_need_no_empty_line() -> None:
+    mend = HOOKS["_blocks"]
     assert mend("Words:\n- one\n- two") == "Words:\n\n- one\n- two"
     assert mend("- one\n  more\n- two\n  - inside") == "- one\n  more\n- two\n    - inside"
+    assert mend("Words:\n| a | b |\n|---|---|\n| 1 | 2 |") == "Words:\n\n| a | b |\n|---|---|\n| 1 | 2 |"
     fenced = "```\nx\n- no list\n```"
     assert mend(fenced) == fenced
 
@@ -133,7 +134,7 @@ def test_the_versions_are_those_of_the_project() -> None:
     assert rows
     assert rows[0][:2] == ("Python", project["requires-python"].replace(">=", ">= "))
     for names, least, tested in rows[1:]:
-        packages = re.findall(r"[a-z]+", re.sub(r"\(.*\)", "", names))
+        packages = re.findall(r"[a-z_]+", re.sub(r"\(.*\)", "", names))
         assert re.findall(r"[\d.]+", least) == [lowest[name] for name in packages]
         assert re.findall(r"\d[\d.]*\d", tested)[: len(packages)] == [pinned[name] for name in packages]
     ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
