@@ -50,6 +50,12 @@ WITHOUT_RECORD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo": ("Olmo", "ForCausalLM", {**BASE, **DEEP}),
     "modernbert": ("ModernBert", "Model", {**BASE, **DEEP, "global_attn_every_n_layers": 3}),
     "qwen2_moe": ("Qwen2Moe", "ForCausalLM", {**BASE, **EXPERTS, **DEEP}),
+    # full layers have settings of their own, and wider heads
+    "gemma4": (
+        "Gemma4Text",
+        "Model",
+        {**BASE, **DEEP, "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0},
+    ),
     "wav2vec2": ("Wav2Vec2", "Model", {**BASE, **SOUND, "num_hidden_layers": 5}),
 }
 WITH_RECORD: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -76,9 +76,11 @@ def scan(
     for number, layer in progress(numbered, len(numbered)) if progress else numbered:
         rows.extend(head_rows(layer, number, options))
     # what discovery leaves out it says itself
-    left = [] if reading.gaps else unread(weights, [layer.name for layer in layers], config.get("num_hidden_layers"))
+    discovered = any(layer.provenance == "discovered" for layer in layers)
+    names = [layer.name for layer in layers]
+    left = [] if discovered else unread(weights, names, config.get("num_hidden_layers"))
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
-    names = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
+    named = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
     gaps = [*reading.gaps, *_unread_notes(left)]
     return Scan(
         type(source).__name__ if isinstance(source, nn.Module) else str(source),
@@ -88,7 +90,7 @@ def scan(
             for n, layer in numbered
         ],
         rows,
-        partial(_scan_with_details, _reference(source), **settings, **names),
+        partial(_scan_with_details, _reference(source), **settings, **named),
     )
 
 
@@ -186,7 +188,7 @@ def _assumptions(
 
 
 def _unread_notes(left: Sequence[str]) -> list[str]:
-    return [f"a part of its attention: not read are {folded_paths(left)}"] if left else []
+    return [f"a part of its attention: not read are {folded_paths(left, most=None)}"] if left else []
 
 
 def _statistics_notes(layers: list[AttentionLayer], statistics: Statistics | None) -> list[str]:

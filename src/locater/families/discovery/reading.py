@@ -64,7 +64,10 @@ def _with_mask(layout: AttentionLayout, constant: Tensor) -> AttentionLayout:
     try:
         if layout.kind == "self" and constant.shape[-2] < 2:
             raise UnreadableError("the example has one token, which shows no mask")
-        return replace(layout, logits=read_mask(layout.logits, constant))
+        how = read_mask(layout.logits, constant)
+        if layout.kind == "cross" and (how.causal or how.window or how.chunk):  # keys of an earlier layer
+            raise UnreadableError("its keys are those of another stream, and hidden by their distance")
+        return replace(layout, logits=how)
     except UnreadableError as error:
         return replace(layout, unknown_mask=str(error))
 

@@ -47,12 +47,23 @@ def described(weights: Weights, config: Config) -> tuple[type, Any]:
         ) from None
     if model_type not in transformers.CONFIG_MAPPING:
         raise LocaterError(f"{where}: transformers {transformers.__version__} has no model_type {model_type!r}")
-    given = {name: value for name, value in config.items() if "attn_implementation" not in name}
+    given = {name: _with_floats(value) for name, value in config.items() if "attn_implementation" not in name}
     try:
         settings = transformers.CONFIG_MAPPING[model_type].from_dict(given)
         return _class_of(transformers, settings, config.get("architectures")), settings
     except Exception as error:
         raise _unbuildable(where, model_type, error) from None
+
+
+def _with_floats(value: Any) -> Any:
+    """A setting with the numbers that transformers writes as objects, because JSON has none for them:
+    {"__float__": "Infinity"}.
+    """
+    if isinstance(value, dict):
+        if list(value) == ["__float__"] and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _with_floats(part) for name, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def built(kind: type, settings: Any, device: str, where: str) -> nn.Module:
