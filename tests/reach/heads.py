@@ -26,18 +26,21 @@ SHOWN = 6  # modules that a line of the results names
 
 
 class ByModule(Met):
-    """Heads by module of the model's own and place in its code."""
+    """Heads by module of the model's own that has parameters, and place in its code."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.heads: dict[str, dict[Any, int]] = {}  # path -> place in the code -> heads
         self._model, self._running = model, [""]
+        self._holding = {path for path, module in model.named_modules() if any(True for _ in module.parameters())}
 
     def count(self, kind: str, shape: tuple[int, ...], heads: int | None, place: Place) -> None:
-        path = self._running[-1]
+        running = self._running[-1]
+        path = next((path for path in reversed(self._running) if path in self._holding), "")
         places = self.heads.setdefault(path, {})
-        number = heads or _axis_of_heads(shape, _declared(self._model.get_submodule(path)))
-        places[place] = max(number, places.get(place, 0))
+        declared = _declared(self._model.get_submodule(running)) or _declared(self._model.get_submodule(path))
+        number = heads or _axis_of_heads(shape, declared)
+        places[running, place] = max(number, places.get((running, place), 0))
         super().count(kind, shape, heads, place)
 
     def run(self, inputs: Mapping[str, Tensor]) -> None:
@@ -80,9 +83,9 @@ def _declared(module: nn.Module) -> int | None:
     return next((count for count in counts if type(count) is int and count > 0), None)
 
 
-def left_out(heads: Mapping[str, int], names: Sequence[str], lines: Iterable[str]) -> list[str]:
+def left_out(heads: Mapping[str, int], names: Sequence[str], lines: Iterable[str], renamed: bool = False) -> list[str]:
     """Modules of which fewer heads are among `names`, the layer of each row, than they have, and that no line names."""
-    text, rows, folds = "\n".join(lines), rows_of(heads, names), Counter[str]()
+    text, rows, folds = "\n".join(lines), rows_of(heads, names, renamed), Counter[str]()
     silent = []
     for path, count in heads.items():
         if rows[path] < count and not _named(path, text):
@@ -93,11 +96,12 @@ def left_out(heads: Mapping[str, int], names: Sequence[str], lines: Iterable[str
     return silent
 
 
-def rows_of(heads: Mapping[str, int], names: Sequence[str]) -> Counter[str]:
+def rows_of(heads: Mapping[str, int], names: Sequence[str], renamed: bool = False) -> Counter[str]:
     """How many rows each module has. A row belongs to one module: that of its name, else one inside or around it that
-    has fewer rows than heads.
+    has fewer rows than heads. Where names may be those on disk (`renamed`), a row of an unknown one is of any module.
     """
-    rows, others = Counter[str](), []
+    rows: Counter[str] = Counter()
+    others = []
     for name in names:
         if name in heads:
             rows[name] += 1
@@ -107,6 +111,8 @@ def rows_of(heads: Mapping[str, int], names: Sequence[str]) -> Counter[str]:
         fits = [path for path, count in heads.items() if rows[path] < count and _related(path, name)]
         if fits:
             rows[max(fits, key=len)] += 1
+        elif renamed and (open_ := [path for path, count in heads.items() if rows[path] < count]):
+            rows[open_[0]] += 1
     return rows
 
 
@@ -126,7 +132,9 @@ def _named_together(fold: str, text: str) -> int:
     return sum(int(count or 1) for count in counts)
 
 
-def checked(heads: Mapping[str, int], read: Callable[[], tuple[list[str], list[str]]]) -> dict[str, Any]:
+def checked(
+    heads: Mapping[str, int], read: Callable[[], tuple[list[str], list[str]]], renamed: bool = False
+) -> dict[str, Any]:
     """Rows of the modules met, and what is missing without a word. `read` gives the layer of each row, and lines. A
     refusal counts as its line: it has to name what it leaves out.
     """
@@ -134,11 +142,11 @@ def checked(heads: Mapping[str, int], read: Callable[[], tuple[list[str], list[s
         names, lines = read()
     except locater.LocaterError as error:
         names, lines = [], [str(error)]
-    silent = left_out(heads, names, lines)
+    silent = left_out(heads, names, lines, renamed)
     if not names:  # names on disk may have steps more or less
         bare = {AROUND.sub("", path): count for path, count in heads.items()}
         silent = silent and left_out(bare, [], [AROUND.sub("", line) for line in lines])
-    result: dict[str, Any] = {"rows": sum(rows_of(heads, names).values())}
+    result: dict[str, Any] = {"rows": sum(rows_of(heads, names, renamed).values())}
     if silent:
         result.update(silent=len(silent), named=silent[:SHOWN])
     if not names:

@@ -91,7 +91,7 @@ def _from_disk(result: dict[str, Any], model: nn.Module, live: list[Discovered],
             if live:
                 result["disk"] = _step(from_disk, folder, live[0])
             if met:
-                result["heads"]["disk"] = _step(checked, met, partial(scanned, folder))
+                result["heads"]["disk"] = _step(checked, met, partial(scanned, folder), True)
     except NotSavedError as error:
         result["disk"] = {"not_saved": str(error)[:LONGEST]}
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from locater.errors import LocaterError
+from locater.version import code_version
 from tests import ROOT
 from tests.reach.heads import checked, heads_met, left_out, observed, scanned
 from tests.reach.met import attention_met
@@ -130,7 +131,8 @@ def test_a_type_that_cannot_be_built_says_why() -> None:
 def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of the same code is kept; a line of other code and a type without a line are measured."""
     lines = tmp_path / "reach.jsonl"
-    code = runpy.run_path(str(ROOT / "scripts" / "reach_version.py"))["code_version"]()
+    script = runpy.run_path(str(ROOT / "scripts" / "reach.py"))
+    code = code_version(*script["ROOMS"])[: script["DIGITS"]]
     kept = [{"model_type": "gpt2", "code": code}, {"model_type": "vit", "code": "of other code"}]
     lines.write_text("".join(json.dumps(line) + "\n" for line in kept))
     monkeypatch.setattr(sys, "argv", ["reach", "--only", "gpt2,bert,vit", "--lines", str(lines)])

@@ -234,8 +234,8 @@ class CalledLayers:
             notes.append(f"attention modules that never ran: {folded_paths(self.silent, most=None)}")
         if self.unheard:
             notes.append(
-                f"modules that look like attention and were not heard: {folded_paths(self.unheard, most=None)}; what they "
-                "compute passes neither the attention interface, nor fused attention, nor a softmax of q.k"
+                f"modules that look like attention and were not heard: {folded_paths(self.unheard, most=None)}; what "
+                "they compute passes neither the attention interface, nor fused attention, nor a softmax of q.k"
                 + (", or they did not run: the model is compiled" if self.compiled else "")
             )
         by_reason: dict[str, list[str]] = {}
