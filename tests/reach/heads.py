@@ -21,7 +21,7 @@ from tests.reach.met import Met, Place
 
 COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_attn_heads", "nhead", "heads")
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-AROUND = re.compile(r"\b(model|backbone)\.")  # steps that names on disk have and names of modules have not
+END = 3  # steps at the end of a path that a module has on disk too
 SHOWN = 6  # modules that a line of the results names
 
 
@@ -126,9 +126,9 @@ def _named(path: str, text: str) -> bool:
     return bool(path) and re.search(rf"(?<![\w.]){re.escape(path)}(?!\w)", text) is not None
 
 
-def _named_together(fold: str, text: str) -> int:
-    """How many modules of one folded path the lines name."""
-    counts = re.findall(rf"(?<![\w.*]){re.escape(fold)}(?![\w.*])(?: \((\d+)\))?", text)
+def _named_together(fold: str, text: str, inside: str = "") -> int:
+    """How many modules of one folded path the lines name; `inside`: a pattern of steps that may follow."""
+    counts = re.findall(rf"(?<![\w.*]){re.escape(fold)}{inside}(?![\w*]|\.\w)(?: \((\d+)\))?", text)
     return sum(int(count or 1) for count in counts)
 
 
@@ -143,15 +143,23 @@ def checked(
     except locater.LocaterError as error:
         names, lines = [], [str(error)]
     silent = left_out(heads, names, lines, renamed)
-    if not names:  # names on disk may have steps more or less
-        bare = {AROUND.sub("", path): count for path, count in heads.items()}
-        silent = silent and left_out(bare, [], [AROUND.sub("", line) for line in lines])
+    if silent and renamed and not names and _named_by_their_ends(heads, lines[0]):
+        silent = []
     result: dict[str, Any] = {"rows": sum(rows_of(heads, names, renamed).values())}
     if silent:
         result.update(silent=len(silent), named=silent[:SHOWN])
     if not names:
         result["refused"] = lines[0][:200] if lines else ""
     return result
+
+
+def _named_by_their_ends(heads: Mapping[str, int], line: str) -> bool:
+    """Whether a line names as many modules as there are of each kind, by names on disk: their first steps may differ,
+    and there may be more of them.
+    """
+    ends = Counter(".".join(NUMBER.sub("*", path).split(".")[-END:]) for path in heads)
+    bare = {end: re.sub(rf"[\w.*]+\.(?={re.escape(end)})", "", line) for end in ends}
+    return all(_named_together(end, bare[end], r"(?:\.\w+)*") >= count for end, count in ends.items())
 
 
 def observed(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:

@@ -196,7 +196,9 @@ def test_a_refusal_has_to_name_what_it_leaves_out() -> None:
 
     heads = {"layers.0.attn": 4}
     assert checked(heads, lambda: refuse("some/folder: it cannot be read"))["silent"] == 1
-    assert "silent" not in checked(heads, lambda: refuse("some/folder: not read: model.layers.*.attn"))
+    assert "silent" not in checked(heads, lambda: refuse("some/folder: not read: layers.*.attn"))
+    assert "silent" not in checked(heads, lambda: refuse("some/folder: not read: model.layers.*.attn"), renamed=True)
+    assert checked(heads, lambda: refuse("some/folder: not read: model.layers.*.mlp"), renamed=True)["silent"] == 1
 
 
 def test_a_map_that_is_never_used_is_no_attention() -> None:
