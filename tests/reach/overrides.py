@@ -67,6 +67,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config.num_groups": [2, 2, 4, 4],
         "vision_config.projection_dim": 32,
     },
+    "glm5_next": {"text_config.index_topk": 16},
+    "glm5_next_text": {"index_topk": 16},
     "glmasr": {"audio_config.intermediate_size": 128},
     "granite4_vision": {"deepstack_layer_map": [(-1, 0)], "downsample_rate": "1/2"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
@@ -104,13 +106,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mllama": {
         "text_config.cross_attention_layers": [1],
         "vision_config.intermediate_layers_indices": [0, 1],
-        "vision_config.max_num_tiles": 1,
         "vision_config.num_global_layers": 1,
         "vision_config.vision_output_dim": 96,
     },
     "mllama_vision_model": {
         "intermediate_layers_indices": [0, 1],
-        "max_num_tiles": 1,
         "num_global_layers": 1,
         "vision_output_dim": 96,
     },

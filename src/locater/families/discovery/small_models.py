@@ -15,7 +15,7 @@ from torch import nn
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import ModuleWeights, Weights
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.families.discovery.carried_layouts import UNLIKE, Searched, carried, unlike
 from locater.families.discovery.layer_kinds import Kinds
 from locater.families.discovery.searching import Refusal, search
@@ -198,9 +198,9 @@ def _class_of(transformers: Any, settings: Any, names: Any) -> type:
 
 
 def _unbuildable(where: str, model_type: Any, error: Exception) -> LocaterError:
+    reason = " ".join(str(error).split())  # a check of a configuration says what is wrong in its second line
     return LocaterError(
-        f"{where}: no {model_type} model can be built from config.json "
-        f"({type(error).__name__}: {first_line(error):.160})"
+        f"{where}: no {model_type} model can be built from config.json ({type(error).__name__}: {reason:.240})"
     )
 
 
