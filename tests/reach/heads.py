@@ -142,10 +142,10 @@ def checked(
         names, lines = read()
     except locater.LocaterError as error:
         names, lines = [], [str(error)]
-    silent = left_out(heads, names, lines, renamed)
+    rows, silent = rows_of(heads, names, renamed), left_out(heads, names, lines, renamed)
     if silent and renamed and not names and _named_by_their_ends(heads, lines[0]):
         silent = []
-    result: dict[str, Any] = {"rows": sum(rows_of(heads, names, renamed).values())}
+    result: dict[str, Any] = {"rows": sum(min(rows[path], count) for path, count in heads.items())}
     if silent:
         result.update(silent=len(silent), named=silent[:SHOWN])
     if not names:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from locater.checkpoints.sources import open_source
-from locater.errors import first_line
 from locater.families.discovery.cache import VARIABLE
 from locater.families.discovery.disk import discovered_on_disk
 from locater.families.discovery.searching import Discovered
@@ -35,7 +34,8 @@ def saved(model: nn.Module) -> Iterator[str]:
         try:
             model.save_pretrained(f"{place}/model")  # type: ignore[operator]
         except Exception as error:
-            raise NotSavedError(f"{type(error).__name__}: {first_line(error)}") from None
+            line = " ".join(str(error).split())  # what is wrong with a configuration is in the second line
+            raise NotSavedError(f"{type(error).__name__}: {line}") from None
         yield f"{place}/model"
 
 
