@@ -25,6 +25,7 @@ from locater.families.own import EPS
 from locater.models.noise import NoiseLevel
 from locater.models.patches import to_patches
 from locater.models.shape import THETA, Shape
+from locater.models.vocabulary import Unembedding
 
 
 def fused(
@@ -262,7 +263,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape, self.config = shape, shape.config()
         self.model = Stack(shape, dropout)
-        self.lm_head = nn.Linear(shape.width, shape.classes or shape.vocabulary, bias=False)
+        self.lm_head = Unembedding(shape.width, shape.classes or shape.vocabulary, bias=False)
         for name, p in self.named_parameters():
             if p.ndim > 1 and ".mechanism." not in name and ".fusion." not in name:
                 # maps whose output is added to the stream start smaller, so that its size does not grow with depth
