@@ -11,6 +11,7 @@ Section numbers refer to docs/theory.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -282,6 +283,21 @@ def cross_moments(W_Q: Float[Tensor, "*q h d"], W_K: Float[Tensor, "*k h e"]) ->
     shape = torch.broadcast_shapes(query_gram.shape, key_gram.shape)
     single = Moments(query_gram.expand(shape), key_gram.expand(shape), None)
     return cross_moments(q.double(), k.double()) if _needs_double(single, q, k) else single
+
+
+def joined_moments(parts: Sequence[Moments]) -> Moments:
+    """The moments of blocks of heads, one after the other along the first axis."""
+    if len(parts) == 1:
+        return parts[0]
+    crosses = [part.cross for part in parts if part.cross is not None]
+    cross = None
+    if crosses:  # in the memory order of the blocks: products of matrices in another order round otherwise
+        ordered = crosses[0].is_contiguous()
+        cross = torch.cat(crosses) if ordered else torch.cat([x.mT for x in crosses]).mT
+    query_gram, key_gram = (
+        torch.cat(grams) for grams in zip(*((p.query_gram, p.key_gram) for p in parts), strict=True)
+    )
+    return Moments(query_gram, key_gram, cross)
 
 
 def lost_in_float32(m: Moments) -> Bool[Tensor, "*heads"]:

@@ -110,7 +110,7 @@ def test_other_precisions(
 def test_quantised_weights_are_named(saved_llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     shutil.copy(saved_llama / "config.json", tmp_path)
     save_file({n: (t * 10).to(torch.int8) for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(LocaterError, match=r"input_layernorm\.weight is stored as I8"):
+    with pytest.raises(LocaterError, match=r"input_layernorm\.weight is stored as torch\.int8"):
         scan(tmp_path)
 
 

@@ -81,13 +81,13 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert [layer.index for layer in attention_layers(folder)] == [0, 1]
 
 
-def test_scaled_fp8_is_refused(tmp_path: Path) -> None:
+def test_a_scale_beside_plain_weights_is_refused(tmp_path: Path) -> None:
     folder = written("deepseek_v3", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.kv_b_proj.weight_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(LocaterError, match="is quantised"):
-        list(attention_layers(folder))
+    with pytest.raises(LocaterError, match=r"kv_b_proj\.weight is quantised .* and stored as torch\.\w+, which"):
+        locater.scan(folder)
 
 
 def test_rotary_channels_beyond_a_head_are_refused(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ NORMED = {  # of maps with a norm inside, all of a layer at once
     "heads": lambda p: 1,
 }
 # another mechanism has a layer of its own kind: tests/train/test_attention.py
-NAMES_ONLY = {"name", "index", "mechanism", "provenance"}
+NAMES_ONLY = {"name", "index", "mechanism", "provenance", "quantised"}
 # what discovery alone sets: layers with these must give the model's own output in tests/families/test_discovered*.py
 DISCOVERED = {"rotary_table", "norm_last", "value_stream_norm", "head_value_norm", "mixed_norm", "mixed_norm_apart"}
 DISCOVERED |= {"gate", "chunk", "unknown_scale", "unknown_logits", "unknown_mask", "unknown_output"}

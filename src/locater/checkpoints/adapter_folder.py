@@ -18,7 +18,7 @@ from torch import Tensor
 
 from locater.checkpoints.pickle_file import open_pickles
 from locater.checkpoints.safetensors_file import SafetensorsWeights
-from locater.checkpoints.weights import Rows, Weights, take_rows
+from locater.checkpoints.weights import Rows, Weights, quantised_names, take_rows
 from locater.errors import LocaterError
 from locater.files import is_there, read_json
 from locater.numerics import upcast
@@ -58,6 +58,11 @@ class AdaptedWeights:
 
     def names(self) -> Collection[str]:
         return self._base.names()
+
+    @property
+    def quantised(self) -> Mapping[str, str]:
+        """The formats of the base model's quantised maps. What the adapter adds to them is not quantised."""
+        return {name: kind for name, kind in quantised_names(self._base).items() if name not in self._replaced}
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._base.shape(name)

@@ -51,6 +51,7 @@ KEYS = {  # key of the metadata, and its name in a Hugging Face configuration
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
 }
+PLAIN = ("F64", "F32", "F16", "BF16")  # kinds of tensors that are not quantised
 RANGES: dict[str, Rule] = {key: RULES[name] for key, name in KEYS.items()} | {
     "rope.scaling.type": ("a text", lambda x: isinstance(x, str)),
     "rope.scaling.factor": ROPE["factor"],
@@ -77,8 +78,8 @@ def open_gguf(path: Path) -> tuple[GGUFWeights, dict[str, Any]]:
     return GGUFWeights(path, header, architecture, config), config
 
 
-def _floats(path: Path, header: Header, name: str) -> Tensor:
-    """A tensor as floating-point numbers, dequantised by the gguf package."""
+def _floats(path: Path, header: Header, name: str, rows: Tensor | None = None) -> Tensor:
+    """A tensor, or some of its rows, as floating-point numbers, dequantised by the gguf package."""
     from gguf import GGMLQuantizationType, dequantize
     from gguf.quants import quant_shape_to_byte_shape
 
@@ -91,6 +92,8 @@ def _floats(path: Path, header: Header, name: str) -> Tensor:
             data = data.view(plain).reshape(shape)
         else:
             data = data.reshape(quant_shape_to_byte_shape(shape or (1,), tensor.kind))
+        if rows is not None:
+            data, shape = data[rows.numpy()], (len(rows), *shape[1:])
         return torch.from_numpy(dequantize(data, tensor.kind).copy()).view(shape)
     except NotImplementedError:
         raise LocaterError(
@@ -112,6 +115,12 @@ class GGUFWeights:
             if match and match[2] in MODULES:
                 self._stored[f"model.layers.{match[1]}.{MODULES[match[2]]}.{match[3]}"] = name
 
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Formats of the tensors that are stored in fewer bits: "q4_k"."""
+        kinds = ((name, self._header.tensors[stored].kind.name) for name, stored in self._stored.items())
+        return {name: kind.lower() for name, kind in kinds if kind not in PLAIN}
+
     def names(self) -> Collection[str]:
         return self._stored.keys()
 
@@ -119,13 +128,16 @@ class GGUFWeights:
         return tuple(reversed(self._header.tensors[self._stored[name]].shape))  # GGUF counts axes from the fastest
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        data = _floats(Path(self.where), self._header, self._stored[name])
+        places = None  # of the rows in the file
         if self._architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
-            data = _turn_halves(data, self._config[heads])
+            places = _turn_halves(torch.arange(self.shape(name)[0]), self._config[heads])
+        if rows is not None:
+            places = take_rows(torch.arange(self.shape(name)[0]) if places is None else places, rows)
+        data = _floats(Path(self.where), self._header, self._stored[name], places)
         if self._architecture.startswith("gemma") and name.endswith("norm.weight"):
             data = data - 1
-        return take_rows(data, rows)
+        return data
 
 
 def _turn_halves(rows: Tensor, heads: int) -> Tensor:

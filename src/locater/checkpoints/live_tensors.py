@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch.nn.utils import parametrize
 
 from locater.errors import LocaterError
 from locater.numerics import upcast
+
+if TYPE_CHECKING:
+    from locater.checkpoints.quantised.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,23 @@ class LiveTensor:
     module: nn.Module
     attribute: str
     adapters: tuple[nn.Module, ...] = ()
+    packed: bool = False  # a weight that its module stores quantised
+
+    @property
+    def quantised(self) -> str | None:
+        """The format of a weight that is stored quantised."""
+        return self._stored().kind if self.packed else None
+
+    def _stored(self) -> Stored:
+        stored = stored_map(self.module)
+        if stored is None:
+            raise LocaterError(f"{self.name} was quantised when it was found, and no longer is: read the model again")
+        return stored
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.packed:
+            return self._stored().shape()
         if parametrize.is_parametrized(self.module, self.attribute):
             parametrization: Any = self.module.parametrizations[self.attribute]  # type: ignore[index]
             if (
@@ -47,7 +64,7 @@ class LiveTensor:
 
     def read(self) -> Tensor:
         """The tensor that the model computes with, gathered in full. Gradients flow to all parameters behind it."""
-        tensor = _own(self.module, self.attribute)
+        tensor = self._stored().read() if self.packed else _own(self.module, self.attribute)
         for adapter in self.adapters:
             tensor = _adapted(adapter, self.name, self.attribute, tensor)
         return tensor
@@ -61,8 +78,14 @@ def live_tensors(module: nn.Module) -> tuple[list[LiveTensor], dict[str, nn.Modu
     for path, part, adapters in _walk(module, "", ()):
         modules[path] = part
         parametrized = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # type: ignore[arg-type]
+        stored = stored_map(part)
+        hidden: set[str] = set()
+        if stored is not None:
+            hidden = {"weight", *stored.parts}
+            parameters.append(LiveTensor(f"{path}.weight" if path else "weight", part, "weight", adapters, packed=True))
         for into, names in ((parameters, [*part._parameters, *parametrized]), (buffers, part._buffers)):
             present = [name for name in names if name in parametrized or getattr(part, name) is not None]
+            present = [name for name in present if name not in hidden]
             into.extend(LiveTensor(f"{path}.{name}" if path else name, part, name, adapters) for name in present)
     return [*parameters, *buffers], modules
 
@@ -86,6 +109,17 @@ def copy_in_use(wrapper: Any) -> nn.Module:
     """The module that a peft `ModulesToSaveWrapper` runs: the trained copy, or the original where adapters are off."""
     on = wrapper.active_adapters and not wrapper.disable_adapters
     return wrapper.modules_to_save[wrapper.active_adapters[0]] if on else wrapper.original_module
+
+
+def stored_map(module: nn.Module) -> Stored | None:
+    """The map that a quantised layer stands for; None for other modules."""
+    weight = module._parameters.get("weight")
+    plain = weight is None or (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
+    if plain and "weight_packed" not in module._parameters and getattr(weight, "quant_state", None) is None:
+        return None
+    from locater.checkpoints.live_quantised import live_map  # it reads through `weights`, which reads through this file
+
+    return live_map(module)
 
 
 def _own(module: nn.Module, attribute: str) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.checkpoints.weights import Rows, Weights, row_ranges
+from locater.checkpoints.weights import Rows, Weights, quantised_names, row_ranges
 from locater.errors import LocaterError, first_line
 
 MOST_SOURCES = 16  # tensors that one tensor of the model is made of; more are experts, which attention does not read
@@ -43,6 +43,13 @@ class RenamedWeights:
     def __init__(self, stored: Weights, origins: Mapping[str, Origin]) -> None:
         self.where = stored.where
         self._stored, self._origins = stored, origins
+
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Formats of the tensors that are stored quantised."""
+        kinds = quantised_names(self._stored)
+        of_origin = ((name, {kinds[n] for n in x.names if n in kinds}) for name, x in self._origins.items())
+        return {name: ", ".join(sorted(formats)) for name, formats in of_origin if formats}
 
     def names(self) -> Collection[str]:
         return self._origins.keys()

@@ -20,21 +20,29 @@ from locater.checkpoints.weights import Rows, joined
 from locater.errors import LocaterError, printable
 from locater.files import no_duplicates, regular_file
 
-DTYPES = {  # those that are read as weights
+DTYPES = {  # those that are read; whole numbers stand for quantised weights, which `quantised/` makes floats of
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 NAMES_BY_BITS = {  # the other dtypes of the format
     4: "F4",
     6: "F6_E2M3 F6_E3M2",
-    8: "BOOL U8 I8 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
-    16: "I16 U16",
-    32: "I32 U32",
-    64: "I64 U64 C64",
+    16: "U16",
+    32: "U32",
+    64: "U64 C64",
 }
 BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()}
 BITS |= {name: bits for bits, names in NAMES_BY_BITS.items() for name in names.split()}
@@ -74,7 +82,7 @@ class SafetensorsWeights:
             return self._bytes(path, start + begin, end - begin, dtype).view(shape)
         stride = (end - begin) // max(shape[0], 1)
         parts = [self._bytes(path, start + begin + a * stride, (b - a) * stride, dtype) for a, b in rows]
-        return torch.cat(parts).view(sum(b - a for a, b in rows), *shape[1:])
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(sum(b - a for a, b in rows), *shape[1:])
 
     def _bytes(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
         """`size` bytes from `offset` on. The file is opened for each read, so threads do not share a position in it."""

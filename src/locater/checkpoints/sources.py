@@ -15,6 +15,7 @@ from torch import nn
 from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
 from locater.checkpoints.adapter_folder import open_adapter
 from locater.checkpoints.pickle_file import open_pickles
+from locater.checkpoints.quantised import seen_through
 from locater.checkpoints.safetensors_file import SafetensorsWeights
 from locater.checkpoints.weights import ModuleWeights, Weights
 from locater.errors import LocaterError, first_line
@@ -34,6 +35,12 @@ def open_source(source: Source) -> tuple[Weights, Config]:
     """The weights and the configuration of `source`; the configuration is empty where there is none."""
     if isinstance(source, nn.Module):
         return ModuleWeights(source), config_of(source)
+    weights, config = _opened(source)
+    return seen_through(weights, config), config
+
+
+def _opened(source: str | os.PathLike[str]) -> tuple[Weights, Config]:
+    """The weights as they are stored, and the configuration."""
     if not isinstance(source, str | os.PathLike):
         raise LocaterError(f"{source!r:.60} is not a model: give an nn.Module, a folder, a file or a hub id")
     if not str(source):

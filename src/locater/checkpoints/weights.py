@@ -29,6 +29,28 @@ class Weights(Protocol):
     def read(self, name: str, rows: Rows | None = None) -> Tensor: ...
 
 
+def quantised_names(weights: Weights) -> Mapping[str, str]:
+    """The tensors that are stored in fewer bits and read as floats, and the format of each: "fp8", "nf4"."""
+    names: Mapping[str, str] = getattr(weights, "quantised", {})
+    return names
+
+
+def quantised_modules(weights: Weights) -> dict[str, str]:
+    """The formats of the quantised tensors inside each module, by its path. The path of the model itself is "".
+
+    >>> class Stored(DictWeights):
+    ...     quantised = {"attention.q.weight": "nf4", "attention.k.weight": "fp8"}
+    >>> quantised_modules(Stored({}, "here"))
+    {'': 'fp8, nf4', 'attention': 'fp8, nf4', 'attention.q': 'nf4', 'attention.k': 'fp8'}
+    """
+    formats: dict[str, set[str]] = {}
+    for name, kind in quantised_names(weights).items():
+        parts = name.split(".")
+        for depth in range(len(parts)):
+            formats.setdefault(".".join(parts[:depth]), set()).add(kind)
+    return {path: ", ".join(sorted(kinds)) for path, kinds in formats.items()}
+
+
 class DictWeights:
     """Tensors in memory, such as those of a `pytorch_model.bin` opened with weights_only=True."""
 
@@ -115,6 +137,12 @@ class ModuleWeights:
         self.module = module
         self._live = {WRAPPERS.sub("", tensor.name): tensor for tensor in tensors}
         self._modules = {WRAPPERS.sub("", f"{path}.").removesuffix("."): part for path, part in modules.items()}
+
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Formats of the weights that the model stores quantised."""
+        kinds = ((name, tensor.quantised) for name, tensor in self._live.items() if tensor.packed)
+        return {name: kind for name, kind in kinds if kind is not None}
 
     def names(self) -> Collection[str]:
         return self._live.keys()

@@ -5,23 +5,25 @@ configuration.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from locater.checkpoints.settings import remedy
-from locater.checkpoints.weights import Rows, Weights
+from locater.checkpoints.weights import ModuleWeights, Rows, Weights
 from locater.errors import LocaterError
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm, NormKind
+from locater.families.row_readers import PickedRows, StoredRows
 from locater.numerics import upcast
 
 
 def optional(weights: Weights, name: str, rows: Rows | None = None) -> Tensor | None:
     """A small tensor, if it is there: biases, gains."""
-    return weights.read(name, rows) if name in weights.names() else None
+    return read_floats(weights, name, rows) if name in weights.names() else None
 
 
 def projection(weights: Weights, stem: str, rows: Rows | None = None) -> Projection:
@@ -49,11 +51,20 @@ def matrix(weights: Weights, name: str, bias: Tensor | None, rows: Rows | None =
             "dequantise the checkpoint first (to bfloat16)"
         )
     out = shape[0] if rows is None else sum(b - a for a, b in rows)
-    return Projection(lambda: read_floats(weights, name, rows), (out, shape[1]), bias)
+    return Projection(stored_rows(weights, name, rows), (out, shape[1]), bias)
+
+
+def stored_rows(weights: Weights, name: str, rows: Rows | None = None) -> Callable[[], Tensor]:
+    """What reads a stored map when it is needed, and ranges of its rows. A live model has it in memory already, and may
+    have to merge adapters or gather shards for it: it is read there once, as a whole.
+    """
+    if isinstance(weights, ModuleWeights):
+        return lambda: read_floats(weights, name, rows)
+    return StoredRows(partial(read_floats, weights, name), rows)
 
 
 def read_floats(weights: Weights, name: str, rows: Rows | None = None) -> Tensor:
-    """A big tensor; refused where it is quantised."""
+    """A tensor; refused where it holds whole numbers, which stand for others."""
     tensor = weights.read(name, rows)
     if not tensor.is_floating_point():
         raise LocaterError(
@@ -67,7 +78,7 @@ def within_heads(whole: Projection, heads: int, order: Sequence[int]) -> Project
     size = whole.shape[0] // heads
     rows = torch.tensor([head * size + row for head in range(heads) for row in order])
     bias = None if whole.bias is None else whole.bias[rows]
-    return Projection(lambda: whole.weight()[rows], (len(rows), whole.shape[1]), bias)
+    return Projection(PickedRows(whole.weight, rows), (len(rows), whole.shape[1]), bias)
 
 
 def norm(weights: Weights, stem: str, kind: NormKind, eps: float, offset: float = 0.0, affine: bool = True) -> Norm:

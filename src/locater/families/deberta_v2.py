@@ -20,7 +20,7 @@ from locater.attention.listeners import listening
 from locater.attention.stand_ins import Passage, Undo, along, instead
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
-from locater.families.build import expect, integer, norm, projection, shape_of
+from locater.families.build import expect, integer, norm, projection, read_floats, shape_of
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.norm import Norm
@@ -82,7 +82,7 @@ def _code(weights: Weights, config: Config, encoder: str, width: int) -> Callabl
 
     def code(distances: Tensor) -> Tensor:
         place = (bucket(distances, buckets, farthest) if buckets > 0 else distances) + span
-        rows = weights.read(table).to(distances.device)[place.clamp(0, 2 * span - 1)]
+        rows = read_floats(weights, table).to(distances.device)[place.clamp(0, 2 * span - 1)]
         return after(upcast(rows))
 
     return code

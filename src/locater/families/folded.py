@@ -47,7 +47,7 @@ class Recorder(ModuleWeights):
     def now(self, name: str) -> Tensor:
         """The tensor of the model as it is now; plain parameters are returned without a search for parametrizations."""
         place = self.live_tensor(name)
-        if not place.adapters and "parametrizations" not in place.module._modules:
+        if not (place.adapters or place.packed) and "parametrizations" not in place.module._modules:
             parameter = place.module._parameters.get(place.attribute)
             if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
                 return parameter

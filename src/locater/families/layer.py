@@ -88,6 +88,7 @@ class AttentionLayer:
     mechanism: str = "softmax"  # how logits become weights; the theory is that of softmax
     norm_last: bool = False  # query and key norms act after the rotation, not before it
     provenance: Provenance = "family"
+    quantised: str | None = None  # how its maps are stored where they are seen through: "fp8", "nf4"
     # why a part of a discovered layer is not known
     unknown_scale: str | None = None  # only its maps are known: `scale` is NaN, and so nothing in units of logits
     unknown_logits: str | None = None  # its maps and, without the line above, its scale are known

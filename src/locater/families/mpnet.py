@@ -13,7 +13,7 @@ from locater.attention.stand_ins import Passage, Undo, along
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
 from locater.families.bias import RelativeBias
-from locater.families.build import expect, shape_of
+from locater.families.build import expect, read_floats, shape_of
 from locater.families.encoder import BERT_BLOCK, Names, encoder_layers
 from locater.families.layer import AttentionLayer
 from locater.families.record import Family
@@ -42,7 +42,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             (rows, layer.heads),
             "relative_attention_num_buckets, num_attention_heads",
         )
-        yield replace(layer, bias=RelativeBias(weights.read(table, [(0, BUCKETS)]), both_ways=True))
+        yield replace(layer, bias=RelativeBias(read_floats(weights, table, [(0, BUCKETS)]), both_ways=True))
 
 
 BLOCK = replace(BERT_BLOCK, attention="attention.attn", after_attention="attention.LayerNorm")

@@ -16,6 +16,7 @@ from torch import Tensor
 from locater.families.effective import centred, folded, mean_field_gain
 from locater.families.layer import Fold, Projection
 from locater.families.norm import Norm
+from locater.families.row_readers import RowReader, row_reader
 from locater.numerics import upcast
 
 
@@ -43,21 +44,61 @@ class NormedProjection(Projection):
 
     def _mean_field(self, fold: Fold) -> tuple[Tensor, Tensor]:
         """(weight, bias)."""
+        weight, bias = self._latent(fold)
+        if self.up is not None:
+            high = upcast(self.up.weight()).to(weight)
+            weight = self._raised(weight, self.up, lambda start, stop: high[start:stop])(0, self.shape[0])
+            bias = high @ bias if self.up.bias is None else high @ bias + self.up.bias.to(weight)
+        if self.shared is not None:
+            first = bias.new_zeros(self.shared.shape[0]) if self.shared.bias is None else self.shared.bias.to(bias)
+            bias = _fronted(first, bias, self.heads)
+        return weight, bias
+
+    def _raised(self, latent: Tensor, up: Projection, read: RowReader) -> RowReader:
+        """Ranges of rows of the mean field, given that of the map in front of the norm; `read` reads rows of `up`."""
+        if self.shared is None:
+            return lambda start, stop: upcast(read(start, stop)).to(latent) @ latent
+        shared, size = self.shared.weight().to(latent), up.shape[0] // self.heads
+        whole = size + len(shared)  # rows of a head
+
+        def rows(start: int, stop: int) -> Tensor:
+            first, last = start // whole, -(-stop // whole)
+            own = (upcast(read(first * size, last * size)).to(latent) @ latent).unflatten(0, (last - first, size))
+            heads = torch.cat([shared.expand(last - first, *shared.shape), own], 1).flatten(0, 1)
+            return heads[start - first * whole : stop - first * whole]
+
+        return rows
+
+    def _latent(self, fold: Fold) -> tuple[Tensor, Tensor]:
+        """(weight, bias) of the map in front of the norm and the norm itself."""
         down, inner = self.down, self.inner
         weight = upcast(down.weight()).unflatten(0, (self.blocks, -1))
         seen, shift = (centred(part, inner) for part in fold(weight, down))
         gain = mean_field_gain(seen, shift, inner)  # (blocks, rows)
         bias = weight.new_zeros(weight.shape[:2]) if down.bias is None else down.bias.to(weight).view(weight.shape[:2])
         weight, bias = (centred(weight, inner) * gain[..., None]).flatten(0, 1), centred(bias, inner) * gain
-        bias = (bias if inner.bias is None else bias + inner.bias.to(weight)).flatten()
-        if self.up is not None:
-            rows = upcast(self.up.weight()).to(weight)
-            weight, bias = rows @ weight, rows @ bias if self.up.bias is None else rows @ bias + self.up.bias.to(weight)
-        if self.shared is not None:
-            first = bias.new_zeros(self.shared.shape[0]) if self.shared.bias is None else self.shared.bias.to(bias)
-            weight = _fronted(self.shared.weight().to(weight).mT, weight.mT, self.heads).mT
-            bias = _fronted(first, bias, self.heads)
-        return weight, bias
+        return weight, (bias if inner.bias is None else bias + inner.bias.to(weight)).flatten()
+
+
+@dataclass(frozen=True)
+class _MeanField:
+    """The weight of a `NormedProjection`. Of a map behind a latent, ranges of rows can be read."""
+
+    of: NormedProjection
+    fold: Fold
+
+    def __call__(self) -> Tensor:
+        return self.of._mean_field(self.fold)[0]
+
+    def by_rows(self) -> RowReader:
+        latent, up = self.of._latent(self.fold)[0], self.of.up
+        if up is None:
+            return lambda start, stop: latent[start:stop]
+        return self.of._raised(latent, up, row_reader(up.weight))
+
+
+def _unread() -> Tensor:
+    raise AssertionError("the weight of a NormedProjection is its mean field")
 
 
 def normed(
@@ -72,13 +113,14 @@ def normed(
 ) -> NormedProjection:
     """`before` is the norm in front of attention: unit tokens pass through its gain before they reach `down`."""
 
+    assert shared is None or up is not None, "channels that heads share stand beside those from a latent"
     parts = (down, up, shared)
     # its bias is computed now, from the matrices, and not when it is used; few checkpoints have one
     biased = inner.bias is not None or any(part is not None and part.bias is not None for part in parts)
     out = (up or down).shape[0] + (0 if shared is None else heads * shared.shape[0])
     fold = partial(folded, norm=before)
-    projection = NormedProjection(
-        lambda: projection._mean_field(fold)[0],
+    bare = NormedProjection(
+        _unread,
         (out, down.shape[1]),
         None,
         down=down,
@@ -88,7 +130,8 @@ def normed(
         shared=shared,
         heads=heads,
     )
-    return replace(projection, bias=projection._mean_field(fold)[1]) if biased else projection
+    projection = replace(bare, weight=_MeanField(bare, fold))
+    return replace(projection, bias=bare._mean_field(fold)[1]) if biased else projection
 
 
 def _fronted(shared: Tensor, own: Tensor, heads: int) -> Tensor:

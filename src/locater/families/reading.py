@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from locater.checkpoints.settings import CheckedConfig, remedy
 from locater.checkpoints.sources import Config, Source, open_source
-from locater.checkpoints.weights import ModuleWeights, Weights
+from locater.checkpoints.weights import ModuleWeights, Weights, quantised_modules
 from locater.errors import LocaterError, first_line
 from locater.families import timm, torch_mha
 from locater.families.build import check_layer, integer
@@ -179,7 +179,8 @@ def _read(reader: Reader, weights: Weights, config: Config) -> list[AttentionLay
     """Families take the values of config.json as they are. An error that a bad value causes names the checkpoint."""
     on_disk = not isinstance(weights, ModuleWeights)
     try:
-        layers = list(reader(weights, config))
+        formats = quantised_modules(weights)
+        layers = [replace(layer, quantised=formats.get(layer.name)) for layer in reader(weights, config)]
         for layer in layers if on_disk else ():
             check_layer(weights, layer)
     except LocaterError as error:

@@ -11,7 +11,7 @@ import torch
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights
-from locater.families.build import norm
+from locater.families.build import norm, read_floats
 from locater.families.decoder import LLAMA_BLOCK, decoder_layers
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
@@ -33,7 +33,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 
 
 def _normed(weights: Weights, whole: Projection, stem: str, before: Norm, heads: int) -> Projection:
-    gain = torch.stack([weights.read(f"{stem}.norms.{head}.weight") for head in range(heads)])
+    gain = torch.stack([read_floats(weights, f"{stem}.norms.{head}.weight") for head in range(heads)])
     return normed(whole, Norm("layer", gain, None, before.eps), before, blocks=heads)
 
 

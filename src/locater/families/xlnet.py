@@ -22,7 +22,7 @@ from locater.attention.stand_ins import Undo, argument, instead, tell
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import Weights, numbered
 from locater.errors import LocaterError
-from locater.families.build import expect, expect_layers, integer, norm, shape_of
+from locater.families.build import expect, expect_layers, integer, norm, read_floats, shape_of
 from locater.families.layer import AttentionLayer, Projection
 from locater.families.norm import Norm
 from locater.families.record import Block, Family
@@ -59,7 +59,7 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
             heads=heads,
             kv_heads=heads,
             head_dim=head_dim,
-            query=_into_heads(weights, f"{stem}.q", weights.read(f"{stem}.r_w_bias").flatten()),
+            query=_into_heads(weights, f"{stem}.q", read_floats(weights, f"{stem}.r_w_bias").flatten()),
             key=_into_heads(weights, f"{stem}.k"),
             value=_into_heads(weights, f"{stem}.v"),
             out=_out_of_heads(weights, f"{stem}.o"),
@@ -76,16 +76,16 @@ def layers(weights: Weights, config: Config) -> Iterator[AttentionLayer]:
 
 def _into_heads(weights: Weights, name: str, bias: Tensor | None = None) -> Projection:
     width, heads, head_dim = shape_of(weights, name)
-    return Projection(lambda: weights.read(name).flatten(1).mT, (heads * head_dim, width), bias)
+    return Projection(lambda: read_floats(weights, name).flatten(1).mT, (heads * head_dim, width), bias)
 
 
 def _out_of_heads(weights: Weights, name: str) -> Projection:
     width, heads, head_dim = shape_of(weights, name)
-    return Projection(lambda: weights.read(name).flatten(1), (width, heads * head_dim))
+    return Projection(lambda: read_floats(weights, name).flatten(1), (width, heads * head_dim))
 
 
 def _difference(weights: Weights, name: str, other: str) -> Callable[[], Tensor]:
-    return lambda: upcast(weights.read(name)) - upcast(weights.read(other))
+    return lambda: upcast(read_floats(weights, name)) - upcast(read_floats(weights, other))
 
 
 def sinusoid(width: int, farthest: int) -> Callable[[Tensor], Tensor]:

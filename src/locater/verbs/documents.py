@@ -114,7 +114,7 @@ ASSUMPTIONS: dict[str, Check] = {
 }
 LAYER: dict[str, Check] = {
     **dict.fromkeys(("layer", "heads", "kv_heads", "head_dim", "width"), _count),
-    **dict.fromkeys(("name", "kind", "norm", "provenance"), _text),
+    **dict.fromkeys(("name", "kind", "norm", "provenance", "quantised"), _text),
     **dict.fromkeys(("sinks", "query_key_norm"), _switch),
     "causal": _maybe(_switch),
     **dict.fromkeys(("softcap", "residual_kept"), _maybe(_number)),
@@ -123,10 +123,11 @@ LAYER: dict[str, Check] = {
     "frequencies": _list(_number),
 }
 LAYER_OPTIONAL = {"norm", "causal", "softcap", "sinks", "query_key_norm", "residual_kept", "frequencies", "provenance"}
+LAYER_OPTIONAL |= {"quantised"}
 HEAD: dict[str, Check] = {
     **dict.fromkeys(("layer", "head", "kv_head", "width", "head_dim"), _count),
     "kind": _text,
-    "approximation": _maybe(_text),
+    **dict.fromkeys(("approximation", "quantised"), _maybe(_text)),
     "flags": _list(_text),
     "eigenvalues": _maybe(_list(_pair)),
     "drive": _maybe(_drive),

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.families import AttentionLayer, Rotary, effective
+from locater.families import AttentionLayer, Rotary, Tokens, effective
 from locater.families.bias import PairBias
 from locater.families.pairs import PairTerms
+from locater.families.splitting import head_blocks
 from locater.findings import flags_of, key_variance
 from locater.missing import finite_or_none
 from locater.numerics import one_thread
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
-from locater.spectrum import Moments, lost_in_float32
+from locater.spectrum import Moments, joined_moments, lost_in_float32
 from locater.theory import (
     expected_entropy,
     kept_at_entropy,
@@ -77,6 +78,7 @@ def head_rows(layer: AttentionLayer, number: int, options: ScanOptions) -> Itera
             width=layer.width,
             head_dim=layer.head_dim,
             scale=layer.scale if layer.unknown_scale is None else None,
+            quantised=layer.quantised,
             **numbers,
             flags=flags_of({**flagged, "finite": bool(finite[head])}, options.length),
         )
@@ -104,11 +106,28 @@ def row_keys(layer: AttentionLayer, length: int, keys: int | None = None) -> tup
 
 
 def _moments(layer: AttentionLayer, raw: bool, statistics: Input | None) -> tuple[Moments, Tensor]:
-    """The small matrices of a layer and its key biases. The large maps are freed when this returns."""
-    folded = effective(layer, raw, None if statistics is None else statistics.as_tokens())
-    moments = folded.moments().cpu()
+    """The small matrices of a layer and its key biases, by blocks of heads. The maps of a block are freed before those
+    of the next are read.
+
+    With measured tokens the layer is one block: their covariance, as large as a map, would be folded into each.
+    """
+    tokens = None if statistics is None else statistics.as_tokens()
+
+    def pieces(double: bool) -> list[tuple[Moments, Tensor]]:
+        blocks = head_blocks(layer) if tokens is None else [layer]
+        return [_block_moments(block, raw, tokens, double) for block in blocks]
+
+    parts = pieces(double=False)
+    if len({moments.query_gram.dtype for moments, _ in parts}) > 1:  # one block needs float64: as one, all have it
+        parts = pieces(double=True)
+    return joined_moments([moments for moments, _ in parts]), torch.cat([bias for _, bias in parts])
+
+
+def _block_moments(layer: AttentionLayer, raw: bool, tokens: Tokens | None, double: bool) -> tuple[Moments, Tensor]:
+    folded = effective(layer, raw, tokens)
+    moments = None if double else folded.moments().cpu()
     # checked on the CPU, so that a GPU is waited for once
-    if moments.query_gram.dtype == torch.float32 and bool(lost_in_float32(moments).any()):
+    if moments is None or (moments.query_gram.dtype == torch.float32 and bool(lost_in_float32(moments).any())):
         moments = replace(folded, query=folded.query.double(), key=folded.key.double()).moments().cpu()
     return moments, folded.key_bias.cpu()
 

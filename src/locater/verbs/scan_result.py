@@ -61,6 +61,7 @@ class HeadRow:
     expected_entropy: float | None = None
     residual_kept: float | None = None
     flags: tuple[str, ...] = ()
+    quantised: str | None = None  # the format of the layer's weights, where they are stored quantised: "fp8", "nf4"
     # optional columns
     eigenvalues: tuple[tuple[float, float], ...] | None = None
     drive: dict[str, Any] | None = None  # rotary: "even" and "odd" by frequency, and the constant "still", in logits
@@ -70,7 +71,7 @@ class HeadRow:
         return getattr(self, column)
 
 
-OPTIONAL = ("eigenvalues", "drive", "profile")  # columns that are computed on request
+OPTIONAL = ("eigenvalues", "drive", "profile", "quantised")  # columns that a document has only where they are filled
 ADDED = ("residual_kept", "effective_rank")  # columns that documents of earlier versions do not have
 NUMERIC_COLUMNS = tuple(f.name for f in fields(HeadRow) if "float" in str(f.type) and f.name not in OPTIONAL)
 SCAN_FLAGS = tuple(f.name for f in FLAGS if set(f.needs) <= {*NUMERIC_COLUMNS, "finite"})

@@ -209,6 +209,9 @@ def _layer_notes(layers: list[AttentionLayer], raw: bool) -> list[str]:
     notes = []
     if any(x.provenance == "discovered" for x in layers):
         notes.append("discovered: found in a forward pass, and verified in another with all parameters redrawn")
+    formats = sorted({x.quantised for x in layers if x.quantised is not None})
+    if formats:
+        notes.append(f"quantised weights ({', '.join(formats)}): the numbers describe the quantised model")
     if any(x.norm.kind == "none" for x in layers) and not raw:
         notes.append("layers without a known norm in front: their input is taken as unit tokens too")
     if any(x.query_norm or x.key_norm for x in layers) and not raw:
@@ -260,6 +263,8 @@ def _layer_entry(layer: AttentionLayer, number: int, details: bool) -> dict[str,
     }
     if layer.chunk is not None:
         entry["chunk"] = layer.chunk
+    if layer.quantised is not None:
+        entry["quantised"] = layer.quantised
     if details and layer.rotary is not None:
         entry["frequencies"] = layer.rotary.frequencies.tolist()
     return entry

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from locater.checkpoints.renamed import Origin
-from locater.checkpoints.weights import Weights
+from locater.checkpoints.weights import Weights, quantised_names
 from locater.errors import LocaterError
 from locater.families.discovery.carried_layouts import Searched
 from locater.families.discovery.layout import AttentionLayout
@@ -57,7 +57,10 @@ def cache_file(weights: Weights, config: Mapping[str, Any]) -> Path | None:
     folder = cache_folder()
     if folder is None:
         return None
-    tensors = sorted((name, list(weights.shape(name))) for name in weights.names())
+    formats = quantised_names(weights)  # the shape of a packed map would be read from the file, one by one
+    tensors = sorted(
+        (name, [formats[name]] if name in formats else list(weights.shape(name))) for name in weights.names()
+    )
     try:
         library = version("transformers")
     except PackageNotFoundError:

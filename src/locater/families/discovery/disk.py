@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from locater.checkpoints.renamed import Origin, Origins, RenamedWeights, origins_of
 from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import ModuleWeights, Weights
+from locater.checkpoints.weights import ModuleWeights, Weights, quantised_modules
 from locater.errors import LocaterError
 from locater.families.coverage import attention_like
 from locater.families.discovery.cache import Kept, cache_file, keep, kept
@@ -36,7 +37,9 @@ def discovered_on_disk(weights: Weights, config: Config, example: Mapping[str, A
         keep(path, content)
     renamed = RenamedWeights(weights, content.origins)
     searched = content.searched
-    layers = [layout.build(renamed, index) for index, layout in enumerate(searched.layouts)]
+    formats = quantised_modules(renamed)
+    built_layers = [layout.build(renamed, index) for index, layout in enumerate(searched.layouts)]
+    layers = [replace(layer, quantised=formats.get(layer.name)) for layer in built_layers]
     return Discovered(layers, searched.refused, searched.unreached)
 
 

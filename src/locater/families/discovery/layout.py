@@ -11,6 +11,7 @@ import torch
 
 from locater.checkpoints.weights import Weights
 from locater.families.bias import Alibi, PairBias, PositionBias
+from locater.families.build import read_floats
 from locater.families.discovery.maps import AnyMap, MapLayout
 from locater.families.discovery.norms import NormLayout
 from locater.families.gate import Gate
@@ -29,7 +30,7 @@ class TableLayout:
     axis: int  # of heads, or of channels; all others together are rows
 
     def build(self, weights: Weights) -> PairTable:
-        table = weights.read(self.name).movedim(self.axis, -1)
+        table = read_floats(weights, self.name).movedim(self.axis, -1)
         return PairTable(table.reshape(-1, table.shape[-1]), torch.tensor(self.rows))
 
 
@@ -127,7 +128,7 @@ class AttentionLayout:
             rotary_table=RotaryTable(torch.tensor(self.angles, dtype=torch.float64)) if self.angles else None,
             relative=logits.relative(weights),
             bias=logits.bias(weights),
-            sinks=None if logits.sinks is None else weights.read(logits.sinks).reshape(-1),
+            sinks=None if logits.sinks is None else read_floats(weights, logits.sinks).reshape(-1),
             softcap=logits.softcap,
             causal=logits.causal,
             window=logits.window,

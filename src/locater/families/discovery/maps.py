@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from locater.checkpoints.weights import Weights, row_ranges
+from locater.checkpoints.weights import ModuleWeights, Rows, Weights, row_ranges
 from locater.families.build import read_floats
 from locater.families.discovery.norms import NormLayout
 from locater.families.discovery.vectors import VectorLayout
@@ -17,6 +17,7 @@ from locater.families.joined import joined_maps
 from locater.families.layer import Projection
 from locater.families.norm import Norm
 from locater.families.normed import normed
+from locater.families.row_readers import StoredRows
 from locater.numerics import upcast
 
 
@@ -59,17 +60,27 @@ class MapLayout:
     def _plain(self, weights: Weights) -> Projection:
         stored = weights.shape(self.weight)
         width = math.prod(stored[: self.axes] if self.transposed else stored[self.axes :])
-        bias = None if self.bias is None else weights.read(self.bias)[list(self.rows)]
+        bias = None if self.bias is None else read_floats(weights, self.bias)[list(self.rows)]
         if self.shift is not None:
             shift = self.shift.build(weights)
             bias = shift if bias is None else upcast(bias) + shift
         shape = (len(self.rows), width)
         if self.factors is None:
-            return Projection(lambda: self._matrix(weights), shape, bias)
+            return Projection(self._reader(weights), shape, bias)
         factors = self.factors.build(weights)
         return Projection(
             lambda: upcast(self._matrix(weights)) * factors[:, None], shape, None if bias is None else bias * factors
         )
+
+    def _reader(self, weights: Weights) -> Callable[[], Tensor]:
+        """What reads the map when it is needed, and ranges of its rows where it is a file's."""
+        if isinstance(weights, ModuleWeights) or self.transposed or self.axes > 1:
+            return lambda: self._matrix(weights)
+        return StoredRows(lambda ranges: self._some_rows(weights, ranges))
+
+    def _some_rows(self, weights: Weights, ranges: Rows | None) -> Tensor:
+        chosen = self.rows if ranges is None else tuple(row for a, b in ranges for row in self.rows[a:b])
+        return replace(self, rows=chosen)._matrix(weights)
 
     def _matrix(self, weights: Weights) -> Tensor:
         if self.transposed or self.axes > 1:

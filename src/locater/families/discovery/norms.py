@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from locater.checkpoints.weights import WRAPPERS, Weights
+from locater.families.build import read_floats
 from locater.families.discovery.vectors import VectorLayout
 from locater.families.norm import Norm, NormKind
 from locater.numerics import upcast
@@ -40,7 +41,7 @@ class NormLayout:
         return replace(self, channels=tuple(channels), factors=factors)
 
     def build(self, weights: Weights) -> Norm:
-        gain, bias = (None if name is None else weights.read(name) for name in (self.gain, self.bias))
+        gain, bias = (None if name is None else read_floats(weights, name) for name in (self.gain, self.bias))
         if gain is not None and self.offset:
             gain = upcast(gain) + self.offset
         if self.channels is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from locater.checkpoints.sources import Config
-from locater.checkpoints.weights import ModuleWeights, Weights
+from locater.checkpoints.weights import ModuleWeights, Weights, quantised_names
 from locater.errors import LocaterError
 from locater.families.discovery.carried_layouts import UNLIKE, Searched, carried, unlike
 from locater.families.discovery.layer_kinds import Kinds
@@ -36,8 +36,11 @@ def described(weights: Weights, config: Config) -> tuple[type, Any]:
             f"{where}: config.json names code of its own (auto_map), which is not run from here; if you trust it, load "
             "the model with trust_remote_code=True and scan that: locater.scan(model)"
         )
-    if config.get("quantization_config"):
-        raise LocaterError(f"{where}: its weights are quantised: dequantise the model and save it first")
+    if config.get("quantization_config") and not quantised_names(weights):
+        raise LocaterError(
+            f"{where}: config.json says that its weights are quantised, in a way that is not read: "
+            "dequantise the model and save it first"
+        )
     try:
         import transformers
     except ImportError:
@@ -47,7 +50,8 @@ def described(weights: Weights, config: Config) -> tuple[type, Any]:
         ) from None
     if model_type not in transformers.CONFIG_MAPPING:
         raise LocaterError(f"{where}: transformers {transformers.__version__} has no model_type {model_type!r}")
-    given = {name: _with_floats(value) for name, value in config.items() if "attn_implementation" not in name}
+    unused = ("attn_implementation", "quantization_config")  # of the weights, which are read as floats
+    given = {name: _with_floats(value) for name, value in config.items() if not any(other in name for other in unused)}
     try:
         settings = transformers.CONFIG_MAPPING[model_type].from_dict(given)
         return _class_of(transformers, settings, config.get("architectures")), settings

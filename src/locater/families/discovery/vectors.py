@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from locater.checkpoints.weights import Weights
+from locater.families.build import read_floats
 from locater.families.gate import FUNCTIONS
 from locater.numerics import upcast
 
@@ -26,4 +27,6 @@ class VectorLayout:
         return replace(self, places=tuple(self.places[place] for place in places))
 
     def build(self, weights: Weights) -> Tensor:
-        return FUNCTIONS[self.function](upcast(weights.read(self.name)).flatten()[list(self.places)]) * self.factor
+        return (
+            FUNCTIONS[self.function](upcast(read_floats(weights, self.name)).flatten()[list(self.places)]) * self.factor
+        )

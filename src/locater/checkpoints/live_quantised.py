@@ -1,0 +1,75 @@
+"""Quantised layers of a live model: the map that such a module stands for, read by the same code as its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from locater.checkpoints.quantised.bitsandbytes import FourBit, LLMInt8
+from locater.checkpoints.quantised.packed_int import PackedInt
+from locater.checkpoints.quantised.scaled import KINDS, NAMES, ScaledWeight
+from locater.checkpoints.quantised.stored import Stored
+from locater.checkpoints.weights import DictWeights
+from locater.errors import LocaterError
+
+PACKED = (torch.uint8, *KINDS)
+
+
+def live_map(module: nn.Module) -> Stored | None:
+    """The quantised weight of a layer of bitsandbytes, transformers (FP8) or compressed-tensors; None for others.
+
+    `parts` are names of the module's own tensors.
+    """
+    own = {**module._parameters, **module._buffers}
+    tensors = {name: x for name, x in own.items() if isinstance(x, Tensor) and not is_lazy(x)}
+    weight = tensors.get("weight")
+    where = type(module).__name__
+    if weight is not None and getattr(weight, "quant_state", None) is not None:
+        return _four_bit(where, weight)
+    if weight is not None and weight.dtype == torch.int8 and hasattr(weight, "SCB"):
+        return _int8(where, weight, getattr(module, "state", None))
+    if "weight_packed" not in tensors and (weight is None or weight.dtype not in PACKED):
+        return None
+    weights = DictWeights({name: x.detach() for name, x in tensors.items()}, where)
+    if "weight_packed" in tensors:
+        return PackedInt(weights, "weight", _settings(module))
+    scale = next((name for name in NAMES if name in tensors), None)
+    if scale is None:
+        return None
+    return ScaledWeight(
+        weights, "weight", _settings(module), scale, "weight_zero_point" if "weight_zero_point" in tensors else None
+    )
+
+
+def _four_bit(where: str, weight: Any) -> Stored:
+    state = weight.quant_state
+    if getattr(state, "packing_format_for_cpu", False):
+        raise LocaterError(
+            f"{where}: bitsandbytes has packed its weights anew for this processor: read it before its first pass, or "
+            "read the checkpoint"
+        )
+    beside = {f"weight.{name}": x.detach() for name, x in state.as_dict(packed=True).items()}
+    return FourBit(DictWeights({"weight": weight.data, **beside}, where), "weight", state.quant_type)
+
+
+def _int8(where: str, weight: Any, state: Any) -> Stored | None:
+    scale = weight.SCB if weight.SCB is not None else getattr(state, "SCB", None)
+    if scale is None:
+        return None
+    return LLMInt8(DictWeights({"weight": weight.data, "SCB": scale.detach()}, where), "weight")
+
+
+def _settings(module: nn.Module) -> Mapping[str, Any]:
+    """What a configuration would say of this module: the size of its blocks, the bits of its numbers."""
+    size = getattr(module, "block_size", None)
+    if size is not None:
+        return {"weight_block_size": list(size)}
+    scheme = getattr(getattr(module, "quantization_scheme", None), "weights", None)
+    if scheme is None:
+        return {}
+    said = {"num_bits": scheme.num_bits, "block_structure": getattr(scheme, "block_structure", None)}
+    return {"config_groups": {"own": {"weights": said}}}
