@@ -294,7 +294,11 @@ def test_a_run_with_norms_after_the_sums_goes_on_exactly(tmp_path: Path) -> None
 def test_the_size_is_part_of_the_state() -> None:
     model = small(layers=2, norm="post")
     first, second = LocAteR().attach(model), LocAteR().attach(model)
-    assert first.state_dict() == {"step": 0}
+    empty = first.state_dict()
+    assert empty["sizes"]["model.layers.0.self_attn"].tolist() == [0, 0]
+    second.load_state_dict(empty)
+    with pytest.raises(LocaterError, match="not known before its first forward pass"):
+        second.loss()
     model(WORDS)
     loss, state = first.loss(), first.state_dict()
     assert list(state["sizes"]) == ["model.layers.0.self_attn"]

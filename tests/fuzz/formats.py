@@ -18,7 +18,7 @@ from torch import Tensor
 
 from locater import LocaterError, Statistics, compare, scan
 from locater.families import open_source
-from tests.fuzz import mutate, seeds
+from tests.fuzz import dcp, mutate, seeds
 
 Tensors = dict[str, bytes]
 
@@ -116,6 +116,17 @@ def pickle_reference(path: Path) -> Tensors:
         for name, value in held.items()
         if isinstance(value, Tensor) and value.layout == torch.strided
     }
+
+
+def read_dcp(folder: Path) -> Tensors:
+    """Every tensor, or none: PyTorch loads a checkpoint as a whole."""
+    weights, _ = open_source(folder)
+    scan(folder)
+    return {name: raw(weights.read(name)) for name in weights.names()}
+
+
+def dcp_reference(folder: Path) -> Tensors:
+    return {name: raw(tensor) for name, tensor in dcp.loaded(folder).items()}
 
 
 def read_gguf(folder: Path) -> tuple[Any, Tensors]:
@@ -282,6 +293,8 @@ FORMATS = {
         seeds.make_legacy_pickle, edit("*.bin", mutate.of_bytes), in_folder("pytorch_model.bin", read_and_scan),
         in_folder("pytorch_model.bin", pickle_reference),
     ),
+    "dcp": Format(seeds.make_dcp, edit("*.distcp", mutate.of_bytes), read_dcp, dcp_reference),
+    "dcp index": Format(seeds.make_dcp, edit(".metadata", mutate.of_bytes), read_dcp),
     "config": Format(seeds.make_config, edit_config, read_config, share=2),
     "scan": Format(seeds.make_scan, edit("scan.json", edit_json()), read_compare),
     "statistics": Format(seeds.make_statistics, edit_statistics, read_statistics),

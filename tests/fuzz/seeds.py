@@ -66,6 +66,15 @@ def make_pickle(folder: Path, zipped: bool = True) -> None:
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
 
 
+def make_dcp(folder: Path) -> None:
+    """A checkpoint of torch.distributed.checkpoint, by one process and beside an optimizer's state."""
+    import torch.distributed.checkpoint as dcp
+
+    tensors = mixed(folder)
+    (folder / "model.safetensors").unlink()
+    dcp.save({"model": tensors, "optim": {"state": tensors["model.norm.weight"]}, "step": 3}, checkpoint_id=folder)
+
+
 def make_legacy_pickle(folder: Path) -> None:
     make_pickle(folder, zipped=False)
 

@@ -115,10 +115,11 @@ def archive_records(path: Path) -> dict[int, int] | None:
         if file.read(4) != MAGIC:
             return None
         with zipfile.ZipFile(file) as archive:
-            return _records(path, file, archive)
+            return records_in(file, archive, str(path))
 
 
-def _records(path: Path, file: Any, archive: zipfile.ZipFile) -> dict[int, int]:
+def records_in(file: Any, archive: zipfile.ZipFile, path: str) -> dict[int, int]:
+    """The same for an open archive; `path` is its name in messages."""
     end = 0
     sizes = {}
     records = sorted(archive.infolist(), key=lambda record: record.header_offset)

@@ -14,6 +14,7 @@ from torch import nn
 
 from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
 from locater.checkpoints.adapter_folder import open_adapter
+from locater.checkpoints.dcp_folder import DcpWeights, is_dcp
 from locater.checkpoints.pickle_file import open_pickles
 from locater.checkpoints.quantised import seen_through
 from locater.checkpoints.safetensors_file import SafetensorsWeights
@@ -90,6 +91,13 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise LocaterError(f"{folder}: cannot be read ({error.strerror})") from None
+    if is_dcp(folder):
+        return DcpWeights(folder), config or _read_config(folder.parent / "config.json")
+    cut = next((name for name in names if name.endswith(".distcp")), None)
+    if cut is not None:
+        raise LocaterError(
+            f"{folder}: holds {cut} and no .metadata, which is written last: the save was cut off, or a part was copied"
+        )
     loose = [folder / name for name in names if name.endswith(".safetensors")]
     if loose:
         _refuse_missing_shards(loose, str(folder))
@@ -97,10 +105,11 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
     quantised = [folder / name for name in names if name.endswith(".gguf")]
     if quantised:
         raise LocaterError(f"{folder}: contains GGUF files; name one of them: {quantised[0]}")
-    inner = [name for name in names if is_there(folder / name / "config.json")]
+    inner = [name for name in names if is_there(folder / name / "config.json") or is_dcp(folder / name)]
     way_out = f": give {folder / inner[0]}" if inner else ": give the folder that has them"
     raise LocaterError(
-        f"{folder}: no weights here (expected model.safetensors, its index, pytorch_model.bin or *.safetensors; "
+        f"{folder}: no weights here (expected model.safetensors, its index, pytorch_model.bin, *.safetensors or "
+        "a .metadata of torch.distributed.checkpoint; "
         f"there is {', '.join(name for name in names[:8] if name[0] != '.') or 'nothing'}){way_out}"
     )
 

@@ -158,7 +158,7 @@ class LocAteR(Control):
         self._set_strength()
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and, where a layer without a norm in front of it has run, the sums behind the size of its tokens."""
+        """The step and, for layers without a norm in front of them, the sums behind the size of their tokens."""
         sizes = {} if self.model is None else self._maps.state()
         return {**super().state_dict(), **({"sizes": sizes} if sizes else {})}
 

@@ -71,6 +71,11 @@ class EntropyPenalty(ForwardControl["_Collected"]):
         self.floor, self.ceiling, self.weight, self.margin, self.layers = floor, ceiling, weight, margin, layers
 
     def _change(self, controlled: ControlledLayer) -> _Collected:
+        if controlled.split.parts > 1:
+            raise LocaterError(
+                f"{controlled.layer.name}: its heads are split over ranks, and EntropyPenalty is a mean over all of "
+                "them: it is not for tensor parallelism; LocAteR is"
+            )
         low = None if self.floor is None else self.floor + self.margin
         high = None if self.ceiling is None else self.ceiling - self.margin
         return _Collected(controlled.heads, controlled.device, low, high)

@@ -4,8 +4,9 @@ Changes to one call come in a fixed order, whichever control was attached first:
 SwapMechanism, EntropyPenalty. Then `observe` and `Monitor` see the result. So a temperature is not normalised away, and
 entropy is that of the attention map in use. A scan reads weights alone and sees none of these changes.
 
-Parameters of a control are its own: give `control.parameters()` to the optimizer, save `control.state_dict()` beside
-the model's, and average their gradients over ranks in a distributed run, since DDP and FSDP do not know of them.
+Parameters of a control are its own: give `control.parameters()` to the optimizer and save `control.state_dict()` beside
+the model's. In a distributed run every rank has all of them. DDP and FSDP2 do not know of them, so their gradients are
+averaged here, in each backward pass; where heads are split over ranks each rank uses the entries of its heads.
 
 A copy of the model (`copy.deepcopy`, pickling, `torch.save(model)`, a running average) computes what the model
 computes. It carries the changes, with parameters of its own, and keeps them when the control is detached from the
@@ -18,10 +19,11 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from locater.attention import interface
@@ -34,6 +36,7 @@ from locater.families import AttentionLayer, attention_layers
 from locater.families.layer import Kind
 from locater.families.listening import refuse_unobservable
 from locater.families.registry import family_of
+from locater.families.split_heads import WHOLE, Split, SplitHeads
 
 logger = logging.getLogger("locater")
 NORM, TEMPERATURE, CAP, MEASURE = range(4)  # order of changes on one module
@@ -54,6 +57,7 @@ class Heads:
     head_dim: int
     scale: float
     causal: bool
+    split: Split = WHOLE  # which of them this rank computes
 
     @property
     def group(self) -> int:
@@ -67,15 +71,34 @@ class ControlledLayer:
     layer: AttentionLayer
     module: nn.Module
     device: torch.device
+    split: Split = WHOLE
 
     @property
     def heads(self) -> Heads:
         layer = self.layer
-        return Heads(layer.name, layer.kind, layer.heads, layer.kv_heads, layer.head_dim, layer.scale, layer.causal)
+        numbers = layer.heads, layer.kv_heads, layer.head_dim, layer.scale
+        return Heads(layer.name, layer.kind, *numbers, layer.causal, self.split)
 
     def parameter(self, values: Tensor, learn: bool) -> nn.Parameter:
-        """A new parameter in float32, on the device of the module."""
-        return nn.Parameter(values.to(self.device, torch.float32), requires_grad=learn)
+        """A new parameter in float32, on the device of the module. Its gradient is that of all ranks."""
+        parameter = nn.Parameter(values.to(self.device, torch.float32), requires_grad=learn)
+        if learn:
+            parameter.register_hook(partial(_over_ranks, self.split.parts))
+        return parameter
+
+
+def _over_ranks(parts: int, gradient: Tensor) -> Tensor:
+    """The mean of a gradient over the batches of all ranks. Where heads are split, each rank has that of its part."""
+    total = gradient.contiguous().clone()  # autograd may use the same memory elsewhere
+    return total * (parts / add_over_ranks(total))
+
+
+def add_over_ranks(x: Tensor) -> int:
+    """Add a tensor up over all ranks of a distributed run, in place; returns how many there are."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    dist.all_reduce(x)
+    return dist.get_world_size()
 
 
 class ForwardChange(AttentionChange):
@@ -226,7 +249,7 @@ class ForwardControl(Control, Generic[Change]):
 
 def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[ControlledLayer]:
     """Every chosen attention module once; raises where one is out of reach. `control` is its name for the message."""
-    weights, family = ModuleWeights(model), family_of(model)
+    weights, family, split = ModuleWeights(model), family_of(model), SplitHeads(model)
     by_module: dict[int, ControlledLayer] = {}
     for layer in layers_numbered(attention_layers(model), chosen):
         module = weights.submodule(layer.name)
@@ -237,7 +260,8 @@ def controlled_layers(model: nn.Module, chosen: Layers, control: str) -> list[Co
                 f"{layer.name or kind}: {kind} does not pass the attention interface of transformers, where {control} "
                 f"acts; {SUPPORTED}. Where only some layers do: layers=[...]"
             )
-        by_module.setdefault(id(module), ControlledLayer(layer, module, device_of(module)))
+        own = split.of(layer.name, layer.kv_heads)
+        by_module.setdefault(id(module), ControlledLayer(layer, module, device_of(module), own))
     return list(by_module.values())
 
 
@@ -257,10 +281,13 @@ def _code_names(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
 
 
 def per_head(values: Tensor, count: int, side: str, layer: Heads) -> Tensor:
-    """`values` (heads,), which must be as many as there are heads in the call; `side` is "query" or "key"."""
-    if len(values) != count:
+    """Those of `values` (heads,) that are of this rank's heads, of which the call has `count`; `side` is "query" or
+    "key".
+    """
+    first, end = layer.split.run(len(values))
+    if end - first != count:
         raise LocaterError(
-            f"{layer.name}: {count} {side} heads arrived and {len(values)} were expected; "
-            "heads split over devices are not controlled"
+            f"{layer.name}: {count} {side} heads arrived and {end - first} were expected: attach controls after the "
+            "model is split over ranks"
         )
-    return values
+    return values if layer.split.parts == 1 else values[first:end]

@@ -77,8 +77,14 @@ class ModelMaps:
             sample.forget()
 
     def state(self) -> dict[str, Tensor]:
-        """The sums behind the size of tokens (2,), by the name of the layer, of layers that have run."""
-        return {size.name: size.sums.detach().clone() for size in self.sizes.values() if size.filled}
+        """The sums behind the size of tokens (2,), by the name of the layer; zeros for a layer that has not run.
+
+        All layers are there from the beginning: a distributed checkpoint fills in a state that is made before.
+        """
+        return {
+            size.name: size.sums.detach().clone() if size.filled else torch.zeros_like(size.sums)
+            for size in self.sizes.values()
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over the sizes of a checkpoint; refused where a layer of it has none here."""
@@ -90,7 +96,8 @@ class ModelMaps:
                 "here: it is of another model or other layers"
             )
         for name, sums in state.items():
-            by_name[name].load(sums)
+            if bool(sums[1]):  # the number of tokens
+                by_name[name].load(sums)
 
     def close(self) -> None:
         """Stop listening."""

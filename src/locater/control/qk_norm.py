@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from locater.attention.changes import AttentionRequest
 from locater.attention.qk_norm import NormKind, qk_norm
 from locater.control.base import Layers
-from locater.control.forward import NORM, ControlledLayer, ForwardChange, ForwardControl, Heads, per_head
+from locater.control.forward import (
+    NORM,
+    ControlledLayer,
+    ForwardChange,
+    ForwardControl,
+    Heads,
+    add_over_ranks,
+    per_head,
+)
 from locater.control.rows import real_tokens
 from locater.errors import LocaterError
 
@@ -27,10 +35,10 @@ class QKNorm(ForwardControl["_Normed"]):
     subtracts the mean over channels first, is refused where there is rotation: it would make logits depend on absolute
     positions.
 
-    `init="keep"` starts from the lengths in the first call of each layer (root mean square over its tokens, without
-    padding), so that the scale of logits stays; that needs attention by a softmax. A number starts every gain there,
-    1.0 as in Qwen3. Keys are normalised at every call, those from a cache too. Where a model scales its queries before
-    the call (OPT, Whisper), the normalised queries are scaled in the same way.
+    `init="keep"` starts from the lengths in the first call of each layer (root mean square over its tokens, those of
+    all ranks, without padding), so that the scale of logits stays; that needs attention by a softmax. A number starts
+    every gain there, 1.0 as in Qwen3. Keys are normalised at every call, those from a cache too. Where a model scales
+    its queries before the call (OPT, Whisper), the normalised queries are scaled in the same way.
 
     >>> QKNorm(init=1.0)
     QKNorm(kind='rms', learn=True, eps=1e-06, init=1.0, layers=None)
@@ -108,8 +116,8 @@ class _Normed(ForwardChange):
             with torch.no_grad():
                 call = request.call()
                 rows, keys = real_tokens(call, layer.kind == "self")
-                query_gain.copy_(self._length(q, rows) / prescale)
-                key_gain.copy_(self._length(call.key, keys))
+                self.query_gain.copy_(self._length(q, rows, self.query_gain) / prescale)
+                self.key_gain.copy_(self._length(call.key, keys, self.key_gain))
             self.ready = True
         return replace(
             request,
@@ -117,10 +125,17 @@ class _Normed(ForwardChange):
             key=qk_norm(k, key_gain, self.kind, self.eps),
         )
 
-    def _length(self, x: Tensor, real: Tensor) -> Tensor:
-        """Root mean square (H,) of x (B, H, T, D) over channels and real tokens (B, T)."""
+    def _length(self, x: Tensor, real: Tensor, gain: Tensor) -> Tensor:
+        """Root mean square (H,) of x (B, H, T, D) over channels and real tokens (B, T). In a distributed run x has the
+        batch of this rank, and perhaps a part of the heads; the result is that of all, like `gain`.
+        """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.kind == "layer":
             wide = wide - wide.mean(-1, keepdim=True)
         real = real[:, None, :, None].to(wide)
-        return ((wide.square() * real).sum((0, 2, 3)) / (real.sum() * x.shape[-1]).clamp_min(1)).sqrt()
+        sums = torch.zeros(2, len(gain), dtype=wide.dtype, device=wide.device)  # of squares, and how many
+        here = sums[:, slice(*self.heads.split.run(len(gain)))]
+        here[0] = (wide.square() * real).sum((0, 2, 3))
+        here[1] = real.sum() * x.shape[-1]
+        add_over_ranks(sums)
+        return (sums[0] / sums[1].clamp_min(1)).sqrt()

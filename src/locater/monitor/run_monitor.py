@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -137,6 +138,21 @@ class Monitor(TrainerEvents):
             self._sinks.write(end_record(self.step))
         finally:
             self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of the run needs: the step, and what was warned of. The same on every rank."""
+        return {"step": self.step, "warned": [list(key) for key in sorted(self.warned)]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the step of a checkpoint, without repeating its warnings; before or after `attach`."""
+        if not state:  # of an earlier version, which saved nothing
+            return
+        if state.keys() != {"step", "warned"}:
+            raise LocaterError(f"Monitor: this state holds {', '.join(state)}, and step, warned was expected")
+        self.step = int(state["step"])
+        self.warned = {(int(layer), int(head), str(reason)) for layer, head, reason in state["warned"]}
+        if self.observation is not None:
+            self._arm()
 
     def _arm(self) -> None:
         """Observe the coming step, or not. Decided per step: a trainer may call parts of its module only."""

@@ -24,7 +24,7 @@ LOGGED = ("grad_norm", "penalty")  # taken from the logs of transformers.Trainer
 
 
 class TrainerEvents:
-    """Callbacks of both trainers. `Monitor` has the methods that they call."""
+    """Callbacks of both trainers. `Monitor` has the methods that they call, and the state that Lightning saves."""
 
     observation: Observation | None
     step: int
@@ -141,12 +141,6 @@ class TrainerEvents:
             self._end()
 
     state_key = "locater.Monitor"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("on_") or name in ("setup", "teardown"):

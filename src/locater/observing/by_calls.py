@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch._compile import _disable_dynamo
@@ -23,6 +23,7 @@ from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like, folded_paths
 from locater.families.listening import is_tapped, refuse_unobservable
+from locater.families.split_heads import SplitHeads
 from locater.observing.choosing import Choice, ChoiceError, chosen
 from locater.observing.direct_calls import Caller, Describe
 from locater.observing.flex_calls import flex_calls
@@ -40,6 +41,7 @@ TORCH_MODULES = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLay
 class _Listener:
     """Hears the calls of one module. Its site is made at the first."""
 
+    counts_split_heads: ClassVar[bool] = True
     name: str
     module: nn.Module
     layers: CalledLayers
@@ -74,6 +76,7 @@ class CalledLayers:
         self.sites: list[Site] = []
         self.weights = ModuleWeights(model)
         self.attention = attention_like(self.weights)  # paths of modules that look like attention
+        self.split = SplitHeads(model)
         self.listeners: list[_Listener] = []
         self.refused: dict[str, str] = {}  # modules whose attention is not measured, and why
         self.ran: set[str] = set()
@@ -162,7 +165,8 @@ class CalledLayers:
     def _site(self, listener: _Listener, call: Call, number: int, kind: str, placed: bool) -> Site | None:
         if self.chosen is not None and number not in self.chosen:
             return None
-        count, keys = call.query.shape[1], call.key.shape[1]
+        split = self.split.of(listener.name)
+        count, keys = call.query.shape[1] * split.parts, call.key.shape[1] * split.parts
         picked = [head for head, _ in chosen(list(enumerate(range(count))), self.heads, "heads")]
         size = call.output.shape[-1] if call.output is not None and call.output.ndim == 4 else None
         return Site(
@@ -179,6 +183,7 @@ class CalledLayers:
             output_size=size,
             device=call.query.device,
             placed=placed,
+            split=split,
         )
 
     def leave(self, frame: Frame) -> None:
@@ -203,11 +208,13 @@ class CalledLayers:
             self.refuse(frame.name, error)
 
     def _heads_around(self, frame: Frame) -> int | None:
-        """The number of heads that a module says, or the one around it: attention may be a part of its own."""
+        """The number of heads that a module says, or the one around it: attention may be a part of its own. Where heads
+        are split over ranks it may be the number here or that of all, and says nothing.
+        """
         for around in (frame, *self.frames[-2:-1]):
             heads = heads_of(around.module)
             if heads is not None:
-                return heads
+                return heads if self.split.of(around.name).parts == 1 else None
         return None
 
     # ---- afterwards

@@ -10,8 +10,10 @@ from torch import nn
 from locater.attention import interface
 from locater.attention.listeners import Listener, enter, leave
 from locater.attention.stand_ins import instead, through
+from locater.errors import LocaterError
 from locater.families.listening import put_tap, refuse_unobservable
 from locater.families.registry import family_of
+from locater.families.split_heads import SplitHeads
 
 
 @contextmanager
@@ -21,6 +23,12 @@ def heard(model: nn.Module, sites: Sequence[Listener], by_record: bool = True) -
     Without `by_record` taps go by the class of a module alone, and not by the model's family.
     """
     family = family_of(model) if by_record else None
+    whole = next((site for site in sites if not getattr(site, "counts_split_heads", False)), None)
+    if whole is not None and SplitHeads(model).is_any:
+        raise LocaterError(
+            f"{whole.name or type(model).__name__}: its heads may be split over ranks, and single heads are read only "
+            "from a whole model: load its checkpoint in one process"
+        )
     with ExitStack() as stack:
         interface.install()
         stack.callback(interface.remove)

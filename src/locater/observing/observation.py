@@ -15,21 +15,17 @@ from torch import Tensor, nn
 
 from locater.attention.listeners import Switch
 from locater.attention.stand_ins import instead
-from locater.checkpoints.sources import open_source
-from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
-from locater.families import AttentionLayer, attention_layers
 from locater.families.coverage import folded_paths
-from locater.families.listening import refuse_unobservable
-from locater.families.reading import reader_for
-from locater.families.registry import family_of
+from locater.families.split_heads import SplitHeads
 from locater.observing.by_calls import CalledLayers
-from locater.observing.choosing import Choice, chosen, chosen_heads
+from locater.observing.choosing import Choice
 from locater.observing.hearing import heard
+from locater.observing.layer_sites import layers_by_record, sites_of
 from locater.observing.map_of_heads import pattern_sites
 from locater.observing.ranks import combine
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
-from locater.observing.site import Site, clear
+from locater.observing.site import clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
 from locater.observing.tally import StatisticsOptions
 
@@ -99,17 +95,24 @@ class Observation:
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
         self.by_calls: CalledLayers | None = None  # where no record tells the layers
         try:
-            known = _layers_by_record(model)
+            known = layers_by_record(model)
         except LocaterError as error:
             if patterns:
                 raise
             self.by_calls = CalledLayers(model, str(error), options, layers, heads, self.switch)
             self.sites = self.by_calls.sites
         else:
-            self.sites = _sites(model, known, options, layers, heads, self.switch)
+            self.sites = sites_of(model, known, options, layers, heads, self.switch)
+        if hidden and SplitHeads(model).is_any:
+            raise LocaterError(
+                f"{type(model).__name__}: it is split over ranks, and so may be the tokens between its blocks: "
+                "observe it without hidden=True"
+            )
         self.pattern_sites = pattern_sites(model, patterns, self.switch)
         self.streams = streams(model, self._attention_paths()) if hidden else []
         self.passes = 0  # forward passes of `model` inside the block
+        self.reduced = False  # whether the numbers are those of all ranks
+        self._agreed = False  # whether all ranks are known to have the same layers
         self.over = True
         self._open: ExitStack | None = None
 
@@ -172,6 +175,12 @@ class Observation:
     @property
     def rows(self) -> list[SeenHead]:
         """One row per head, layer by layer in the order of a scan. Layers that were not called have none."""
+        split = next((site for site in self.sites if site.split.parts > 1), None)
+        if split is not None and not self.reduced:
+            raise LocaterError(
+                f"{split.name}: its heads are split over {split.split.parts} ranks, and this one has a part of them: "
+                "call seen.reduce() on every rank before seen.rows"
+            )
         rows = rows_of(self.sites)
         if not rows:
             raise LocaterError(self.nothing())
@@ -226,14 +235,17 @@ class Observation:
     def clear(self) -> None:
         """Discard the numbers so far."""
         clear(self.sites)
+        self.reduced = False
         for point in self.streams:
             point.sums.zero_()
 
     def reduce(self, group: Any = None) -> None:
-        """Combine the ranks of a distributed run: sums are added, largest logits compared. Every rank calls it, and all
-        have the same numbers afterwards. Two collectives for all heads together.
+        """Combine the ranks of a distributed run: sums are added, largest logits compared. Every rank calls it once,
+        and all have the same numbers afterwards, of all heads also where these are split over ranks. Two collectives
+        for all heads together; the first time one more.
         """
-        combine(self.model, self.sites, self.streams, self.by_calls is not None, group)
+        combine(self.model, self.sites, self.streams, self.by_calls is not None or not self._agreed, group)
+        self.reduced = self._agreed = True
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row per head, as a pandas frame."""
@@ -272,29 +284,3 @@ def _passing(
         watch.switch.on = watch.passes % watch.every == 0
         watch.passes += 1
     return forward(*args, **kw)
-
-
-def _layers_by_record(model: nn.Module) -> list[AttentionLayer]:
-    """The layers of a model that a family reads; raises where none does."""
-    reader_for(*open_source(model))
-    return attention_layers(model)
-
-
-def _sites(
-    model: nn.Module,
-    known: list[AttentionLayer],
-    options: StatisticsOptions,
-    layers: Choice,
-    heads: Choice,
-    switch: Switch,
-) -> list[Site]:
-    weights, family = ModuleWeights(model), family_of(model)
-    sites = []
-    for number, layer in chosen(list(enumerate(known)), layers, "layers"):
-        module = weights.submodule(layer.name)
-        refuse_unobservable(module, family, layer.name)
-        picked = chosen_heads(layer, heads)
-        sites.append(
-            Site(layer.name, number, layer.kind, module, layer.group, layer.heads, picked, switch, options, layer)
-        )
-    return sites

@@ -15,17 +15,22 @@ from locater.observing.site import Site
 from locater.observing.stream import Stream
 
 
-def combine(model: nn.Module, sites: Sequence[Site], streams: Sequence[Stream], by_calls: bool, group: Any) -> None:
+def combine(model: nn.Module, sites: Sequence[Site], streams: Sequence[Stream], ask: bool, group: Any) -> None:
     """Add the sums of all ranks and compare their maxima, in two collectives.
 
-    Where layers were found `by_calls`, one more collective asks whether all ranks found the same.
+    With `ask` one more asks first whether all ranks have the same layers: those found by their calls may differ, and so
+    do the stages of a pipeline. Of several ranks that computed the same heads of the same batch, one counts.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    if by_calls:
+    if ask:
         _refuse_different_layers(model, sites, group)
     if not sites:
         return
+    for site in sites:
+        if not site.split.counts:
+            for x in site.totals.added():
+                x.zero_()
     added = [x for site in sites for x in site.totals.added()]
     added += [point.sums for point in streams]
     maxima = [site.totals.maxima for site in sites]
@@ -47,5 +52,6 @@ def _refuse_different_layers(model: nn.Module, sites: Sequence[Site], group: Any
     if largest != -smallest:
         raise LocaterError(
             f"{type(model).__name__}: ranks heard different attention layers, whose numbers cannot be combined: read "
-            "seen.rows on each rank, or give every rank batches that reach the same towers"
+            "seen.rows on each rank, give every rank batches that reach the same towers, or reduce over the ranks of "
+            "one stage of a pipeline, seen.reduce(group)"
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call
-from locater.attention.listeners import Switch, is_measured
+from locater.attention.listeners import Switch, is_measured, missed
+from locater.errors import LocaterError
+from locater.families.split_heads import WHOLE, Split
 from locater.observing.tally import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tally, wide
 
 if TYPE_CHECKING:
@@ -19,8 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Site:
-    """One attention module under observation. `heads` are the numbers of the query heads that are observed."""
+    """One attention module under observation. `heads` are the numbers of the query heads that are observed.
 
+    Where heads are split over ranks, `totals` has rows for all of `heads`, and a call adds to those of this rank.
+    """
+
+    counts_split_heads: ClassVar[bool] = True
     name: str
     number: int
     kind: str
@@ -34,8 +40,10 @@ class Site:
     output_size: int | None = None  # of a head's output, where no layer tells it
     device: torch.device | None = None  # of the sums, where it is not that of the parameters
     placed: bool = True  # whether keys are tokens in order, so that distances and a first key are known
+    split: Split = WHOLE  # which heads this rank computes
     totals: Accumulators = field(init=False)
-    picked: Tensor | None = field(init=False, default=None)  # `heads` as a tensor, None for all
+    here: Accumulators = field(init=False)  # the rows of `totals` that are of this rank
+    picked: Tensor | None = field(init=False, default=None)  # those of `heads` that a call has here, None for all of it
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):  # tensors made in inference mode could be written to nowhere else
@@ -44,8 +52,10 @@ class Site:
     def _make(self) -> None:
         device = self.device or next((p.device for p in self.module.parameters()), torch.device("cpu"))
         count, dtype, gram = len(self.heads), wide(device), None
-        if count < self.count:
-            self.picked = torch.tensor(self.heads, device=device)
+        first, end = self.split.run(self.count)
+        own = [head - first for head in self.heads if first <= head < end]
+        if len(own) < end - first:
+            self.picked = torch.tensor(own, dtype=torch.long, device=device)
         size = self.output_size
         if self.layer is not None and self.layer.value is not None:
             size = self.layer.value.shape[0] // self.layer.kv_heads
@@ -57,6 +67,8 @@ class Site:
             pairs=torch.zeros(count, len(self.options.offsets), 2, dtype=dtype, device=device),
             gram=gram,
         )
+        rows = slice(start := sum(head < first for head in self.heads), start + len(own))
+        self.here = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Nothing, in a copy of a model or in a saved one."""
@@ -76,9 +88,23 @@ class Site:
 
     def see(self, call: Call) -> None:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
-        if is_measured(self, call):
+        if is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):
             own = self.kind == "self" and self.placed
-            tally(call, self.totals, self.options, own, self.picked, self.switch.lenient)
+            tally(call, self.here, self.options, own, self.picked, self.switch.lenient)
+
+    def _has_own_heads(self, call: Call) -> bool:
+        """Whether a call has the heads of this rank: rows of others would be counted as theirs. Raises where not."""
+        first, end = self.split.run(self.count)
+        if call.query.shape[1] == end - first:
+            return True
+        error = LocaterError(
+            f"{self.name}: {call.query.shape[1]} query heads arrived, and {end - first} of {self.count} were expected: "
+            "observe a model after it is split over ranks, with each rank computing an equal part of its heads"
+        )
+        if not self.switch.lenient:
+            raise error
+        missed.append(error)
+        return False
 
 
 def clear(sites: Sequence[Site]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, Protocol
@@ -227,6 +228,8 @@ def _listening(
 ) -> Any:
     if module.training:
         read = attention_input(module, args, kwargs, names)
+        if read is not None and hasattr(read.x, "full_tensor"):  # under sequence parallelism
+            read = replace(read, x=read.x.full_tensor())
         if read is not None:
             shown = read.real if read.real is not None else padding.of(read.x, listener.name)
             if not padding.masks and shown is None:  # the model was not run as a whole
