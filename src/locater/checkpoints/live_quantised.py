@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from locater.checkpoints.quantised.bitsandbytes import FourBit, LLMInt8
 from locater.checkpoints.quantised.packed_int import PackedInt
 from locater.checkpoints.quantised.scaled import KINDS, NAMES, ScaledWeight
 from locater.checkpoints.quantised.stored import Stored
-from locater.checkpoints.weights import DictWeights
-from locater.errors import LocaterError
+from locater.checkpoints.weights import DictWeights, Rows, take_rows
 
+REPACKED = 32  # rows in a block of codes that are packed anew
 PACKED = (torch.uint8, *KINDS)
 
 
@@ -48,12 +49,36 @@ def live_map(module: nn.Module) -> Stored | None:
 def _four_bit(where: str, weight: Any) -> Stored:
     state = weight.quant_state
     if getattr(state, "packing_format_for_cpu", False):
-        raise LocaterError(
-            f"{where}: bitsandbytes has packed its weights anew for this processor: read it before its first pass, or "
-            "read the checkpoint"
-        )
+        return _RepackedFourBit(weight.data, state)
     beside = {f"weight.{name}": x.detach() for name, x in state.as_dict(packed=True).items()}
     return FourBit(DictWeights({"weight": weight.data, **beside}, where), "weight", state.quant_type)
+
+
+@dataclass(frozen=True)
+class _RepackedFourBit:
+    """Four-bit codes as bitsandbytes packs them anew at the first pass on a processor with AVX512-BF16: a byte holds
+    the codes of two rows that are 16 apart in their block of 32, and scales are rounded to bfloat16.
+    """
+
+    packed: Tensor  # (out, in / 2)
+    state: Any
+    name: str = "weight"
+    parts: tuple[str, ...] = ("weight",)
+
+    @property
+    def kind(self) -> str:
+        return str(self.state.quant_type)
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.state.shape)
+
+    def read(self, rows: Rows | None = None) -> Tensor:
+        count, width = self.shape()
+        halves = self.packed.reshape(-1, REPACKED)
+        codes = torch.cat([halves & 15, halves >> 4], 1).view(count // REPACKED, width // 2, REPACKED, 2)
+        codes = codes.transpose(1, 2).reshape(count, width)
+        scales = self.state.absmax.mT.float().repeat_interleave(self.state.blocksize, 1)
+        return take_rows((self.state.code.float()[codes.int()] * scales).to(self.state.dtype), rows)
 
 
 def _int8(where: str, weight: Any, state: Any) -> Stored | None:
