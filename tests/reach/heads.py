@@ -155,8 +155,11 @@ def checked(
 
 def _named_by_their_ends(heads: Mapping[str, int], line: str) -> bool:
     """Whether a line names as many modules as there are of each kind, by names on disk: their first steps may differ,
-    and there may be more of them.
+    and there may be more of them. Or as many in all, where also their last steps are others on disk.
     """
+    listed = re.findall(r"[\w.*]+(?: \((\d+)\))?(?:, |$)", line.partition("; not read: ")[2])
+    if sum(int(count or 1) for count in listed) >= len(heads):
+        return True
     ends = Counter(".".join(NUMBER.sub("*", path).split(".")[-END:]) for path in heads)
     bare = {end: re.sub(rf"[\w.*]+\.(?={re.escape(end)})", "", line) for end in ends}
     return all(_named_together(end, bare[end], r"(?:\.\w+)*") >= count for end, count in ends.items())

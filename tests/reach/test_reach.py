@@ -199,6 +199,9 @@ def test_a_refusal_has_to_name_what_it_leaves_out() -> None:
     assert "silent" not in checked(heads, lambda: refuse("some/folder: not read: layers.*.attn"))
     assert "silent" not in checked(heads, lambda: refuse("some/folder: not read: model.layers.*.attn"), renamed=True)
     assert checked(heads, lambda: refuse("some/folder: not read: model.layers.*.mlp"), renamed=True)["silent"] == 1
+    two = {"layers.0.self_attn": 4, "layers.1.self_attn": 4}
+    assert "silent" not in checked(two, lambda: refuse("Discovery: no; not read: layers.*.attn (2)"), renamed=True)
+    assert checked(two, lambda: refuse("Discovery: no; not read: layers.*.attn"), renamed=True)["silent"] == 2
 
 
 def test_a_map_that_is_never_used_is_no_attention() -> None:
