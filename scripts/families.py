@@ -64,7 +64,7 @@ line in the terminal and on the page, `assumptions.unread` in the JSON.
 | DeBERTa v1 | other fused layout; not tried |
 | SigLIP 2 | packed patches of varying shape; not tried |
 | state-space and linear attention models | no query-key softmax |
-| quantised safetensors (GPTQ, AWQ, FP8 blocks) | refused with the tensor's name; dequantise first |
+| quantised weights as MLX, NVFP4, HQQ and others store them | refused with the tensor's name; FP8, INT8, INT4, nf4, GPTQ and AWQ are read ([quantised.md](quantised.md)) |
 
 Anything else: [add-a-family.md](add-a-family.md), or name the tensors with `--query`, `--key` and `--heads`.
 """

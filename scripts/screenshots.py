@@ -6,18 +6,71 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Protocol
 
 import locater
+from locater.report.trajectory import trajectory_page
+from locater.train import Plan, run
+from locater.verbs.trajectory import trajectory
 
 ROOT = Path(__file__).parents[1]
-Page = Callable[[], locater.Scan | locater.Probe | locater.Explanations]
+
+
+class HasPage(Protocol):
+    def report(self, path: Path) -> None: ...
+
+
+CHOICES = {"trajectory": "#layer=2&head=4&metric=M&step=500&guide=closed"}
+CLIPS = {"trajectory": {"x": 0, "y": 0, "width": 1320, "height": 1290}}  # the lists below are long
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to"
+
+
+class Checkpoints:
+    """Two runs of 50 checkpoints each, trained here in about two minutes: the second at ten times the rate. Of the
+    first, two checkpoints are deleted, one is cut short and one is a copy of the one before it.
+    """
+
+    def report(self, path: Path) -> None:
+        rows: list[dict[str, Any]] = []
+        errors: dict[str, str] = {}
+        with tempfile.TemporaryDirectory() as place:
+            for name, rate in (("calm", 3e-3), ("hot", 3e-2)):
+                folder = Path(place) / name
+                size = dict(layers=4, width=64, heads=8, length=64, batch=8, steps=1000, warmup=0.02)
+                often = dict(checkpoint=20, keep=0, observe=0, evaluate=0, device="cpu")
+                run(Plan(out=str(folder), rate=rate, **size, **often))  # type: ignore[arg-type]
+                if name == "calm":
+                    damage(folder)
+                for source in sorted(folder.glob("step-*")):
+                    label = f"{name}/{source.name}"
+                    try:
+                        rows += checkpoint_rows(source, label, name)
+                    except locater.LocaterError as error:
+                        errors[label] = str(error).replace(f"{place}/", "")
+        path.write_text(trajectory_page(trajectory(rows, errors, length=256)), encoding="utf-8")
+
+
+def damage(folder: Path) -> None:
+    for step in (400, 420):
+        shutil.rmtree(folder / f"step-{step:08d}")
+    shutil.copy(folder / "step-00000140" / "model.safetensors", folder / "step-00000160")
+    cut = folder / "step-00000700" / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:100_000])
+
+
+def checkpoint_rows(source: Path, label: str, run: str) -> list[dict[str, Any]]:
+    result = locater.scan(source)
+    digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
+    names = {entry["layer"]: entry["name"] for entry in result.layers}
+    more = {"source": label, "run": run, "step": int(source.name[5:]), "digest": digest}
+    return [{**row, **more, "layer_name": names[row["layer"]]} for row in result.records()]
 
 
 def main() -> None:
@@ -40,18 +93,20 @@ def main() -> None:
     assert spec.origin is not None
     stories, minilm = args.models / "stories260K", Path(spec.origin).parent / "model"
     label = "WikiText-2"
-    shots: list[tuple[str, Page, str]] = [
+    shots: list[tuple[str, Callable[[], HasPage], str]] = [
         ("stories260K", lambda: locater.scan(stories), "light"),
         ("all-MiniLM-L6-v2-dark", lambda: locater.scan(minilm), "dark"),
         ("probe-stories260K", lambda: locater.probe(str(stories), args.text, label=label), "light"),
         ("probe-all-MiniLM-L6-v2-dark", lambda: locater.probe(str(minilm), args.text, label=label), "dark"),
         ("explain-stories260K", lambda: locater.explanations(stories, PROMPT), "light"),
+        ("trajectory", Checkpoints, "light"),
     ]
     out = ROOT / "docs" / "images"
     out.mkdir(exist_ok=True)
     with sync_playwright() as play, tempfile.TemporaryDirectory() as place:
         browser = play.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else []
+            executable_path=shutil.which("chromium") or shutil.which("chromium-headless-shell"),
+            args=["--no-sandbox"] if os.geteuid() == 0 else [],
         )
         for name, make, scheme in shots:
             if args.only and not name.startswith(args.only):
@@ -60,8 +115,10 @@ def main() -> None:
             make().report(page_path)
             context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1320, "height": 900})
             page = context.new_page()
-            page.goto(page_path.as_uri())
-            page.screenshot(path=out / f"{name}.png", full_page=True)
+            page.goto(page_path.as_uri() + CHOICES.get(name, ""))
+            if name == "trajectory":  # it unpacks its numbers after it has been loaded
+                page.wait_for_selector("html[data-ready]")
+            page.screenshot(path=out / f"{name}.png", full_page=True, clip=CLIPS.get(name))
             print(out / f"{name}.png")
 
 

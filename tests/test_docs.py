@@ -160,6 +160,20 @@ def test_the_docs_quote_the_benchmark() -> None:
     assert f"{ours['seconds']:.2f} s and {ours['peak_over_import'] / 1e6:.0f} MB" in (ROOT / "README.md").read_text()
 
 
+def test_the_page_of_remote_checkpoints_quotes_its_benchmark() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "remote.json").read_text())
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        summary = runpy.run_path(str(ROOT / "benchmarks" / "remote.py"))["summary"](results)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    text = (ROOT / "docs" / "remote.md").read_text()
+    assert all(f"    {line}" in text for line in summary.splitlines())
+    for run in (results["https"], results["hf"]):
+        assert run["bytes"] <= 1.15 * results["bytes_needed"]
+        assert run["rows"] == results["local"]["rows"]
+
+
 def test_the_early_warning_record_is_that_of_the_runs() -> None:
     found = json.loads((ROOT / "docs/results/early-warning.json").read_text())
     made = runpy.run_path(str(ROOT / "scripts" / "early_warning.py"))["text"](found)

@@ -1,13 +1,20 @@
-"""Notebooks in examples/ run from top to bottom, and their results show themselves."""
+"""Notebooks in examples/ run from top to bottom, and their results show themselves; the script runs on several ranks."""
 
 from __future__ import annotations
 
+import json
+import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests import ROOT
+from tests.fuzz.dcp import loaded
+from tests.processes import ranks
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
@@ -56,3 +63,61 @@ def test_from_all_heads_to_the_output() -> None:
     assert "of the output passes layer" in printed["shares"]
     assert "<svg" in outputs["why"][-1]["data"]["text/html"]
     assert "less likely: [" in printed["tokens"]
+
+
+def sharded(folder: Path, steps: int, tensor: int, rank: int) -> None:
+    """The script on one of several ranks; its losses go into a file."""
+    torch.set_num_threads(1)
+    script = runpy.run_path(str(ROOT / "examples" / "sharded_run.py"))
+    (folder / f"losses-{rank}-{steps}.json").write_text(json.dumps(script["main"](folder, steps, tensor)))
+
+
+def flat(state: Any, name: str = "") -> dict[str, Any]:
+    """Numbers and tensors of a nested state, by their place."""
+    if isinstance(state, dict | list):
+        pairs = state.items() if isinstance(state, dict) else enumerate(state)
+        return {key: value for i, part in pairs for key, value in flat(part, f"{name}.{i}").items()}
+    return {name: state}
+
+
+def compare(ours: Path, theirs: Path) -> None:
+    """Two checkpoints: weights, moments, controls and monitor, as PyTorch reads them."""
+    for key in ("model", "optimizer", "control", "control_optimizer", "monitor"):
+        found, expected = flat(loaded(ours, key), key), flat(loaded(theirs, key), key)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if isinstance(value, Tensor):
+                assert torch.allclose(found[name], value, rtol=1e-3, atol=1e-5), name
+            else:
+                assert found[name] == value, name
+    assert any(name.endswith("log_t") and float(x.abs().max()) > 0 for name, x in flat(loaded(ours, "control")).items())
+
+
+def resumed(folder: Path, counts: tuple[int, int], tensor: int) -> None:
+    """Three steps in one go and saved after two, resumed on another number of ranks."""
+
+    import locater.train
+
+    whole, cut = folder / "whole", folder / "cut"
+    for path, steps, count, split in ((whole, 3, counts[0], 1), (cut, 2, counts[0], 1), (cut, 3, counts[1], tensor)):
+        path.mkdir(exist_ok=True)
+        ranks(partial(sharded, path, steps, split), path, count)
+    first, second = (json.loads((cut / f"losses-0-{steps}.json").read_text()) for steps in (2, 3))
+    assert len(second) == 1, "the checkpoint was not resumed"
+    assert first + second == pytest.approx(json.loads((whole / "losses-0-3.json").read_text()), rel=1e-5)
+    compare(cut / "step-3", whole / "step-3")
+    names = dict(query="model.layers.*.self_attn.q_proj.weight", key="model.layers.*.self_attn.k_proj.weight", heads=4)
+    rows = [locater.scan(path / "step-3", **names).rows for path in (cut, whole)]
+    assert [row.M for row in rows[0]] == pytest.approx([row.M for row in rows[1]], abs=1e-4)
+    assert len(rows[0]) == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_run_is_resumed_by_another_number_of_ranks(tmp_path: Path) -> None:
+    resumed(tmp_path, (2, 1), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_run_is_resumed_with_heads_split(tmp_path: Path) -> None:
+    resumed(tmp_path, (2, 4), 2)

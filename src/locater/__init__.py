@@ -12,28 +12,33 @@ from locater.errors import LocaterError
 from locater.version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES and _MODULES
-    from locater import attention, control, explain, families, integrations, kernels, measures, theory, train
+    from locater import attention, control, explain, families, integrations, kernels, measures, testing, theory, train
     from locater.control import LocAteR
     from locater.families import AttentionLayer, Block, Discovered, Family, attention_layers, discover, register
     from locater.monitor import Monitor
     from locater.observing import Observation, attention_pattern, observe, statistics
     from locater.predict import Statistics
     from locater.spectrum import Moments, moments
-    from locater.verbs.comparing import Comparison, compare
+    from locater.verbs.compare_result import Comparison
+    from locater.verbs.comparing import compare
     from locater.verbs.explain_result import Explanations
     from locater.verbs.explaining import explanations
+    from locater.verbs.fleet.result import Fleet
     from locater.verbs.probe_result import Probe
     from locater.verbs.probing import probe
     from locater.verbs.scan_result import HeadRow, Scan
     from locater.verbs.scanning import scan
+    from locater.verbs.series import ComparisonSeries
 
 __all__ = [
     "AttentionLayer",
     "Block",
     "Comparison",
+    "ComparisonSeries",
     "Discovered",
     "Explanations",
     "Family",
+    "Fleet",
     "HeadRow",
     "LocAteR",
     "LocaterError",
@@ -62,11 +67,23 @@ __all__ = [
     "register",
     "scan",
     "statistics",
+    "testing",
     "theory",
     "train",
 ]
 
-_MODULES = ("attention", "control", "explain", "families", "integrations", "kernels", "measures", "theory", "train")
+_MODULES = (
+    "attention",
+    "control",
+    "explain",
+    "families",
+    "integrations",
+    "kernels",
+    "measures",
+    "testing",
+    "theory",
+    "train",
+)
 _NAMES = {  # module: what it gives to the package
     "control": ("LocAteR",),
     "families": ("AttentionLayer", "Block", "Discovered", "Family", "attention_layers", "discover", "register"),
@@ -74,13 +91,16 @@ _NAMES = {  # module: what it gives to the package
     "observing": ("Observation", "attention_pattern", "observe", "statistics"),
     "predict": ("Statistics",),
     "spectrum": ("Moments", "moments"),
-    "verbs.comparing": ("Comparison", "compare"),
+    "verbs.compare_result": ("Comparison",),
+    "verbs.comparing": ("compare",),
     "verbs.explain_result": ("Explanations",),
     "verbs.explaining": ("explanations",),
+    "verbs.fleet.result": ("Fleet",),
     "verbs.probe_result": ("Probe",),
     "verbs.probing": ("probe",),
     "verbs.scan_result": ("HeadRow", "Scan"),
     "verbs.scanning": ("scan",),
+    "verbs.series": ("ComparisonSeries",),
 }
 _OLD = ("heads",)  # work for one release, and warn
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

@@ -60,10 +60,11 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, flush: bool = False) -> None:
     """Write a file completely or not at all: readers never see half of it.
 
-    Links are followed. A pipe or a device is written to directly.
+    Links are followed. A pipe or a device is written to directly. `flush` waits until the data are on the disk, so that
+    they also survive a machine that stops.
     """
     path = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
@@ -75,6 +76,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
+                if flush:
+                    file.flush()
+                    os.fsync(file.fileno())
             os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
             os.replace(name, path)
         except BaseException:

@@ -15,7 +15,7 @@ from tests.fuzz.harness import GOOD, attempt, summary, supervised
 from tests.fuzz.planted import PLANTED
 
 FILES = {
-    "safetensors": 150, "shards": 120, "gguf": 120, "pickle": 120, "pickled shards": 60, "legacy pickle": 80, "dcp": 40, "dcp index": 120, "config": 60,
+    "safetensors": 150, "shards": 120, "quantised": 120, "gguf": 120, "pickle": 120, "pickled shards": 60, "legacy pickle": 80, "dcp": 40, "dcp index": 120, "config": 60,
     "scan": 60, "statistics": 60, "log": 200,
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from locater import LocaterError, attention_layers, scan
+from locater.families import open_source
 from tests.families.decoders import GEMMA, GROUPED, make
 from tests.parity import redraw
 
@@ -178,6 +179,11 @@ def test_quantised_tensors_are_close(tmp_path: Path) -> None:
     for a, b in zip(scan(tmp_path / "small.gguf").rows, scan(model).rows, strict=True):
         assert a.frobenius_sq == pytest.approx(b.frobenius_sq, rel=0.02)
         assert a.frobenius_sq != b.frobenius_sq
+        assert (a.quantised, b.quantised) == ("q8_0", None)
+    weights, _ = open_source(tmp_path / "small.gguf")
+    for name in weights.names():  # rows of queries and keys are in another order in the file
+        whole = weights.read(name)
+        assert torch.equal(weights.read(name, [(3, 7), (0, 2)]), torch.cat([whole[3:7], whole[:2]]))
 
 
 @pytest.mark.parametrize("length", [32, 1])

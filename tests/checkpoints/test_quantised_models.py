@@ -224,6 +224,42 @@ def test_an_adapter_on_a_quantised_base(plain: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(layer.query.weight(), under + delta.detach().float(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_live_adapter_on_a_quantised_base(kind: str, plain: Path) -> None:
+    """As in QLoRA: the layer adds the adapter's output to that of the quantised map."""
+    peft, functional = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes").functional
+    from transformers import BitsAndBytesConfig
+
+    how = dict(load_in_8bit=True) if kind == "int8" else dict(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = loaded(plain, quantization_config=BitsAndBytesConfig(**how))
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    part = model.base_model.model.model.layers[1].self_attn.q_proj
+    stored = part.base_layer.weight
+    if kind == "int8":
+        under = functional.int8_vectorwise_dequant(stored.data, stored.SCB)
+    else:
+        under = functional.dequantize_4bit(stored.data, stored.quant_state)
+    delta = part.lora_B["default"].weight @ part.lora_A["default"].weight * part.scaling["default"]
+    layer = attention_layers(model)[1]
+    assert layer.quantised == kind
+    torch.testing.assert_close(layer.query.weight(), under.float() + delta.float())
+    assert {row.quantised for row in locater.scan(model).rows} == {kind}
+
+
+@pytest.mark.parametrize("control", ["LocAteR", "QKClip", "SigmaReparam"])
+def test_controls_refuse_weights_that_are_not_trained(control: str, plain: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    model = loaded(plain, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(LocaterError, match=r"maps is trained|nothing can be written|is quantised"):
+        getattr(locater.control, control)().attach(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_probe_of_a_quantised_model_runs(plain: Path) -> None:
     """Predictions from quantised maps stand beside what the quantised model does."""
     pytest.importorskip("bitsandbytes")
@@ -240,3 +276,32 @@ def test_a_probe_of_a_quantised_model_runs(plain: Path) -> None:
     torch.testing.assert_close(layer.query.weight().float(), computed, rtol=1e-2, atol=1e-3)
     for then, now in zip(before.rows, locater.scan(model).rows, strict=True):
         assert then.F == pytest.approx(now.F, rel=0.02)
+
+
+def test_other_maps_may_be_of_any_format(plain: Path, tmp_path: Path) -> None:
+    """As in gpt-oss: MXFP4 in the experts, attention in bfloat16."""
+    folder = written(plain, tmp_path / "mixed", lambda weight: {"weight": weight}, {"quant_method": "mxfp4"})
+    tensors = load_file(folder / "model.safetensors")
+    up = "model.layers.0.mlp.up_proj"
+    del tensors[f"{up}.weight"]
+    tensors |= {
+        f"{up}_blocks": torch.zeros(4, 2, 16, dtype=torch.uint8),
+        f"{up}_scales": torch.zeros(4, 2).to(torch.uint8),
+    }
+    tensors["model.layers.1.mlp.up_proj.weight_scale_2"] = torch.ones(())
+    save_file(tensors, folder / "model.safetensors")
+    scan = locater.scan(folder)
+    assert same_rows(scan, locater.scan(plain))
+    assert {row.quantised for row in scan.rows} == {None}
+
+
+def test_the_page_has_the_table_that_the_script_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("compressed_tensors")
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    import quantised
+
+    page = (root / "docs" / "quantised.md").read_text()
+    for line in quantised.table():
+        assert line in page, f"{line}: python scripts/quantised.py"

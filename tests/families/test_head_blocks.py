@@ -109,7 +109,7 @@ def test_rows_of_a_scan_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pyt
     whole = locater.scan(folder, eigenvalues=True).rows
     calls: list[int] = []
 
-    def small(layer: AttentionLayer) -> list[AttentionLayer]:
+    def small(layer: AttentionLayer, elements: int) -> list[AttentionLayer]:
         blocks = list(head_blocks(layer, ELEMENTS))
         calls.append(len(blocks))
         return blocks
@@ -127,7 +127,7 @@ def test_one_block_in_float64_takes_all_there(tmp_path: Path, monkeypatch: pytes
     layer = replace(layer, query=replace(layer.query, weight=lambda: weight))
     options = head_rows.ScanOptions()
     whole = list(head_rows.head_rows(layer, 0, options))
-    monkeypatch.setattr(head_rows, "head_blocks", lambda layer: head_blocks(layer, ELEMENTS))
+    monkeypatch.setattr(head_rows, "head_blocks", lambda layer, elements: head_blocks(layer, ELEMENTS))
     assert list(head_rows.head_rows(layer, 0, options)) == whole
 
 

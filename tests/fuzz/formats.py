@@ -284,6 +284,9 @@ FORMATS = {
         in_folder("model.safetensors", safetensors_reference), share=5,
     ),
     "shards": Format(seeds.make_shards, any_of(SHARDS, INDEX), read_and_scan, shards_reference(safetensors_reference), share=2),
+    "quantised": Format(
+        seeds.make_quantised, any_of(edit("model.safetensors", mutate.of_safetensors), edit("config.json", edit_json())), read_and_scan
+    ),
     "gguf": Format(seeds.make_gguf, edit_gguf, read_gguf, gguf_reference, share=4),
     "pickle": Format(
         seeds.make_pickle, PICKLE, in_folder("pytorch_model.bin", read_and_scan), in_folder("pytorch_model.bin", pickle_reference), share=2

@@ -79,6 +79,80 @@ def make_legacy_pickle(folder: Path) -> None:
     make_pickle(folder, zipped=False)
 
 
+def make_quantised(folder: Path) -> None:
+    """A Llama of five layers, each with maps of another format; numbers are random, shapes and types are right."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {**SHAPE, "hidden_size": 32, "num_hidden_layers": 5}
+    LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=16, num_key_value_heads=1)).save_pretrained(folder)
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if "self_attn" in name:
+            stored = (_fp8, _packed, _nf4, _int8, _gptq)[int(name.split(".")[2])](weight)
+            del tensors[name]
+            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in stored.items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 16, "weight_block_size": [16, 16], "desc_act": True}
+    said["config_groups"] = {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+
+
+def _words(*shape: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int64).int()
+
+
+def _fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    out, into = weight.shape
+    return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale_inv": torch.rand(out // 16, into // 16)}
+
+
+def _packed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    out, into = weight.shape
+    groups = into // 16
+    return {
+        "weight_packed": _words(out, into // 8),
+        "weight_scale": torch.rand(out, groups),
+        "weight_zero_point": _words(out // 8, groups),
+        "weight_shape": torch.tensor(weight.shape),
+        "weight_g_idx": torch.randint(0, groups, (into,)).int(),
+    }
+
+
+def _nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    blocks = -(-weight.numel() // 64)
+    said = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5}
+    return {
+        "weight": torch.randint(0, 256, (weight.numel() // 2, 1)).to(torch.uint8),
+        "weight.absmax": torch.randint(0, 256, (blocks,)).to(torch.uint8),
+        "weight.quant_map": torch.linspace(-1, 1, 16),
+        "weight.nested_absmax": torch.rand(-(-blocks // 256)),
+        "weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8),
+    }
+
+
+def _int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes = torch.randint(-128, 128, weight.shape).to(torch.int8)
+    return {"weight": codes, "SCB": torch.rand(len(weight)), "weight_format": torch.tensor(0, dtype=torch.uint8)}
+
+
+def _gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    out, into = weight.shape
+    groups = into // 16
+    return {
+        "qweight": _words(into // 8, out),
+        "qzeros": torch.full((groups, out // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.rand(groups, out).half(),
+        "g_idx": torch.randint(0, groups, (into,)).int(),
+    }
+
+
 def make_gguf(folder: Path) -> None:
     """Two files: plain numbers with a vocabulary, and quantised maps with a table for longer texts."""
     import gguf

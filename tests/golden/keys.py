@@ -32,10 +32,10 @@ RENAMED: dict[str, dict[str, str]] = {
 CHANGED: dict[str, dict[str, object]] = {
     "probe": {"schema": 2},  # three columns were renamed
     "names": {  # runs were added: arms of headlines have eight seeds; studies j, k and l of bao2024
-        "kept_runs.bao2024.bao2024": 439,
+        "kept_runs.bao2024.bao2024": 501,
         "kept_runs.bao2024.xiao2026": 3,
-        "kept_runs.mechanisms.qiu2025": 90,
-        "kept_runs.mechanisms.sun2026": 107,
+        "kept_runs.mechanisms.qiu2025": 98,
+        "kept_runs.mechanisms.sun2026": 115,
         "kept_runs.mechanisms.zoo": 198,
     },
 }
@@ -63,7 +63,7 @@ NEW: dict[str, tuple[str, ...]] = {
         *("result.plan.convert", "result.plan.convert_at", "result.conversion"),  # null here
         *("result.plan.deterministic", "result.plan.parents", "result.plan.concentration"),  # of no effect here
         *(f"result.plan.{name}" for name in ("dropout", "schedule", "optimizer", "beta2")),
-        *(f"result.plan.{name}" for name in ("words", "select", "report", "bos")),
+        *(f"result.plan.{name}" for name in ("words", "select", "report", "bos", "keep")),
         *("scan.heads[*].effective_rank",),
     ),
 }

@@ -22,9 +22,19 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from locater.kernels import triton_kernels, triton_recurrence, triton_weighted  # noqa: E402
 from locater.kernels.terms import Terms  # noqa: E402
 
-HOPPER, MEMORY = GPUTarget("cuda", 90, 32), 227 * 1024  # bytes that a block can have there
+CARDS = {
+    80: 163 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+}  # compute capability: bytes of shared memory that a block can have
+OTHERS = [pytest.param(card, marks=pytest.mark.slow) for card in CARDS if card != 90]
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32"}
 Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # kernel, arguments by name, options
+
+
+@pytest.fixture(params=[90, *OTHERS], ids=lambda card: f"sm_{card}")
+def card(request: pytest.FixtureRequest) -> int:
+    return request.param
 
 
 def launches(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
@@ -44,7 +54,7 @@ def launches(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[L
     return found
 
 
-def compiled(launch: Launch) -> Any:
+def compiled(launch: Launch, card: int) -> Any:
     kernel, named, options = launch
     assert list(named) == kernel.arg_names or set(named) == set(kernel.arg_names)
     signature, fixed, attributes = {}, {}, {}
@@ -57,16 +67,18 @@ def compiled(launch: Launch) -> Any:
             signature[parameter.name], fixed[(at,)] = "constexpr", value
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=HOPPER, options=options)
+    return triton.compile(
+        ASTSource(kernel, signature, fixed, attributes), target=GPUTarget("cuda", card, 32), options=options
+    )
 
 
-def check(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, kernels: int) -> None:
+def check(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, kernels: int, card: int) -> None:
     held = launches(call, monkeypatch)
     assert len(held) == kernels
     for launch in held:
-        made = compiled(launch)
+        made = compiled(launch, card)
         assert len(made.asm["cubin"]) > 1000
-        assert made.metadata.shared <= MEMORY, launch[0].__name__
+        assert made.metadata.shared <= CARDS[card], launch[0].__name__
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -74,7 +86,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "size"), [pytest.param("softcap", 128, marks=pytest.mark.slow), ("sigmoid", 64)])
-def test_weights(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights(kind: str, size: int, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     q, k, v = (drawn(1, 2, 128, size, dtype=torch.bfloat16) for _ in range(3))
     shift = torch.zeros(1, 2, 128) if kind == "sigmoid" else None
     keys = torch.ones(1, 1, 128, dtype=torch.bool) if size == 64 else None
@@ -83,21 +95,21 @@ def test_weights(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         out, row = triton_weighted.forward(q, k, v, shift, keys, 0.125, 50.0, True)
         triton_weighted.backward(q, k, v, out, row, out, keys, 0.125, 50.0, True, kind == "sigmoid")
 
-    check(call, monkeypatch, 3)
+    check(call, monkeypatch, 3, card)
 
 
 @pytest.mark.slow
-def test_weights_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_float32(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     q, k, v = (drawn(1, h, 100, 80, dtype=torch.float32) for h in (4, 2, 2))
 
     def call() -> None:
         out, row = triton_weighted.forward(q, k, v, None, None, 0.125, 50.0, False)
         triton_weighted.backward(q, k, v, out, row, out, None, 0.125, 50.0, False, False)
 
-    check(call, monkeypatch, 3)
+    check(call, monkeypatch, 3, card)
 
 
-def test_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recurrence(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     own, carried, keys = (drawn(2, 3, 64, size, dtype=torch.float32) for size in (96, 128, 128))
     kept = torch.ones(2, 3)
 
@@ -105,22 +117,25 @@ def test_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
         states, new = triton_recurrence.forward(own, carried, keys, kept)
         triton_recurrence.backward(carried, keys, kept, states, new)
 
-    check(call, monkeypatch, 2)
+    check(call, monkeypatch, 2, card)
 
 
 @pytest.mark.parametrize("extended", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_statistics(extended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics(extended: bool, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     q, k = drawn(1, 2, 256, 64, dtype=torch.bfloat16), drawn(1, 1, 256, 64, dtype=torch.bfloat16)
     terms = Terms(0.125, causal=True, softcap=30.0 if extended else None)
     triton_kernels.LAUNCHES.clear()
-    check(lambda: triton_kernels.statistics(q, k, terms, extended, per_key=extended), monkeypatch, 1 + extended)
+    check(lambda: triton_kernels.statistics(q, k, terms, extended, per_key=extended), monkeypatch, 1 + extended, card)
     triton_kernels.LAUNCHES.clear()
 
 
-def test_the_gradient_of_the_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_the_entropy(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
     q, k = drawn(1, 2, 256, 128, dtype=torch.bfloat16), drawn(1, 2, 256, 128, dtype=torch.bfloat16)
     row = torch.ones(1, 2, 256)
     padding = torch.ones(1, 256, dtype=torch.bool)
     check(
-        lambda: triton_kernels.entropy_gradient(q, k, Terms(0.1, padding=padding), row, row, row, row), monkeypatch, 2
+        lambda: triton_kernels.entropy_gradient(q, k, Terms(0.1, padding=padding), row, row, row, row),
+        monkeypatch,
+        2,
+        card,
     )

@@ -403,6 +403,33 @@ def test_one_warning_per_head_and_reason(tmp_path: Path, caplog: pytest.LogCaptu
     assert next(w for w in warnings if w["flag"] == "max_logit>50")["threshold"] == 50
 
 
+def test_the_state_has_the_step_and_what_was_warned_of(tmp_path: Path) -> None:
+    model = llama()
+    first = Monitor(tmp_path / "first.jsonl", every=2, warn_on="entropy_ratio<2").attach(model)
+    train(model, first, 3)
+    first.detach()
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["step"] == 3
+    assert len(state["warned"]) == 8
+    second = Monitor(tmp_path / "second.jsonl", every=2, warn_on="entropy_ratio<2")
+    second.load_state_dict(state)
+    train(model, second.attach(model), 2)
+    second.detach()
+    kinds = [(line["kind"], line.get("step")) for line in records(tmp_path / "second.jsonl")]
+    assert kinds == [("run", None), ("loss", 4), ("step", 5), ("end", 5)], (
+        "step 4 is not due, and no warning is repeated"
+    )
+    later = Monitor(tmp_path / "later.jsonl", every=2).attach(model)
+    assert later.due
+    later.load_state_dict(state)
+    assert not later.due
+    later.detach()
+    with pytest.raises(LocaterError, match="this state holds warned, and step, warned was expected"):
+        later.load_state_dict({"warned": []})
+    later.load_state_dict({})  # of an earlier version
+    assert later.step == 3
+
+
 def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
     model = llama()
     monitor = Monitor(tmp_path / "run.jsonl", every=1).attach(model)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import locater
-from locater.control import EntropyPenalty, LocAteR, QKNorm, Temperature
+from locater.control import EntropyPenalty, LocAteR, QKClip, QKNorm, SigmaReparam, Temperature
 from locater.errors import LocaterError
 from tests.processes import ranks
 from tests.sharded import VOCABULARY, llama, mesh_of, split, titan, whole
@@ -143,19 +143,36 @@ def worker(
                 assert any(line["kind"] == "warning" for line in want)
                 assert all(None not in row for line in observed for row in line["heads"]["entropy"])
                 same(records(log), want, f"log of {make.__name__} {dp} x {tp}")
-            if tp > 1:
-                refusals(model, ids, make is llama)
+            if tp > 1 and "form" not in kw:
+                refusals(model, ids, make is llama and dp == 1)
     if compiled:
         model = split(llama(), mesh_of(1, dist.get_world_size()))
         model.compile()
         same(trained(model, ids, folder / "compiled.jsonl"), one[llama], "compiled")
     else:
+        clipped(ids, meshes, rank)
         copied = nn.parallel.DistributedDataParallel(makes[0]())
         found = trained(copied, ids.chunk(dist.get_world_size())[rank], folder / "copied.jsonl", **kw)
         same(found, one[makes[0]], "DDP")
         heads_on_every_rank(ids)
     dist.barrier()
     print("done", flush=True)
+
+
+def clipped(ids: Tensor, meshes: list[tuple[int, int]], rank: int) -> None:
+    """QK-Clip, by the largest logits of all ranks."""
+
+    def weights(model: Any, ids: Tensor) -> dict[str, Tensor]:
+        control = QKClip(0.5).attach(model.train())
+        model(ids)
+        control.after_step()
+        assert control.clipped == 8
+        control.detach()
+        return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+    expected = weights(llama(), ids)
+    for dp, tp in meshes:
+        same(weights(split(llama(), mesh_of(dp, tp)), ids.chunk(dp)[rank // tp]), expected, f"clipped {dp} x {tp}")
 
 
 def heads_on_every_rank(ids: Tensor) -> None:
@@ -190,8 +207,23 @@ def refusals(model: Any, ids: Tensor, interface: bool) -> None:
             locater.observe(model, patterns=[(0, 0)]),
         ):
             pass
+        with pytest.raises(LocaterError, match="single heads are read only from a whole model"):
+            locater.attention_pattern(model, ids)
         with pytest.raises(LocaterError, match="EntropyPenalty is a mean over all"):
             EntropyPenalty(floor=0.1).attach(model)
+        with pytest.raises(LocaterError, match="SigmaReparam needs whole maps"):
+            SigmaReparam().attach(model)
+        late = llama()
+        with (
+            pytest.raises(LocaterError, match="2 query heads arrived, and 4 of 4 were expected: observe a model after"),
+            locater.observe(late),
+        ):
+            split(late, mesh_of(1, 2))(ids)
+        stage = llama()
+        with locater.observe(stage, layers=[dist.get_rank() % 2]) as seen:  # as the stages of a pipeline
+            stage(ids)
+        with pytest.raises(LocaterError, match=r"ranks heard different attention layers.*one stage of a pipeline"):
+            seen.reduce()
 
 
 def imports() -> None:
@@ -218,7 +250,8 @@ def test_four_ranks_split_heads_and_parameters(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_compiled_model_whose_heads_are_split(tmp_path: Path) -> None:
     imports()
-    assert all("done" in text for text in ranks(partial(worker, [llama], [], tmp_path, compiled=True), tmp_path))
+    work = partial(worker, [llama], [], tmp_path, compiled=True)
+    assert all("done" in text for text in ranks(work, tmp_path, seconds=600))
 
 
 @pytest.mark.slow
@@ -226,3 +259,29 @@ def test_four_ranks_share_measured_tokens(tmp_path: Path) -> None:
     imports()
     work = partial(worker, [llama, titan], [(2, 2)], tmp_path, form="measured")
     assert all("done" in text for text in ranks(work, tmp_path, 4, seconds=300))
+
+
+def placed_by_transformers(folder: Path, rank: int) -> None:
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    dist.init_process_group("gloo")
+    plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan, dtype=torch.float64)
+    whole, rows = llama(), []
+    for each in (model, whole):
+        with locater.observe(each) as seen:
+            each(batch())
+        if each is model:
+            seen.reduce()
+        rows.append([asdict(row) for row in seen.rows])
+    same(*rows, "observed")
+    same(*([asdict(row) for row in locater.scan(each).rows] for each in (model, whole)), "scanned")
+    print("done", flush=True)
+
+
+@pytest.mark.slow
+def test_the_tensor_parallelism_of_transformers(tmp_path: Path) -> None:
+    imports()
+    llama().save_pretrained(tmp_path / "model")
+    assert all("done" in text for text in ranks(partial(placed_by_transformers, tmp_path / "model"), tmp_path))

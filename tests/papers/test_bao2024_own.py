@@ -299,7 +299,7 @@ def test_pages_of_made_runs_and_of_none(earlier: dict[str, Line], tmp_path: Path
         return *page(document, paper), {claim["verdict"] for claim in document["claims"]}
 
     text, figures, _ = rendered(filled(earlier, "jklmn", line).lines.values())
-    assert list(figures) == ["own-training", "own-doses", "acting-hot", "cause", "own-long"]
+    assert list(figures) == ["own-training", "own-doses", "own-seeds", "acting-hot", "cause", "own-long"]
     headings = [part[0] for part in text.split("\n## ") if part[1:3] == ". "]
     assert headings == ["j", "k", "l", "m", "n"]
     assert "Not decided yet" not in text

@@ -77,6 +77,13 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
     assert [p.name for p in checkpoints.checkpoints(tmp_path / "run")] == ["step-00000056", "step-00000060"]
 
 
+@pytest.mark.parametrize(("keep", "steps"), [(0, [4, 8, 12]), (1, [12]), (2, [8, 12])])
+def test_how_many_checkpoints_stay(tmp_path: Path, keep: int, steps: list[int]) -> None:
+    first = run(plan(tmp_path, keep=keep, evaluate=0, observe=0))
+    assert [int(p.name[5:]) for p in checkpoints.checkpoints(tmp_path / "run")] == steps
+    assert run(plan(tmp_path, keep=3, evaluate=0, observe=0)).report_loss == first.report_loss, "the same run"
+
+
 def test_what_was_read_from_the_device_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     real = locater.Monitor.after_step

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 from torch import nn
 
-from locater import LocaterError, compare, scan
+from locater import ComparisonSeries, LocaterError, Scan, compare, scan
 from locater.report.change_words import changes_sentences
+from locater.report.series_words import fault_sentence, series_sentences
 from tests.conftest import Result
 
 DEMO = Path(str(files("locater") / "demo"))
@@ -116,3 +119,127 @@ def test_fail_on_refuses_models_of_two_shapes(
     assert (result.status, len(result.err.splitlines())) == (2, 1)
     assert "different heads" in result.err
     assert not (tmp_path / "x.json").exists()
+
+
+# ---- more than two ----
+
+
+def growing(factors: tuple[float, ...]) -> list[nn.MultiheadAttention]:
+    """Layers of four heads that are the same, but for the queries of head 2, each so many times the one before."""
+    torch.manual_seed(0)
+    models = [nn.MultiheadAttention(32, 4)]
+    for factor in factors:
+        models.append(nn.MultiheadAttention(32, 4))
+        models[-1].load_state_dict(models[-2].state_dict())
+        with torch.no_grad():
+            models[-1].in_proj_weight[16:24] *= factor
+    return models
+
+
+def test_a_series_says_what_changed_and_between_which() -> None:
+    models = growing((1.0, 20.0, 1.0))
+    series = compare(*models)
+    assert isinstance(series, ComparisonSeries)
+    first = series.head_changes()[0]
+    assert (first.layer, first.head, first.start, first.end) == (0, 2, 1, 2)
+    assert {(x.head, x.start) for x in series.changes if x.size > 1e-6} == {(2, 1)}
+    scans = [scan(model) for model in models]
+    assert first.before == pytest.approx(getattr(scans[1].rows[2], first.column))
+    assert first.after == pytest.approx(getattr(scans[2].rows[2], first.column))
+    words = " ".join(series_sentences(series))
+    assert "Hardly anything changed from A to B, C to D." in words
+    assert f"from {first.before:.2f} in B to {first.after:.2f} in C" in words
+    assert fault_sentence(series) == "Heads that gained a fault: 1 from B to C. Heads that lost one: none."
+    document = json.loads(series.to_json())
+    two = compare(models[0], models[3]).to_dict()
+    assert {*two} == {*document}
+    assert {*two["heads"][0]} | {"between"} == {*document["heads"][0]}
+    for row, other in zip(document["heads"], json.loads(json.dumps(two["heads"])), strict=True):
+        assert {key: row[key] for key in other} == other, "the last against the first"
+        total = sum(step["difference"]["F"] for step in row["between"])
+        assert total == pytest.approx(row["difference"]["F"], rel=1e-6, abs=1e-9)
+    assert [step["gained"] for step in document["heads"][2]["between"]] == [[], ["sharp"], []]
+    assert document["medians"]["F"] == pytest.approx([median(row.F for row in x.rows) for x in scans])
+    assert len(document["source"]) == len(document["layers"]) == 4
+
+
+def test_changes_of_a_series_have_one_range() -> None:
+    models = growing((4.0, 4.0))
+    largest = max(row.F**0.5 for model in models for row in scan(model).rows)  # type: ignore[operator]
+    assert largest > 0.5, "above the least range"
+    sizes = {x.start: x for x in compare(*models).changes if (x.column, x.head) == ("sqrtF", 2)}
+    assert [sizes[at].size for at in (0, 1)] == pytest.approx(
+        [(sizes[at].after - sizes[at].before) / largest for at in (0, 1)]
+    )
+    assert sizes[1].size == pytest.approx(4 * sizes[0].size, rel=1e-4)
+
+
+def test_the_page_of_a_series_has_its_steps(tmp_path: Path) -> None:
+    scans = [replace(scan(model), source=f"runs/x/step-{at}0") for at, model in enumerate(growing((2.0, 2.0)))]
+    document = compare(*scans).trajectory()
+    assert [x["step"] for x in document["runs"][0]["steps"]] == [0, 10, 20]
+    assert [x["source"] for x in document["runs"][0]["steps"]] == ["step-00", "step-10", "step-20"]
+    assert document["runs"][0]["name"] == "x"
+    unnamed = [replace(x, source=name) for x, name in zip(scans, ("base", "tuned", "base"), strict=True)]
+    run = compare(*unnamed).trajectory()["runs"][0]
+    assert (run["numbered"], [x["source"] for x in run["steps"]]) == (False, ["base (A)", "tuned", "base (C)"])
+    for at, result in enumerate(scans):
+        assert run["values"]["F"][at][0] == pytest.approx([row.F for row in result.rows], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def saved_series(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Scans of a head that grows fourfold twice, then falls back: F by 16 each time."""
+    folder = tmp_path_factory.mktemp("series")
+    paths = [folder / f"step-{at}.json" for at in range(4)]
+    for model, path in zip(growing((4.0, 4.0, 1 / 16)), paths, strict=True):
+        scan(model).save(path)
+    return paths
+
+
+def test_many_from_the_command_line(run: Callable[..., Result], saved_series: list[Path], tmp_path: Path) -> None:
+    result = run("compare", *saved_series, "--json", tmp_path / "x.json", "--report", tmp_path / "x.html")
+    assert result.status == 0, result.err
+    assert f"D: {saved_series[3]} (4 heads)" in result.out
+    assert "Heads that changed most (layer.head): 0.2 " in " ".join(result.out.split())
+    assert len(json.loads((tmp_path / "x.json").read_text())["source"]) == 4
+    assert "4 checkpoints of 4 heads in 1 layer" in (tmp_path / "x.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("conditions", "pair"),
+    [("sharp", "B to C"), ("fault", "B to C"), ("change_F<-1", "C to D"), ("change_F>1e6", None), ("nonfinite", None)],
+)
+def test_fail_on_along_a_series(
+    run: Callable[..., Result], saved_series: list[Path], conditions: str, pair: str | None
+) -> None:
+    result = run("compare", *saved_series, "--fail-on", conditions)
+    assert result.status == (0 if pair is None else 1), result.err
+    assert result.err.strip().endswith(f"at layer 0 head 2 from {pair}" if pair else "")
+
+
+def test_small_changes_that_add_up(run: Callable[..., Result], saved_series: list[Path]) -> None:
+    rows = compare(*(Scan.load(path) for path in saved_series[:3])).condition_rows()
+    changes = {row["where"]: row["change_F"] for row in rows if row["head"] == 2}
+    assert changes["A to C"] == pytest.approx(changes["A to B"] + changes["B to C"])
+    bound = (changes["B to C"] + changes["A to C"]) / 2
+    result = run("compare", *saved_series[:3], "--fail-on", f"change_F>{bound}")
+    assert (result.status, result.err.strip().endswith("head 2 from A to C")) == (1, True)
+
+
+def test_a_series_refuses_what_it_cannot_compare(
+    run: Callable[..., Result], saved: tuple[Path, Path, Path], saved_series: list[Path], tmp_path: Path
+) -> None:
+    for args, culprit in (
+        ((*saved_series[:2], saved[2]), "has other heads than"),
+        ((*saved_series, saved_series[0]), f"{saved_series[0]} is given more than once"),
+        ((*saved_series[:2], tmp_path / "nothing"), "nothing"),
+        ((saved_series[0],), "B"),
+    ):
+        result = run("compare", *args, "--json", tmp_path / "x.json")
+        assert (result.status, len(result.err.splitlines())) == (2, 1), result.err
+        assert culprit in result.err
+        assert not (tmp_path / "x.json").exists()
+    a = scan(growing(())[0])
+    with pytest.raises(LocaterError, match="length is 256 in the first and 128"):
+        compare(a, scan(growing(())[0]), scan(growing(())[0], length=128))

@@ -150,17 +150,10 @@ def open_adapter(
 ) -> tuple[Weights, dict[str, Any]]:
     """The weights of an adapter's folder on its base model, and the configuration of that."""
     settings = read_json(folder / SETTINGS)
-    if not isinstance(settings, dict):
-        raise LocaterError(f"{folder / SETTINGS}: contains a {type(settings).__name__}, not settings of an adapter")
-    _refuse_other_kinds(folder, settings)
+    base = base_of(settings, str(folder))
     file = next((folder / name for name in FILES if is_there(folder / name)), None)
     if file is None:
         raise LocaterError(f"{folder}: an adapter without weights: {FILES[0]} is missing")
-    base = settings.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise LocaterError(
-            f"{folder / SETTINGS}: base_model_name_or_path is {base!r}: write the base model's folder there"
-        )
     beside = folder / base
     try:
         weights, config = open_base(str(beside) if beside.is_dir() else base)
@@ -172,7 +165,20 @@ def open_adapter(
     return AdaptedWeights(weights, own, settings, str(folder)), config
 
 
-def _refuse_other_kinds(folder: Path, settings: Mapping[str, Any]) -> None:
+def base_of(settings: Any, where: str) -> str:
+    """The base model that an adapter's settings name; kinds of adapters that are not read are refused."""
+    if not isinstance(settings, dict):
+        raise LocaterError(f"{where}/{SETTINGS}: contains a {type(settings).__name__}, not settings of an adapter")
+    _refuse_other_kinds(where, settings)
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise LocaterError(
+            f"{where}/{SETTINGS}: base_model_name_or_path is {base!r}: write the base model's folder there"
+        )
+    return base
+
+
+def _refuse_other_kinds(folder: str, settings: Mapping[str, Any]) -> None:
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise LocaterError(f"{folder}: an adapter of the kind {kind!r} is not read: merge it into its base model first")

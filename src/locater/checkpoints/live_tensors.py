@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from locater.checkpoints.quantised.stored import Stored
 
 
+# peft's classes of LoRA around linear layers: plain, and of bitsandbytes
+LINEAR = (("layer", "Linear"), ("bnb", "Linear4bit"), ("bnb", "Linear8bitLt"))
+
+
 @dataclass(frozen=True)
 class LiveTensor:
     """A tensor of a live model: an attribute of a module, with the adapters around that module, innermost first."""
@@ -148,7 +152,8 @@ def _adapted(adapter: Any, name: str, attribute: str, base: Tensor) -> Tensor:
         return base
     active = [one for one in adapter.active_adapters if one in getattr(adapter, "lora_A", {})]
     variants = {type(adapter.lora_variant[one]).__name__ for one in active if one in adapter.lora_variant}
-    if not is_a(adapter, "peft.tuners.lora.layer", "Linear") or variants - {"DoraLinearVariant"}:
+    linear = any(is_a(adapter, f"peft.tuners.lora.{module}", name) for module, name in LINEAR)
+    if not linear or variants - {"DoraLinearVariant"}:
         raise LocaterError(
             f"{name}: adapters of kind {' '.join([kind, *variants])} are not read: merge_and_unload() them first"
         )

@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,18 +50,14 @@ HEADER_LIMIT = 100_000_000  # bytes, the limit of the format
 LARGEST = 2**63 - 1  # for the number of elements, the number of bytes and the length of an axis
 FIELDS = {"dtype", "shape", "data_offsets"}
 Entry = dict[str, Any]
+F = TypeVar("F")  # a file: a path, or one that is elsewhere
 
 
-class SafetensorsWeights:
-    """One or several safetensors files; `file_of` names the file of each tensor where there is an index."""
+class StoredTensors(Generic[F]):
+    """Tensors of one or several safetensors files. What a file is, and how its bytes are read, say subclasses."""
 
-    def __init__(self, files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> None:
-        self.where = where
-        self.bytes_read = 0
-        self._lock = threading.Lock()
-        self._entries: dict[str, tuple[Path, int, Entry]] = joined(
-            ((path, _located(path)) for path in files), where, file_of
-        )
+    where: str
+    _entries: dict[str, tuple[F, int, Entry]]
 
     def names(self) -> Collection[str]:
         return self._entries.keys()
@@ -83,6 +79,20 @@ class SafetensorsWeights:
         stride = (end - begin) // max(shape[0], 1)
         parts = [self._bytes(path, start + begin + a * stride, (b - a) * stride, dtype) for a, b in rows]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(sum(b - a for a, b in rows), *shape[1:])
+
+    def _bytes(self, path: F, offset: int, size: int, dtype: torch.dtype) -> Tensor:
+        """`size` bytes from `offset` on, as a flat tensor."""
+        raise NotImplementedError
+
+
+class SafetensorsWeights(StoredTensors[Path]):
+    """One or several safetensors files; `file_of` names the file of each tensor where there is an index."""
+
+    def __init__(self, files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> None:
+        self.where = where
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._entries = joined(((path, _located(path)) for path in files), where, file_of)
 
     def _bytes(self, path: Path, offset: int, size: int, dtype: torch.dtype) -> Tensor:
         """`size` bytes from `offset` on. The file is opened for each read, so threads do not share a position in it."""
@@ -124,6 +134,11 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
             text = file.read(length)
     except OSError as error:
         raise LocaterError(f"{path}: cannot be read ({error.strerror})") from None
+    return 8 + length, parsed_header(path, text, size - 8 - length)
+
+
+def parsed_header(path: object, text: bytes, room: int) -> dict[str, Entry]:
+    """The entries of a header, in front of `room` bytes of data; `path` names the file in messages."""
     try:
         header = _parsed(text)
     except RecursionError:
@@ -132,8 +147,8 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Entry]]:
         ) from None
     except ValueError as error:
         raise LocaterError(f"{path}: its safetensors header is not readable ({error}): download it again") from None
-    _check_entries(path, header, size - 8 - length)
-    return 8 + length, header
+    _check_entries(path, header, room)
+    return header
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
@@ -172,7 +187,7 @@ def _natural(text: str) -> int:
     return int(text)
 
 
-def _check_entries(path: Path, header: Mapping[str, Any], room: int) -> None:
+def _check_entries(path: object, header: Mapping[str, Any], room: int) -> None:
     """Refuse tensors whose bytes do not fit their shape, or that do not fill the `room` bytes of data exactly."""
     for name, entry in header.items():
         fault = _fault(entry)

@@ -144,6 +144,17 @@ class CheckedConfig(dict[str, Any]):
         raise LocaterError(f"{self._where}: {reason}")
 
 
+def checked_config(config: Any, where: str) -> dict[str, Any]:
+    """The content of a config.json; empty where there is none."""
+    if config is None:
+        return {}
+    if not isinstance(config, dict):
+        raise LocaterError(f"{where}: contains a {type(config).__name__}, not a configuration")
+    if not isinstance(config.get("model_type"), str | None):
+        raise LocaterError(f"{where}: model_type is {config['model_type']!r:.80}, not a name")
+    return config
+
+
 def fault(rules: Mapping[str, Rule], key: str, value: Any) -> str | None:
     """The allowed values in words where `value` is not among them; None where it is."""
     allowed, fits = rules.get(key, ("", None))

@@ -1,13 +1,12 @@
-"""Open a source: a live module, a folder, a weights file or a hub id. Tensors are read from disk only when needed."""
+"""Open a source: a live module, a folder, a weights file, a hub id or an address. Tensors are read only when needed."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import re
-import socket
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PureWindowsPath
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
@@ -15,15 +14,33 @@ from torch import nn
 from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
 from locater.checkpoints.adapter_folder import open_adapter
 from locater.checkpoints.dcp_folder import DcpWeights, is_dcp
+from locater.checkpoints.index import refuse_lost, refuse_missing_shards, refuse_one_of_many, shards_of
 from locater.checkpoints.pickle_file import open_pickles
 from locater.checkpoints.quantised import seen_through
+from locater.checkpoints.remote.address import hub_address, remote_address
+from locater.checkpoints.remote.hub import asked
+from locater.checkpoints.remote.opening import open_remote
 from locater.checkpoints.safetensors_file import SafetensorsWeights
+from locater.checkpoints.settings import checked_config
 from locater.checkpoints.weights import ModuleWeights, Weights
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.files import is_there, read_json
 
 Config = dict[str, Any]
-Source = nn.Module | str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """A source whose weights are wrapped when it is opened, for callers that want to see what is read from it."""
+
+    source: str
+    wrap: Callable[[Weights], Weights]
+
+    def __str__(self) -> str:
+        return self.source
+
+
+Source = nn.Module | str | os.PathLike[str] | Wrapped
 
 
 class Opener(Protocol):
@@ -32,25 +49,32 @@ class Opener(Protocol):
     def __call__(self, files: Sequence[Path], where: str, file_of: Mapping[str, Path] | None = None) -> Weights: ...
 
 
-def open_source(source: Source) -> tuple[Weights, Config]:
-    """The weights and the configuration of `source`; the configuration is empty where there is none."""
+def open_source(source: Source, download: bool = False) -> tuple[Weights, Config]:
+    """The weights and the configuration of `source`; the configuration is empty where there is none.
+
+    Of a source that is elsewhere only headers are read here, and later the bytes that are asked for; `download` takes
+    all of it first.
+    """
     if isinstance(source, nn.Module):
         return ModuleWeights(source), config_of(source)
-    weights, config = _opened(source)
+    if isinstance(source, Wrapped):
+        weights, config = open_source(source.source, download)
+        return source.wrap(weights), config
+    weights, config = _opened(source, download)
     return seen_through(weights, config), config
 
 
-def _opened(source: str | os.PathLike[str]) -> tuple[Weights, Config]:
+def _opened(source: str | os.PathLike[str], download: bool) -> tuple[Weights, Config]:
     """The weights as they are stored, and the configuration."""
     if not isinstance(source, str | os.PathLike):
         raise LocaterError(f"{source!r:.60} is not a model: give an nn.Module, a folder, a file or a hub id")
     if not str(source):
         raise LocaterError("the name of the model is empty: give a folder, a file or a hub id")
-    path = Path(source)
-    if os.path.isdir(path):
-        return _open_folder(path)
-    if not is_there(path):
-        return _open_folder(_from_hub(str(source)))
+    path, address = Path(source), remote_address(str(source))
+    if address is None and os.path.isdir(path):
+        return _open_folder(path, partial(open_source, download=download))
+    if address is not None or not is_there(path):
+        return open_remote(address or hub_address(str(source)), partial(open_source, download=download), download)
     if path.suffix == ".gguf":
         from locater.checkpoints.gguf_file import open_gguf
 
@@ -74,12 +98,12 @@ def config_of(module: nn.Module) -> Config:
     return {}
 
 
-def _open_folder(folder: Path) -> tuple[Weights, Config]:
+def _open_folder(folder: Path, open_base: Callable[[str], tuple[Weights, Config]]) -> tuple[Weights, Config]:
     if is_there(folder / ADAPTER):
         model = next((n for n in ("model.safetensors", "pytorch_model.bin") if any(folder.glob(f"{n}*"))), None)
         if model is not None:
             raise LocaterError(f"{folder}: holds both {ADAPTER} and {model}: give each a folder of its own")
-        return open_adapter(folder, open_source)
+        return open_adapter(folder, open_base)
     config = _read_config(folder / "config.json")
     for stem, open_files in (("model.safetensors", SafetensorsWeights), ("pytorch_model.bin", open_pickles)):
         index = folder / f"{stem}.index.json"
@@ -100,7 +124,7 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
         )
     loose = [folder / name for name in names if name.endswith(".safetensors")]
     if loose:
-        _refuse_missing_shards(loose, str(folder))
+        refuse_missing_shards([path.name for path in loose], str(folder))
         return SafetensorsWeights(loose, str(folder)), config
     quantised = [folder / name for name in names if name.endswith(".gguf")]
     if quantised:
@@ -116,16 +140,8 @@ def _open_folder(folder: Path) -> tuple[Weights, Config]:
 
 def _open_index(index: Path, open_files: Opener) -> Weights:
     """The shards that an index names, each tensor from the shard that the index gives for it."""
-    document = read_json(index, unique=True)
-    shard_of = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(x, str) for x in shard_of.values()):
-        raise LocaterError(
-            f"{index}: not an index (weight_map does not give the shard of each tensor): download it again"
-        )
+    shard_of = shards_of(read_json(index, unique=True), str(index))
     shards = sorted(set(shard_of.values()))
-    for shard in shards:
-        if not _inside(shard):
-            raise LocaterError(f"{index}: names the shard {shard!r:.80}, which is not in its folder: refused")
     missing = [shard for shard in shards if not is_there(index.parent / shard)]
     if missing:
         raise LocaterError(
@@ -134,19 +150,8 @@ def _open_index(index: Path, open_files: Opener) -> Weights:
     paths = {shard: index.parent / shard for shard in shards}
     file_of = {name: paths[shard] for name, shard in shard_of.items()}
     weights = open_files(list(paths.values()), str(index.parent), file_of)
-    names = set(weights.names())
-    lost = [name for name in shard_of if name not in names]
-    if lost:
-        raise LocaterError(
-            f"{index}: names the tensor {lost[0]}, which is not in {shard_of[lost[0]]} ({len(lost)} missing)"
-        )
+    refuse_lost(shard_of, weights.names(), str(index))
     return weights
-
-
-def _inside(shard: str) -> bool:
-    """Whether the path of a shard stays inside the folder of its index, on every operating system."""
-    parts = PureWindowsPath(shard).parts  # splits at both kinds of slash, and knows drives
-    return bool(parts) and ".." not in parts and not PureWindowsPath(shard).anchor and "\0" not in shard
 
 
 def _open_file(path: Path) -> Weights:
@@ -163,78 +168,21 @@ def _open_file(path: Path) -> Weights:
 def _refuse_a_shard(path: Path) -> None:
     """A single shard would be read as a model with fewer layers, and without the norms in other shards."""
     for index in path.parent.glob("*.index.json") if path.suffix != ".json" else ():
-        document = read_json(index)
-        shard_of = document.get("weight_map") if isinstance(document, dict) else None
-        shards = {x for x in shard_of.values() if isinstance(x, str)} if isinstance(shard_of, dict) else set()
-        if path.name in shards and len(shards) > 1:
-            raise LocaterError(
-                f"{path}: one of the {len(shards)} shards of {index.name}: give the folder {path.parent}"
-            )
-    _refuse_missing_shards([path], str(path))
-
-
-def _refuse_missing_shards(files: Sequence[Path], where: str) -> None:
-    """Files named `model-00002-of-00003` are read only together with all others of the set."""
-    sets: dict[tuple[str, int], set[int]] = {}
-    for path in files:
-        if match := re.fullmatch(r"(.*)-(\d{1,6})-of-(\d{1,6})", path.stem, re.ASCII):
-            sets.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (stem, count), numbers in sets.items():
-        if len(numbers) < count:
-            raise LocaterError(
-                f"{where}: {len(numbers)} of the {count} shards {stem}-*-of-{count:05}: give the folder with all"
-            )
+        refuse_one_of_many(read_json(index), path.name, index.name, str(path), str(path.parent))
+    refuse_missing_shards([path.name], str(path))
 
 
 def _read_config(path: Path) -> Config:
-    if not is_there(path):
-        return {}
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise LocaterError(f"{path}: contains a {type(config).__name__}, not a configuration")
-    if not isinstance(config.get("model_type"), str | None):
-        raise LocaterError(f"{path}: model_type is {config['model_type']!r:.80}, not a name")
-    return config
-
-
-def _from_hub(name: str) -> Path:
-    """The local folder of a hub model, downloaded or cached: only its configuration and weights."""
-    for kind in ("safetensors", "bin"):
-        folder = hub_folder(name, ["config.json", f"*.{kind}", f"*.{kind}.index.json"])
-        if any(folder.glob(f"*.{kind}")):
-            break
-    return folder
+    return checked_config(read_json(path), str(path)) if is_there(path) else {}
 
 
 def hub_folder(name: str, patterns: Sequence[str] = ("config.json",)) -> Path:
     """The local folder of a hub model, downloaded or cached. A name that cannot be a hub id is refused at once."""
-    parts = name.split("/")
-    if (
-        len(parts) > 2
-        or not all(parts)
-        or name.startswith((".", "~"))
-        or name.endswith((".safetensors", ".gguf", ".bin", ".pt", ".pth"))
-    ):
-        raise LocaterError(f"{name}: no such file or folder")
+    if remote_address(name) is not None:
+        raise LocaterError(f"{name}: a model is run from a folder of this machine or from a hub id (org/model)")
+    address = hub_address(name)
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise LocaterError(f"{name}: no such file or folder; to read it from the hub, install locater[hf]") from None
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub client raises a dozen types: missing, gated, offline, disk full
-        if _is_network(error):
-            reason = "and the hub cannot be reached (is there a network?): give a folder or a file of this machine"
-        else:
-            reason = f"and the hub did not return it: {first_line(error)}"
-        raise LocaterError(f"{name}: no such file or folder, {reason}") from None
-
-
-def _is_network(error: BaseException | None) -> bool:
-    """Whether an exception was caused by a failed connection."""
-    # the exception of HF_HUB_OFFLINE explains itself
-    while error is not None and type(error).__name__ != "OfflineModeIsEnabled":
-        if isinstance(error, socket.gaierror | ConnectionError | TimeoutError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return Path(asked(address, lambda: snapshot_download(name, allow_patterns=list(patterns))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -13,7 +12,16 @@ from torch import Tensor, nn
 from locater.checkpoints.live_tensors import LiveTensor, live_tensors
 from locater.errors import LocaterError
 
+
+class Named(Protocol):
+    """A file with a name, such as a Path."""
+
+    @property
+    def name(self) -> str: ...
+
+
 T = TypeVar("T")
+F = TypeVar("F", bound=Named)
 Rows = Sequence[tuple[int, int]]  # half-open ranges of the first axis; the result has them in this order
 
 
@@ -82,15 +90,13 @@ def has_dense_data(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def joined(
-    parts: Iterable[tuple[Path, Mapping[str, T]]], where: str, file_of: Mapping[str, Path] | None
-) -> dict[str, T]:
+def joined(parts: Iterable[tuple[F, Mapping[str, T]]], where: str, file_of: Mapping[str, F] | None) -> dict[str, T]:
     """The tensors of several files in one dictionary.
 
     A tensor that is in two files, or in another file than the index says (`file_of`), is refused.
     """
     whole: dict[str, T] = {}
-    origin: dict[str, Path] = {}
+    origin: dict[str, F] = {}
     for path, tensors in parts:
         for name in tensors:
             if name in origin:

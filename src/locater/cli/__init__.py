@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from locater.cli import compare, demo, explain, probe, reproduce, scan, train, watch
+from locater.cli import compare, demo, explain, fleet, probe, reproduce, scan, train, watch
 from locater.cli.shell import Command, Group, command_in, examples, failure, without_debug
 from locater.version import __version__
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (demo, scan, probe, compare, explain, watch, train, reproduce):
+for module in (demo, scan, fleet, probe, compare, explain, watch, train, reproduce):
     name = module.__name__.rpartition(".")[2]
     app.command(name, cls=Command, help=module.HELP, epilog=examples(*module.EXAMPLES))(module.command)
 # The options of these come from modules that import torch: they are built when the command is called.

@@ -5,24 +5,30 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from locater.cli.options import JsonPath, Length, Raw, ReportPath
+from locater.cli.options import Download, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.findings import parse_conditions
 from locater.verbs.scan_result import LENGTH, SCAN_FLAGS
 
-HELP = "Compare two models, or two checkpoints of one run, head by head."
+HELP = "Compare two models, or two or more checkpoints of one run, head by head."
 EXAMPLES = (
     "locater compare base finetuned --report compare.html",
     "locater compare step-100.json step-200.json --json -",
     "locater compare base finetuned --fail-on 'fault, change_F>10'",
+    "locater compare run/step-* --report run.html",
 )
 
 
 def command(
     a: Annotated[str, typer.Argument(metavar="A", help="A model, a checkpoint, or the JSON of a scan.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one; differences are B minus A.")],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[C ...]", help="More of the same shape: what changed, and between which of them."),
+    ] = None,
     json: JsonPath = None,
     report: ReportPath = None,
     length: Length = LENGTH,
@@ -32,21 +38,37 @@ def command(
         typer.Option(
             metavar="CONDITIONS",
             help="Exit with status 1 if a head of B has a flag (sharp,nonfinite) that it has not in A, has a new fault "
-            "of any kind (fault), or if a column changed so much ('change_F>10', B minus A).",
+            "of any kind (fault), or if a column changed so much ('change_F>10', B minus A). Of more than two, each is "
+            "tested against the one before, and the last against the first.",
         ),
     ] = None,
+    download: Download = False,
 ) -> None:
+    from locater.report.series_words import print_series
     from locater.report.terminal import print_comparison
-    from locater.verbs.comparing import CHANGE_COLUMNS, FAULT, compare
+    from locater.verbs.compare_result import CHANGE_COLUMNS, FAULT, Comparison
+    from locater.verbs.comparing import compare
 
     conditions = []
     if fail_on is not None:
         conditions = parse_conditions(fail_on, CHANGE_COLUMNS, (FAULT, *SCAN_FLAGS), example="change_M<-1")
     check_writable(json, report)
-    result = compare(a, b, length=length, raw=raw, progress=show_progress)
+    result = compare(a, b, *(more or ()), length=length, raw=raw, progress=show_progress, download=download)
     rows = result.condition_rows() if conditions else []
     if report is not None:
         result.report(report)
-    title = f"A: {a} ({len(result.a.rows)} heads)\nB: {b} ({len(result.b.rows)} heads)"
-    deliver(result, title, lambda console: print_comparison(result, console), json, report)
+    if isinstance(result, Comparison):
+        scans, labels = [result.a, result.b], ["A", "B"]
+    else:
+        scans, labels = result.scans, result.labels
+    sources = zip(labels, (a, b, *(more or ())), scans, strict=True)
+    title = "\n".join(f"{label}: {name} ({len(scan.rows)} heads)" for label, name, scan in sources)
+
+    def show(console: Console) -> None:
+        if isinstance(result, Comparison):
+            print_comparison(result, console)
+        else:
+            print_series(result, console)
+
+    deliver(result, title, show, json, report)
     exit_if_crossed(conditions, rows)

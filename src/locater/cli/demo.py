@@ -14,7 +14,7 @@ from locater.cli.output import deliver
 from locater.cli.shell import check_writable, stdout_console
 
 if TYPE_CHECKING:
-    from locater.verbs.comparing import Comparison
+    from locater.verbs.compare_result import Comparison
 
 HELP = "Scan the small trained model inside the package, and compare it with a twin that was trained with LocAteR."
 EXAMPLES = ("locater demo", "locater demo --report demo.html --twin twin.html")

@@ -21,3 +21,7 @@ FailOn = Annotated[
         help="Exit with status 1 if a head has one of these flags (sharp,nonfinite) or meets a comparison ('M<-1').",
     ),
 ]
+Download = Annotated[
+    bool,
+    typer.Option("--download", help="Download a checkpoint that is elsewhere as a whole, in place of reading ranges."),
+]

@@ -49,5 +49,7 @@ def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str,
     text, row = crossed[0]
     count = len({(r["layer"], r["head"]) for _, r in crossed})
     heads = "1 head crosses" if count == 1 else f"{count} heads cross"
-    print(f"locater: {heads} --fail-on, first {text} at layer {row['layer']} head {row['head']}", file=sys.stderr)
+    where = f" from {row['where']}" if "where" in row else ""  # of several scans
+    place = f"layer {row['layer']} head {row['head']}"
+    print(f"locater: {heads} --fail-on, first {text} at {place}{where}", file=sys.stderr)
     raise typer.Exit(1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from locater.cli.options import FailOn, JsonPath, Length, Raw, ReportPath
+from locater.cli.options import Download, FailOn, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
 from locater.errors import LocaterError
@@ -17,12 +18,21 @@ HELP = "Read the query-key spectrum of every head from weights alone, and predic
 EXAMPLES = (
     "locater scan path/to/model --report scan.html",
     "locater scan openai-community/gpt2 --json gpt2.json",
+    "locater scan hf://EleutherAI/pythia-410m@step1000",
+    "locater scan s3://bucket/run/step-1000",
+    "locater scan https://host/path/model.safetensors",
     "locater scan checkpoint-500 --fail-on 'sharp,nonfinite,M<-1'",
 )
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a weights file or a hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, a weights file, a hub id, or an address: hf://org/model@revision, s3://, gs://, az://, https://.",
+        ),
+    ],
     json: JsonPath = None,
     eigenvalues: Annotated[
         bool, typer.Option("--eigenvalues", help="Include the eigenvalues of every head in the JSON.")
@@ -49,13 +59,16 @@ def command(
         str | None,
         typer.Option(metavar="PATH", help="Predict with the statistics that probe --save-statistics wrote."),
     ] = None,
+    download: Download = False,
 ) -> None:
+    from locater.checkpoints.remote import Traffic
     from locater.predict import Statistics
     from locater.report.terminal import print_scan
     from locater.verbs.scanning import scan
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)
+    traffic = Traffic()
     result = scan(
         model,
         length=length,
@@ -66,7 +79,9 @@ def command(
         query=query,
         key=key,
         heads=heads,
-        progress=show_progress,
+        progress=partial(show_progress, traffic=traffic),
+        download=download,
+        traffic=traffic,
         statistics=None if statistics is None else Statistics.load(statistics),
     )
     if report is not None:

@@ -6,13 +6,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from locater.errors import LocaterError, first_line
+
+if TYPE_CHECKING:
+    from locater.checkpoints.remote import Traffic
 
 
 def examples(*lines: str) -> str:
@@ -97,12 +100,24 @@ def _is_same(path: str, other: str | None) -> bool:
     return bool(path and other) and other != "-" and os.path.realpath(path) == os.path.realpath(str(other))
 
 
-def show_progress(parts: Iterable[Any], total: int, label: str = "reading heads") -> Iterable[Any]:
-    """A progress bar on standard error; none on a pipe."""
-    from rich.progress import track
+def show_progress(
+    parts: Iterable[Any], total: int, label: str = "reading heads", traffic: Traffic | None = None
+) -> Iterable[Any]:
+    """A progress bar on standard error; none on a pipe. `traffic` adds the bytes that come from elsewhere."""
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Bytes(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            if traffic is None or not traffic.requests:
+                return Text("")
+            of = f" of {traffic.planned / 1e6:,.0f}" if traffic.planned else ""
+            return Text(f"{traffic.bytes / 1e6:,.0f}{of} MB")
 
     console = Console(stderr=True)
-    return track(parts, label, total, console=console, transient=True, disable=not console.is_terminal)
+    columns = (TextColumn("{task.description}"), BarColumn(), Bytes(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield from bar.track(parts, total, description=label)
 
 
 class _Console(Console):

@@ -28,7 +28,7 @@ PANELS = {  # group of the help: fields of the plan
         *("optimizer", "beta2", "decay", "clip", "seed"),
     ),
     "Attention: control and measurement": ("control", "observe"),
-    "The run and its files": ("out", "evaluate", "checkpoint", "log"),
+    "The run and its files": ("out", "evaluate", "checkpoint", "keep", "log"),
     "Machine": ("device", "precision", "compile", "deterministic"),
 }
 METAVARS = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from locater.attention.stand_ins import CONTROL
-from locater.checkpoints.live_tensors import LiveTensor, is_a
+from locater.checkpoints.live_tensors import LiveTensor, is_a, stored_map
 from locater.checkpoints.sources import config_of
 from locater.control.base import Control, Layers, layers_numbered
 from locater.errors import LocaterError
@@ -62,6 +62,14 @@ class SigmaReparam(Control):
         for tensor in tensors:
             if parametrize.is_parametrized(tensor.module, tensor.attribute):
                 raise LocaterError(f"{tensor.name}: it is parametrized already: take that off first")
+            stored = stored_map(tensor.module)
+            if stored is not None:
+                raise LocaterError(f"{tensor.name}: it is quantised ({stored.kind}), so there is nothing to train")
+            if hasattr(getattr(tensor.module, tensor.attribute), "full_tensor"):
+                raise LocaterError(
+                    f"{tensor.name}: it is sharded over ranks, and SigmaReparam needs whole maps: it is not for FSDP2 "
+                    "and tensor parallelism"
+                )
         # with each tensor, the order of its module's parameters, which registering a parametrization changes
         self.tensors = [(tensor, list(tensor.module._parameters)) for tensor in tensors]
         self.parts: list[SpectralScale] = []

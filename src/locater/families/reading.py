@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from locater.checkpoints.remote import session
 from locater.checkpoints.settings import CheckedConfig, remedy
 from locater.checkpoints.sources import Config, Source, open_source
 from locater.checkpoints.weights import ModuleWeights, Weights, quantised_modules
@@ -15,7 +16,7 @@ from locater.families import timm, torch_mha
 from locater.families.build import check_layer, integer
 from locater.families.by_name import layers_by_name
 from locater.families.coverage import attention_like, folded_paths, unread
-from locater.families.discovery.disk import discovered_on_disk
+from locater.families.discovery.disk import discovered_on_disk, searched_once
 from locater.families.discovery.searching import discovered_in
 from locater.families.layer import AttentionLayer
 from locater.families.record import Reader
@@ -34,18 +35,25 @@ def attention_layers(
     heads: int | None = None,
     kv_heads: int | None = None,
     example: Mapping[str, Any] | None = None,
+    download: bool = False,
 ) -> list[AttentionLayer]:
     """Every attention layer of a model or a checkpoint. Maps stay where they are until a layer is used; only gains and
     biases are read. A live model of an unknown architecture is run once or twice as a copy (`discover`); `example`
-    holds inputs for that, where they cannot be guessed.
+    holds inputs for that, where they cannot be guessed. `download` takes all of a checkpoint that is elsewhere.
 
     >>> from torch import nn
     >>> layers = attention_layers(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
     >>> len(layers), layers[0].name
     (2, 'layers.0.self_attn')
     """
-    weights, config = open_source(source)
-    return layers_of(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
+    from locater.families.planning import planned_reads  # it reads layers, too
+
+    with session(keep_open=True) as remote, searched_once():
+        weights, config = open_source(source, download)
+        names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads, "example": example}
+        if remote.files:  # gains and biases; maps are read when a layer is used
+            remote.read_ahead(planned_reads(lambda: read_source(weights, config, **names), lambda layers: (), False))
+        return layers_of(weights, config, **names)
 
 
 def layers_of(

@@ -10,7 +10,7 @@ from locater.report.scan_columns import Change, in_words, quantities
 from locater.report.tables import number
 
 if TYPE_CHECKING:
-    from locater.verbs.comparing import Comparison
+    from locater.verbs.compare_result import Comparison
 
 NAMED_COLUMNS, NAMED_CHANGES = 3, 6  # columns and heads that sentences name
 NOTABLE = 0.01  # of the range of a number: smaller changes are not named

@@ -14,7 +14,7 @@ from locater.report.scan_columns import Quantity, quantity_named, telling
 
 if TYPE_CHECKING:
     from locater.observing.observation import Observation
-    from locater.verbs.comparing import Comparison
+    from locater.verbs.compare_result import Comparison
     from locater.verbs.probe_result import Probe
     from locater.verbs.scan_result import Scan
 

@@ -22,15 +22,16 @@ def assemble(
     data: Mapping[str, Any] | None = None,
     markup: Mapping[str, str] | None = None,
     scripts: Sequence[str] = (),
+    styles: Sequence[str] = (),
 ) -> str:
     """The page of `page/NAME.html`, with its style NAME.css and, if it has data, its script NAME.js.
 
     `words` are texts by mark and are escaped; `markup` is inserted as it is. The script reads `data` as JSON. `scripts`
-    are files of page/ that it uses.
+    and `styles` are files of page/ that it uses.
     """
     template, values = _part(f"{name}.html"), {mark: html.escape(text) for mark, text in words.items()}
     values |= markup or {}
-    values["STYLE"] = _part("base.css") + _part(f"{name}.css")
+    values["STYLE"] = "".join(_part(file) for file in ("base.css", *styles, f"{name}.css"))
     if data is not None:
         template += _part("scripts.html")
         values["SCRIPT"] = "".join(_part(file) for file in ("draw.js", *scripts, f"{name}.js"))

@@ -13,7 +13,7 @@ from locater.report.tables import NO_ROLES, collapse_risk, directions, moved, no
 from locater.version import __version__
 
 if TYPE_CHECKING:
-    from locater.verbs.comparing import Comparison
+    from locater.verbs.compare_result import Comparison
     from locater.verbs.scan_result import HeadRow, Scan
 
 NUMBERS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from locater.errors import LocaterError
@@ -159,11 +159,20 @@ class Change(NamedTuple):
     size: float
 
 
-def changes(a: Sequence[Any], b: Sequence[Any], length: int) -> list[Change]:
-    """How much each quantity of each head changed from `a` to `b`, which are rows of the same heads; largest first."""
+def ranges(rows: Sequence[Any], length: int) -> dict[str, float]:
+    """The range of each quantity over rows: what a change of it is divided by."""
+    return {name: _scale(_known(rows, quantity), quantity) for name, quantity in quantities(length).items()}
+
+
+def changes(a: Sequence[Any], b: Sequence[Any], length: int, within: Mapping[str, float] | None = None) -> list[Change]:
+    """How much each quantity of each head changed from `a` to `b`, which are rows of the same heads; largest first.
+
+    `within` are the ranges to measure by, for scans of a longer series; without it those of `a` and `b`.
+    """
     table = []
+    scales = within or ranges([*a, *b], length)
     for name, quantity in quantities(length).items():
-        scale = _scale(_known([*a, *b], quantity), quantity)
+        scale = scales[name]
         for x, y in zip(a, b, strict=True):
             before, after = quantity.read(x), quantity.read(y)
             if before is not None and after is not None:

@@ -38,7 +38,7 @@ from locater.report.tables import (
 )
 
 if TYPE_CHECKING:
-    from locater.verbs.comparing import Comparison
+    from locater.verbs.compare_result import Comparison
     from locater.verbs.probe_result import Probe
     from locater.verbs.scan_result import Scan
 

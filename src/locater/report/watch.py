@@ -66,7 +66,8 @@ def run_page(name: str, data: dict[str, Any], live: bool) -> str:
         "HEADING": name,
         "FOOTER": f"Made by Locater {__version__} from a run's log.",
     }
-    return assemble("watch", words, {"live": live, "flags": flags, "exploding": EXPLODING, **data})
+    data = {"live": live, "flags": flags, "exploding": EXPLODING, **data}
+    return assemble("watch", words, data, scripts=("steps.js",), styles=("steps.css",))
 
 
 # ---- live ----

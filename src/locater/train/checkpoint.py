@@ -27,7 +27,6 @@ from locater.models.loading import names_of
 from locater.models.transformer import Transformer
 from locater.train.flushed_files import flush_folder, write, writing
 
-CHECKPOINTS = 2  # how many a run keeps
 STATE, SUMS = "state.pt", "SHA256SUMS"
 SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)\n")  # as sha256sum writes it
 logger = logging.getLogger("locater")
@@ -86,9 +85,9 @@ def latest(folder: Path) -> Path | None:
     return paths[-1] if paths else None
 
 
-def thin_out(folder: Path) -> None:
-    """Remove all but the last checkpoints."""
-    for path in checkpoints(folder)[:-CHECKPOINTS]:
+def thin_out(folder: Path, keep: int) -> None:
+    """Remove all but the last `keep` checkpoints; none where it is 0."""
+    for path in checkpoints(folder)[:-keep] if keep else []:
         hidden = path.with_name(f".{path.name}.old")
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(path, hidden)  # renamed first: half a folder must not look like a checkpoint

@@ -227,7 +227,7 @@ class Training:
             raise DivergedError(self._failure(self.step, "the weights are not finite", self._batches(self.step - 1)))
         if due or (last and plan.checkpoint):
             checkpoint.save(self.folder, checkpoint.name_of(self.step), self.model, self._state())
-            checkpoint.thin_out(self.folder)
+            checkpoint.thin_out(self.folder, plan.keep)
         if self.step % plan.log == 0 or last or self.step == start + 1:
             self._report_progress()
 

@@ -16,7 +16,7 @@ from locater.errors import LocaterError
 from locater.train.plan_checks import GENERATED, check_plan_attention, check_plan_data, check_plan_sizes
 
 ATTENTION = ", ".join(m.name for m in mechanisms())
-PACE = ("out", "log")  # fields that do not affect the weights: the folder, and how often progress is shown
+PACE = ("out", "keep", "log")  # fields that do not affect the weights: the folder, what stays in it, progress
 
 
 def option(default: Any, help: str, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -124,6 +124,7 @@ class Plan:
     observe: int = option(50, "Measure every head once in this many steps; 0 for never.", least=0)
     evaluate: int = option(200, "Evaluate the select split once in this many steps; 0 for only at the end.", least=0)
     checkpoint: int = option(200, "Write a checkpoint once in this many steps; 0 for none.", least=0)
+    keep: int = option(2, "Keep this many of the last checkpoints; 0 for all of them.", least=0)
     log: int = option(10, "Report progress once in this many steps.", least=1)
     device: str = option("auto", "cpu, cuda, cuda:1, mps; auto is cuda where there is a GPU.")
     precision: str = option(

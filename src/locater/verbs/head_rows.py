@@ -36,6 +36,9 @@ SOFTMAX_ONLY = ("expected_entropy", "residual_kept", "localization")  # columns 
 # columns in units of logits
 SCALED = ("M", "S", "F", "key_bias", "expected_entropy", "residual_kept", "localization", "drive", "profile")
 SAMPLED_ROWS = 32  # rows of attention, of different length, that stand for all
+# numbers of query and key maps that are folded at a time, 160 MiB in float32: room for a key head of Llama-405B and its
+# 16 query heads, so that their products are those of the whole layer
+BLOCK = 40 * 2**20
 PROFILE_POINTS = 65  # of a propagation profile that has no closed form
 
 
@@ -114,7 +117,7 @@ def _moments(layer: AttentionLayer, raw: bool, statistics: Input | None) -> tupl
     tokens = None if statistics is None else statistics.as_tokens()
 
     def pieces(double: bool) -> list[tuple[Moments, Tensor]]:
-        blocks = head_blocks(layer) if tokens is None else [layer]
+        blocks = head_blocks(layer, BLOCK) if tokens is None else [layer]
         return [_block_moments(block, raw, tokens, double) for block in blocks]
 
     parts = pieces(double=False)

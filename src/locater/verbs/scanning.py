@@ -13,13 +13,17 @@ from typing import Any
 
 from torch import nn
 
+from locater.checkpoints.remote import Traffic, session
+from locater.checkpoints.remote.address import remote_address
 from locater.checkpoints.sources import Source
 from locater.errors import LocaterError
 from locater.families import AttentionLayer, open_source, read_source
 from locater.families.bias import PairBias
 from locater.families.coverage import folded_paths, unread
+from locater.families.discovery.disk import searched_once
 from locater.families.joined import norm_inside
 from locater.families.normed import NormedProjection
+from locater.families.planning import planned_reads
 from locater.predict.input_statistics import Input, Statistics
 from locater.verbs.head_rows import ScanOptions, head_rows
 from locater.verbs.scan_result import LENGTH, HeadRow, Scan
@@ -44,15 +48,19 @@ def scan(
     kv_heads: int | None = None,
     example: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    download: bool = False,
+    traffic: Traffic | None = None,
 ) -> Scan:
-    """Read every head of `source`: an nn.Module, a folder, a weights file or a hub id.
+    """Read every head of `source`: an nn.Module, a folder, a weights file, a hub id, or an address (hf://, s3://, gs://,
+    az://, https://).
 
     `length` is the number of tokens in view for entropy and sharpness. `raw` takes stored parameters without folding
     norms. `statistics` (from `locater.statistics(model, text)`) replaces unit tokens by the tokens that the layers
     read. `shard=(i, n)` reads the i-th of n parts of the layers; `Scan.join` puts them together. `query`, `key` and
     `heads` name the tensors of an unknown architecture. A live model of one is run as a copy, and its attention is
     discovered and verified; `example` holds inputs for that where they cannot be guessed. `details` adds what a page
-    draws.
+    draws. Of a checkpoint elsewhere only the rows that are needed are read, and `traffic` counts them; `download` takes
+    the whole checkpoint first (docs/remote.md).
 
     >>> from torch import nn
     >>> result = scan(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2))
@@ -61,37 +69,58 @@ def scan(
     """
     if not 2 <= length <= 10**9:
         raise LocaterError(f"length {length} is out of range: give 2 to 1,000,000,000 tokens")
-    weights, config = open_source(source)
-    # maps are still on disk
-    reading = read_source(weights, config, query=query, key=key, heads=heads, kv_heads=kv_heads, example=example)
-    layers = reading.layers
-    if not layers:
-        raise LocaterError(f"{weights.where}: no attention layer found")
-    inputs = None if statistics is None else _inputs_by_layer(statistics, layers, weights.where, length, raw)
-    numbered = [(n, layer) for n, layer in enumerate(layers) if inputs is None or n in inputs]
-    if shard is not None:
-        numbered = _part(numbered, *shard)
-    options = ScanOptions(length, raw, eigenvalues, details, inputs)
-    rows: list[HeadRow] = []
-    for number, layer in progress(numbered, len(numbered)) if progress else numbered:
-        rows.extend(head_rows(layer, number, options))
-    # what discovery leaves out it says itself
-    discovered = any(layer.provenance == "discovered" for layer in layers)
-    names = [layer.name for layer in layers]
-    left = [] if discovered else unread(weights, names, config.get("num_hidden_layers"))
     settings = {"length": length, "raw": raw, "statistics": statistics, "shard": shard, "example": example}
-    named = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
+    names: dict[str, Any] = {"query": query, "key": key, "heads": heads, "kv_heads": kv_heads}
+    with session(traffic) as remote, searched_once():
+        weights, config = open_source(source, download)
+        read = partial(read_source, weights, config, **names, example=example)
+        choose = partial(_chosen, statistics, shard, where=weights.where, length=length, raw=raw)
+        if remote.files:
+            remote.read_ahead(planned_reads(read, lambda layers: choose(layers)[1], raw))
+        reading = read()  # maps are still where they are stored
+        layers = reading.layers
+        inputs, numbered = choose(layers)
+        options = ScanOptions(length, raw, eigenvalues, details, inputs)
+        rows: list[HeadRow] = []
+        for number, layer in progress(numbered, len(numbered)) if progress else numbered:
+            rows.extend(head_rows(layer, number, options))
+        # what discovery leaves out it says itself
+        discovered = any(layer.provenance == "discovered" for layer in layers)
+        left = [] if discovered else unread(weights, [x.name for x in layers], config.get("num_hidden_layers"))
     gaps = [*reading.gaps, *_unread_notes(left)]
     return Scan(
-        type(source).__name__ if isinstance(source, nn.Module) else str(source),
+        _shown(source),
         _assumptions(layers, length, raw, named=bool(query), statistics=statistics, gaps=gaps, left=left),
         [
             {**_layer_entry(layer, n, details), "residual_kept": root_mean_square(column_of(rows, n, "residual_kept"))}
             for n, layer in numbered
         ],
         rows,
-        partial(_scan_with_details, _reference(source), **settings, **named),
+        partial(_scan_with_details, _reference(source), **settings, **names, download=download),
     )
+
+
+def _shown(source: Source) -> str:
+    """The name of a source; what a URL has after `?` may be a secret."""
+    if isinstance(source, nn.Module):
+        return type(source).__name__
+    return str(remote_address(str(source)) or source)
+
+
+def _chosen(
+    statistics: Statistics | None,
+    shard: tuple[int, int] | None,
+    layers: list[AttentionLayer],
+    where: str,
+    length: int,
+    raw: bool,
+) -> tuple[dict[int, Input] | None, list[NumberedLayer]]:
+    """What was measured by layer number, and the layers to read."""
+    if not layers:
+        raise LocaterError(f"{where}: no attention layer found")
+    inputs = None if statistics is None else _inputs_by_layer(statistics, layers, where, length, raw)
+    numbered = [(n, layer) for n, layer in enumerate(layers) if inputs is None or n in inputs]
+    return inputs, numbered if shard is None else _part(numbered, *shard)
 
 
 def column_of(rows: Iterable[Any], number: int, column: str) -> list[float | None]:

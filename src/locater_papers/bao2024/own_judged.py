@@ -6,7 +6,7 @@ Perplexity is exp of a loss, so the verdict on one is that on the other; losses 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -107,6 +107,7 @@ def of_own(runs: Runs) -> Results:
         "j8": change_of(runs, ours, none, "entropy"),
     }
     arms = [arm_table(runs, role, rows[role], none) for role in rows]
+    tables["own_seeds"] = seeds_table(runs, rows)
     return Results(measured, {**tables, "own_arms": [arm for arm in arms if arm["ends"]]})
 
 
@@ -177,6 +178,35 @@ def training_table(runs: Runs) -> dict[str, dict[str, Any]]:
         arm: {**curve(line), "change": [[step, loss - plain[step]] for step, loss in line["history"] if step in plain]}
         for arm, line in sorted(lines.items(), key=lambda each: dose_order(each[0]))
     }
+
+
+def seeds_table(runs: Runs, rows: Mapping[str, list[Row]]) -> dict[str, dict[str, Any]]:
+    """Curves of the arms that judge: means over the seeds that all of them have, perplexity as exp of the mean loss."""
+    lines = {each[0].arm: [runs.of(row) for row in each] for each in rows.values()}
+    whole = [same for same in zip(*lines.values(), strict=True) if all(x and x["status"] == "done" for x in same)]
+    if not whole:
+        return {}
+    losses, entropies = (
+        [mean_curve([line[name] for line in arm if line]) for arm in zip(*whole, strict=True)]
+        for name in ("history", "entropies")
+    )
+    return {
+        arm: {
+            "perplexity": [[step, math.exp(value)] for step, value in loss],
+            "entropy": entropy,
+            "change": [[step, value - plain] for (step, value), (_, plain) in zip(loss, losses[0], strict=True)],
+        }
+        for arm, loss, entropy in zip(lines, losses, entropies, strict=True)
+    }
+
+
+def mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """The mean over curves at each step.
+
+    >>> mean_curve([[[1, 2.0], [2, 3.0]], [[1, 4.0], [2, 5.0]]])
+    [[1, 3.0], [2, 4.0]]
+    """
+    return [[points[0][0], fmean(value for _, value in points)] for points in zip(*curves, strict=True)]
 
 
 def dose_order(arm: str) -> tuple[int, float]:

@@ -16,6 +16,7 @@ from locater.checkpoints.quantised.stored import (
     expect_shape,
     read_scales,
     read_whole_numbers,
+    schemes,
     unpacked,
     whole_rows,
 )
@@ -127,7 +128,5 @@ class PackedInt:
 
 def _said_bits(settings: Settings) -> list[int]:
     """Numbers of bits in the groups of config.json."""
-    groups = settings.get("config_groups")
-    schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
-    bits = [scheme.get("num_bits") for scheme in schemes if isinstance(scheme, dict)]
+    bits = [scheme.get("num_bits") for scheme in schemes(settings)]
     return sorted({b for b in bits if isinstance(b, int)})

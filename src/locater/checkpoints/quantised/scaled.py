@@ -17,6 +17,7 @@ from locater.checkpoints.quantised.stored import (
     expect_shape,
     read_scales,
     read_whole_numbers,
+    schemes,
     whole_rows,
 )
 from locater.checkpoints.weights import Rows, Weights
@@ -125,9 +126,7 @@ class _Grid:
 
 def _given(settings: Settings) -> tuple[int | None, int | None]:
     """The size of a block in config.json: of transformers, or of compressed-tensors."""
-    groups = settings.get("config_groups")
-    schemes = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
-    structures = [scheme.get("block_structure") for scheme in schemes if isinstance(scheme, dict)]
+    structures = [scheme.get("block_structure") for scheme in schemes(settings)]
     for size in (settings.get("weight_block_size"), *structures):
         if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(x, int) and x > 0 for x in size):
             return size[0], size[1]

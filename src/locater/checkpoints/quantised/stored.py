@@ -35,6 +35,14 @@ class Stored(Protocol):
     def read(self, rows: Rows | None = None) -> Tensor: ...
 
 
+def schemes(settings: Settings) -> list[Mapping[str, Any]]:
+    """What compressed-tensors says of the weights of each group of modules."""
+    groups = settings.get("config_groups")
+    parts = groups.values() if isinstance(groups, Mapping) else ()
+    found = [part.get("weights") for part in parts if isinstance(part, Mapping)]
+    return [scheme for scheme in found if isinstance(scheme, Mapping)]
+
+
 def bad(weights: Weights, name: str, what: str) -> LocaterError:
     """The one line for a quantised tensor that cannot be read."""
     return LocaterError(f"{weights.where}: {name} {what}")

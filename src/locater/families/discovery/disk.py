@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from locater.families.discovery.searching import Discovered, Refusal
 from locater.families.discovery.small_models import built, described, search_small
 from locater.families.discovery.tree import tensor_names
 
+_SEARCHED: ContextVar[dict[int, Kept | LocaterError] | None] = ContextVar("searched", default=None)
 NO_PLACE = "the model that config.json describes has no place for it"
 
 
@@ -32,8 +34,7 @@ def discovered_on_disk(weights: Weights, config: Config, example: Mapping[str, A
     path = None if example is not None else cache_file(weights, config)
     content = kept(path)
     if content is None:
-        with _quiet():
-            content = _searched(weights, config, example)
+        content = _searched_once(weights, config, example)
         keep(path, content)
     renamed = RenamedWeights(weights, content.origins)
     searched = content.searched
@@ -41,6 +42,32 @@ def discovered_on_disk(weights: Weights, config: Config, example: Mapping[str, A
     built_layers = [layout.build(renamed, index) for index, layout in enumerate(searched.layouts)]
     layers = [replace(layer, quantised=formats.get(layer.name)) for layer in built_layers]
     return Discovered(layers, searched.refused, searched.unreached)
+
+
+@contextlib.contextmanager
+def searched_once() -> Iterator[None]:
+    """Inside, a checkpoint that is read twice (once to plan its reads) is searched once."""
+    token = _SEARCHED.set({})
+    try:
+        yield
+    finally:
+        _SEARCHED.reset(token)
+
+
+def _searched_once(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> Kept:
+    """What a search finds, or how it failed, as it was found before inside `searched_once`."""
+    known = _SEARCHED.get()
+    results: dict[int, Kept | LocaterError] = {} if known is None else known
+    if id(weights) not in results:
+        try:
+            with _quiet():
+                results[id(weights)] = _searched(weights, config, example)
+        except LocaterError as error:
+            results[id(weights)] = error
+    result = results[id(weights)]
+    if isinstance(result, LocaterError):
+        raise result
+    return result
 
 
 def _searched(weights: Weights, config: Config, example: Mapping[str, Any] | None) -> Kept:

@@ -1,0 +1,196 @@
+"""Time, bytes and requests of scanning a checkpoint that is elsewhere, against the same scan from local disk, in one run.
+
+    python benchmarks/remote.py         # writes benchmarks/results/remote.json
+
+The random checkpoint of 1B shape of benchmarks/checkpoint.py (4 shards) is served by tests/range_server.py, a process of
+its own, which waits 30 ms before each answer and counts bytes and requests. Contenders:
+
+    local     the folder on this machine
+    https     the same folder behind a URL
+    hf        the same as a model of the hub, by the real client of the hub: names, one HEAD per file, redirections
+
+Each runs in a process of its own and is timed without the import. They take turns, ROUNDS times, and the median of each
+counts: on a shared machine a single run says little. The rows of all have to be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from checkpoint import machine
+from random_checkpoint import CONFIG, write_checkpoint
+
+ROOT = Path(__file__).parent.parent
+OUT = Path(__file__).parent / "results" / "remote.json"
+ROUNDS = 5
+LATENCY = 0.03  # seconds
+READ = ("q_proj.weight", "k_proj.weight", "input_layernorm.weight")
+
+
+def run_scan(source: str) -> dict[str, Any]:
+    import huggingface_hub
+
+    import locater
+
+    huggingface_hub.HfApi()  # imported when it is first used
+    locater.scan(ROOT / "src" / "locater" / "demo")  # what the first scan of a process does once
+    began, worked = time.perf_counter(), time.process_time()
+    scan = locater.scan(source)
+    seconds, processor = time.perf_counter() - began, time.process_time() - worked
+    heads = json.dumps(json.loads(scan.to_json())["heads"])
+    return {
+        "seconds": seconds,
+        "processor_seconds": processor,
+        "heads": len(scan.rows),
+        "rows": hashlib.sha256(heads.encode()).hexdigest(),
+    }
+
+
+def needed_bytes(folder: Path) -> int:
+    """Bytes of queries, keys and the norms in front of them."""
+    from locater.checkpoints.safetensors_file import safetensors_header
+
+    headers = [safetensors_header(path)[1] for path in folder.glob("*.safetensors")]
+    entries = [entry for header in headers for name, entry in header.items() if name.endswith(READ)]
+    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries)
+
+
+class Server:
+    """The server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.url = self._line()
+
+    def counts(self) -> dict[str, int]:
+        """Bytes and requests since the last call."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("counts\n")
+        self._process.stdin.flush()
+        return dict(json.loads(self._line()))
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[Server]:
+    command = [sys.executable, "-m", "tests.range_server", str(folder), "--latency", str(LATENCY)]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield Server(process)
+        finally:
+            process.kill()
+
+
+def in_process(source: str, environment: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--run", source],
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{source} did not run: {done.stderr.strip().splitlines()[-1]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def rounds(place: Path, folder: Path) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {"local": [], "https": [], "hf": []}
+    with server(place) as serving:
+        for path in folder.glob("*.safetensors"):  # the hub knows digests of its files; the server computes them once
+            urlopen(Request(f"{serving.url}/files/org/model/main/{path.name}", method="HEAD")).close()
+        sources = {"local": str(folder), "https": f"{serving.url}/files/org/model/main", "hf": "hf://org/model"}
+        environment = {"HF_ENDPOINT": serving.url, "HF_HUB_CACHE": str(place / "empty cache"), "HF_HUB_OFFLINE": "0"}
+        for _ in range(ROUNDS):
+            for name, source in sources.items():
+                serving.counts()
+                runs[name].append({**in_process(source, environment), **serving.counts()})
+    if len({run["rows"] for of_name in runs.values() for run in of_name}) != 1:
+        raise SystemExit("the rows of the contenders differ")
+    medians = {}
+    for name, of_name in runs.items():
+        of_name.sort(key=lambda run: run["seconds"])
+        every = {f"all_{key}": [run[key] for run in of_name] for key in ("seconds", "processor_seconds")}
+        medians[name] = {**of_name[len(of_name) // 2], **every}
+    return medians
+
+
+def fused_requests() -> dict[str, dict[str, int]]:
+    """Requests and bytes for the fused maps of a NeoX shape (24 layers, width 1024, 16 heads of 64, 16 bits), where the
+    values of each head stand between ranges that are read: as they are planned, and with all gaps merged.
+    """
+    from locater.checkpoints.remote import ahead
+
+    file: Any = object()
+    rows, layer = 64 * 1024 * 2, 12 * 1024 * 1024 * 2  # bytes of a head's queries, and of a layer
+    plan = [
+        [(file, n * layer + head * 3 * rows, n * layer + head * 3 * rows + 2 * rows) for head in range(16)]
+        for n in range(24)
+    ]
+    costs, share = {}, ahead.WASTE
+    for name, ahead.WASTE in (("planned", share), ("merged", 1.0)):
+        blocks = ahead.blocks_of(plan)
+        costs[name] = {"requests": len(blocks), "bytes": sum(block.stop - block.start for block in blocks)}
+    ahead.WASTE = share
+    return costs
+
+
+def summary(results: dict[str, Any]) -> str:
+    local, lines = results["local"]["seconds"], []
+    fastest = {name: min(results[name]["all_seconds"]) for name in ("local", "https", "hf")}
+    worked = {name: min(results[name]["all_processor_seconds"]) for name in fastest}
+    for name in ("https", "hf"):
+        run = results[name]
+        lines.append(
+            f"{name}: {run['seconds']:.2f} s, {run['seconds'] - local:+.2f} s against {local:.2f} s from local disk; "
+            f"{run['bytes'] / 1e6:.1f} MB in {run['requests']} requests, {run['bytes'] / results['bytes_needed']:.3f} times the "
+            f"{results['bytes_needed'] / 1e6:.1f} MB of queries, keys and norms, of {results['bytes_on_disk'] / 1e6:,.0f} MB; rows equal"
+        )
+    lines.append("fastest of each: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in fastest.items()))
+    lines.append("least processor time: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in worked.items()))
+    planned, merged = results["fused"]["planned"], results["fused"]["merged"]
+    lines.append(
+        f"fused maps of a NeoX shape: {planned['requests']} requests and {planned['bytes'] / 1e6:.0f} MB; "
+        f"with all gaps merged {merged['requests']} and {merged['bytes'] / 1e6:.0f} MB"
+    )
+    lines.append(f"load of the machine: {results['load']:.1f} processes on {results['machine']['cores']} cores")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--run", metavar="SOURCE", help="one scan, in this process")
+    args = parser.parse_args()
+    if args.run:
+        print(json.dumps(run_scan(args.run)))
+        return
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "org" / "model" / "main"
+        folder.mkdir(parents=True)
+        results: dict[str, Any] = {"machine": machine(), "latency_s": LATENCY, "rounds": ROUNDS, "shape": CONFIG}
+        results["bytes_on_disk"] = write_checkpoint(folder)
+        results["bytes_needed"] = needed_bytes(folder)
+        results["fused"] = fused_requests()
+        results |= rounds(Path(place), folder)
+        results["load"] = os.getloadavg()[1]  # over five minutes; the machine may have other work
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(summary(results))
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

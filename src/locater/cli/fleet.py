@@ -1,0 +1,105 @@
+"""`locater fleet`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from locater.cli.options import FailOn, JsonPath, Length, Raw, ReportPath
+from locater.cli.output import deliver
+from locater.cli.shell import check_writable, show_progress
+from locater.findings import Condition, parse_conditions
+from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
+
+if TYPE_CHECKING:
+    from locater.verbs.fleet.result import Fleet
+
+HELP = "Scan many checkpoints into one folder of Parquet files: the steps of a run, or a list of models."
+EXAMPLES = (
+    "locater fleet 'run/step-*' --out heads",
+    "locater fleet @checkpoints.csv --out heads --shard $SLURM_ARRAY_TASK_ID/16",
+    "locater fleet heads --report heads.html",
+    "locater fleet heads --status",
+)
+
+
+def command(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCES",
+            help="Folders, files, patterns ('run/step-*', 'hf://org/model@step*', 's3://bucket/run/*'), lists "
+            "(@list.csv); or the folder of a fleet, to show it.",
+        ),
+    ],
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="The folder that the results are kept in.")] = None,
+    step_pattern: Annotated[
+        str | None,
+        typer.Option(metavar="REGEX", help="Reads the step from a name; its group is the digits, as in 'ckpt_(\\d+)'."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run; without it, what is before the step.")
+    ] = None,
+    length: Length = LENGTH,
+    raw: Raw = False,
+    eigenvalues: Annotated[bool, typer.Option("--eigenvalues", help="Keep the eigenvalues of every head.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Processes (on Ray: tasks) at the same time; 0: in this process."),
+    ] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Scan only part I of N of the checkpoints, for job arrays.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, or auto.")
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try checkpoints again that failed before.")
+    ] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only say what is done, failed and to do.")] = False,
+    fail_on: FailOn = None,
+    json: JsonPath = None,
+    report: ReportPath = None,
+) -> None:
+    from locater.report.fleet import print_fleet, state
+    from locater.verbs.fleet.request import Request, answered
+
+    conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
+    check_writable(json, report)
+    request = Request(tuple(sources), out, run, step_pattern, length, raw, eigenvalues, workers, shard, ray)
+    fleet, asked, notes = answered(request, status, retry_failed, _progress)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if status:
+        print(fleet.status_words(asked))
+        return
+    if report is not None:
+        fleet.report(report)
+    document = fleet.to_dict()
+    title = f"{fleet.folder}: {state(document)}"
+    deliver(fleet, title, lambda console: print_fleet(document, console), json, report)
+    _end(fleet, asked, conditions)
+
+
+def _progress(parts: Iterable[Any], total: int) -> Iterable[Any]:
+    return show_progress(parts, total, "scanning checkpoints")
+
+
+def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition]) -> None:
+    """Status 2 where a checkpoint that was asked for failed, 1 where a head meets a condition of --fail-on."""
+    crossed = fleet.first_crossing(conditions, asked)
+    if crossed is not None:
+        print(f"locater: {crossed}", file=sys.stderr)
+    failed = {source: reason for source, reason in fleet.errors.items() if source in asked}
+    if failed:
+        reason = next(iter(failed.values()))
+        print(
+            f"locater: {len(failed)} of {len(asked)} checkpoints failed, first {reason} (--retry-failed tries again)",
+            file=sys.stderr,
+        )
+        raise typer.Exit(2)
+    if crossed is not None:
+        raise typer.Exit(1)

@@ -1,0 +1,95 @@
+"""Assertions for other people's tests: the heads of a model are as they should be."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from locater.checkpoints.sources import Source
+from locater.errors import LocaterError
+from locater.findings import FLAGS, Condition, explain, parse_conditions
+from locater.observing import observe
+from locater.observing.rows import SHOWN, SeenHead
+from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
+from locater.verbs.scanning import scan
+
+SEEN_COLUMNS = tuple(f.name for f in fields(SeenHead) if str(f.type) == "float | None")
+SEEN_FLAGS = tuple(name for name, _, _ in SHOWN)
+NAMED = 5  # heads that a failure names
+Rows = Sequence[Mapping[str, Any]]
+
+
+def assert_heads(
+    source: Source, no: str = "nonfinite", *, batch: Mapping[str, Any] | None = None, length: int = LENGTH
+) -> None:
+    """Fail with an AssertionError if a head of `source` has one of these flags, or meets one of these conditions.
+
+    `source` is what `locater.scan` takes: a live model, a folder, a file, a name on the hub. `no` is a list as of
+    `--fail-on`: flags and comparisons, such as "nonfinite, sharp, M<-1". Flags and numbers that weights do not show
+    ("exploding", "locked", "entropy<0.5") need `batch`, the inputs of one forward pass of a live model: it is observed
+    in evaluation mode, without gradients. Attention that cannot be read is named in a warning.
+
+    >>> from torch import nn
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)
+    >>> assert_heads(model, no="nonfinite, sharp")
+    >>> assert_heads(model, no="M<1000")
+    Traceback (most recent call last):
+    ...
+    AssertionError: TransformerEncoder: 4 of 4 heads: layer 0 head 0: mean self-logit M ... is below 1000: ...
+    """
+    columns, flags = set(NUMERIC_COLUMNS), list(SCAN_FLAGS)
+    if batch is not None:
+        columns, flags = columns | set(SEEN_COLUMNS), list(dict.fromkeys([*flags, *SEEN_FLAGS]))
+    try:
+        conditions = parse_conditions(no, columns, flags, option="no=")
+    except LocaterError as error:
+        way_out = "" if batch is not None else "; give batch=, inputs of the model, for what a forward pass shows"
+        raise LocaterError(f"{error}{way_out}") from None
+    rows = _seen(source, batch) if batch is not None else []
+    if any((each.column or each.text) in {*NUMERIC_COLUMNS, *SCAN_FLAGS} for each in conditions):
+        rows = [*rows, *_scanned(source, length)]
+    _fail_where(conditions, rows, type(source).__name__ if isinstance(source, nn.Module) else str(source))
+
+
+def _scanned(source: Source, length: int) -> Rows:
+    result = scan(source, length=length)
+    for path in result.assumptions.get("unread", ()):
+        warnings.warn(f"{result.source}: {path} is not read, and no condition was tried on it", stacklevel=3)
+    return [vars(row) for row in result.rows]
+
+
+def _seen(source: Source, batch: Mapping[str, Any]) -> Rows:
+    if not isinstance(source, nn.Module):
+        raise LocaterError(f"{source}: batch= is for a live model, not for a file: load the model first")
+    training = source.training
+    source.eval()
+    try:
+        with torch.no_grad(), observe(source) as seen:
+            source(**batch)
+    finally:
+        source.train(training)
+    return [vars(row) for row in seen.rows]
+
+
+def _fail_where(conditions: Sequence[Condition], rows: Rows, name: str) -> None:
+    heads: dict[tuple[int, int], str] = {}
+    for condition in conditions:
+        for row in rows:
+            if condition.test(row):
+                heads.setdefault((row["layer"], row["head"]), _words(condition, row))
+    if heads:
+        every = len({(row["layer"], row["head"]) for row in rows})
+        first = "; ".join(f"layer {layer} head {head}: {why}" for (layer, head), why in sorted(heads.items())[:NAMED])
+        more = f"; and {len(heads) - NAMED} more" if len(heads) > NAMED else ""
+        raise AssertionError(f"{name}: {len(heads)} of {every} heads: {first}{more}")
+
+
+def _words(condition: Condition, row: Mapping[str, Any]) -> str:
+    if condition.column is not None:
+        return explain(condition, row[condition.column])
+    return f"{condition.text}: {next(flag.meaning for flag in FLAGS if flag.name == condition.text)}"

@@ -1,0 +1,1 @@
+"""Scans of many checkpoints into one folder of Parquet parts: `locater fleet` and `locater.Fleet`."""

@@ -1,0 +1,139 @@
+"""A scan as a Parquet file and back: a row per head, and the document's assumptions and layers in the metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from locater.errors import LocaterError, first_line
+from locater.verbs.fleet.jobs import Job
+from locater.verbs.scan_result import HeadRow, Scan
+from locater.version import SCHEMA, __version__
+
+METADATA = b"locater"
+LABELS = {"source": "str", "run": "str", "step": "int", "identity": "str", "digest": "str", "layer_name": "str"}
+LEFT_OUT = ("drive", "profile")  # columns that only a page of one scan draws
+
+
+class DamagedPartError(LocaterError):
+    """A part that is not whole: truncated or overwritten by something else."""
+
+
+def pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise LocaterError("a fleet is kept as Parquet files: pip install 'locater[fleet]'") from None
+    return pyarrow
+
+
+@cache
+def schema() -> Any:
+    """The columns of a part: labels, then those of a scan's rows, with `faults` beside `flags`."""
+    columns = {**LABELS, **{f.name: str(f.type) for f in fields(HeadRow) if f.name not in LEFT_OUT}}
+    entries = []
+    for name, kind in columns.items():
+        entries.append((name, _type(kind)))
+        if name == "flags":
+            entries.append(("faults", _type(kind)))
+    return pyarrow().schema(entries)
+
+
+def _type(kind: str) -> Any:
+    """The type of a column, from the annotation in `HeadRow`."""
+    arrow = pyarrow()
+    plain = kind.removesuffix(" | None")
+    types = {
+        "int": arrow.int64(),
+        "float": arrow.float64(),
+        "str": arrow.string(),
+        "bool": arrow.bool_(),
+        "tuple[str, ...]": arrow.list_(arrow.string()),
+        "tuple[tuple[float, float], ...]": arrow.list_(arrow.list_(arrow.float64())),
+    }
+    return types[plain]
+
+
+def to_bytes(scan: Scan, job: Job, digest: str) -> bytes:
+    """The Parquet file of one scanned checkpoint."""
+    arrow = pyarrow()
+    names = {entry["layer"]: entry["name"] for entry in scan.layers}
+    labels = {"source": job.source, "run": job.run, "step": job.step, "identity": job.identity, "digest": digest}
+    rows = [{**labels, "layer_name": names[row["layer"]], **row} for row in scan.records()]
+    document = {
+        "schema": SCHEMA,
+        "locater": __version__,
+        "reader": job.reader,
+        "key": job.key,
+        **labels,
+        "heads": len(rows),
+        "assumptions": scan.assumptions,
+        "layers": scan.layers,
+    }
+    table = arrow.Table.from_pylist(rows, schema=schema())
+    return _encoded(table, document)
+
+
+def _encoded(table: Any, document: dict[str, Any]) -> bytes:
+    arrow = pyarrow()
+    table = table.replace_schema_metadata({METADATA: json.dumps(document, allow_nan=False).encode()})
+    sink = arrow.BufferOutputStream()
+    arrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return bytes(sink.getvalue())
+
+
+def header(path: Path) -> dict[str, Any]:
+    """What the metadata of a part say; `DamagedPartError` where it is no whole part."""
+    arrow = pyarrow()
+    try:
+        metadata = arrow.parquet.read_metadata(path)
+        document: dict[str, Any] = json.loads(metadata.metadata[METADATA])
+        if metadata.num_rows != document["heads"]:
+            raise ValueError(f"{metadata.num_rows} rows in place of {document['heads']}")
+        return document
+    except FileNotFoundError:
+        raise
+    except (arrow.ArrowException, KeyError, TypeError, ValueError, OSError) as error:
+        raise DamagedPartError(f"{path}: not a whole part ({first_line(error)})") from None
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Any:
+    """The rows of a part as a pyarrow table. For small files, threads would take longer than the reading."""
+    arrow = pyarrow()
+    try:
+        with arrow.parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as file:
+            return file.read(columns=None if columns is None else list(columns), use_threads=False)
+    except FileNotFoundError:
+        raise DamagedPartError(f"{path}: replaced while the fleet was read: ask again") from None
+    except (arrow.ArrowException, OSError) as error:
+        raise DamagedPartError(f"{path}: damaged ({first_line(error)}): remove it and run the fleet again") from None
+
+
+def relabelled(path: Path, run: str | None, step: int | None) -> bytes:
+    """The same part with another run and step."""
+    arrow = pyarrow()
+    document = {**header(path), "run": run, "step": step}
+    table = read_rows(path)
+    for name, value in (("run", run), ("step", step)):
+        place, kind = table.schema.get_field_index(name), table.schema.field(name).type
+        table = table.set_column(place, table.schema.field(name), arrow.array([value] * len(table), kind))
+    return _encoded(table, document)
+
+
+def to_scan(path: Path) -> Scan:
+    """The scan that a part was made of."""
+    document = header(path)
+    names = {f.name for f in fields(HeadRow)}
+    rows = []
+    for record in read_rows(path).to_pylist():
+        known = {name: value for name, value in record.items() if name in names}
+        known["flags"] = tuple(known["flags"])
+        if known.get("eigenvalues") is not None:
+            known["eigenvalues"] = tuple((re, im) for re, im in known["eigenvalues"])
+        rows.append(HeadRow(**known))
+    return Scan(document["source"], document["assumptions"], document["layers"], rows)
