@@ -28,6 +28,7 @@ This page has {count} of {total} model types.
 """
 VERSIONS = """
 The lines were made with version {version} of the code, a hash of the sources in `families/`, `tape/` and `observing/`{others}.
+The sources may have changed since: `python scripts/reach.py --page` says how many lines are of another version than the tree.
 """
 MEANING = {
     "verified": "every softmax attention discovered and verified: logits and output",
