@@ -70,7 +70,7 @@ def section(rows: list[Row]) -> str:
     return text + _heads(rows) + _towers(rows) + _reasons(rows)
 
 
-WAYS = {"scan": "`scan`, live", "disk": "`scan`, from a saved copy", "observe": "`observe`"}
+WAYS = {"scan": "scan, live", "disk": "scan, from a saved copy", "observe": "observe"}
 HEADS = """
 Heads are counted apart from Locater: a plain pass tells in which modules softmax attention is met, in how many places of
 their code, and how many heads its queries or maps have. Each of these heads has to be a row, or its module has to be named in a

@@ -92,5 +92,5 @@ def test_heads_that_are_left_out_are_counted_by_the_way_of_reading() -> None:
             line(model_type="without", heads={"met": 0}),
         ]
     )
-    assert "| `scan`, live | 4 | 1 | 1 | 2: silent, broken |" in text
-    assert "| `observe` | 4 | 4 | 0 | 0 |" in text
+    assert "| scan, live | 4 | 1 | 1 | 2: silent, broken |" in text
+    assert "| observe | 4 | 4 | 0 | 0 |" in text
