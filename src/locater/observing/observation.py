@@ -23,7 +23,7 @@ from locater.observing.choosing import Choice
 from locater.observing.hearing import heard
 from locater.observing.layer_sites import layers_by_record, sites_of
 from locater.observing.map_of_heads import pattern_sites
-from locater.observing.ranks import combine
+from locater.observing.ranks import combine, refuse_split_tokens
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
 from locater.observing.site import clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
@@ -277,6 +277,8 @@ def _passing(
     """
     if watch.over:  # it could not be removed, because another method replaced it in turn
         return forward(*args, **kw)
+    if not torch.compiler.is_compiling():
+        refuse_split_tokens(model)
     if padding is not None:
         padding.before(model, args, kw)
     # a counter inside a graph would be compiled anew at each value
