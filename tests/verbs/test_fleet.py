@@ -514,3 +514,17 @@ def test_the_page_quotes_the_benchmark(capsys: pytest.CaptureFixture[str]) -> No
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(lines) == 6
     assert all(line in text for line in lines)
+
+
+def test_a_changed_shard_in_a_folder_below_its_index_is_scanned_again(tmp_path: Path) -> None:
+    folder, out = checkpoint(tmp_path / "model", 1), tmp_path / "out"
+    shard, index = folder / "parts" / "all.safetensors", folder / "model.safetensors.index.json"
+    shard.parent.mkdir()
+    (folder / "model.safetensors").rename(shard)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(shard), "parts/all.safetensors")}))
+    before = [row["F"] for row in locater.Fleet.run([str(index)], out).records()]
+    checkpoint(tmp_path / "other", 2)
+    shutil.copy(tmp_path / "other" / "model.safetensors", shard)
+    after = [row["F"] for row in locater.Fleet.run([str(index)], out).records()]
+    assert after == [row.F for row in locater.scan(index).rows]
+    assert after != before
