@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 # twenty interpreters, and each would compile the package anew.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate reach papers browser golden clean
+.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate reach papers browser golden docs docs-serve dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -71,6 +71,19 @@ papers: $(VENV)/.dev
 golden: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/golden.py
 
+# The documentation site, into site/: any warning is an error, nothing is loaded from elsewhere. `make docs-serve` shows it while you write.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: $(VENV)/.docs
+	$(MKDOCS) build --strict
+	@echo "open site/index.html"
+
+docs-serve: $(VENV)/.docs
+	$(MKDOCS) serve --watch src --watch scripts
+
+# Wheel and sdist in dist/: built twice with equal bytes, checked by twine, the wheel tried in an environment of its own.
+dist: $(VENV)/.release
+	$(BIN)/python scripts/dist.py $(DIST)
+
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/checkpoint.py
 
@@ -93,9 +106,17 @@ $(VENV)/.slow: $(VENV)/.dev # Ray, which only the slow tests of fleets use
 	$(INSTALL) -e '.[slow]'
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.core
+	$(INSTALL) -e '.[docs]'
+	touch $@
+
+$(VENV)/.release: $(VENV)/.core
+	$(INSTALL) -e '.[release]'
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(INSTALL) -e '.[bench]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) fuzz-faults demo.json demo.html demo-twin.html
+	rm -rf $(VENV) site dist fuzz-faults demo.json demo.html demo-twin.html

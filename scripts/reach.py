@@ -22,6 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 LINES = ROOT / "docs" / "results" / "reach.jsonl"
+ROOMS = ("families", "tape", "observing")  # whose code finds, verifies and observes attention
+DIGITS = 12  # of the version of the code that a line names
 SECONDS = 60  # of processor time, for one model type
 PATIENCE = 240  # seconds by the clock, for one model type: other work may have the cores
 MEMORY = 8 << 30  # bytes of address space, for one model type
@@ -47,17 +49,18 @@ def main() -> None:
 
 def measure_types(args: argparse.Namespace) -> None:
     """Measure the chosen types, `--jobs` at a time, and write each line as it comes."""
-    import reach_version
     import torch
     import transformers
     from tests.reach.row import row
     from tests.reach.tiny import model_types
 
+    from locater.version import code_version
+
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     types = chosen(model_types(), args.only, args.sample)
-    code = reach_version.code_version()
+    code = code_version(*ROOMS)[:DIGITS]
     known = {} if args.again else {name: line for name, line in read(args.lines).items() if line.get("code") == code}
     left = [model_type for model_type in types if model_type not in known]
     started = time.perf_counter()
@@ -72,9 +75,9 @@ def measure_types(args: argparse.Namespace) -> None:
 
 def warn_of_other_code(lines: dict[str, dict[str, Any]]) -> None:
     """Say how many lines were made with sources that have changed since."""
-    import reach_version
+    from locater.version import code_version
 
-    code = reach_version.code_version()
+    code = code_version(*ROOMS)[:DIGITS]
     others = [name for name, line in lines.items() if line.get("code") != code]
     if others:
         print(

@@ -28,6 +28,7 @@ This page has {count} of {total} model types.
 """
 VERSIONS = """
 The lines were made with version {version} of the code, a hash of the sources in `families/`, `tape/` and `observing/`{others}.
+The sources may have changed since: `python scripts/reach.py --page` says how many lines are of another version than the tree.
 """
 MEANING = {
     "verified": "every softmax attention discovered and verified: logits and output",
@@ -66,7 +67,42 @@ def section(rows: list[Row]) -> str:
     for kind, meaning in MEANING.items():
         types = [row["model_type"] for row in rows if outcome(row) == kind]
         text += f"| {meaning} | {len(types)} | {', '.join(types)} |\n" if types else ""
-    return text + _towers(rows) + _reasons(rows)
+    return text + _heads(rows) + _towers(rows) + _reasons(rows)
+
+
+WAYS = {"scan": "scan, live", "disk": "scan, from a saved copy", "observe": "observe"}
+HEADS = """
+Heads are counted apart from Locater: a plain pass tells in which modules softmax attention is met, in how many places of
+their code, and how many heads its queries or maps have. Each of these heads has to be a row, or its module has to be named in a
+line, also where the whole model is refused (`tests/reach/heads.py`).
+
+| | model types with heads | a row for every head | other heads named in a line | a head left out without a word |
+|---|---|---|---|---|
+"""
+
+
+def _heads(rows: list[Row]) -> str:
+    """How many types have a row for each head that was met, by the way of reading, and which leave some out."""
+    lines = []
+    for way, words in WAYS.items():
+        types = [row for row in rows if way in row.get("heads", {})]
+        outcomes = {row["model_type"]: heads_of(row, way) for row in types}
+        counts = [sum(x == kind for x in outcomes.values()) for kind in ("whole", "named")]
+        silent = [name for name, kind in outcomes.items() if kind == "silent"]
+        lines.append(f"| {words} | {len(types)} | {' | '.join(map(str, counts))} | {_with_names(silent)} |\n")
+    return HEADS + "".join(lines) if any(row.get("heads") for row in rows) else ""
+
+
+def heads_of(row: Row, way: str) -> str:
+    """What became of the heads of a type: "whole", "named" in part, or left out, "silent"."""
+    result = row["heads"][way]
+    if "silent" in result or "error" in result or ("refused" in result and "rows" not in result):
+        return "silent"
+    return "whole" if result["rows"] >= row["heads"]["met"] else "named"
+
+
+def _with_names(names: list[str]) -> str:
+    return f"{len(names)}: {_few(names)}" if names else "0"
 
 
 def _versions(rows: list[Row]) -> str:
@@ -140,7 +176,8 @@ def from_disk(row: Row) -> bool:
 
 def steps(row: Row) -> list[dict[str, Any]]:
     """What came of reading, discovering and observing a type, as far as it got."""
-    return [row[name] for name in ("record", "discovered", "disk", "observed") if name in row]
+    ways = [row["heads"][way] for way in WAYS if way in row.get("heads", {})]
+    return [*(row[name] for name in ("record", "discovered", "disk", "observed") if name in row), *ways]
 
 
 def _towers(rows: list[Row]) -> str:

@@ -1,5 +1,24 @@
-"""The versions of the package and of its documents. The build reads the first."""
+"""The versions of the package, of its documents and of its code. The build reads the first."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
 
 __version__ = "0.1.0"
 SCHEMA = 1  # of the JSON documents; increases when a key moves or changes its meaning
 PROBE_SCHEMA = 2  # of the document of `locater probe`: 2 since M, F and localization are predicted_M, ...
+
+
+@cache
+def code_version(*rooms: str) -> str:
+    """A hash of the names and sources of rooms: what they compute may differ where it differs.
+
+    >>> code_version("tape") == code_version("tape") != code_version("families", "tape")
+    True
+    """
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(path for room in rooms for path in (root / room).rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()

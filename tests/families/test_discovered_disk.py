@@ -50,6 +50,12 @@ WITHOUT_RECORD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo": ("Olmo", "ForCausalLM", {**BASE, **DEEP}),
     "modernbert": ("ModernBert", "Model", {**BASE, **DEEP, "global_attn_every_n_layers": 3}),
     "qwen2_moe": ("Qwen2Moe", "ForCausalLM", {**BASE, **EXPERTS, **DEEP}),
+    # full layers have settings of their own, and wider heads
+    "gemma4": (
+        "Gemma4Text",
+        "Model",
+        {**BASE, **DEEP, "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0},
+    ),
     "wav2vec2": ("Wav2Vec2", "Model", {**BASE, **SOUND, "num_hidden_layers": 5}),
 }
 WITH_RECORD: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -121,6 +127,26 @@ def test_a_scan_from_disk_has_the_rows_of_a_live_scan(gemma: Path) -> None:
         for column in ("M", "F", "S", "trace", "spectral_norm", "localization"):
             assert a[column] == pytest.approx(b[column], rel=1e-6), column
     assert {layer["provenance"] for layer in stored.layers} == {"discovered"}
+
+
+def test_modules_with_other_names_on_disk_are_not_said_to_be_left_out(tmp_path: Path) -> None:
+    scan = locater.scan(saved(tmp_path, *WITHOUT_RECORD["nomic_bert"]))
+    assert len(scan.rows) == 7 * 4
+    assert not [note for note in scan.assumptions["notes"] if "not read" in note]
+    assert "unread" not in scan.assumptions
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "big_bird"])
+def test_numbers_that_json_has_not_and_modules_that_a_pass_replaces(model_type: str) -> None:
+    """Bamba's config.json has an infinity, as an object; BigBird changes to full attention in its first pass."""
+    from tests.reach import on_disk
+    from tests.reach.tiny import tiny
+
+    model = tiny(model_type).model
+    with on_disk.saved(copy.deepcopy(model)) as folder:
+        assert ("__float__" in Path(folder, "config.json").read_text()) == (model_type == "bamba")
+        counts = on_disk.from_disk(folder, locater.discover(model))
+    assert counts["layers"] == counts["verified"] == counts["same"] > 0, counts
 
 
 @pytest.mark.parametrize("name", cases(WITH_RECORD))

@@ -90,3 +90,47 @@ def test_bad_input_is_one_line(model: Any, example: Any, says: str) -> None:
         locater.discover(model, example)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+class Mixed(Block):
+    """Distances to points that are in float32 whatever the model is in, as of a codebook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = torch.cdist(x, torch.linspace(-1, 1, 96).view(1, 3, 32).expand(len(x), -1, -1))
+        return super().forward(x + near.mean(-1, keepdim=True))
+
+
+def test_a_model_that_makes_tensors_in_another_dtype_runs() -> None:
+    model, x = Mixed().double(), torch.randn(1, 7, 32, dtype=torch.float64)
+    (layer,) = locater.discover(model, X).layers
+    wanted = model.attn(model.norm(x))
+    assert (layer.output(x) - wanted).abs().max() < 1e-6 * wanted.std()
+
+
+class Shared(nn.Module):
+    """Keys and values of an earlier stream, hidden where they are later, as layers of Gemma 4 share them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.norm, self.between = Attention(), nn.RMSNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        part, y = self.attn, self.norm(self.between(x).tanh())
+        q, k, v = (
+            f(z).unflatten(-1, (4, 8)).transpose(1, 2) for f, z in ((part.to_q, y), (part.to_k, x), (part.to_v, x))
+        )
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = (q @ k.transpose(-1, -2) * 0.3).masked_fill(later, -torch.inf).softmax(-1)
+        return part.to_out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_causal_mask_over_keys_of_another_stream_has_to_be_given() -> None:
+    model, x = Shared().double(), torch.randn(1, 7, 32, dtype=torch.float64)
+    (layer,) = locater.discover(model, X).layers
+    assert layer.kind == "cross"
+    y = model.between(x).tanh()
+    with pytest.raises(LocaterError, match="hidden by their distance"):
+        layer.output(y, x)
+    seen = torch.ones(7, 7, dtype=torch.bool).tril()
+    wanted = model(x)
+    assert (layer.output(y, x, mask=seen[None, None]) - wanted).abs().max() < 1e-6 * wanted.std()

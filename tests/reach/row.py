@@ -11,6 +11,9 @@ Keys of a row:
   and modules without a softmax of products (`no_softmax`); `layers` is the sum of the first four. The same for each of several `towers`. `reasons`: one line of each kind.
 - `disk`: layers discovered from the saved model, those of them verified, and those that are the `same` as live.
 - `observed`: layers and heads that `observe` measured.
+- `heads`: heads that a plain pass `met`, counted apart from Locater (`heads`), and of `scan`, the same from `disk` and
+  `observe`: the rows of these heads, modules that have fewer rows than heads and that no line names (`silent`, and the
+  first of them `named`), and the line of a refusal.
 - `refused` or `error` in place of the last four: a refusal of Locater's, or an exception that should be none.
 """
 
@@ -20,6 +23,7 @@ import copy
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +38,9 @@ from locater.families.discovery.searching import NO_SOFTMAX, Discovered, discove
 from locater.families.layer import AttentionLayer
 from locater.families.registry import BUILT_IN
 from locater.observing.rows import tower_of
+from tests.reach.heads import checked, heads_met, observed, scanned
 from tests.reach.met import attention_met
-from tests.reach.on_disk import from_disk
+from tests.reach.on_disk import NotSavedError, from_disk, saved
 from tests.reach.tiny import parameters_of, tiny
 
 LONGEST = 220  # characters of a reason
@@ -69,9 +74,26 @@ def _fill(result: dict[str, Any], model_type: str) -> None:
     result["record"] = _step(_record, model) if not part else {}
     live: list[Discovered] = []
     result["discovered"] = _step(_discovered, model, inputs, part, live)
-    if live and not part:
-        result["disk"] = _step(from_disk, copy.deepcopy(model), live[0])
     result["observed"] = _step(_observed, model, inputs, part)
+    met = {path: count for path, count in heads_met(model, inputs).items() if _inside(path, part)}
+    result["heads"] = {"met": sum(met.values())}
+    if met:
+        result["heads"]["scan"] = _step(checked, met, partial(scanned, model, inputs))
+        result["heads"]["observe"] = _step(checked, met, partial(observed, model, inputs))
+    if not part:
+        _from_disk(result, model, live, met)
+
+
+def _from_disk(result: dict[str, Any], model: nn.Module, live: list[Discovered], met: Mapping[str, int]) -> None:
+    """The same from a saved copy."""
+    try:
+        with saved(copy.deepcopy(model)) as folder:
+            if live:
+                result["disk"] = _step(from_disk, folder, live[0])
+            if met:
+                result["heads"]["disk"] = _step(checked, met, partial(scanned, folder), True)
+    except NotSavedError as error:
+        result["disk"] = {"not_saved": str(error)[:LONGEST]}
 
 
 def _inside(path: str, part: str) -> bool:

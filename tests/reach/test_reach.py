@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from locater.errors import LocaterError
+from locater.version import code_version
 from tests import ROOT
-from tests.reach.heads import heads_met, left_out, observed_without_a_word, scanned_without_a_word
+from tests.reach.heads import checked, heads_met, left_out, observed, scanned
 from tests.reach.met import attention_met
 from tests.reach.row import row
 from tests.reach.tiny import MOST_PARAMETERS, model_types, not_reached, tiny
@@ -127,7 +131,8 @@ def test_a_type_that_cannot_be_built_says_why() -> None:
 def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of the same code is kept; a line of other code and a type without a line are measured."""
     lines = tmp_path / "reach.jsonl"
-    code = runpy.run_path(str(ROOT / "scripts" / "reach_version.py"))["code_version"]()
+    script = runpy.run_path(str(ROOT / "scripts" / "reach.py"))
+    code = code_version(*script["ROOMS"])[: script["DIGITS"]]
     kept = [{"model_type": "gpt2", "code": code}, {"model_type": "vit", "code": "of other code"}]
     lines.write_text("".join(json.dumps(line) + "\n" for line in kept))
     monkeypatch.setattr(sys, "argv", ["reach", "--only", "gpt2,bert,vit", "--lines", str(lines)])
@@ -144,18 +149,33 @@ def test_no_head_is_left_out_without_a_word(model_type: str) -> None:
     assert made.inputs is not None
     heads = heads_met(made.model, made.inputs)
     assert sum(heads.values()) >= 8
-    assert observed_without_a_word(made.model, made.inputs, heads) == []
-    assert scanned_without_a_word(made.model, made.inputs, heads) == []
+    assert checked(heads, partial(observed, made.model, made.inputs)) == {"rows": sum(heads.values())}
+    assert checked(heads, partial(scanned, made.model, made.inputs)) == {"rows": sum(heads.values())}
+
+
+# of the sample, and types of which a part is refused, read in part, or has several attentions in one module
+PARTLY = ("deit", "diffusion_gemma", "gemma4_text", "grounding-dino", "levit", "lilt", "mllama", "nemotron_h", "sam2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.parametrize("model_type", sorted({*SAMPLE, *PARTLY}))
 def test_no_head_of_the_sample_is_left_out_without_a_word(model_type: str) -> None:
-    made = tiny(model_type)
-    assert made.inputs is not None, made.problem
+    """Live, from disk and observed: rows, or a line that names the module, also in a refusal."""
+    heads = row(model_type)["heads"]
+    assert heads["met"] > 0
+    ways = [heads[way] for way in ("scan", "observe", "disk") if way in heads]
+    assert len(ways) >= 2
+    assert not any("silent" in way or "error" in way for way in ways), heads
+
+
+def test_two_attentions_of_one_module_are_two_layers() -> None:
+    """LiLT has a map of contents and one of positions in one module: no row may be a mean of both."""
+    made = tiny("lilt")
+    assert made.inputs is not None
     heads = heads_met(made.model, made.inputs)
-    assert observed_without_a_word(made.model, made.inputs, heads) == []
-    assert scanned_without_a_word(made.model, made.inputs, heads) == []
+    layer = made.model.encoder.layer[0].attention.self
+    assert heads["encoder.layer.0.attention.self"] == 2 * layer.num_attention_heads
+    assert checked(heads, partial(observed, made.model, made.inputs)) == {"rows": sum(heads.values())}
 
 
 def test_what_is_left_out_is_counted() -> None:
@@ -164,3 +184,30 @@ def test_what_is_left_out_is_counted() -> None:
     assert left_out(heads, ["layers.0.attn"] * 4, []) == ["layers.1.attn: 0 of 4 heads"]
     assert left_out(heads, ["layers.0.attn"] * 3, ["not measured: layers.1.attn"]) == ["layers.0.attn: 3 of 4 heads"]
     assert left_out(heads, ["layers.0.attn"] * 4, ["attention modules that never ran: layers.*.attn"]) == []
+    assert left_out(heads, [], ["not read: layers.*.attn (2)"]) == []
+    assert left_out(heads, [], ["not read: layers.*.attn"]) == ["layers.1.attn: 0 of 4 heads"], "one is named, two miss"
+    assert left_out({"layers.1.attn": 4}, [], ["not read: layers.10.attn and 3 more kinds"]) != []
+    assert left_out(heads, ["layers.0"] * 8, ["layers.1.attn.q_proj.weight is missing"]) == []
+
+
+def test_a_refusal_has_to_name_what_it_leaves_out() -> None:
+    def refuse(line: str) -> Any:
+        raise LocaterError(line)
+
+    heads = {"layers.0.attn": 4}
+    assert checked(heads, lambda: refuse("some/folder: it cannot be read"))["silent"] == 1
+    assert "silent" not in checked(heads, lambda: refuse("some/folder: not read: layers.*.attn"))
+    assert "silent" not in checked(heads, lambda: refuse("some/folder: not read: model.layers.*.attn"), renamed=True)
+    assert checked(heads, lambda: refuse("some/folder: not read: model.layers.*.mlp"), renamed=True)["silent"] == 1
+    two = {"layers.0.self_attn": 4, "layers.1.self_attn": 4}
+    assert "silent" not in checked(two, lambda: refuse("Discovery: no; not read: layers.*.attn (2)"), renamed=True)
+    assert checked(two, lambda: refuse("Discovery: no; not read: layers.*.attn"), renamed=True)["silent"] == 2
+
+
+def test_a_map_that_is_never_used_is_no_attention() -> None:
+    class Unused(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            (self.query(x) @ self.key(x).transpose(-1, -2)).softmax(-1).to(x.dtype)
+            return super().forward(x)
+
+    assert attention_met(Unused("fused"), {"x": torch.randn(2, 5, 8)}) == {"fused": 1}

@@ -77,3 +77,20 @@ def test_the_page_names_lines_of_another_version_and_towers_that_miss_something(
     assert "; 1 with another: two." in text
     assert "| two | vision |  |  |  |  |  | 1 |" in text
     assert "with another" not in reach_page.section([line()])
+
+
+def test_heads_that_are_left_out_are_counted_by_the_way_of_reading() -> None:
+    def heads(name: str, scan: dict[str, Any]) -> dict[str, Any]:
+        return line(model_type=name, heads={"met": 8, "scan": scan, "observe": {"rows": 8}})
+
+    text = reach_page.section(
+        [
+            heads("whole", {"rows": 8}),
+            heads("named", {"rows": 4}),
+            heads("silent", {"rows": 4, "silent": 1, "named": ["layers.1.attn: 0 of 4 heads"]}),
+            heads("broken", {"error": "KeyError"}),
+            line(model_type="without", heads={"met": 0}),
+        ]
+    )
+    assert "| scan, live | 4 | 1 | 1 | 2: silent, broken |" in text
+    assert "| observe | 4 | 4 | 0 | 0 |" in text

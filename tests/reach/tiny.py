@@ -268,9 +268,22 @@ def _fewer_layers(settings: dict[str, Any]) -> None:
         if isinstance(value, (list, tuple)) and len(value) == len(kinds) and name != name_of_kinds:
             settings[name] = [value[at] for at in chosen]
     settings[name_of_kinds] = [kinds[at] for at in chosen]
+    own = getattr(settings.get("_heterogeneity_spec"), "per_layer_overrides", None)
+    if own:  # settings of single layers: larger than those of the others, and small
+        kept = {
+            to: {name: _larger(name, x) for name, x in own[at].items()} for to, at in enumerate(chosen) if at in own
+        }
+        own.clear()
+        own.update(kept)
     for name in ("num_hidden_layers", "num_layers", "n_layer"):
         if name in settings:
             settings[name] = len(chosen)
+
+
+def _larger(name: str, value: Any) -> Any:
+    """A setting of one layer, twice the small one of all others."""
+    size = size_of(name)
+    return 2 * size if size is not None and type(value) is int and value > size else value
 
 
 def _small_tokens(settings: dict[str, Any]) -> None:

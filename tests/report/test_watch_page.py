@@ -662,7 +662,10 @@ def test_the_command_serves_and_stops(tmp_path: Path) -> None:
             assert json.load(answer)["steps"] == [0]
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        try:
+            out, err = process.communicate(timeout=10)
+        finally:
+            process.kill()  # a shell that ignores interrupts hands that down: fail, and do not wait for ever
         assert (process.returncode, out, err) == (0, "", "")
 
 

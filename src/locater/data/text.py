@@ -144,7 +144,8 @@ def tokenizer_for(model: Any, tokenizer: Any = None) -> Any:
         if not Path(where).exists():
             hub_folder(where)  # fails at once without a network; transformers would retry for minutes
         own = getattr(config, "model_type", "") in OWN  # transformers would warn of this type
-        loaded = (PreTrainedTokenizerFast if own else AutoTokenizer).from_pretrained(where)
+        kind = PreTrainedTokenizerFast if own else AutoTokenizer
+        loaded = kind.from_pretrained(where, trust_remote_code=False)  # None would ask whether to run code
     except ImportError:
         raise LocaterError("reading text needs the transformers package: pip install 'locater[hf]'") from None
     except LocaterError as error:

@@ -60,14 +60,19 @@ def unread(weights: Weights, read: Iterable[str], deep: int | None = None) -> li
     return [path for path in stays if _number(path)[0] not in stacks or _number(path)[1] < deep]
 
 
-def folded_paths(paths: Sequence[str], most: int = SHOWN) -> str:
-    """For a message: layers' numbers folded into *, with how many there are."""
+def folded_paths(paths: Sequence[str], most: int | None = SHOWN) -> str:
+    """For a message: layers' numbers folded into *, with how many there are; of kinds of paths the first `most`, all
+    with None.
+
+    >>> folded_paths(["text.0.attn", "text.1.attn", "image.attn"])
+    'text.*.attn (2), image.attn'
+    """
     counts: dict[str, int] = {}
     for path in paths:
         folded = NUMBER.sub("*", path) or "the model itself"
         counts[folded] = counts.get(folded, 0) + 1
     shown = [name if count == 1 else f"{name} ({count})" for name, count in counts.items()][:most]
-    return ", ".join(shown) + (f" and {len(counts) - most} more kinds" if len(counts) > most else "")
+    return ", ".join(shown) + (f" and {len(counts) - len(shown)} more kinds" if len(counts) > len(shown) else "")
 
 
 def _ends(path: str) -> Iterator[int]:

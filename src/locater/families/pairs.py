@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.families.relative import by_pair
 
 
 class PositionsError(LocaterError):
@@ -82,6 +83,6 @@ class PairTerms:
         for part in self.tables:
             index = part.index(queries, keys).to(q.device)
             met = q @ part.table.to(q).mT  # (B, H, T, n)
-            terms = terms + met.gather(-1, index.clamp_min(0).expand(*met.shape[:2], *index.shape))
+            terms = terms + by_pair(met, index.clamp_min(0))
             terms = terms.masked_fill(index < 0, torch.nan)
         return self.factor * terms

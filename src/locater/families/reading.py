@@ -15,7 +15,7 @@ from locater.errors import LocaterError, first_line
 from locater.families import timm, torch_mha
 from locater.families.build import check_layer, integer
 from locater.families.by_name import layers_by_name
-from locater.families.coverage import unread
+from locater.families.coverage import attention_like, folded_paths, unread
 from locater.families.discovery.disk import discovered_on_disk, searched_once
 from locater.families.discovery.searching import discovered_in
 from locater.families.layer import AttentionLayer
@@ -120,7 +120,12 @@ def read_source(
         config = CheckedConfig(_with_heads(weights, config, heads), weights.where, remedy(weights))
     else:
         config = _with_heads(weights, config, heads)
-    layers = _read(reader, weights, config)
+    try:
+        layers = _read(reader, weights, config)
+    except LocaterError as unreadable:  # attention of a known form, in a model whose settings have other names
+        if model_type is None or model_type in BY_TYPE:
+            raise
+        return _discovered(weights, config, example, unreadable, heads, kv_heads)
     _check_counts(weights, layers, heads, kv_heads)
     names = [layer.name for layer in layers]
     left = [] if trusted else unread(weights, names, config.get("num_hidden_layers"))
@@ -148,9 +153,11 @@ def _discovered(
     except LocaterError as error:
         if error is unknown:
             raise
-        raise LocaterError(f"{unknown}. Discovery: {str(error).removeprefix(f'{weights.where}: ')}") from None
+        left = attention_like(weights)
+        line = f"{unknown}. Discovery: {str(error).removeprefix(f'{weights.where}: ')}"
+        raise LocaterError(f"{line}; not read: {folded_paths(left, most=None)}" if left else line) from None
     if not discovered.layers:
-        gaps = "; ".join(discovered.gaps[:3])
+        gaps = "; ".join(discovered.gaps)
         raise LocaterError(f"{unknown}. Discovery: {gaps}" if gaps else str(unknown))
     _check_counts(weights, discovered.layers, heads, kv_heads)
     return Reading(discovered.layers, discovered.gaps, discovered.whole)

@@ -40,7 +40,7 @@ def only_a_part(weights: Weights, read: list[str], left: list[str]) -> str:
     """Of a model of which only a part can be read."""
     return (
         f"Only a part of its attention can be read ({folded_paths(read, 2)}), and a part is never given as the whole. "
-        f"Not read: {folded_paths(left)}. {_ways_out(weights, read, left)}"
+        f"Not read: {folded_paths(left, most=None)}. {_ways_out(weights, read, left)}"
     )
 
 

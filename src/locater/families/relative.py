@@ -37,11 +37,16 @@ class RelativeTerms:
         if self.key is not None:
             start = q if self.shift is None else q + self.shift().to(q)[:, None]
             met = start @ _heads(self.key(p), q.shape[1]).mT  # (B, H, T, n)
-            terms = terms + met.gather(-1, place.expand(*met.shape[:2], *place.shape))
+            terms = terms + by_pair(met, place)
         if self.query is not None:
             met = k @ _heads(self.query(p), q.shape[1]).mT  # (B, H, S, n)
-            terms = terms + met.gather(-1, place.mT.expand(*met.shape[:2], *place.mT.shape)).mT
+            terms = terms + by_pair(met, place.mT).mT
         return terms
+
+
+def by_pair(met: Float[Tensor, "B H T n"], rows: Int[Tensor, "T S"]) -> Float[Tensor, "B H T S"]:
+    """Of what each token meets in n rows of a table, the row of each pair."""
+    return met.gather(-1, rows.expand(*met.shape[:2], *rows.shape))
 
 
 def _heads(x: Float[Tensor, "n Hh"], heads: int) -> Float[Tensor, "H n h"]:

@@ -27,8 +27,8 @@ from locater.families.split_heads import SplitHeads
 from locater.observing.choosing import Choice, ChoiceError, chosen
 from locater.observing.direct_calls import Caller, Describe
 from locater.observing.flex_calls import flex_calls
-from locater.observing.following import inside_interface, paused, running
-from locater.observing.frames import Frame, heads_of, is_local, kind_of, without_padding
+from locater.observing.following import paused, place_in_code, running
+from locater.observing.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
 from locater.observing.hearing import compiled_parts
 from locater.observing.site import Site
 from locater.observing.tally import StatisticsOptions
@@ -81,7 +81,7 @@ class CalledLayers:
         self.refused: dict[str, str] = {}  # modules whose attention is not measured, and why
         self.ran: set[str] = set()
         self.heard: set[str] = set()
-        self._by_key: dict[tuple[str, int, str], Site | None] = {}
+        self._by_key: dict[tuple[str, int, str, Place | None], Site | None] = {}
         self._axes: dict[str, dict[Any, Any]] = {}  # of the calls of each module, as far as they are known
         self.frames: list[Frame] = []
         self.compiled = bool(compiled_parts(model))  # a graph is not interrupted: the interface alone is heard
@@ -113,7 +113,7 @@ class CalledLayers:
     def report(self, describe: Describe) -> None:
         """An attention call of the innermost module that runs."""
         if self.frames:
-            self.frames[-1].calls.append((describe, inside_interface()))
+            self.frames[-1].calls.append((describe, place_in_code()))
 
     def fail(self, error: Exception) -> None:
         """A call of the innermost module could not be heard."""
@@ -128,7 +128,7 @@ class CalledLayers:
         frame = next((frame for frame in reversed(self.frames) if frame.module is listener.module), None)
         if frame is not None:
             tapped = is_tapped(listener.module, None)
-            frame.calls[:] = [] if tapped else [(call, inside) for call, inside in frame.calls if not inside]
+            frame.calls[:] = [] if tapped else [(call, place) for call, place in frame.calls if place is not None]
             frame.errors.clear()
         try:
             self._count(listener, call, frame)
@@ -141,12 +141,15 @@ class CalledLayers:
         """Remember why a call of a module is not measured: the first reason of each module."""
         self.refused.setdefault(name, first_line(error))
 
-    def _count(self, listener: _Listener, call: Call, frame: Frame | None) -> None:
+    def _count(self, listener: _Listener, call: Call, frame: Frame | None, place: Place | None = None) -> None:
+        """Add a call to its layer. A module that attends in several places of its code has a layer for each: a map of
+        contents and one of positions (LiLT), pictures to text and text to pictures (Grounding DINO).
+        """
         kind = kind_of(listener.name, listener.module, call, {} if frame is None else frame.arguments)
         placed = True
         if kind == "cross" and frame is not None and is_local(call, frame):
             kind, placed, call = "self", False, without_padding(call, frame)
-        key = (listener.name, call.query.shape[1], kind if placed else "local")
+        key = (listener.name, call.query.shape[1], kind if placed else "local", place)
         if key not in self._by_key:
             site = self._site(listener, call, len(self._by_key), kind, placed)
             self._by_key[key] = site
@@ -190,9 +193,9 @@ class CalledLayers:
         errors, listener = frame.errors, self._of_module.get(id(frame.module))
         if listener is not None and frame.calls:
             caller = Caller(self._heads_around(frame), frame.tokens, self._axes.setdefault(frame.name, {}))
-            for describe, _ in frame.calls:
+            for describe, place in frame.calls:
                 try:
-                    self._count(listener, describe(caller), frame)
+                    self._count(listener, describe(caller), frame, place)
                 except ChoiceError:
                     raise
                 except Exception as reason:
@@ -235,11 +238,11 @@ class CalledLayers:
         why = self.reason.partition(". ")[0]
         notes = [f"the query-key maps of these layers are not known, so what needs them is left out: {why}"]
         if self.silent:
-            notes.append(f"attention modules that never ran: {folded_paths(self.silent)}")
+            notes.append(f"attention modules that never ran: {folded_paths(self.silent, most=None)}")
         if self.unheard:
             notes.append(
-                f"modules that look like attention and were not heard: {folded_paths(self.unheard)}; what they compute "
-                "passes neither the attention interface, nor fused attention, nor a softmax of q.k"
+                f"modules that look like attention and were not heard: {folded_paths(self.unheard, most=None)}; what "
+                "they compute passes neither the attention interface, nor fused attention, nor a softmax of q.k"
                 + (", or they did not run: the model is compiled" if self.compiled else "")
             )
         by_reason: dict[str, list[str]] = {}
@@ -247,7 +250,7 @@ class CalledLayers:
             by_reason.setdefault(reason.removeprefix(f"{name}: "), []).append(name)
         for reason, names in by_reason.items():
             part = "a part of the calls is not measured" if self.heard.issuperset(names) else "not measured"
-            notes.append(f"{part}: {folded_paths(names)}: {reason}")
+            notes.append(f"{part}: {folded_paths(names, most=None)}: {reason}")
         local = [site.name for site in self.sites if not site.placed]
         if local:
             notes.append(

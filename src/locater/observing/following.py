@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from locater.attention import interface
 from locater.attention.listeners import is_on, missed
 from locater.observing.direct_calls import DirectCalls
-from locater.observing.frames import Frame
+from locater.observing.frames import Frame, Place
 
 if TYPE_CHECKING:
     from locater.observing.by_calls import CalledLayers
@@ -54,11 +54,16 @@ def paused(
         return forward(*args, **kwargs)
 
 
-def inside_interface() -> bool:
-    """Whether the code that runs was called by the attention interface, which announces the call itself."""
-    frame = sys._getframe(1)
+def place_in_code() -> Place | None:
+    """Where in the code of the innermost module a call is made; None where the attention interface makes it, which
+    announces the call itself.
+    """
+    frame, place = sys._getframe(1), []
     while frame is not None and frame.f_code is not running.__code__:
-        if frame.f_code.co_name == "attend" and frame.f_globals.get("__name__") == interface.__name__:
-            return True
+        module = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code.co_name == "attend" and module == interface.__name__:
+            return None
+        if module.partition(".")[0] not in ("locater", "torch"):
+            place.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return tuple(place)

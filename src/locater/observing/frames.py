@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from math import prod
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from locater.families.coverage import HEADS
 from locater.observing.direct_calls import Describe
 
 CROSS = re.compile(r"cross|encoder_att|enc_dec|encdec|multihead_attn", re.IGNORECASE)
+Place = tuple[tuple[CodeType, int], ...]  # functions and lines, from the call up to the module's forward
 OTHER_TOKENS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context")
 
 
@@ -26,7 +28,7 @@ class Frame:
     name: str
     module: nn.Module
     arguments: dict[str, Any]
-    calls: list[tuple[Describe, bool]] = field(default_factory=list)  # and whether the interface made it
+    calls: list[tuple[Describe, Place | None]] = field(default_factory=list)  # and where; None: by the interface
     errors: list[Exception] = field(default_factory=list)  # for which calls of it were not heard
 
     @property

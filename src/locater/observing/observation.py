@@ -221,7 +221,9 @@ class Observation:
         if self.by_calls is not None:
             return self.by_calls.notes
         silent = self.silent
-        return [f"attention modules that never ran: {folded_paths(silent)}"] if silent and self.passes else []
+        return (
+            [f"attention modules that never ran: {folded_paths(silent, most=None)}"] if silent and self.passes else []
+        )
 
     def _attention_paths(self) -> list[str]:
         """Paths of the attention modules, as far as they are known before the model runs."""

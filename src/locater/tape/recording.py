@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from locater.tape import convolutions, einsum
+from locater.tape.mixed_dtypes import has_both, in_double
 
 # functions of torch.nn.functional that hide attention: what they call is written down, not they
 LOOKED_INTO = (torch.nn.functional.multi_head_attention_forward,)
@@ -134,7 +135,13 @@ class Tape(TorchFunctionMode):
         written = [base.value for base in bases]
         for base in bases:  # nodes keep the values from before the write
             base.value = base.value.detach().clone()
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError:
+            if in_place or not has_both((args, kwargs)):
+                raise
+            func = in_double(func)  # some models make tensors in float32, whatever their own dtype
+            out = func(*args, **kwargs)
         result = args[0] if name == "__setitem__" else out
         for part, x in enumerate(result if isinstance(result, tuple | list) else [result]):
             if isinstance(x, Tensor) and (in_place or id(x) not in self._names):

@@ -45,11 +45,12 @@ def load_model(source: str) -> Any:
         model.name_or_path = source  # its tokenizer is in the same folder
         return model
     try:
-        config = AutoConfig.from_pretrained(source)
+        # False, not the default None: with None transformers asks on a terminal whether to run code of the checkpoint
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         named = (getattr(config, "architectures", None) or [""])[0]
         kind = getattr(transformers, named, None) or AutoModel
         transformers.logging.disable_progress_bar()
-        return kind.from_pretrained(source, dtype=torch.float32).eval()
+        return kind.from_pretrained(source, dtype=torch.float32, trust_remote_code=False).eval()
     except Exception as error:
         raise LocaterError(f"{source}: cannot be run ({first_line(error)})") from None
 

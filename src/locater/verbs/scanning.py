@@ -85,7 +85,8 @@ def scan(
         for number, layer in progress(numbered, len(numbered)) if progress else numbered:
             rows.extend(head_rows(layer, number, options))
         # what discovery leaves out it says itself
-        left = [] if reading.gaps else unread(weights, [x.name for x in layers], config.get("num_hidden_layers"))
+        discovered = any(layer.provenance == "discovered" for layer in layers)
+        left = [] if discovered else unread(weights, [x.name for x in layers], config.get("num_hidden_layers"))
     gaps = [*reading.gaps, *_unread_notes(left)]
     return Scan(
         _shown(source),
@@ -216,7 +217,7 @@ def _assumptions(
 
 
 def _unread_notes(left: Sequence[str]) -> list[str]:
-    return [f"a part of its attention: not read are {folded_paths(left)}"] if left else []
+    return [f"a part of its attention: not read are {folded_paths(left, most=None)}"] if left else []
 
 
 def _statistics_notes(layers: list[AttentionLayer], statistics: Statistics | None) -> list[str]:

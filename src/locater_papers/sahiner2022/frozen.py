@@ -85,7 +85,7 @@ def images(folder: Path | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, A
     if folder is None or not (folder / FILE).is_file():
         return None
     try:
-        with np.load(folder / FILE) as arrays:
+        with np.load(folder / FILE, allow_pickle=False) as arrays:
             parts = [(arrays[f"{name}_images"], arrays[f"{name}_labels"]) for name in ("train", "test")]
     except (KeyError, ValueError, OSError, BadZipFile) as error:
         names = "train_images, train_labels, test_images and test_labels"

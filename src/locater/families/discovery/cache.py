@@ -13,14 +13,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import locater
 from locater.checkpoints.renamed import Origin
 from locater.checkpoints.weights import Weights, quantised_names
 from locater.errors import LocaterError
@@ -29,7 +27,7 @@ from locater.families.discovery.layout import AttentionLayout
 from locater.families.discovery.searching import Refusal
 from locater.families.discovery.tree import from_json, to_json
 from locater.files import read_json, write_whole
-from locater.version import __version__
+from locater.version import __version__, code_version
 
 VARIABLE = "LOCATER_CACHE"
 CODE = ("families", "tape", "checkpoints")  # rooms whose code decides what is discovered
@@ -67,7 +65,7 @@ def cache_file(weights: Weights, config: Mapping[str, Any]) -> Path | None:
         library = version("transformers")
     except PackageNotFoundError:
         return None
-    facts = [__version__, _code(), torch.__version__, library, config, tensors]
+    facts = [__version__, code_version(*CODE), torch.__version__, library, config, tensors]
     text = json.dumps(facts, sort_keys=True, default=repr)
     return folder / f"discovered-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
@@ -112,12 +110,3 @@ def _layout(document: Any) -> AttentionLayout:
     if not isinstance(layout, AttentionLayout):
         raise TypeError("not a layout")
     return layout
-
-
-@cache
-def _code() -> str:
-    """A hash of the code that decides what is discovered."""
-    root, digest = Path(locater.__file__).parent, hashlib.sha256()
-    for path in sorted(path for room in CODE for path in (root / room).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -40,7 +40,7 @@ class Grid:
 
     def others(self, rows: Tensor, lead: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(order (B, H) on the axes `lead`, tokens (B, S)) of values with the tokens `rows`."""
-        order = _repeated(_padded(lead, len(self.lead)), self.lead)[self.order]
+        order = _repeated_places(_padded(lead, len(self.lead)), self.lead)[self.order]
         tokens = rows[order]
         if (tokens != tokens[:, :1]).any():
             raise UnreadableError("heads of one sequence have values of different tokens")
@@ -52,7 +52,7 @@ def grid_of(query_rows: Tensor, key_rows: Tensor, query_lead: Sequence[int], key
     axes = max(len(query_lead), len(key_lead))
     query_lead, key_lead = _padded(query_lead, axes), _padded(key_lead, axes)
     lead = _common(query_lead, key_lead)
-    of_query, of_key = _repeated(query_lead, lead), _repeated(key_lead, lead)
+    of_query, of_key = _repeated_places(query_lead, lead), _repeated_places(key_lead, lead)
     tokens = torch.cat([query_rows[of_query], key_rows[of_key]], -1)
     _, label, counts = tokens.unique(dim=0, return_inverse=True, return_counts=True)
     if (counts != counts[0]).any():
@@ -76,7 +76,7 @@ def _common(query: list[int], key: list[int]) -> list[int]:
     raise UnreadableError(f"queries on axes {query} meet keys on axes {key}")
 
 
-def _repeated(lead: Sequence[int], common: Sequence[int]) -> Tensor:
+def _repeated_places(lead: Sequence[int], common: Sequence[int]) -> Tensor:
     """The place on the axes `lead` of each place on the axes `common`: neighbours are repeated."""
     if len(lead) != len(common) or any(whole % own for own, whole in zip(lead, common, strict=True)):
         raise UnreadableError(f"values on axes {list(lead)} meet weights on axes {list(common)}")

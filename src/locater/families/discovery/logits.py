@@ -11,6 +11,7 @@ from locater.families.discovery.biases import content_tables_of, sink_of, table_
 from locater.families.discovery.calls import MASKED
 from locater.families.discovery.errors import UnreadableError
 from locater.families.discovery.layout import LogitsLayout
+from locater.families.discovery.norms import apart
 from locater.families.discovery.place import Place, with_products
 from locater.tape import Tape
 
@@ -67,12 +68,12 @@ def _scale_and_cap(
 
     small, large = of(1e-6), of(1e6)
     scale = _ratio(small, 1e-6 * products, seen, 1e-6)
-    straight = _apart(logits - constant, scale * products, seen)
-    if straight < 1e-6 and _apart(large, 1e6 * scale * products, seen) < 1e-6:
+    straight = apart(logits - constant, scale * products, seen)
+    if straight < 1e-6 and apart(large, 1e6 * scale * products, seen) < 1e-6:
         return _ratio(logits - constant, products, seen), None
     cap = float(large[seen].abs().max())
     sizes = ((1.0, logits - constant), (1e6, large))
-    if any(_apart(ours, cap * torch.tanh(factor * scale * products / cap), seen) > 1e-6 for factor, ours in sizes):
+    if any(apart(ours, cap * torch.tanh(factor * scale * products / cap), seen) > 1e-6 for factor, ours in sizes):
         raise UnreadableError("its logits are bent otherwise than by a soft-cap")
     return scale, cap
 
@@ -83,7 +84,7 @@ def _scale_of_differences(place: Place, products: Tensor, logits: Tensor, consta
     scale = _ratio(centred(logits, seen) - start, products, seen)
     for factor in (1e-6, 1e6) if place.call.product is not None else ():
         ours = centred(place.grid.products(with_products(place.call, factor)), seen) - start
-        if _apart(ours, factor * scale * products, seen) > 1e-6:
+        if apart(ours, factor * scale * products, seen) > 1e-6:
             raise UnreadableError("its logits are bent otherwise than by a soft-cap")
     return scale
 
@@ -91,13 +92,9 @@ def _scale_of_differences(place: Place, products: Tensor, logits: Tensor, consta
 def _ratio(ours: Tensor, products: Tensor, seen: Tensor, close: float = CLOSE) -> float:
     """The one factor from products to logits."""
     factor = float((ours[seen] * products[seen]).sum() / products[seen].square().sum())
-    if _apart(ours, factor * products, seen) > max(close, 1e-6):
+    if apart(ours, factor * products, seen) > max(close, 1e-6):
         raise UnreadableError("its logits are not one multiple of the products of queries and keys")
     return factor
-
-
-def _apart(ours: Tensor, theirs: Tensor, seen: Tensor) -> float:
-    return float((ours - theirs)[seen].abs().max() / theirs[seen].std().clamp_min(1e-30))
 
 
 def _alibi_slopes(bias: Tensor, seen: Tensor) -> tuple[float, ...] | None:

@@ -61,10 +61,13 @@ class Copy:
 
     def run(self, seed: int | None) -> Pass:
         """One pass with every parameter drawn anew; with None, as they are. Passes before it keep their activations,
-        not their parameters.
+        not their parameters. A pass in which the model puts other modules in place of its own is run again: BigBird
+        changes to full attention when it meets short inputs.
         """
         with process_state_kept(), torch.no_grad():
-            return _run(self.model, self.inputs, seed, self.where)
+            before = set(self.model.modules())
+            run = _run(self.model, self.inputs, seed, self.where)
+            return run if before == set(self.model.modules()) else _run(self.model, self.inputs, seed, self.where)
 
     def run_other(self, model: nn.Module) -> Pass:
         """A pass of another model that takes these inputs."""

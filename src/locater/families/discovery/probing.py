@@ -108,10 +108,10 @@ def wired(passage: Passage, order: Tensor, rows: Tensor) -> Wiring:
     """The wiring of a passage. `order` (B, H) has the leading index in the target of each sequence and head, `rows`
     (B, T) the tokens of each sequence.
     """
-    kept = _apart(rows)
+    kept = _without_common_tokens(rows)
     order, rows = order[kept], rows[kept]
     noise = torch.randn(passage.channels, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    heads = _same_heads(passage.probe(noise)[order])
+    heads = _first_equal_heads(passage.probe(noise)[order])
     order = order[:, sorted(set(heads))]
     wiring = _single(passage, order) or _double(passage, order, rows)
     sources, coefficients = wiring
@@ -124,7 +124,7 @@ def wired(passage: Passage, order: Tensor, rows: Tensor) -> Wiring:
     return Wiring(heads, sources, coefficients, shift.transpose(1, 2))
 
 
-def _apart(rows: Tensor) -> list[int]:
+def _without_common_tokens(rows: Tensor) -> list[int]:
     """Sequences that have no token in common."""
     kept: list[int] = []
     met: set[int] = set()
@@ -137,7 +137,7 @@ def _apart(rows: Tensor) -> list[int]:
     return kept
 
 
-def _same_heads(x: Tensor) -> list[int]:
+def _first_equal_heads(x: Tensor) -> list[int]:
     """Of each head of (B, H, T, h), the first that is equal to it."""
     firsts: list[int] = []
     heads = []

@@ -64,7 +64,10 @@ def _with_mask(layout: AttentionLayout, constant: Tensor) -> AttentionLayout:
     try:
         if layout.kind == "self" and constant.shape[-2] < 2:
             raise UnreadableError("the example has one token, which shows no mask")
-        return replace(layout, logits=read_mask(layout.logits, constant))
+        how = read_mask(layout.logits, constant)
+        if layout.kind == "cross" and (how.causal or how.window or how.chunk):  # keys of an earlier layer
+            raise UnreadableError("its keys are those of another stream, and hidden by their distance")
+        return replace(layout, logits=how)
     except UnreadableError as error:
         return replace(layout, unknown_mask=str(error))
 
@@ -84,7 +87,7 @@ def _with_output(tape: Tape, place: Place, layout: AttentionLayout) -> Attention
             raise UnreadableError("its values turn with position")
         if value.factor != 1:
             raise UnreadableError(f"its values are multiplied by {value.factor:.4g}")
-        layout, value = _same_heads(layout, value)
+        layout, value = _as_many_keys_as_values(layout, value)
         return replace(
             _with_map(tape, layout, output_of(tape, mixed, place)),
             value=value.map,
@@ -95,7 +98,7 @@ def _with_output(tape: Tape, place: Place, layout: AttentionLayout) -> Attention
         return replace(layout, unknown_output=str(error))
 
 
-def _same_heads(layout: AttentionLayout, value: Heads) -> tuple[AttentionLayout, Heads]:
+def _as_many_keys_as_values(layout: AttentionLayout, value: Heads) -> tuple[AttentionLayout, Heads]:
     """The same with as many keys as values: of the two, the fewer heads are repeated."""
     keys, values = layout.kv_heads, value.count
     if keys == values:
@@ -103,12 +106,12 @@ def _same_heads(layout: AttentionLayout, value: Heads) -> tuple[AttentionLayout,
     if max(keys, values) % min(keys, values):
         raise UnreadableError(f"it has {values} values for {keys} keys")
     if keys > values:
-        return layout, replace(value, map=_repeated(value.map, values, value.size, keys // values), count=keys)
-    key = _repeated(layout.key, keys, layout.head_dim, values // keys)
+        return layout, replace(value, map=_repeated_heads(value.map, values, value.size, keys // values), count=keys)
+    key = _repeated_heads(layout.key, keys, layout.head_dim, values // keys)
     return replace(layout, key=key, kv_heads=values), value
 
 
-def _repeated(whole: AnyMap, heads: int, size: int, times: int) -> AnyMap:
+def _repeated_heads(whole: AnyMap, heads: int, size: int, times: int) -> AnyMap:
     """Each head `times` times."""
     if isinstance(whole, MapLayout) and whole.inner is not None:
         raise UnreadableError("heads that share keys or values have a norm in common")

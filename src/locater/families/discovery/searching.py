@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Discovered:
                 reasons.setdefault(gap, []).append(layer.name)
         if self.unreached:
             reasons["not read, because the example did not reach it"] = self.unreached
-        return [f"{folded_paths(names)}: {reason}" for reason, names in reasons.items()]
+        return [f"{folded_paths(names, most=None)}: {reason}" for reason, names in reasons.items()]
 
     @property
     def whole(self) -> bool:
@@ -150,8 +151,10 @@ def _searched(copied: Copy, weights: ModuleWeights) -> Search:
     ran = {plain(path) for path in first.tape.called}
     length = first.length
     second = copied.run(1)
-    if names != [plain(call.path) for call in second.calls]:
-        raise LocaterError(f"{weights.where}: it runs other attention when its parameters are redrawn")
+    again = [plain(call.path) for call in second.calls]
+    if names != again:
+        one = next((one or other for one, other in zip_longest(names, again) if one != other), "")
+        raise LocaterError(f"{weights.where}: it runs other attention when its parameters are redrawn, first in {one}")
     layouts: dict[int, AttentionLayout] = {}  # by number of the call
     refused: list[Refusal] = []
     for number, (reading, name, call) in enumerate(zip(readings, names, second.calls, strict=True)):

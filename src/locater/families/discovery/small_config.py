@@ -139,10 +139,20 @@ def _fewer_layers(settings: dict[str, Any], names: dict[str, str], count: int, b
             for name, value in settings.items()
             if isinstance(value, list | tuple) and len(value) == depth and not TOKEN.fullmatch(name)
         }
-        chosen = _chosen(depth, lists, count) if by_lists else range(count)
+        own = _settings_of_layers(settings)
+        telling = {**lists, "": [own.get(at) for at in range(depth)]} if own else lists
+        chosen = _chosen(depth, telling, count) if by_lists else range(count)
         for name, value in lists.items():
             settings[name] = [value[at] for at in chosen]
+        kept = {to: own[at] for to, at in enumerate(chosen) if at in own}
+        own.clear()
+        own.update(kept)
         settings.update({name: len(chosen) for name, value in depths.items() if value == depth})
+
+
+def _settings_of_layers(settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Settings of single layers that differ from those of all (`per_layer_config` of transformers), by number."""
+    return getattr(settings.get("_heterogeneity_spec"), "per_layer_overrides", {})
 
 
 def _is_depth(name: str, alias: str) -> bool:

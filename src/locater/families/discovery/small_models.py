@@ -15,7 +15,7 @@ from torch import nn
 
 from locater.checkpoints.sources import Config
 from locater.checkpoints.weights import ModuleWeights, Weights, quantised_names
-from locater.errors import LocaterError, first_line
+from locater.errors import LocaterError
 from locater.families.discovery.carried_layouts import UNLIKE, Searched, carried, unlike
 from locater.families.discovery.layer_kinds import Kinds
 from locater.families.discovery.searching import Refusal, search
@@ -51,12 +51,23 @@ def described(weights: Weights, config: Config) -> tuple[type, Any]:
     if model_type not in transformers.CONFIG_MAPPING:
         raise LocaterError(f"{where}: transformers {transformers.__version__} has no model_type {model_type!r}")
     unused = ("attn_implementation", "quantization_config")  # of the weights, which are read as floats
-    given = {name: value for name, value in config.items() if not any(other in name for other in unused)}
+    given = {name: _with_floats(value) for name, value in config.items() if not any(other in name for other in unused)}
     try:
         settings = transformers.CONFIG_MAPPING[model_type].from_dict(given)
         return _class_of(transformers, settings, config.get("architectures")), settings
     except Exception as error:
         raise _unbuildable(where, model_type, error) from None
+
+
+def _with_floats(value: Any) -> Any:
+    """A setting with the numbers that transformers writes as objects, because JSON has none for them:
+    {"__float__": "Infinity"}.
+    """
+    if isinstance(value, dict):
+        if list(value) == ["__float__"] and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _with_floats(part) for name, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def built(kind: type, settings: Any, device: str, where: str) -> nn.Module:
@@ -191,9 +202,9 @@ def _class_of(transformers: Any, settings: Any, names: Any) -> type:
 
 
 def _unbuildable(where: str, model_type: Any, error: Exception) -> LocaterError:
+    reason = " ".join(str(error).split())  # a check of a configuration says what is wrong in its second line
     return LocaterError(
-        f"{where}: no {model_type} model can be built from config.json "
-        f"({type(error).__name__}: {first_line(error):.160})"
+        f"{where}: no {model_type} model can be built from config.json ({type(error).__name__}: {reason:.240})"
     )
 
 

@@ -1,0 +1,202 @@
+"""What MkDocs cannot do by itself for the documentation site (mkdocs.yml): `make docs` runs these hooks.
+
+- Links out of docs/ (../CHANGELOG.md, ../benchmarks/results/checkpoint.json) work in the repository and on the site:
+  pages are taken along, other files are copied.
+- Commands, flags and the Python interface are written by the package itself, where a page has a marker.
+- Lists and tables directly under a paragraph are what they look like, as everywhere but in Python-Markdown.
+- A built page that would load something from another host is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import posixpath
+import re
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import File, Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))  # this tree, not another one that is installed
+
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages of the site that are not in docs/
+START = {"README.md": "index.md"}  # what stands for them on the site
+LINK = re.compile(r'(\]\(|src="|href=")(?![a-z]+:)([^)\s"#]+)')  # to a file; not to an address or a heading
+EXTERNAL = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//[^>]*>|@import[^;]*//""")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the entries of the nav that have a * in them: pages by the names of their files, plans of runs last."""
+    docs = Path(config.docs_dir)
+    pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
+    config.nav = _filled(config.nav, set(pages) - set(_names(config.nav)))
+    return config
+
+
+def _names(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [name for part in (nav.values() if isinstance(nav, dict) else nav) for name in _names(part)]
+
+
+def _filled(nav: list[Any], rest: set[str]) -> list[Any]:
+    filled: list[Any] = []
+    for entry in nav:
+        title, value = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
+        if isinstance(value, list):
+            filled.append({title: _filled(value, rest)})
+        elif "*" in value:
+            folder = posixpath.dirname(value)
+            names = (name for name in rest if posixpath.dirname(name) == folder and fnmatch(name, value))
+            pages = [
+                {Path(name).stem: name} for name in sorted(names, key=lambda name: (name.endswith("-plan.md"), name))
+            ]
+            filled += [{title: pages}] if title and pages else pages
+        else:
+            filled.append(entry)
+    return filled
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/, and every file outside docs/ that a page links to."""
+    from mkdocs.structure.files import File
+
+    for name in PAGES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for page in files.documentation_pages():
+        for _, target in LINK.findall(page.content_string):
+            path = _outside(page, target)
+            if path is not None and path not in (*PAGES, *START) and (ROOT / path).is_file():
+                name = f"files/{path}"
+                if files.get_file_from_path(name) is None:
+                    files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def _place(page: File) -> str:
+    """Where a page is in the repository."""
+    return page.src_uri if page.src_uri in PAGES else f"docs/{page.src_uri}"
+
+
+def _outside(page: File, target: str) -> str | None:
+    """The path in the repository that a link leads to, where that is not in docs/."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(_place(page)), target))
+    return None if path.startswith("docs/") or path == "docs" else path
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mend links and lists, fill in what the package says of itself, and let a search find guides before results."""
+    page.meta.setdefault("search", {"boost": 0.5 if re.match(r"results/|log\.|CHANGELOG", page.file.src_uri) else 2})
+    markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), _blocks(markdown))
+    for marker, written in (("commands", _commands), ("flags", _flags)):
+        if f"<!-- {marker} -->" in markdown:
+            markdown = markdown.replace(f"<!-- {marker} -->", written())
+    return re.sub(r"<!-- api ([\w.]+) -->", lambda found: _interface(found[1]), markdown)
+
+
+def _target(page: File, target: str) -> str:
+    path = _outside(page, target)
+    if path is None:
+        inside = posixpath.normpath(posixpath.join(posixpath.dirname(_place(page)), target)).removeprefix("docs/")
+        return target if page.src_uri not in PAGES else inside
+    path = START.get(path, path if path in PAGES else f"files/{path}")
+    return posixpath.relpath(path, posixpath.dirname(page.src_uri) or ".")
+
+
+def _blocks(markdown: str) -> str:
+    """Put an empty line between a paragraph and the list or table under it, and four spaces before lists in lists."""
+    lines, fenced = [], False
+    text = markdown.split("\n")
+    for line, after in zip(text, [*text[1:], ""], strict=True):
+        fenced ^= line.lstrip().startswith("```")
+        before = lines[-1] if lines else ""
+        item = re.match(r"- |\d+\. ", line) and not re.match(r"\s|- |\d+\. ", before)
+        table = line.startswith("|") and after.startswith("|--") and not before.startswith("|")
+        if (item or table) and before.strip() and not fenced:
+            lines.append("")
+        nested = re.match(r" {2,3}(?=(- |\d+\. ))", line)
+        lines.append("    " + line.lstrip() if nested and not fenced else line)
+    return "\n".join(lines)
+
+
+def _commands() -> str:
+    """Every command as its own --help describes it."""
+    import typer.main
+
+    from locater.cli import app
+
+    group: Any = typer.main.get_command(app)
+    top = group.make_context("locater", ["demo"], resilient_parsing=True)
+    parts = [_command("locater", group, top)]
+    for name in group.list_commands(top):
+        _, command, _ = group.resolve_command(top, [name])
+        parts.append(_command(name, command, command.make_context(name, [], parent=top, resilient_parsing=True)))
+    return "\n\n".join(parts)
+
+
+def _command(name: str, command: Any, context: Any) -> str:
+    title = name if name == "locater" else f"locater {name}"
+    usage = " ".join(command.get_usage(context).removeprefix("Usage:").split())
+    rows = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
+    table = "\n".join(f"| `{_cell(names.strip())}` | {_cell(words)} |" for names, words in rows)
+    examples = "\n".join(line for line in (command.epilog or "").split("\n") if line and line != "Examples:")
+    table = f"| argument or option | meaning |\n|---|---|\n{table}"
+    return f"## {title}\n\n{command.help}\n\n```text\n{usage}\n```\n\n{table}\n\n```sh\n{examples}\n```"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _flags() -> str:
+    """The table of flags and that of roles, as the code has them."""
+    from locater.findings.flags import FLAGS, ROLES
+
+    flags = [f"| `{x.name}` | {x.severity} | {_columns(x.needs)} | {x.meaning} | {x.way_out} |" for x in FLAGS]
+    said = [x.shown.replace("{:.2f}", "a share").replace("{:.1f}", "so many") for x in ROLES]
+    roles = [f"| `{x.name}` | {_columns(x.needs)} | {words} |" for x, words in zip(ROLES, said, strict=True)]
+    head = ["| flag | kind | reads | meaning | way out |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *flags, "", "| role | reads | said of such a head |", "|---|---|---|", *roles])
+
+
+def _columns(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _interface(module: str) -> str:
+    """A directive of mkdocstrings for each public name of a module, functions first."""
+    folder = ROOT / "src" / Path(*module.split("."))
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    text = file.read_text(encoding="utf-8")
+    public = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__"
+    )
+    rooms = {path.stem for path in file.parent.iterdir()} if module == "locater" else set()
+    rooms |= {path.stem for path in file.parent.glob("*.py") if f"from {module} import {path.stem}\n" in text}
+    names = [name for name in public if name not in rooms and not name.startswith("__")]
+    constants = ", ".join(f"`{name}`" for name in names if name.isupper())
+    functions_first = sorted((name for name in names if not name.isupper()), key=lambda name: name[0].isupper())
+    directives = [f"::: {module}.{name}" for name in functions_first]
+    return "\n\n".join(([f"Constants: {constants}."] if constants else []) + directives)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """A page that loads a script, a style or a picture from elsewhere does not work offline."""
+    from mkdocs.exceptions import PluginError
+
+    for folder, _, names in os.walk(config.site_dir):
+        for path in (Path(folder, name) for name in names if name.endswith((".html", ".css"))):
+            loaded = [
+                x[0] for x in EXTERNAL.finditer(path.read_text(encoding="utf-8")) if 'rel="canonical"' not in x[0]
+            ]
+            if loaded:
+                raise PluginError(f"{path}: loads from another host: {loaded[0]:.200}")
