@@ -27,6 +27,10 @@ def test_a_sound_model_passes_and_stays_in_training_mode(model: GPT2LMHeadModel)
     assert_heads(model)
     assert_heads(model, no="nonfinite, exploding, sharp", batch=BATCH)
     assert model.training
+    model.transformer.h[0].eval()  # frozen, as its dropout would not be
+    before = [part.training for part in model.modules()]
+    assert_heads(model, no="exploding", batch=BATCH)
+    assert [part.training for part in model.modules()] == before
     assert all(p.grad is None for p in model.parameters())
 
 

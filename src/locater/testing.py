@@ -66,13 +66,14 @@ def _scanned(source: Source, length: int) -> Rows:
 def _seen(source: Source, batch: Mapping[str, Any]) -> Rows:
     if not isinstance(source, nn.Module):
         raise LocaterError(f"{source}: batch= is for a live model, not for a file: load the model first")
-    training = source.training
+    modes = {module: module.training for module in source.modules()}  # parts may be frozen in evaluation mode
     source.eval()
     try:
         with torch.no_grad(), observe(source) as seen:
             source(**batch)
     finally:
-        source.train(training)
+        for module, training in modes.items():
+            module.training = training
     return [vars(row) for row in seen.rows]
 
 

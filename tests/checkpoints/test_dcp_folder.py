@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -278,3 +278,32 @@ def test_no_model_or_several(tmp_path: Path, refused: Callable[[Path], str]) -> 
     assert "no model among its states (optimizer.state)" in refused(optimizer)
     several = in_one_process({"a": {"model": state}, "b": {"model": state}}, tmp_path / "several")
     assert "several models among its states (a.model, b.model)" in refused(several)
+
+
+class Nested:
+    """A path whose only part is a list of lists of lists: a few bytes here, and 10**30 words as text."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PurePosixPath, (many_lists(),)
+
+
+def many_lists() -> list[Any]:
+    lists: list[Any] = ["word"]
+    for _ in range(30):
+        lists = [lists] * 10
+    return lists
+
+
+@pytest.mark.parametrize("place", ["path", "sizes", "keys", "file"])
+def test_an_index_that_would_never_end(place: str, folder: Path, refused: Callable[[Path], str]) -> None:
+    def change(content: Any) -> None:
+        if place == "path":
+            content.storage_meta = Nested()
+        elif place == "sizes":
+            next(iter(content.state_dict_metadata.values())).size = many_lists()
+        elif place == "keys":
+            content.planner_data = dict.fromkeys(content.state_dict_metadata, (many_lists(),))
+        else:
+            replace(content, relative_path=many_lists())
+
+    assert ".metadata: " in refused(changed(folder, change))

@@ -264,6 +264,9 @@ PACKED = {
 }
 BAD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "FP8 without a scale": (FP8, {"quant_method": "fp8"}, "m.weight is stored as torch.float8_e4m3fn"),
+    "FP8 alone": (FP8, {}, "its scale is missing"),
+    "FP8 with a scale of another name": ({**FP8, "scale_weight": torch.ones(())}, {}, "perhaps m.scale_weight"),
+    "INT8 alone": ({"weight": torch.ones(4, 4, dtype=torch.int8)}, {}, "stored as torch.int8 (quantised)"),
     "blocks that do not fit": (
         {**FP8, "weight_scale_inv": torch.ones(3, 2)},
         {},
@@ -290,6 +293,11 @@ BAD: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
         {**PACKED, "weight_packed": torch.zeros(8, 3, dtype=torch.int32)},
         {},
         "m.weight_packed has 3 words",
+    ),
+    "seven bits in the words of eight": (
+        {**PACKED, "weight_packed": torch.zeros(8, 8, dtype=torch.int32)},
+        {"config_groups": {"group_0": {"weights": {"num_bits": 7}}}},
+        "m.weight_packed has 8 words for 32 columns, and config.json says 7 bits",
     ),
     "groups that do not fit": ({**PACKED, "weight_scale": torch.ones(8, 3)}, {}, "m.weight_scale has shape [8, 3]"),
     "zeros that do not fit": (
@@ -357,6 +365,7 @@ def test_what_cannot_be_read_is_one_line_that_names_the_tensor(name: str) -> Non
         *((part, "cut") for part in ("absmax", "quant_map", "nested_absmax", "quant_state.bitsandbytes__nf4", "")),
         ("absmax", "gone"),
         ("quant_map", "gone"),
+        ("nested_absmax", "gone"),
     ],
 )
 def test_damaged_four_bits_are_refused(part: str, damage: str) -> None:

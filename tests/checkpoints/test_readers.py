@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from locater import LocaterError, scan
-from locater.checkpoints.sources import SafetensorsWeights
+from locater.checkpoints.quantised import Dequantised
 from locater.families import attention_layers, effective, open_source
 
 
@@ -72,7 +72,7 @@ def test_live_model_agrees_with_its_checkpoint(saved_llama: Path) -> None:
 
 def test_only_queries_keys_and_gains_are_read(saved_llama: Path, tensors: dict[str, torch.Tensor]) -> None:
     weights, config = open_source(saved_llama)
-    assert isinstance(weights, SafetensorsWeights)
+    assert isinstance(weights, Dequantised)
     from locater.families import layers_of
 
     for layer in layers_of(weights, config):
@@ -88,7 +88,7 @@ def test_fused_rows_are_read_by_range(tmp_path: Path) -> None:
     shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
     GPTNeoXForCausalLM(GPTNeoXConfig(**shape)).save_pretrained(tmp_path)
     weights, config = open_source(tmp_path)
-    assert isinstance(weights, SafetensorsWeights)
+    assert isinstance(weights, Dequantised)
     from locater.families import layers_of
 
     layers = list(layers_of(weights, config))

@@ -50,7 +50,8 @@ def test_a_signature_is_kept_and_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["hf://", "hf://org/model@", "s3://", "az:///", "gs://a//b", "https://", "hf://a/b@c@d"]
+    "text",
+    ["hf://", "hf://org/model@", "s3://", "az:///", "gs://a//b", "https://", "hf://a/b@c@d", "https://[::1/x"],
 )
 def test_names_that_name_nothing(text: str) -> None:
     with pytest.raises(LocaterError, match="write"):

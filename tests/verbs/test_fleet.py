@@ -198,7 +198,8 @@ def test_a_truncated_part_hides_no_other(steps: Path, scanned: Path, tmp_path: P
     path = locater.Fleet.open(out).files()[1]  # by step
     path.write_bytes(path.read_bytes()[:-1000])
     fleet = locater.Fleet.open(out)
-    assert fleet.to_polars()["step"].unique().sort().to_list() == [0, 200, 300, 400]
+    with pytest.warns(UserWarning, match="its rows are left out"):
+        assert fleet.to_polars()["step"].unique().sort().to_list() == [0, 200, 300, 400]
     assert fleet.counts() == {"done": 4, "failed": 0, "to do": 1}
     assert "not a whole part" in fleet.status_words()
     account = running.run([str(steps / "step-*")], out)
@@ -514,3 +515,49 @@ def test_the_page_quotes_the_benchmark(capsys: pytest.CaptureFixture[str]) -> No
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(lines) == 6
     assert all(line in text for line in lines)
+
+
+def test_a_changed_shard_in_a_folder_below_its_index_is_scanned_again(tmp_path: Path) -> None:
+    folder, out = checkpoint(tmp_path / "model", 1), tmp_path / "out"
+    shard, index = folder / "parts" / "all.safetensors", folder / "model.safetensors.index.json"
+    shard.parent.mkdir()
+    (folder / "model.safetensors").rename(shard)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(shard), "parts/all.safetensors")}))
+    before = [row["F"] for row in locater.Fleet.run([str(index)], out).records()]
+    checkpoint(tmp_path / "other", 2)
+    shutil.copy(tmp_path / "other" / "model.safetensors", shard)
+    after = [row["F"] for row in locater.Fleet.run([str(index)], out).records()]
+    assert after == [row.F for row in locater.scan(index).rows]
+    assert after != before
+
+
+def test_a_gate_does_not_pass_on_checkpoints_that_are_not_scanned(tmp_path: Path, run: Callable[..., Any]) -> None:
+    """A damaged part is a checkpoint to do: its heads were not tried, so --fail-on cannot say that all is well."""
+    make_run(tmp_path / "run", 2)
+    fleet = locater.Fleet.run([str(tmp_path / "run" / "*")], tmp_path / "out")
+    part = fleet.files()[0]
+    part.write_bytes(part.read_bytes()[:2000])
+    shown = run("fleet", tmp_path / "out", "--fail-on", "M<-1e9")
+    assert shown.status == 2
+    assert "1 of 2 checkpoints are not scanned" in shown.err
+    with pytest.warns(UserWarning, match="its rows are left out"):
+        assert len(fleet.to_arrow()) == 12
+    with pytest.warns(UserWarning, match="its rows are left out"):
+        fleet.sql("select * from heads")
+    assert run("fleet", tmp_path / "out", "--retry-failed", "--fail-on", "M<-1e9").status == 0
+
+
+def test_a_fleet_is_no_checkpoint(scanned: Path, tmp_path: Path) -> None:
+    with pytest.raises(LocaterError, match="the folder of a fleet, not a checkpoint"):
+        locater.Fleet.run([str(scanned)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("item", [{"source": 5, "run": None, "step": None}, {"source": "a", "run": "b", "step": "c"}])
+def test_a_list_of_something_else_is_refused(item: dict[str, Any], tmp_path: Path) -> None:
+    store = Store.create(tmp_path, Settings())
+    (tmp_path / "list-a.json").write_text(json.dumps({"schema": 1, "sources": [item]}))
+    with pytest.raises(LocaterError, match=r"list-a\.json: damaged"):
+        store.lists()
+    (tmp_path / "a.error.json").write_text(json.dumps({**item, "reason": "none"}))
+    assert store.errors() == {}

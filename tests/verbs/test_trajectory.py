@@ -154,6 +154,16 @@ def test_a_change_of_shape_is_two_parts() -> None:
     assert any("changes its shape and is shown in parts" in text for text in irregularities(document))
 
 
+def test_a_failure_in_a_run_with_a_part_that_has_no_steps() -> None:
+    """run/final of another shape has no step: the failed step belongs to the part that has some."""
+    final = row("run", None, source="run/final", head_dim=99)
+    document = trajectory([*rows("run", [100, 200]), final], {"run/step-300": "cut short"})
+    steps = {run["name"]: [entry["source"] for entry in run["steps"]] for run in document["runs"]}
+    [failed] = document["failed"]
+    assert failed["step"] == 300
+    assert len(steps[failed["run"]]) == 2
+
+
 def test_first_step_of_each_flag() -> None:
     sharp = {"flags": ["sharp"], "faults": ["sharp"]}
     table = [row("a", step, 0, **(sharp if step in (10, 20, 40) else {})) for step in (0, 10, 20, 30, 40)]

@@ -8,6 +8,7 @@ that such a file needs, and replaces them by plain records: no class or function
 from __future__ import annotations
 
 import pickle
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -60,8 +61,8 @@ class TensorEntry(Record): ...
 class OtherEntry(Record): ...
 
 
-def _text(*parts: Any) -> str:
-    return "/".join(map(str, parts))
+def _text(*parts: str) -> str:
+    return "/".join(parts)  # of text alone: a list of lists of lists can be short here and endless as text
 
 
 def _record(*_: Any) -> Record:
@@ -135,8 +136,10 @@ def _tensors(path: Path, content: Any) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in content.state_dict_metadata.items():  # type: ignore[attr-defined]
         if isinstance(entry, TensorEntry):
-            keys = tuple(map(str, paths.get(name, (name,))))
-            if not isinstance(name, str) or not name.isprintable() or not all(key.isprintable() for key in keys):
+            if not isinstance(name, str) or not name.isprintable():
+                raise LocaterError(f"{path}: {_short(name)} is not the name of a tensor: {DAMAGED}")
+            keys = tuple(_key(key) for key in paths.get(name, (name,)))
+            if not all(key.isprintable() for key in keys):
                 raise LocaterError(f"{path}: {name!r:.80} is not the name of a tensor: {DAMAGED}")
             tensors[name] = _tensor(path, name, keys, entry, stored)
     return tensors
@@ -170,12 +173,24 @@ def _tensor(path: Path, name: str, keys: tuple[str, ...], entry: Any, stored: Ma
 def _whole_numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
     if not all(type(x) is int and 0 <= x < 1 << 62 for x in numbers):
-        raise ValueError(f"{numbers!r:.60} are not sizes")
+        raise ValueError(f"{_short(numbers)} are not sizes")
     return numbers
+
+
+def _key(key: Any) -> str:
+    """A key of the state that was saved: a name, or a place in a list."""
+    if not isinstance(key, str | int):
+        raise ValueError(f"{_short(key)} is not a key")
+    return str(key)
+
+
+def _short(value: Any) -> str:
+    """A value for a message. What is nested is not followed: it can be endless."""
+    return reprlib.repr(value)[:80]
 
 
 def _file_name(path: Path, name: Any) -> str:
     """The name of a file in the folder of the checkpoint, and nowhere else."""
     if not isinstance(name, str) or PurePosixPath(name).name != name or "\\" in name or "\0" in name:
-        raise LocaterError(f"{path}: names the file {name!r:.80}, which is not in its folder: refused")
+        raise LocaterError(f"{path}: names the file {_short(name)}, which is not in its folder: refused")
     return name

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from locater.checkpoints.adapter_folder import SETTINGS as ADAPTER
+from locater.checkpoints.index import shards_of
 from locater.errors import LocaterError
 from locater.files import read_json, regular_file
 
@@ -106,7 +107,7 @@ def files_of(path: Path) -> list[Path]:
         regular_file(path)
         beside = [path.parent / "config.json"]
         if path.name.endswith(".index.json"):
-            beside += [path.parent / name for name in _weights_in(path.parent)]
+            beside += [*(path.parent / name for name in _weights_in(path.parent)), *_shards_below(path)]
         return [path, *(other for other in beside if os.path.lexists(other))]
     try:
         names = sorted(os.listdir(path))
@@ -115,6 +116,7 @@ def files_of(path: Path) -> list[Path]:
     files = [path / name for name in names if name in SETTINGS]
     ends = (".safetensors", ".safetensors.index.json") if {*SAFE} & {*names} else (*WEIGHTS, ".index.json", METADATA)
     files += [path / name for name in names if name.endswith(ends)]
+    files += [shard for file in files if file.name.endswith(".index.json") for shard in _shards_below(file)]
     if METADATA in names and "config.json" not in names and os.path.lexists(path.parent / "config.json"):
         files.append(path.parent / "config.json")  # of a folder of torch.distributed.checkpoint
     if (path / ADAPTER) in files:
@@ -123,3 +125,12 @@ def files_of(path: Path) -> list[Path]:
         if isinstance(name, str) and name and os.path.isdir(name) and not os.path.samefile(name, path):
             files += files_of(Path(name))
     return files
+
+
+def _shards_below(index: Path) -> list[Path]:
+    """The shards of an index that are in folders below its own; none of a damaged one, which is refused when read."""
+    try:
+        shards = {*shards_of(read_json(index), str(index)).values()}
+    except LocaterError:
+        return []
+    return [index.parent / shard for shard in sorted(shards) if "/" in shard and os.path.lexists(index.parent / shard)]

@@ -81,15 +81,17 @@ def command(
     document = fleet.to_dict()
     title = f"{fleet.folder}: {state(document)}"
     deliver(fleet, title, lambda console: print_fleet(document, console), json, report)
-    _end(fleet, asked, conditions)
+    _end(fleet, asked, conditions, whole=shard is None)
 
 
 def _progress(parts: Iterable[Any], total: int) -> Iterable[Any]:
     return show_progress(parts, total, "scanning checkpoints")
 
 
-def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition]) -> None:
-    """Status 2 where a checkpoint that was asked for failed, 1 where a head meets a condition of --fail-on."""
+def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition], whole: bool) -> None:
+    """Status 2 where a checkpoint that was asked for failed, or where --fail-on could not be tried on it because it is
+    not scanned (but for jobs that do a part); 1 where a head meets a condition of --fail-on.
+    """
     crossed = fleet.first_crossing(conditions, asked)
     if crossed is not None:
         print(f"locater: {crossed}", file=sys.stderr)
@@ -98,6 +100,14 @@ def _end(fleet: Fleet, asked: Sequence[str], conditions: Sequence[Condition]) ->
         reason = next(iter(failed.values()))
         print(
             f"locater: {len(failed)} of {len(asked)} checkpoints failed, first {reason} (--retry-failed tries again)",
+            file=sys.stderr,
+        )
+        raise typer.Exit(2)
+    left = [entry.source for entry in fleet.sources() if entry.status == "to do" and entry.source in asked]
+    if conditions and left and whole:
+        print(
+            f"locater: {len(left)} of {len(asked)} checkpoints are not scanned, and --fail-on was not tried on them, "
+            f"first {left[0]} (--retry-failed scans them)",
             file=sys.stderr,
         )
         raise typer.Exit(2)

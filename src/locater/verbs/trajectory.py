@@ -7,6 +7,7 @@ missing, failed, repeated or of another shape are named, never filled in.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -160,8 +161,8 @@ def _part_names(run: str, parts: Sequence[Sequence[Checkpoint]]) -> list[str]:
 
 
 def _nearest(parts: Sequence[Sequence[Checkpoint]], step: int) -> int:
-    """The part with the checkpoint that is nearest to a step."""
-    distances = [min(abs(x.step - step) for x in part if x.step is not None) for part in parts]
+    """The part with the checkpoint that is nearest to a step. A part may have no step at all (`run/final`)."""
+    distances = [min((abs(x.step - step) for x in part if x.step is not None), default=math.inf) for part in parts]
     return distances.index(min(distances))
 
 

@@ -72,7 +72,8 @@ class FourBit:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _check(self, numbers: int) -> None:
-        missing = next((x for x in SUFFIXES[:2] if f"{self.name}.{x}" not in self.weights.names()), None)
+        needed = SUFFIXES if "nested_blocksize" in self._state else SUFFIXES[:2]
+        missing = next((x for x in needed if f"{self.name}.{x}" not in self.weights.names()), None)
         if missing is not None:
             raise bad(self.weights, self.name, f"is quantised ({self.kind}), and its {missing} is missing: incomplete")
         expect_shape(self.weights, f"{self.name}.quant_map", (16,))

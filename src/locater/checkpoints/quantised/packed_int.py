@@ -68,12 +68,13 @@ class PackedInt:
         bits = fitting[0] if len(fitting) == 1 else next((b for b in said if b in fitting), None)
         if len(said) > 1 and len(fitting) > 1:
             bits = None
-        if bits not in BITS:
+        if bits not in BITS or (said and bits not in said):  # seven bits are packed in as many words as eight
+            also = f", and config.json says {' or '.join(map(str, said))} bits" if said else ""
             raise bad(
                 self.weights,
                 f"{self.name}_packed",
-                f"has {words} words for {columns} columns; read are packed numbers of {', '.join(map(str, BITS))} "
-                "bits: dequantise the checkpoint first (to bfloat16)",
+                f"has {words} words for {columns} columns{also}; read are packed numbers of "
+                f"{', '.join(map(str, BITS))} bits: dequantise the checkpoint first (to bfloat16)",
             )
         return bits
 

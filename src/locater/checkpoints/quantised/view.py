@@ -19,20 +19,21 @@ from locater.checkpoints.weights import Rows, Weights
 
 
 def seen_through(weights: Weights, config: Mapping[str, Any]) -> Weights:
-    """The weights with quantised maps read as floats; as they are where none is quantised.
+    """The weights with quantised maps read as floats. Other tensors are as they are, but for those of eight bits: their
+    scales have other names than are known here, or are missing, and without them the numbers would be wrong.
 
     >>> import torch
     >>> from locater.checkpoints.weights import DictWeights
     >>> stored = {"q.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.tensor([[0.5]])}
     >>> weights = seen_through(DictWeights(stored, "here"), {})
-    >>> weights.names(), weights.read("q.weight", [(1, 2)])
+    >>> list(weights.names()), weights.read("q.weight", [(1, 2)])
     (['q.weight'], tensor([[0.5000, 0.5000]]))
     """
     if hasattr(weights, "quantised"):  # they say it themselves: adapters on such weights, GGUF
         return weights
     settings = _settings(config)
     maps = {stored.name: stored for stored in _found(weights, settings)}
-    return Dequantised(weights, maps, settings) if maps or settings else weights
+    return Dequantised(weights, maps)
 
 
 class Dequantised:
@@ -40,11 +41,11 @@ class Dequantised:
     scales, are hidden. Only the bytes of the rows asked for are read where the packing allows it.
     """
 
-    def __init__(self, weights: Weights, maps: Mapping[str, Stored], settings: Settings) -> None:
+    def __init__(self, weights: Weights, maps: Mapping[str, Stored]) -> None:
         self.where = weights.where
-        self._weights, self._maps, self._settings = weights, maps, settings
+        self._weights, self._maps = weights, maps
         hidden = {part for stored in maps.values() for part in stored.parts}
-        self._names = [*dict.fromkeys([*(name for name in weights.names() if name not in hidden), *maps])]
+        self._names = dict.fromkeys([*(name for name in weights.names() if name not in hidden), *maps])
 
     @cached_property
     def quantised(self) -> dict[str, str]:
@@ -52,7 +53,7 @@ class Dequantised:
         return {name: stored.kind for name, stored in self._maps.items()}
 
     def names(self) -> Collection[str]:
-        return self._names
+        return self._names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._maps.get(name)
@@ -63,13 +64,22 @@ class Dequantised:
         if stored is not None:
             return stored.read(rows)
         tensor = self._weights.read(name, rows)
-        if self._settings and tensor.dtype in scaled.KINDS:
-            raise bad(
-                self._weights,
-                name,
-                f"is stored as {tensor.dtype} (quantised), and its scale is missing: the checkpoint is incomplete",
-            )
+        if tensor.dtype in scaled.KINDS:
+            raise bad(self._weights, name, f"is stored as {tensor.dtype} (quantised), and {self._no_scale(name)}")
         return tensor
+
+    def _no_scale(self, name: str) -> str:
+        stem = name.removesuffix("weight")
+        other = next((x for x in self._weights.names() if x.startswith(stem) and "scale" in x[len(stem) :]), None)
+        if other is None:
+            return "its scale is missing: the checkpoint is incomplete, or was cast: save it in bfloat16"
+        return f"its scale is perhaps {other}, of a format that is not read: dequantise it first (to bfloat16)"
+
+    def __getattr__(self, name: str) -> Any:
+        """What a kind of weights has beside the interface, such as `bytes_read`."""
+        if name == "_weights":  # not yet there, while a copy is made
+            raise AttributeError(name)
+        return getattr(self._weights, name)
 
 
 def _settings(config: Mapping[str, Any]) -> Settings:

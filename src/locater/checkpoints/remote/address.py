@@ -80,8 +80,12 @@ def remote_address(source: str) -> Address | None:
     if scheme == "hf":
         return _on_the_hub(source, rest)
     if scheme in ("http", "https"):
-        parts = urlsplit(f"{scheme}://{rest}")
-        if not parts.hostname:
+        try:
+            parts = urlsplit(f"{scheme}://{rest}")
+            host = parts.hostname
+        except ValueError as error:  # half of the brackets of an IPv6 address
+            raise LocaterError(f"{scheme}://...: not a URL ({error}): write https://host/path") from None
+        if not host:
             raise LocaterError(f"{source}: no host in it: write https://host/path")
         return Address("http", f"{scheme}://{parts.netloc}", parts.path.strip("/"), query=parts.query)
     bucket, _, path = rest.strip("/").partition("/")

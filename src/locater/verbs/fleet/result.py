@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -139,6 +140,13 @@ class Fleet:
         """The parts of all checkpoints that are done, by run and step."""
         return [self._store.part(key) for key in self._parts()]
 
+    def _whole_files(self) -> list[Path]:
+        """The same, for frames, which cannot say themselves that a checkpoint is not in them."""
+        files = self.files()
+        for line in self.damaged.values():
+            warnings.warn(f"{line}: its rows are left out; run the fleet again", stacklevel=3)
+        return files
+
     def sources(self) -> list[FleetSource]:
         """Every checkpoint that was asked for or is there, with what became of it, by run and step."""
         found = {entry.source: FleetSource(entry.source, entry.run, entry.step, "to do") for entry in self._asked()}
@@ -221,7 +229,7 @@ class Fleet:
         from locater.verbs.fleet.parts import schema
 
         arrow = pyarrow()
-        tables = [read_rows(path) for path in self.files()]
+        tables = [read_rows(path) for path in self._whole_files()]
         tables = [table.replace_schema_metadata(None) for table in tables] or [schema().empty_table()]
         return arrow.concat_tables(tables, promote_options="default")
 
@@ -232,7 +240,7 @@ class Fleet:
         """
         from locater.verbs.fleet.queries import answer
 
-        return answer(query, self.files(), [asdict(entry) for entry in self.sources()])
+        return answer(query, self._whole_files(), [asdict(entry) for entry in self.sources()])
 
     def scan(self, source: str | os.PathLike[str]) -> Scan:
         """The scan of one checkpoint, given its name or the end of it (`step-1000`), with all that a `Scan` can do."""

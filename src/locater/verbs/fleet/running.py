@@ -16,7 +16,7 @@ from locater.verbs.fleet.naming import Listing, listing
 from locater.verbs.fleet.parts import DamagedPartError, header, pyarrow, relabelled
 from locater.verbs.fleet.planning import is_small, jobs_of, tasks_of
 from locater.verbs.fleet.schedule import Schedule
-from locater.verbs.fleet.store import Store, StoreError
+from locater.verbs.fleet.store import NAME, Store, StoreError
 from locater.verbs.fleet.tasks import Outcome, perform
 from locater.verbs.fleet.workers import default_workers, run_in_workers
 from locater.verbs.scanning import Progress
@@ -71,6 +71,9 @@ def run(
     found = listing(sources, run_name, step_pattern)
     if not found.entries:
         raise LocaterError("no checkpoints: give folders, files, patterns such as 'run/step-*', or @list.csv")
+    fleet = next((entry.source for entry in found.entries if os.path.isfile(os.path.join(entry.source, NAME))), None)
+    if fleet is not None:  # it would stay in the folder as a checkpoint that failed
+        raise LocaterError(f"{fleet}: the folder of a fleet, not a checkpoint: give it alone, or the checkpoints again")
     store = Store.create(out, settings)
     store.write_list(found.entries)
     return _run(store, found, settings, engine, retry_failed, progress)

@@ -32,7 +32,7 @@ from locater.verbs.fleet.jobs import Job, Settings
 from locater.verbs.fleet.naming import Listed
 from locater.version import SCHEMA, __version__
 
-PART, ERROR = ".parquet", ".error.json"
+NAME, PART, ERROR = "fleet.json", ".parquet", ".error.json"
 UNFINISHED = re.compile(r"\.fleet\.\d+\.\d+|\..+\.(parquet|json|started)\.[^.]+")  # the last part is a random name
 LEFT_OVER = 24 * 3600  # seconds after which an unfinished file is of no living process
 
@@ -73,7 +73,7 @@ class Store:
 
     @property
     def description(self) -> Path:
-        return self.folder / "fleet.json"
+        return self.folder / NAME
 
     def settings(self) -> Settings:
         """How the checkpoints of this folder are scanned."""
@@ -184,7 +184,7 @@ class Store:
             if name.endswith(ERROR) and not name.startswith("."):
                 with contextlib.suppress(LocaterError):  # gone since: it was scanned after all
                     document = read_json(self.folder / name)
-                    if isinstance(document, dict) and {"source", "reason"} <= document.keys():
+                    if isinstance(document, dict) and _fits(document, source=str, reason=str):
                         found[name.removesuffix(ERROR)] = document
         return found
 
@@ -203,6 +203,8 @@ class Store:
         for entry in sorted(names, key=lambda entry: (entry.stat().st_mtime_ns, entry.name)):
             try:
                 for item in read_json(Path(entry.path))["sources"]:
+                    if not _fits(item, source=str):
+                        raise TypeError
                     found[item["source"]] = Listed(item["source"], item["run"], item["step"])
             except (KeyError, TypeError):
                 raise LocaterError(f"{entry.path}: damaged: remove it, and give its command again") from None
@@ -225,3 +227,9 @@ class Store:
 
     def was_cut_off(self, job: Job) -> bool:
         return self._mark(job.key).exists()
+
+
+def _fits(entry: dict[str, Any], **kinds: type) -> bool:
+    """Whether what a file says of a checkpoint can be that: these keys, and a run and a step or null."""
+    given = all(isinstance(entry.get(name), kind) for name, kind in kinds.items())
+    return given and isinstance(entry.get("run"), str | None) and isinstance(entry.get("step"), int | None)
