@@ -307,3 +307,17 @@ def test_an_index_that_would_never_end(place: str, folder: Path, refused: Callab
             replace(content, relative_path=many_lists())
 
     assert ".metadata: " in refused(changed(folder, change))
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [(b"}", b"K\x01s."), (b"(", b"K\x01d."), (b"\x8f(", b"\x90.")], ids=["item", "dictionary", "set"]
+)
+def test_keys_that_would_be_hashed_for_ever_are_refused_at_once(tmp_path: Path, begin: bytes, end: bytes) -> None:
+    """Ten to the thirtieth tuples in 675 bytes: hashing them never ends."""
+    key: Any = "w"
+    for _ in range(30):
+        key = (key,) * 10
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + begin + pickle.dumps(key, protocol=2)[2:-1] + end)
+    (tmp_path / "__0_0.distcp").touch()
+    with pytest.raises(LocaterError, match=r"not the index of a checkpoint \(a (dictionary has a key|set)"):
+        locater.scan(tmp_path)

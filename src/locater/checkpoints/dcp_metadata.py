@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -69,6 +69,10 @@ def _record(*_: Any) -> Record:
     return Record()
 
 
+def _no_items() -> dict[Any, Any]:
+    return {}  # its items follow, and are checked one by one
+
+
 _METADATA = {
     "Metadata": Metadata,
     "TensorStorageMetadata": TensorEntry,
@@ -86,7 +90,7 @@ KNOWN: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "torch": {"Size": tuple},
     "torch.serialization": {"_get_layout": _text},
     "pathlib": dict.fromkeys(("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"), _text),
-    "collections": {"OrderedDict": dict},
+    "collections": {"OrderedDict": _no_items},
 }
 
 
@@ -94,8 +98,36 @@ class _RefusedNameError(Exception):
     """A name that such a file does not need."""
 
 
+def _plain_key(key: Any) -> Any:
+    """The key of a dictionary: text, a number or a record. Tuples of tuples can be short here, and endless to hash."""
+    if not isinstance(key, str | int | Record):
+        raise pickle.UnpicklingError(f"a dictionary has a key of type {type(key).__name__}")
+    return key
+
+
 # the one in Python: that in C takes gigabytes for one damaged opcode (LONG_BINPUT), before anything can be checked
 class _Unpickler(pickle._Unpickler):
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def _load_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.stack[-1][_plain_key(key)] = value
+
+    def _load_items(self) -> None:
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.stack[-1][_plain_key(key)] = value
+
+    def _load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({_plain_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)})
+
+    def _load_set(self) -> None:
+        raise pickle.UnpicklingError("a set, which such a file does not have")
+
+    dispatch |= {pickle.SETITEM[0]: _load_item, pickle.SETITEMS[0]: _load_items, pickle.DICT[0]: _load_dict}
+    dispatch |= dict.fromkeys((pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0]), _load_set)
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype

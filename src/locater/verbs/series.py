@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from locater.markup import quantile
 from locater.missing import known_median
 from locater.report.scan_columns import changes, ranges
 from locater.verbs.compare_result import MEDIANS, MOST_LISTED, Comparison, compare_scans, shape
+from locater.verbs.fleet.naming import labelled
 from locater.verbs.scan_result import Scan
 from locater.verbs.trajectory import trajectory
 from locater.version import SCHEMA, __version__
@@ -185,10 +185,9 @@ def _short_names(sources: Sequence[str]) -> tuple[str, list[str]]:
 def _steps_in(names: Sequence[str]) -> list[int] | list[None]:
     """The steps that names say, such as 200 for `step-200`; None for all unless every name has one and they increase.
 
-    >>> _steps_in(["step-20", "step-400"]), _steps_in(["base", "step-400"])
+    >>> _steps_in(["step-20", "ckpt1-step-400"]), _steps_in(["base", "step-400"])
     ([20, 400], [None, None])
     """
-    found = [re.search(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d+)", name) for name in names]
-    steps = [int(match[1]) for match in found if match]
+    steps = [step for name in names if (step := labelled(name).step) is not None]
     rising = len(steps) == len(names) and all(a < b for a, b in pairwise(steps))
     return steps if rising else [None] * len(names)
