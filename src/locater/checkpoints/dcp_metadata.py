@@ -107,6 +107,9 @@ def _plain_key(key: Any) -> Any:
 
 # the one in Python: that in C takes gigabytes for one damaged opcode (LONG_BINPUT), before anything can be checked
 class _Unpickler(pickle._Unpickler):
+    stack: list[Any]  # these three are its own, and not in the published types
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def _load_item(self) -> None:
