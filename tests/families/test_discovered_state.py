@@ -248,3 +248,14 @@ def test_models_of_several_processes(group: Any) -> None:
     cut = block()
     parallelize_module(cut.attention, group, {name: ColwiseParallel() for name in "qkv"})
     verified(cut, plain)
+
+
+def test_compiled_blocks_of_a_sharded_model(group: Any) -> None:
+    """The order of torchtitan: a block is compiled, then sharded; the copy runs it as it is written."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded, plain = block(), block()
+    sharded.attention.compile()
+    fully_shard(sharded.attention, mesh=group)
+    fully_shard(sharded, mesh=group)
+    verified(sharded, plain)

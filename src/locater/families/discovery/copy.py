@@ -140,6 +140,7 @@ def _put_stand_in(part: Any, memo: Memo) -> None:
         kind = next(base for base in type(part).__bases__ if issubclass(base, nn.Module))
         memo[id(part)] = whole = kind.__new__(kind)
         vars(whole).update(copy.deepcopy(vars(part), memo))
+        vars(whole).pop("_compiled_call_impl", None)  # of block.compile(): the copy runs as it is written
     elif is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer") and hasattr(part, "base_layer"):
         memo[id(part)] = copy.deepcopy(part.base_layer, memo)
     elif is_a(part, "peft.utils.other", "ModulesToSaveWrapper"):
