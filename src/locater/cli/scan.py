@@ -10,7 +10,6 @@ import typer
 from locater.cli.options import Download, FailOn, JsonPath, Length, Raw, ReportPath
 from locater.cli.output import deliver, exit_if_crossed
 from locater.cli.shell import check_writable, show_progress
-from locater.errors import LocaterError
 from locater.findings import parse_conditions
 from locater.verbs.scan_result import LENGTH, NUMERIC_COLUMNS, SCAN_FLAGS
 
@@ -64,7 +63,7 @@ def command(
     from locater.checkpoints.remote import Traffic
     from locater.predict import Statistics
     from locater.report.terminal import print_scan
-    from locater.verbs.scanning import scan
+    from locater.verbs.scanning import parsed_shard, scan
 
     conditions = parse_conditions(fail_on, NUMERIC_COLUMNS, SCAN_FLAGS) if fail_on is not None else []
     check_writable(json, report)
@@ -75,7 +74,7 @@ def command(
         raw=raw,
         eigenvalues=eigenvalues,
         details=report is not None,
-        shard=_shard(shard),
+        shard=parsed_shard(shard),
         query=query,
         key=key,
         heads=heads,
@@ -88,12 +87,3 @@ def command(
         result.report(report)
     deliver(result.plain(eigenvalues), result.title(), lambda console: print_scan(result, console), json, report)
     exit_if_crossed(conditions, [vars(row) for row in result.rows])
-
-
-def _shard(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdigit() and count.isdigit()):
-        raise LocaterError(f"--shard {text!r}: write it as I/N, such as 2/8")
-    return int(number), int(count)

@@ -150,6 +150,20 @@ def _scan_with_details(reference: Callable[[], Source | None], **settings: Any) 
     return scan(source, details=True, **settings)
 
 
+def parsed_shard(text: str | None) -> tuple[int, int] | None:
+    """`2/8` as (2, 8).
+
+    >>> parsed_shard("2/8")
+    (2, 8)
+    """
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal()):
+        raise LocaterError(f"--shard {text!r}: write it as I/N, such as 2/8")
+    return int(number), int(count)
+
+
 def _part(layers: list[NumberedLayer], number: int, count: int) -> list[NumberedLayer]:
     if not 1 <= number <= count:
         raise LocaterError(f"shard {number}/{count}: the first number counts from 1 to the second")

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from locater.checkpoints.anywhere import identity, size_of
 from locater.checkpoints.remote import session
 from locater.checkpoints.remote.address import remote_address
-from locater.errors import LocaterError
 from locater.families import open_source, read_source
 from locater.verbs.fleet.jobs import Job, Settings, Task, reader_version
 from locater.verbs.fleet.naming import Listed
@@ -90,17 +89,3 @@ def tasks_of(jobs: Sequence[Job]) -> list[Task]:
 def is_small(jobs: Sequence[Job]) -> bool:
     """Whether the work is so little that starting workers would take longer."""
     return sum(job.seconds for job in jobs) <= SERIAL
-
-
-def parsed_shard(text: str | None) -> tuple[int, int] | None:
-    """`2/8` as (2, 8).
-
-    >>> parsed_shard("2/8")
-    (2, 8)
-    """
-    if text is None:
-        return None
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal()):
-        raise LocaterError(f"--shard {text!r}: write it as I/N, such as 2/8")
-    return int(number), int(count)

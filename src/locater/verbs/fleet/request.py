@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from locater.errors import LocaterError
 from locater.verbs.fleet.jobs import Settings
 from locater.verbs.fleet.naming import listing
-from locater.verbs.fleet.planning import parsed_shard
 from locater.verbs.fleet.result import Fleet
 from locater.verbs.fleet.running import Engine, retry, run
 from locater.verbs.scan_result import LENGTH
-from locater.verbs.scanning import Progress
+from locater.verbs.scanning import Progress, parsed_shard
 
 
 @dataclass(frozen=True)
