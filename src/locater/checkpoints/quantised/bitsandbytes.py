@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from locater.checkpoints.quantised.stored import bad, expect_shape, read_scales, whole_rows
+from locater.checkpoints.quantised.stored import bad, expect_shape, joined_rows, read_scales
 from locater.checkpoints.weights import Rows, Weights
 
 STATE = "quant_state.bitsandbytes__"  # followed by the name of the format
@@ -32,11 +32,11 @@ class FourBit:
     weights: Weights
     name: str
     kind: str  # nf4 or fp4
-    parts: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
         beside = tuple(f"{self.name}.{suffix}" for suffix in (*SUFFIXES, f"{STATE}{self.kind}"))
-        object.__setattr__(self, "parts", (self.name, *beside))
+        return self.name, *beside
 
     def shape(self) -> tuple[int, ...]:
         return tuple(self._state["shape"])
@@ -64,12 +64,13 @@ class FourBit:
         count, width = self._state["shape"]
         self._check(count * width)
         code = read_scales(self.weights, f"{self.name}.quant_map").float()
-        parts = []
-        for start, stop in whole_rows(rows, count):
+
+        def part(start: int, stop: int) -> Tensor:
             numbers = code[self._codes(start * width, stop * width)]
             scaled = numbers * self._scales(start * width, stop * width)
-            parts.append(scaled.view(stop - start, width).to(DTYPES[self._state["dtype"]]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return scaled.view(stop - start, width).to(DTYPES[self._state["dtype"]])
+
+        return joined_rows(rows, count, part)
 
     def _check(self, numbers: int) -> None:
         needed = SUFFIXES if "nested_blocksize" in self._state else SUFFIXES[:2]
@@ -124,11 +125,11 @@ class LLMInt8:
     weights: Weights
     name: str
     kind: str = "int8"
-    parts: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
         stem = self.name.removesuffix("weight")
-        object.__setattr__(self, "parts", (self.name, f"{stem}SCB", f"{stem}weight_format"))
+        return self.name, f"{stem}SCB", f"{stem}weight_format"
 
     def shape(self) -> tuple[int, ...]:
         return self.weights.shape(self.name)
@@ -138,10 +139,12 @@ class LLMInt8:
         expect_shape(self.weights, name, (self.shape()[0],), (1, self.shape()[0]))
         if layout in self.weights.names() and int(self.weights.read(layout).flatten()[0]) != 0:
             raise bad(self.weights, layout, "is not 0 (rows): other orders of LLM.int8 are not read, save it again")
-        largest, parts = read_scales(self.weights, name).float().flatten(), []
-        for start, stop in whole_rows(rows, self.shape()[0]):
+        largest = read_scales(self.weights, name).float().flatten()
+
+        def part(start: int, stop: int) -> Tensor:
             stored = self.weights.read(self.name, [(start, stop)])
             if stored.dtype != torch.int8:
                 raise bad(self.weights, self.name, f"is scaled by {name} and stored as {stored.dtype}, not as int8")
-            parts.append(stored * largest[start:stop, None] * STEP)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return stored * largest[start:stop, None] * STEP
+
+        return joined_rows(rows, self.shape()[0], part)

@@ -8,7 +8,8 @@ is a range of columns on disk, so all bytes of a map are read for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -45,11 +46,11 @@ class GroupedInt:
     weights: Weights
     name: str
     settings: Settings
-    parts: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
         stem = self.name.removesuffix("weight")
-        object.__setattr__(self, "parts", tuple(f"{stem}{suffix}" for suffix in SUFFIXES))
+        return tuple(f"{stem}{suffix}" for suffix in SUFFIXES)
 
     @property
     def kind(self) -> str:

@@ -4,7 +4,7 @@ each row or for each group of columns, with or without zero points.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,11 +14,11 @@ from locater.checkpoints.quantised.stored import (
     Settings,
     bad,
     expect_shape,
+    joined_rows,
     read_scales,
     read_whole_numbers,
     schemes,
     unpacked,
-    whole_rows,
 )
 from locater.checkpoints.weights import Rows, Weights
 
@@ -33,11 +33,11 @@ class PackedInt:
     weights: Weights
     name: str
     settings: Settings
-    parts: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
         suffixes = ("packed", "scale", "shape", "zero_point", "g_idx")
-        object.__setattr__(self, "parts", tuple(f"{self.name}_{suffix}" for suffix in suffixes))
+        return tuple(f"{self.name}_{suffix}" for suffix in suffixes)
 
     def shape(self) -> tuple[int, ...]:
         return self._shape
@@ -83,8 +83,7 @@ class PackedInt:
             raise bad(
                 self.weights, f"{self.name}_packed", f"is quantised, and {self.name}_scale is missing: incomplete"
             )
-        parts = [self._rows(start, stop) for start, stop in whole_rows(rows, self._shape[0])]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined_rows(rows, self._shape[0], self._rows)
 
     def _rows(self, start: int, stop: int) -> Tensor:
         count, columns = self._shape

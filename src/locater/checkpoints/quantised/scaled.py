@@ -6,7 +6,8 @@ and Quark `weight_scale`; either name can hold any of the three. The shape of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from locater.checkpoints.quantised.stored import (
     Settings,
     bad,
     expect_shape,
+    joined_rows,
     read_scales,
     read_whole_numbers,
     schemes,
-    whole_rows,
 )
 from locater.checkpoints.weights import Rows, Weights
 
@@ -42,12 +43,12 @@ class ScaledWeight:
     settings: Settings
     scale: str
     zero: str | None = None  # INT8 with zero points
-    parts: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
         stem = self.name.removesuffix("weight")
         beside = (f"{stem}input_scale", f"{stem}activation_scale", f"{stem}output_scale", f"{stem}input_zero_point")
-        object.__setattr__(self, "parts", tuple(x for x in (self.name, self.scale, self.zero, *beside) if x))
+        return tuple(x for x in (self.name, self.scale, self.zero, *beside) if x)
 
     @property
     def kind(self) -> str:
@@ -68,10 +69,9 @@ class ScaledWeight:
         if self.zero is not None:
             expect_shape(self.weights, self.zero, self.weights.shape(self.scale))
             zero = read_whole_numbers(self.weights, self.zero).reshape(scale.values.shape).float()
-        parts = [self._rows(start, stop, scale, zero) for start, stop in whole_rows(rows, shape[0])]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined_rows(rows, shape[0], partial(self._rows, scale, zero))
 
-    def _rows(self, start: int, stop: int, scale: _Grid, zero: Tensor | None) -> Tensor:
+    def _rows(self, scale: _Grid, zero: Tensor | None, start: int, stop: int) -> Tensor:
         stored = self.weights.read(self.name, [(start, stop)])
         if stored.dtype not in KINDS:
             raise bad(

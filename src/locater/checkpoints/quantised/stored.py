@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -76,9 +76,10 @@ def expect_shape(weights: Weights, name: str, *allowed: Sequence[int]) -> None:
         raise bad(weights, name, f"has shape {list(shape)}, and its map needs {wanted}: the checkpoint is damaged")
 
 
-def whole_rows(rows: Rows | None, count: int) -> Rows:
-    """The ranges that are asked for; all rows where none are named."""
-    return [(0, count)] if rows is None else rows
+def joined_rows(rows: Rows | None, count: int, part: Callable[[int, int], Tensor]) -> Tensor:
+    """`part(start, stop)` of each range that is asked for, one below the other; of all rows where none are named."""
+    parts = [part(start, stop) for start, stop in ([(0, count)] if rows is None else rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
