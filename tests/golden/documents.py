@@ -43,6 +43,8 @@ class Document:
 
     def lacks(self) -> str | None:
         """Why it cannot be made here, if so."""
+        if "{MiniLM}" in self.arguments and (why := code.why_absent()):
+            return why
         missing = [path for name, path in code.MODELS.items() if f"{{{name}}}" in self.arguments and not path.is_dir()]
         return f"{missing[0]} is not there" if missing else None
 

