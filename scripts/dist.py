@@ -1,20 +1,29 @@
-"""Build wheel and sdist twice, compare them byte by byte, check them, and try the wheel in an environment of its own.
+"""Build wheel and sdist twice, compare them byte by byte, check them, and try the wheel in environments of its own.
 
-    make dist        # into dist/; installs torch into a temporary environment: minutes, and access to PyPI
+    make dist                              # into dist/; installs torch and every extra: minutes, and access to PyPI
+    make dist DIST='--extras hf,gguf'      # tries these extras alone; none: the plain wheel alone
+
+The wheel is installed alone, then with each extra into an environment of its own; dist_extras.py has what is tried.
 
 Dates inside the archives are that of the last commit (SOURCE_DATE_EPOCH), so the same tree gives the same bytes.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # also where this is run by its path from elsewhere
+from dist_extras import chosen, packages, try_extras
 
 ROOT = Path(__file__).parents[1]
 LARGEST = 5_000_000  # bytes of the wheel
@@ -55,6 +64,9 @@ def check_wheel(wheel: Path) -> None:
         sys.exit(f"{wheel.name}: {size:,} bytes, more than {LARGEST:,}")
     names = zipfile.ZipFile(wheel).namelist()
     missing = [name for name in NEEDED if name not in names]
+    page = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    if dead := re.findall(r"\]\(([^):\s]+)\)|src=\"([^\":]+)\"", page):
+        sys.exit(f"{wheel.name}: its page on an index would have links that lead nowhere: {dead[:3]}")
     others = {name.split("/")[0] for name in names} - {"locater", "locater_papers"}
     others = {name for name in others if not name.endswith(".dist-info")}
     if missing or others:
@@ -62,20 +74,36 @@ def check_wheel(wheel: Path) -> None:
     print(f"{wheel.name}: {size / 1e6:.2f} MB, {len(names)} files")
 
 
-def try_wheel(wheel: Path, folder: Path) -> None:
+def installed(folder: Path, requirement: str | Path, like: Path | None = None) -> Path:
+    """A new environment in folder/venv with a wheel, its dependencies as pinned and nothing else: its Python. With the
+    Python of another environment it begins with the packages of that one, as hard links.
+    """
+    run(sys.executable, "-m", "venv", *([] if like is None else ["--without-pip"]), folder / "venv")
+    python = folder / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    if like is not None:
+        shutil.copytree(packages(like), packages(python), copy_function=os.link, dirs_exist_ok=True)
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", requirement)
+    return python
+
+
+def try_wheel(wheel: Path, folder: Path) -> Path:
     """Install the wheel and its dependencies alone; import every public name, run `locater demo`."""
-    run(sys.executable, "-m", "venv", folder / "venv")
-    bin = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
-    run(bin / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
+    python = installed(folder, wheel)
     clean = {"PYTHONPATH": "", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    print(run(bin / "python", "-c", IMPORTS, cwd=folder, env=clean).strip())
-    lines = run(bin / "locater", "demo", "--json", "demo.json", cwd=folder, env=clean).splitlines()
+    print(run(python, "-c", IMPORTS, cwd=folder, env=clean).strip())
+    lines = run(python.with_name("locater"), "demo", "--json", "demo.json", cwd=folder, env=clean).splitlines()
     if not (folder / "demo.json").is_file():
         sys.exit("locater demo wrote no data")
-    print(f"locater demo: {next(line for line in lines if line.strip()).strip()}")
+    print(f"locater demo: {next(line for line in lines if line.strip()).strip()}", flush=True)
+    return python
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-install", action="store_true", help="build and check, and try nothing")
+    parser.add_argument("--extras", default="", metavar="NAMES", help="try these extras, or none; all without it")
+    arguments = parser.parse_args(words)
+    names = chosen(arguments.extras)
     dist = ROOT / "dist"
     first = build(dist)
     with tempfile.TemporaryDirectory() as name:
@@ -87,8 +115,8 @@ def main(arguments: Sequence[str]) -> None:
         wheel = next(path for path in files if path.suffix == ".whl")
         run(sys.executable, "-m", "twine", "check", "--strict", *files)
         check_wheel(wheel)
-        if "--no-install" not in arguments:
-            try_wheel(wheel, folder)
+        if not arguments.no_install:
+            try_extras(wheel, names, try_wheel(wheel, folder), folder, installed)
     for name, digest in first.items():
         print(f"{digest}  dist/{name}")
 

@@ -244,7 +244,7 @@ class Moments:
 def moments(
     W_Q: Float[Tensor, "*q h d"],
     W_K: Float[Tensor, "*k h d"],
-    covariance: Float[Tensor, ...] | None = None,
+    covariance: Float[Tensor, "*covariance"] | None = None,
 ) -> Moments:
     """Moments of W = W_Q^T W_K (times a token covariance), batched over any leading axes that broadcast.
 

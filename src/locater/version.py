@@ -6,7 +6,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 SCHEMA = 1  # of the JSON documents; increases when a key moves or changes its meaning
 PROBE_SCHEMA = 2  # of the document of `locater probe`: 2 since M, F and localization are predicted_M, ...
 

@@ -115,8 +115,11 @@ def show_progress(
             return Text(f"{traffic.bytes / 1e6:,.0f}{of} MB")
 
     console = Console(stderr=True)
+    if not console.is_terminal:  # `disable` of rich before 14 still ends with an empty line
+        yield from parts
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), Bytes(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         yield from bar.track(parts, total, description=label)
 
 

@@ -14,7 +14,10 @@ from torch import Tensor
 try:
     from lightning.pytorch import Callback
 except ImportError:  # the older name of the same package
-    from pytorch_lightning import Callback
+    try:
+        from pytorch_lightning import Callback
+    except ImportError:
+        raise ImportError("Lightning is not installed: pip install 'locater[lightning]'") from None
 
 from locater.control.base import Control, Controls
 from locater.errors import LocaterError

@@ -86,7 +86,7 @@ class Padding:
         )
         self.length = 0 if tokens is None else tokens.shape[1]
         config = getattr(module, "config", None)
-        self.pair = bool(getattr(config, "is_encoder_decoder", False)) or {"src", "tgt"} <= named.keys()
+        self.pair = bool(getattr(config, "is_encoder_decoder", False)) or ("src" in named and "tgt" in named)
 
     def of(self, x: Tensor, path: str) -> Tensor | None:
         """Real tokens (B, T) of a stream at `path`, None where every token is."""
