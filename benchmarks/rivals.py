@@ -6,8 +6,8 @@
 Four works (benchmarks/rivals_work.py): the query-key spectrum of a checkpoint, the entropy of every head on one text,
 attributions of an output to tokens, and a training step with entropies. Every tool runs in a process of its own with
 one thread, tools take turns ROUNDS times, and medians count. Processor time is what the tables show: on a shared machine
-it says more than the clock, which is kept too. Memory is the highest over what the process had after loading its model
-(for the first work, which loads from disk, after its imports).
+it says more than the clock, which is kept too. A first run, which imports and fills caches, does not count. Memory is
+the highest over what the process had after loading its model (for the first work, which loads from disk, before that).
 """
 
 from __future__ import annotations

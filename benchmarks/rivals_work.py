@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 LAYERS, HEADS, KEY_HEADS, WIDTH, SIZE, VOCABULARY = 8, 8, 4, 512, 64, 1024
-TOKENS, SHOWN, EXPLAINED, BATCH, STEPS, POINTS = 512, 64, 64, (4, 128), 6, 20
+TOKENS, SHOWN, EXPLAINED, BATCH, STEPS, POINTS = 1024, 64, 64, (2, 512), 5, 20
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -73,7 +73,8 @@ def memory(key: str) -> int:
 
 
 def timed(work: Callable[[], Any], warm: int = 1, runs: int = 3) -> tuple[Any, dict[str, float]]:
-    """The last result, the median time, and the highest memory over what the process had before it began."""
+    """The last result, the median time after a first run (imports, caches), and the highest memory over what the process
+    had before that."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before, times, used = memory("VmRSS"), [], []
     for _ in range(warm):
@@ -109,7 +110,7 @@ def spectrum_error(traces: dict[tuple[int, int], float], folder: Path, gains: bo
 def weights_locater(folder: Path) -> dict[str, Any]:
     import locater
 
-    scan, cost = timed(lambda: locater.scan(folder, eigenvalues=True), warm=0, runs=1)
+    scan, cost = timed(lambda: locater.scan(folder, eigenvalues=True))
     traces = {(row.layer, row.head): sum(re for re, _ in row.eigenvalues) for row in scan.rows}
     return {
         **cost,
@@ -119,9 +120,7 @@ def weights_locater(folder: Path) -> dict[str, Any]:
 
 
 def weights_transformer_lens(folder: Path) -> dict[str, Any]:
-    import transformer_lens.model_bridge  # noqa: F401 - imports are not counted for anyone
-
-    values, cost = timed(lambda: lens(folder).QK.eigenvalues, warm=0, runs=1)
+    values, cost = timed(lambda: lens(folder).QK.eigenvalues)
     traces = {(i, h): float(values[i, h].sum().real) for i in range(LAYERS) for h in range(HEADS)}
     error = spectrum_error(traces, folder, gains=False)  # it is of the stored maps
     return {
@@ -137,7 +136,7 @@ def weights_weightwatcher(folder: Path) -> dict[str, Any]:
     def work() -> Any:
         return weightwatcher.WeightWatcher(model=load(folder)).analyze()
 
-    details, cost = timed(work, warm=0, runs=1)
+    details, cost = timed(work)
     return {**cost, "numbers": f"power laws of {len(details)} matrices", "error": None}
 
 

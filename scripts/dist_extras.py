@@ -82,6 +82,7 @@ from locater.cli import main
 small = "--vocabulary 300 --steps 2 --layers 1 --width 16 --heads 2 --length 32"
 sys.argv = ["locater", "train", *small.split(), "--out", tempfile.mkdtemp()]
 main()
+print("a model with a vocabulary of byte pairs trained")
 """),
     "explain": Trial("""
 import torch
@@ -110,7 +111,7 @@ print(len(rows), "heads read from a hub by ranges, and a range of an object in a
     "fleet": Trial("""
 import tempfile
 fleet = locater.Fleet.run([DEMO, DEMO + "/twin"], tempfile.mkdtemp())
-(count,) = fleet.sql("select count(*) from heads").fetchone()
+[(count,)] = fleet.sql("select count(*) from heads").fetchall()
 print(count, "rows of two checkpoints by SQL,", len(fleet.to_polars()), "in a frame")
 """),
     "ray": Trial(
@@ -119,6 +120,7 @@ import sys, tempfile
 from locater.cli import main
 sys.argv = ["locater", "fleet", DEMO, DEMO + "/twin", "--out", tempfile.mkdtemp(), "--ray", "local"]
 main()
+print("two checkpoints scanned on Ray")
 """,
         lacking="fleet",  # which [ray] contains
     ),

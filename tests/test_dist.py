@@ -127,16 +127,6 @@ def test_a_trial_fails_where_the_work_does_and_where_nothing_is_refused(tmp_path
             EXTRAS["refuses"](here, name, tmp_path)
 
 
-def test_the_lowest_versions_are_those_of_the_page() -> None:
-    lowest, page = BOUNDS["lowest"](), (ROOT / "docs" / "support.md").read_text()
-    asked = {name.split("[")[0]: f">= {version}" for name, version in lowest.items()}
-    for names, bounds in re.findall(r"(?m)^\| ([\w, -]+?)(?: \(`[^|]*)? \| ([>=\d., ]+) \|", page):
-        for name, bound in zip(names.split(", "), bounds.split(", "), strict=True):
-            if name != "Python":
-                assert asked.pop(name) == bound.strip(), name
-    assert set(asked) == {"beartype", "hypothesis", "pytest", "pytest-xdist", "safetensors", "scipy"}, "tools of tests"
-
-
 def test_a_package_has_one_lower_bound() -> None:
     for extra, fault in (("x>=2", "two lower bounds of x"), ("y", "'y' has no lower bound")):
         with pytest.raises(SystemExit, match=fault):
