@@ -39,7 +39,7 @@ test-lowest test-newest: test-%: .venv-%/.installed
 .venv-%/.installed: pyproject.toml constraints.txt scripts/bounds.py
 	$(PYTHON) -m venv .venv-$*
 	$(PYTHON) scripts/bounds.py $* > .venv-$*/constraints.txt
-	.venv-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade --upgrade-strategy eager -c .venv-$*/constraints.txt -e '.[$(EXTRAS)]'
+	.venv-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade --upgrade-strategy eager -c .venv-$*/constraints.txt -e '.[$(EXTRAS)]' pandas
 	.venv-$*/bin/python -m pip list --disable-pip-version-check > $@
 
 .venv-rivals/.installed: pyproject.toml constraints.txt benchmarks/rivals.txt

@@ -83,10 +83,16 @@ def table(results: dict[str, Any]) -> str:
                 lines.append(f"| {tool} | failed: {x['failed']} | | | |")
                 continue
             ratio = f"{x['processor_seconds']:.2f} s ({x['processor_seconds'] / base:.2f} x)"
-            off = "-" if x["error"] is None else f"{x['error']:.0e}"
+            off = "-" if x["error"] is None else f"{x['error']:.0e}" if x["error"] else "0"
             lines.append(f"| {tool} | {ratio} | {x['peak_bytes'] / 1e6:,.0f} MB | {x['numbers']} | {off} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def summary(kept: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
+    rounds = min(len(x) for tools in kept.values() for x in tools.values())
+    work = {name: {tool: joined(x) for tool, x in tools.items()} for name, tools in kept.items()}
+    return {"machine": machine(), "threads": 1, "rounds": rounds, "versions": versions(), "work": work}
 
 
 def main() -> None:
@@ -110,10 +116,9 @@ def main() -> None:
                     measured = one(work, tool, folder)
                     print(f"{work} | {tool} | {json.dumps(measured)}", file=sys.stderr, flush=True)
                     kept.setdefault(work, {}).setdefault(tool, []).append(measured)
-    work = {name: {tool: joined(x) for tool, x in tools.items()} for name, tools in kept.items()}
-    results = {"machine": machine(), "threads": 1, "rounds": args.rounds, "versions": versions(), "work": work}
-    if not args.work:
-        OUT.write_text(json.dumps(results, indent=1) + "\n")
+            results = summary(kept)
+            if not args.work:
+                OUT.write_text(json.dumps(results, indent=1) + "\n")  # after every round: a run may be cut off
     print(table(results))
 
 

@@ -57,6 +57,14 @@ def load(folder: Path, attention: str = "sdpa", dtype: torch.dtype = torch.float
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
 
 
+def ready(folder: Path, attention: str = "sdpa") -> Any:
+    """A model whose weights have been read: files are mapped, and the first pass would count them as its memory."""
+    model = load(folder, attention)
+    for parameter in model.parameters():
+        parameter.sum()
+    return model
+
+
 def lens(folder: Path) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import AutoTokenizer
@@ -145,7 +153,7 @@ def weights_weightwatcher(folder: Path) -> dict[str, Any]:
 
 def entropies(maps: Tensor) -> Tensor:
     """(heads,) of maps (heads, T, T): mean over rows, in nats."""
-    return torch.special.entr(maps.double()).sum(-1).mean(-1)
+    return torch.special.entr(maps).sum(-1).mean(-1)
 
 
 def entropy_error(found: Tensor, folder: Path) -> float:
@@ -154,14 +162,14 @@ def entropy_error(found: Tensor, folder: Path) -> float:
 
 
 def entropy_plain(folder: Path) -> dict[str, Any]:
-    model = load(folder)
+    model = ready(folder)
     return {**timed(lambda: model(ids(TOKENS)))[1], "numbers": "none", "error": None}
 
 
 def entropy_locater(folder: Path) -> dict[str, Any]:
     import locater
 
-    model = load(folder)
+    model = ready(folder)
 
     def work() -> Any:
         with locater.observe(model) as seen:
@@ -183,12 +191,13 @@ def _of_maps(maps: Callable[[], list[Tensor]], folder: Path) -> dict[str, Any]:
 
 
 def entropy_maps_by_hand(folder: Path) -> dict[str, Any]:
-    model = load(folder, "eager")
+    model = ready(folder, "eager")
     return _of_maps(lambda: list(model(ids(TOKENS), output_attentions=True).attentions), folder)
 
 
 def entropy_transformer_lens(folder: Path) -> dict[str, Any]:
     bridge = lens(folder)
+    sum(float(x.sum()) for x in bridge.parameters())  # as `ready` does
 
     def maps() -> list[Tensor]:
         _, cache = bridge.run_with_cache(ids(TOKENS), names_filter=lambda name: name.endswith("hook_pattern"))
@@ -200,7 +209,7 @@ def entropy_transformer_lens(folder: Path) -> dict[str, Any]:
 def entropy_nnsight(folder: Path) -> dict[str, Any]:
     import nnsight
 
-    wrapped = nnsight.NNsight(load(folder, "eager"))
+    wrapped = nnsight.NNsight(ready(folder, "eager"))
 
     def maps() -> list[Tensor]:
         with wrapped.trace(ids(TOKENS)):
@@ -214,7 +223,7 @@ def entropy_bertviz(folder: Path) -> dict[str, Any]:
     """A page of the maps themselves, of the first tokens: it has no numbers, and the page grows with their square."""
     from bertviz import head_view
 
-    model, text = load(folder, "eager"), ids(SHOWN)
+    model, text = ready(folder, "eager"), ids(SHOWN)
 
     def work() -> Any:
         maps = model(text, output_attentions=True).attentions
@@ -228,11 +237,15 @@ def entropy_bertviz(folder: Path) -> dict[str, Any]:
 
 
 def _by_captum(kind: Callable[[Any], Any], folder: Path, **settings: Any) -> tuple[Tensor, dict[str, float]]:
-    model, text = load(folder), ids(EXPLAINED)
+    model, text = ready(folder), ids(EXPLAINED)
     embedded = model.get_input_embeddings()(text).detach()
-    target = int(model(text).logits[0, -1].argmax())
     attribution = kind(lambda x: model(inputs_embeds=x).logits[:, -1])
-    found, cost = timed(lambda: attribution.attribute(embedded, target=target, **settings), runs=1)
+
+    def work() -> Tensor:
+        target = int(model(text).logits[0, -1].argmax())  # Locater chooses it as well
+        return attribution.attribute(embedded, target=target, **settings)
+
+    found, cost = timed(work, runs=1)
     return found.sum(-1)[0].detach(), cost
 
 
@@ -246,19 +259,21 @@ def attributions(tool: str, method: str, folder: Path) -> dict[str, Any]:
     import locater
 
     line = dict(n_steps=POINTS, method="gausslegendre", internal_batch_size=1)
-    theirs, cost = (
-        _by_captum(captum.attr.IntegratedGradients, folder, **line)
-        if method == "integrated_gradients"
-        else _by_captum(captum.attr.InputXGradient, folder)
-    )
+
+    def by_captum() -> tuple[Tensor, dict[str, float]]:
+        if method == "integrated_gradients":
+            return _by_captum(captum.attr.IntegratedGradients, folder, **line)
+        return _by_captum(captum.attr.InputXGradient, folder)
+
     if tool == "captum":
+        theirs, cost = by_captum()
         return {**cost, "numbers": f"{len(theirs)} tokens", "error": None}
-    model, options = load(folder), {"steps": POINTS} if method == "integrated_gradients" else {}
+    model, options = ready(folder), {"steps": POINTS} if method == "integrated_gradients" else {}
     function = getattr(locater.explain, method)
     result, cost = timed(lambda: function(model, {"input_ids": ids(EXPLAINED)}, **options), runs=1)
     scores = torch.as_tensor(result.scores, dtype=torch.float64).flatten()
     same = method in ("integrated_gradients", "gradient_input")
-    return {**cost, "numbers": f"{len(scores)} tokens", "error": _against(theirs, scores) if same else None}
+    return {**cost, "numbers": f"{len(scores)} tokens", "error": _against(by_captum()[0], scores) if same else None}
 
 
 # ---- a training step, with the entropy of every head in every step ----
@@ -282,17 +297,17 @@ def _steps(model: Any, before: Callable[[int], Any], after: Callable[[int, Tenso
 
 
 def step_plain(folder: Path) -> dict[str, Any]:
-    return {**_steps(load(folder).train(), lambda n: None, lambda n, loss: None), "numbers": "none", "error": None}
+    return {**_steps(ready(folder).train(), lambda n: None, lambda n, loss: None), "numbers": "none", "error": None}
 
 
 def step_locater(folder: Path, spectrum: bool = True) -> dict[str, Any]:
     import locater
 
-    model = load(folder).train()
-    monitor = locater.Monitor(str(folder / "run.jsonl"), every=1, spectrum=spectrum).attach(model)
+    model, log = ready(folder).train(), folder / f"run-{os.getpid()}.jsonl"
+    monitor = locater.Monitor(log, every=1, spectrum=spectrum).attach(model)
     cost = _steps(model, lambda n: None, lambda n, loss: monitor.after_step(loss=loss))
     monitor.detach()
-    line = next(x for x in map(json.loads, (folder / "run.jsonl").open()) if x["kind"] == "step")
+    line = next(x for x in map(json.loads, log.open()) if x["kind"] == "step")
     return {**cost, "numbers": f"{len(line['heads'])} numbers of {LAYERS * HEADS} heads", "error": None}
 
 
@@ -310,7 +325,7 @@ def step_torch_module_monitor(folder: Path) -> dict[str, Any]:
         return out
 
     AttentionInterface.register("monitored", attention)
-    model = load(folder, "monitored").train()
+    model = ready(folder, "monitored").train()
     monitor.set_module(model)
 
     def after(step: int, loss: Tensor) -> None:

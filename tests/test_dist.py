@@ -45,7 +45,7 @@ def test_another_is_refused(names: tuple[str, ...], size: int, fault: str, tmp_p
 
 @pytest.mark.parametrize("page", ["see [scan](docs/scan.md)", '<img src="docs/images/watch.png">'])
 def test_a_page_with_a_dead_link_is_refused(page: str, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="links that lead nowhere: .*docs/"):
+    with pytest.raises(SystemExit, match=r"links that lead nowhere: .*docs/"):
         DIST["check_wheel"](wheel(tmp_path, *DIST["NEEDED"], page=page))
 
 
@@ -118,7 +118,9 @@ def test_a_trial_fails_where_the_work_does_and_where_nothing_is_refused(tmp_path
     """With real Pythons: this one, which has the package, and code that does not need an extra at all."""
     here, trial = Path(sys.executable), EXTRAS["Trial"]
     trials = EXTRAS["works"].__globals__["TRIALS"]
-    trials.update(broken=trial("raise SystemExit('it broke')"), idle=trial("print('done')"), lost=trial("import nowhere"))
+    trials.update(
+        broken=trial("raise SystemExit('it broke')"), idle=trial("print('done')"), lost=trial("import nowhere")
+    )
     assert EXTRAS["works"](here, "idle", tmp_path) == "done"
     with pytest.raises(SystemExit, match=r"(?s)\[broken\]: its trial failed:.*it broke"):
         EXTRAS["works"](here, "broken", tmp_path)

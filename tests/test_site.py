@@ -124,6 +124,18 @@ def test_other_tools_are_compared_by_the_benchmark() -> None:
     assert all(row in text for row in rows), rows
 
 
+def test_the_same_work_by_other_tools_is_that_of_the_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "rivals.json").read_text())
+    made = runpy.run_path(str(ROOT / "benchmarks" / "rivals.py"))["table"](results)
+    text = (ROOT / "docs" / "compare-with.md").read_text()
+    rows = [line for line in made.splitlines() if line]
+    assert len(rows) > 20
+    assert all(f"{row}\n" in text for row in rows), "python benchmarks/rivals.py --table"
+    asked = dict(re.findall(r"(?m)^([\w-]+)==(\S+)$", (ROOT / "benchmarks" / "rivals.txt").read_text()))
+    others = [name for name in results["versions"] if name not in ("torch", "transformers")]
+    assert [results["versions"][name] for name in others] == [asked[name] for name in others], "make bench-rivals"
+
+
 def test_the_versions_are_those_of_the_project() -> None:
     text = (ROOT / "docs" / "support.md").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -25,7 +25,9 @@ def commands(job: Any) -> list[str]:
     """What the steps of a job run, for every row of its matrix."""
     rows = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
     lines = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
-    return [re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda x, row=row: row.get(x[1], ""), y) for y in lines for row in rows]
+    return [
+        re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda x, row=row: row.get(x[1], ""), y) for y in lines for row in rows
+    ]
 
 
 def test_there_is_one_for_tests_docs_and_releases() -> None:
