@@ -104,7 +104,8 @@ def main() -> None:
     if args.table:
         print(table(json.loads(OUT.read_text())))
         return
-    from rivals_work import WORK, write_checkpoint
+    from rivals_common import write_checkpoint
+    from rivals_work import WORK
 
     kept: dict[str, dict[str, list[dict[str, Any]]]] = {}
     with tempfile.TemporaryDirectory() as name:
