@@ -87,8 +87,7 @@ def _inside(Q, K, V, Beta, Decay, Pad, Do, States, Own, Carried, Inverse, Grads,
     dkeys = product(new, tl.trans(grad), KIND, PRECISION)
     dk = until[:, None] * dkeys
     duntil = tl.sum(dkeys * k, 1) * until
-    met = tl.sum(tl.sum(grad.to(tl.float32) * state.to(tl.float32), 1), 0)
-    dend = tl.sum(duntil, 0) + met * tl.exp(last(total, C))
+    dend = tl.sum(grad.to(tl.float32) * state.to(tl.float32), 1) * tl.exp(last(total, C))  # to be added up
     dtotal = -duntil
     # the triangular solve
     inverse = tl.trans(tl.load(Inverse + (at * C + c[:, None]) * C + c[None, :]))
@@ -137,8 +136,10 @@ def _inside(Q, K, V, Beta, Decay, Pad, Do, States, Own, Carried, Inverse, Grads,
              mask=(j < S)[:, None] & (d < D)[None, :])  # fmt: skip
     tl.store(Dbeta + head * S + j, tl.where(seen, dbeta, 0.0).to(Dbeta.dtype.element_ty), mask=j < S)
     if DECAY:
-        dtotal += tl.sum(dgap, 1) - tl.sum(dgap, 0) + tl.where(c == C - 1, dend, 0.0)
-        ddecay = tl.sum(dtotal, 0) - tl.cumsum(dtotal, 0) + dtotal  # from each token on
+        dtotal += tl.sum(dgap, 1) - tl.sum(dgap, 0)
+        # from each token on. Not by sums of vectors, which Triton 3.7.1 cannot lay out for sm_100
+        later = tl.where(c[None, :] >= c[:, None], dtotal[None, :], 0.0)
+        ddecay = tl.sum(later + duntil[None, :], 1) + tl.sum(tl.broadcast_to(dend[None, :], [C, BLOCK_D]), 1)
         tl.store(Ddecay + head * S + j, tl.where(seen, ddecay, 0.0).to(Ddecay.dtype.element_ty), mask=j < S)
 
 
