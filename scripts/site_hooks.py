@@ -3,6 +3,7 @@
 - Links out of docs/ (../CHANGELOG.md, ../benchmarks/results/checkpoint.json) work in the repository and on the site:
   pages are taken along, other files are copied.
 - Commands, flags and the Python interface are written by the package itself, where a page has a marker.
+- The gallery's pages of the demo are made for each build (scripts/gallery.py).
 - Lists and tables directly under a paragraph are what they look like, as everywhere but in Python-Markdown.
 - A built page that would load something from another host is an error.
 """
@@ -10,11 +11,15 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import posixpath
 import re
+import shutil
 import sys
+import tempfile
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +75,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name in PAGES:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for path in sorted(_gallery().glob("*.html")):
+        files.append(File.generated(config, f"gallery/{path.name}", abs_src_path=str(path)))
     for page in files.documentation_pages():
         for _, target in LINK.findall(page.content_string):
             path = _outside(page, target)
@@ -78,6 +85,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 if files.get_file_from_path(name) is None:
                     files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
     return files
+
+
+@cache
+def _gallery() -> Path:
+    """A folder with the gallery of the package's models; made once, also where pages are built again and again."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]  # MkDocs takes back what hooks add while they are loaded
+    from gallery import gallery
+    from gallery_models import packaged
+
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    gallery(packaged(), Path(folder), tokens=1024)
+    return Path(folder)
 
 
 def _place(page: File) -> str:
@@ -95,7 +115,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Mend links and lists, fill in what the package says of itself, and let a search find guides before results."""
     page.meta.setdefault("search", {"boost": 0.5 if re.match(r"results/|log\.|CHANGELOG", page.file.src_uri) else 2})
     markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), _blocks(markdown))
-    for marker, written in (("commands", _commands), ("flags", _flags)):
+    for marker, written in (("commands", _commands), ("flags", _flags), ("gallery", _shown)):
         if f"<!-- {marker} -->" in markdown:
             markdown = markdown.replace(f"<!-- {marker} -->", written())
     return re.sub(r"<!-- api ([\w.]+) -->", lambda found: _interface(found[1]), markdown)
@@ -168,6 +188,18 @@ def _flags() -> str:
 
 def _columns(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _shown() -> str:
+    """Links to the pages of the gallery."""
+    pages = {
+        "index": "all of it, by cards",
+        "demo-scan": "a scan of the demo: what its weights say",
+        "demo-probe": "a probe of the demo: what its heads do on text",
+        "twin-probe": "a probe of its twin, trained with LocAteR",
+        "demo-twin": "the two compared",
+    }
+    return "\n".join(f"- [{words[0].upper()}{words[1:]}](gallery/{name}.html)" for name, words in pages.items())
 
 
 def _interface(module: str) -> str:
