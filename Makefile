@@ -75,7 +75,7 @@ golden: $(VENV)/.dev
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 docs: $(VENV)/.docs
 	$(MKDOCS) build --strict
-	@echo "open site/index.html"
+	@echo "open site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 docs-serve: $(VENV)/.docs
 	$(MKDOCS) serve --watch src --watch scripts

@@ -59,9 +59,9 @@ def _previous(head: Head, document: dict[str, Any]) -> str:
 def _induction(head: Head, document: dict[str, Any]) -> str:
     radius = (head["F"] / head["head_dim"]) ** 0.5
     return (
-        f"**The spectrum** shows why eigenvalues are not enough. All of them lie well inside the circle of radius {radius:.2f}, where those of a normal matrix of this size would be on "
-        f"average: W takes what a token is to what stood before another, two different parts of the stream, and a map between different parts has eigenvalues near 0 however strong "
-        f"it is. √F sees it, M, κ and Λ do not.\n\n"
+        f"**The spectrum** shows why eigenvalues are not enough. The largest has size {head['largest_eigenvalue']:.2f}, and in a normal matrix with this √F their root mean square would be {radius:.2f}. W "
+        f"compares what a token is with what stood before another, two parts of the stream that differ, and a map between different parts has eigenvalues near 0 however strong it is. √F sees it; M, κ "
+        f"and Λ do not.\n\n"
         f"**The prediction** gets how sharp the head is (entropy {head['predicted_entropy']:.2f}, measured {head['entropy']:.2f}) and cannot get where it looks: "
         f"{_at(head, 'measured', 'after copy'):.2f} of the weight lies on tokens that followed the current one before, and normal tokens never repeat."
     )
@@ -147,9 +147,10 @@ predicted to lie.
 These are columns of [`locater probe`](probe.md#columns); a head has the first role that it fulfils, and being `sharp` or `locked` is then no fault but its work. [`locater.observe`](observe.md) has
 `sink`, `distance` and `entropy_ratio` too, on your own forward passes. `previous` and `induction` are measured on random tokens that are repeated once.
 
-    locater probe MODEL --text FILE --report probe.html          # roles by layer and head, every number
-    locater scan MODEL --eigenvalues --json scan.json            # spectra
-    locater.attention_pattern(model, inputs, layers=[1], heads=[0])   # in Python: the map of one head
+    locater probe MODEL --text FILE --report probe.html   # roles and numbers of all heads
+    locater scan MODEL --eigenvalues --json scan.json     # spectra
+
+In Python, [`locater.attention_pattern(model, inputs)`](observe.md#maps-of-single-heads) gives the maps of single heads.
 
 How to read the pictures:
 

@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT / "src"))  # this tree, not another one that is inst
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages of the site that are not in docs/
 START = {"README.md": "index.md"}  # what stands for them on the site
 LINK = re.compile(r'(\]\(|src="|href=")(?![a-z]+:)([^)\s"#]+)')  # to a file; not to an address or a heading
+PICTURES = re.compile(r"(?m)^!\[[^]]*\]\([^)]*\) !\[")  # several in one paragraph
 EXTERNAL = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//[^>]*>|@import[^;]*//""")
 
 
@@ -114,6 +115,8 @@ def _outside(page: File, target: str) -> str | None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Mend links and lists, fill in what the package says of itself, and let a search find guides before results."""
     page.meta.setdefault("search", {"boost": 0.5 if re.match(r"results/|log\.|CHANGELOG", page.file.src_uri) else 2})
+    if PICTURES.search(markdown):
+        page.meta.setdefault("hide", ["toc"])  # room for pictures side by side
     markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), _blocks(markdown))
     for marker, written in (("commands", _commands), ("flags", _flags), ("gallery", _shown)):
         if f"<!-- {marker} -->" in markdown:
