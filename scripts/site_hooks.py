@@ -3,6 +3,7 @@
 - Links out of docs/ (../CHANGELOG.md, ../benchmarks/results/checkpoint.json) work in the repository and on the site:
   pages are taken along, other files are copied.
 - Commands, flags and the Python interface are written by the package itself, where a page has a marker.
+- Names of files in sentences, such as docs/theory.md section 9, are links to pages.
 - The gallery's pages of the demo are made for each build (scripts/gallery.py).
 - Lists and tables directly under a paragraph are what they look like, as everywhere but in Python-Markdown.
 - A built page that would load something from another host is an error.
@@ -35,6 +36,7 @@ PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages of the site 
 START = {"README.md": "index.md"}  # what stands for them on the site
 LINK = re.compile(r'(\]\(|src="|href=")(?![a-z]+:)([^)\s"#]+)')  # to a file; not to an address or a heading
 PICTURES = re.compile(r"(?m)^!\[[^]]*\]\([^)]*\) !\[")  # several in one paragraph
+FILE = re.compile(r"(?<![\w/\[])(?<!\]\()docs/([\w/-]+)\.md(?:,? section (\d+))?(?!\w)")  # its name in a sentence
 EXTERNAL = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//[^>]*>|@import[^;]*//""")
 
 
@@ -61,13 +63,22 @@ def _filled(nav: list[Any], rest: set[str]) -> list[Any]:
         elif "*" in value:
             folder = posixpath.dirname(value)
             names = (name for name in rest if posixpath.dirname(name) == folder and fnmatch(name, value))
-            pages = [
-                {Path(name).stem: name} for name in sorted(names, key=lambda name: (name.endswith("-plan.md"), name))
-            ]
+            in_order = sorted(names, key=lambda name: (name.endswith("-plan.md"), name))
+            pages = [{_title(name): name} for name in in_order]
             filled += [{title: pages}] if title and pages else pages
         else:
             filled.append(entry)
     return filled
+
+
+def _title(name: str) -> str:
+    """What the nav calls a page: its heading, of a paper its name and the heading up to the colon."""
+    stem, first = Path(name).stem, (ROOT / "docs" / name).read_text(encoding="utf-8").partition("\n")[0]
+    heading = first.removeprefix("# ")
+    if stem.endswith("-plan"):
+        return heading
+    title = heading.partition(":")[0]
+    return f"{stem}: {title}" if re.fullmatch(r"[a-z]+\d{4}", stem) else title
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -117,7 +128,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.meta.setdefault("search", {"boost": 0.5 if re.match(r"results/|log\.|CHANGELOG", page.file.src_uri) else 2})
     if PICTURES.search(markdown):
         page.meta.setdefault("hide", ["toc"])  # room for pictures side by side
-    markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), _blocks(markdown))
+    markdown = _page_names(_blocks(markdown), page.file.src_uri)
+    markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), markdown)
     for marker, written in (("commands", _commands), ("flags", _flags), ("gallery", _shown)):
         if f"<!-- {marker} -->" in markdown:
             markdown = markdown.replace(f"<!-- {marker} -->", written())
@@ -147,6 +159,36 @@ def _blocks(markdown: str) -> str:
         nested = re.match(r" {2,3}(?=(- |\d+\. ))", line)
         lines.append("    " + line.lstrip() if nested and not fenced else line)
     return "\n".join(lines)
+
+
+def _page_names(markdown: str, page: str) -> str:
+    """Names of files in sentences as links: docs/theory.md section 9, and [theory.md](theory.md) without its ending.
+    Code is left alone.
+    """
+    lines, fenced = [], False
+    for line in markdown.split("\n"):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and not line.startswith("    "):
+            parts = re.split(r"(`[^`]*`)", line)  # every second one is code
+            parts[::2] = [FILE.sub(lambda found: _page_name(found, page), part) for part in parts[::2]]
+            line = re.sub(r"\[([\w/-]+)\.md\]\(", lambda found: f"[{posixpath.basename(found[1])}](", "".join(parts))
+        if line.startswith("|"):  # counts such as 8 / 0 / 1 stay on one line
+            line = re.sub(r"(?<=\d) / (?=\d)", "\u00a0/\u00a0", line)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _page_name(found: re.Match[str], page: str) -> str:
+    name, section = found[1], found[2]
+    path = ROOT / "docs" / f"{name}.md"
+    if page in PAGES or not path.is_file():
+        return found[0]
+    target, words = posixpath.relpath(f"{name}.md", posixpath.dirname(page) or "."), posixpath.basename(name)
+    if section:
+        heading = re.search(rf"(?m)^## ({section}\..*)$", path.read_text(encoding="utf-8"))
+        words += f", section {section}"
+        target += "" if heading is None else "#" + re.sub(r"[^\w\- ]", "", heading[1].lower()).replace(" ", "-")
+    return f"[{words}]({target})"
 
 
 def _commands() -> str:
