@@ -82,7 +82,7 @@ def _dead(head: Head, document: dict[str, Any]) -> str:
         f"**The prediction is right**, from weights alone too: logits that hardly differ are the one thing that √F ({head['F'] ** 0.5:.2f}) decides by itself. It is not small enough for the flag "
         f"`uniform` (√F below {UNIFORM**0.5:.1f}): a weight decay of 1 has not shrunk it that far.\n\n"
         f"**Uniform is not dead.** Layer {averaging['layer']}, head {averaging['head']} of “{averaging['model']}” has an entropy ratio of {averaging['entropy_ratio']:.2f}, more than this head, and "
-        f"without it the loss rises by {averaging['cost']:.2f} nats: an average of all tokens counts them. Take a head out before you call it dead."
+        f"without it the loss rises by {averaging['cost']:.2f} nats: an average of all tokens counts them. [Take a head out](guides/study-heads.md#without-a-head) before you call it dead."
     )
 
 

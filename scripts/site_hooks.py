@@ -210,7 +210,7 @@ def _command(name: str, command: Any, context: Any) -> str:
     title = name if name == "locater" else f"locater {name}"
     usage = " ".join(command.get_usage(context).removeprefix("Usage:").split())
     rows = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
-    table = "\n".join(f"| `{_cell(names.strip())}` | {_cell(words)} |" for names, words in rows)
+    table = "\n".join(f"| `{_cell(names.strip())}` | {_plain(_cell(words))} |" for names, words in rows)
     examples = "\n".join(line for line in (command.epilog or "").split("\n") if line and line != "Examples:")
     table = f"| argument or option | meaning |\n|---|---|\n{table}"
     return f"## {title}\n\n{command.help}\n\n```text\n{usage}\n```\n\n{table}\n\n```sh\n{examples}\n```"
@@ -218,6 +218,11 @@ def _command(name: str, command: Any, context: Any) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _plain(text: str) -> str:
+    """Stars and underscores of a help text are what they are, as in 'run/step-*', and no emphasis."""
+    return re.sub(r"([*_])", r"\\\1", text)
 
 
 def _flags() -> str:

@@ -118,6 +118,7 @@ def test_the_commands_are_those_of_the_program() -> None:
         assert not lacking, (name, lacking)
     assert "Number of tokens in view" in parts["scan"]
     assert "default: 256" in parts["scan"]
+    assert "'run/step-\\*', 'hf://org/model@step\\*'" in parts["fleet"], "stars are no emphasis"
 
 
 def test_the_flags_are_those_of_the_code() -> None:
