@@ -163,7 +163,8 @@ def main() -> None:
         gallery(told(chain(packaged(), more, further)), options.out, options.tokens)
         print(f"open {options.out / 'index.html'}")
     except LocaterError as error:
-        sys.exit(f"gallery: {error}")
+        print(f"gallery: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
