@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, load_rows
+from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, key_span_of, load_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 # where maxima start: below any logit, and so far above EMPTY that the difference of both is EMPTY again
@@ -138,16 +138,20 @@ def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, 
 
 
 @triton.jit(do_not_specialize=["heads", "together", "rows"])
-def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
-                 mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, rows,
+def rows_kernel(Q, K, Out, Count, Sinks, Rows, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
+                 mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, number, rows,
                  D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
                  DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
                  SINKS: tl.constexpr, EXTENDED: tl.constexpr, COUNT: tl.constexpr, PER_KEY: tl.constexpr,
-                 PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 SOME: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_D: tl.constexpr):  # fmt: skip
-    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
-    block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
-    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    """SOME: of the `number` rows listed in Rows, in rising order; otherwise `number` is T, all of them."""
+    b, h, head, block = _program(H, heads, tl.cdiv(number, BLOCK_M), together)
+    block = tl.cdiv(number, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
+    r = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = r
+    if SOME:
+        i = tl.load(Rows + tl.minimum(r, number - 1)).to(tl.int32)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
@@ -164,7 +168,11 @@ def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt
     unit = _unit(scale, CAP, BIAS, ALIBI)
     row = block * BLOCK_M + (S - T)
     behind = (i + (S - T))[:, None] - 2 * tl.arange(0, LANES)[None, :]
-    low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
+    if SOME:
+        low, high, plain_high = key_span_of(tl.min(i, 0) + (S - T), tl.max(i, 0) + 1 + (S - T), S, window, CAUSAL,
+                                            WINDOW, PAD or DOC or MASK, BLOCK_N)  # fmt: skip
+    else:
+        low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
     # first tiles whose keys are all visible, where there is no mask to build, then the others
     for EDGE in tl.static_range(2):
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
@@ -178,7 +186,7 @@ def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt
             if BIAS:
                 x = tl.maximum(x, EMPTY)  # a bias of -inf is a mask
             m, s, a, s2, far, first_s, self_s = _add_tile(
-                x, unit, behind - start, start - row, start, m, s, a, s2, far, first_s, self_s, first,
+                x, unit, behind - start, 0 if SOME else start - row, start, m, s, a, s2, far, first_s, self_s, first,
                 CAUSAL, EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
             if COUNT and EDGE:
                 count += tl.sum(seen.to(tl.int32), 1)
@@ -196,8 +204,8 @@ def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt
         total = s * tl.exp2(m - top) + tl.exp2(sink - top)
     rest = (top - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
     w = tl.where(shown, tl.exp2(-rest), 0.0)
-    at = head * T + i
-    inside = i < T
+    at = head * number + r
+    inside = r < number
     nothing = float("-inf")
     rows = rows.to(tl.int64)
     tl.store(Out + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
