@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from locater.attention.call import Call
-from locater.kernels import AttentionStatistics, Terms, row_statistics
+from locater.kernels.terms import Terms
 
 DRAWS = 64  # samples of rows that are drawn at a time; later ones are these again
 
@@ -33,13 +33,6 @@ class CountedRows(NamedTuple):
     counted: Tensor
     first: Tensor
     sample: tuple[Tensor, Tensor, Terms] | None = None
-
-    def statistics(self) -> AttentionStatistics:
-        """Of the rows."""
-        if self.sample is None:
-            return row_statistics(self.q, self.k, self.terms)
-        at, q, terms = self.sample
-        return row_statistics(q, self.k, terms, rows=at)
 
 
 def of_heads(call: Call, heads: Tensor) -> Call:

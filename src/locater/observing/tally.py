@@ -30,6 +30,7 @@ COLUMNS = (
 )
 AT = {name: column for column, name in enumerate(COLUMNS)}
 MAXIMA = ("max_logit",)
+tallied: set[int] = set()  # addresses of the sums that a call was added to
 STACKED = 1 << 25  # numbers that are brought together to be summed at once
 
 
@@ -101,6 +102,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
             torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext(),
         ):
             add_call(call, into, options, own, heads)
+        tallied.add(sums.data_ptr())
     except Exception as error:
         if not lenient:
             raise
@@ -207,7 +209,8 @@ def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators) -> None:
 
 def _add(rows: CountedRows, into: Accumulators) -> Tensor:
     """Every column but those without the first key; returns the log-sum-exp of the rows."""
-    stats = rows.statistics()
+    at, q, terms = rows.sample or (None, rows.q, rows.terms)
+    stats = row_statistics(q, rows.k, terms, rows=at)
     shown = (stats.visible > 0) & rows.counted[:, None]
     sink, look = weight_at(rows.q, rows.k, rows.terms, rows.first, stats.log_sum_exp)
     ratio, wide = _ratio(stats, shown)
