@@ -12,6 +12,7 @@ from torch import Tensor
 from locater.kernels.terms import AttentionStatistics, Terms
 from locater.kernels.triton_parts import EMPTY, LOG2E
 from locater.kernels.triton_rows import columns_kernel, query_gradient_kernel, rows_kernel
+from locater.kernels.triton_split import join_kernel, parts_kernel
 
 # A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
 # dispatch costs more host time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
@@ -38,6 +39,8 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
     if bare and key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
         kernel[grid](q, k, out, *rest)
+    elif T and (parts := _parts(q, k)) > 1:
+        _in_parts(q, k, ready, parts, out, count, extended, per_key)
     elif T:
         arguments, flags = _launch(q, k, ready)
         size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
@@ -56,6 +59,45 @@ def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool
     more = out[4:8].unbind() if extended else (None,) * 4
     received = _received(q, k, terms, ready, out[8], out[9]) if per_key else None
     return AttentionStatistics(lse, entropy, top, count, mass, *more, received)
+
+
+FEW = 64  # rows that share keys, up to which the keys are split
+PROGRAMS = 528  # that a GPU is to have: four for each of an H200's 132 processors
+LEAST_KEYS = 256  # of a part
+SPLIT = (64, 4, 3)  # BLOCK_N, warps, stages
+
+
+def _parts(q: Tensor, k: Tensor) -> int:
+    """Into how many parts the keys are split: 1 unless rows are few and keys many."""
+    B, H, T, _ = q.shape
+    K, S = k.shape[1], k.shape[2]
+    if T * (H // K) > FEW and T > 1:
+        return 1
+    programs = B * K * triton.cdiv(T * (H // K), FEW)
+    return max(1, min(PROGRAMS // programs, S // LEAST_KEYS, 256))
+
+
+def _in_parts(
+    q: Tensor, k: Tensor, terms: Terms, parts: int, out: Tensor, count: Tensor | None, extended: bool, per_key: bool
+) -> None:
+    """Fills `out` (and `count`) as `rows_kernel` does."""
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    arguments, flags = _launch(q, k, terms)
+    del arguments[19:21]  # the order of heads
+    size = {"BLOCK_N": SPLIT[0] if D <= 128 else 32, "BLOCK_D": max(16, triton.next_power_of_2(D))}
+    size |= {"num_warps": SPLIT[1], "num_stages": SPLIT[2]}
+    size["BLOCK_M"] = min(FEW, max(16, triton.next_power_of_2(T * (H // K))))
+    part_keys = triton.cdiv(triton.cdiv(S, size["BLOCK_N"]), parts) * size["BLOCK_N"]
+    parts, rows = triton.cdiv(S, part_keys), B * H * T
+    sums = torch.empty(7 if extended else 3, parts, rows, dtype=torch.float32, device=q.device)
+    seen = None if count is None else torch.empty(parts, rows, dtype=torch.int32, device=q.device)
+    flags |= {"EXTENDED": extended, "COUNT": count is not None}
+    grid = (parts * B * K * triton.cdiv(T * (H // K), size["BLOCK_M"]),)
+    parts_kernel[grid](q, k, sums, seen, *arguments, terms.first, rows, parts, part_keys, **flags, **size)
+    join_kernel[(triton.cdiv(rows, 16),)](
+        sums, seen, out, count, terms.sinks, H, T, rows, parts, SINKS=terms.sinks is not None, EXTENDED=extended,
+        COUNT=count is not None, PER_KEY=per_key, BLOCK=16, PARTS=triton.next_power_of_2(parts))  # fmt: skip
 
 
 def _received(q: Tensor, k: Tensor, terms: Terms, ready: Terms, base: Tensor, rest: Tensor) -> Tensor:
