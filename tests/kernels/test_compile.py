@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from locater.kernels import triton_kernels, triton_recurrence, triton_weighted  # noqa: E402
+from locater.kernels import triton_kernels, triton_recurrence, triton_sums, triton_weighted  # noqa: E402
 from locater.kernels.terms import Terms  # noqa: E402
 
 CARDS = {
@@ -28,7 +28,10 @@ CARDS = {
     100: 227 * 1024,
 }  # compute capability: bytes of shared memory that a block can have
 OTHERS = [pytest.param(card, marks=pytest.mark.slow) for card in CARDS if card != 90]
-KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32"}
+KINDS = {
+    **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"},
+    **{torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"},
+}
 Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # kernel, arguments by name, options
 
 
@@ -126,6 +129,17 @@ def test_statistics(extended: bool, monkeypatch: pytest.MonkeyPatch, card: int) 
     terms = Terms(0.125, causal=True, softcap=30.0 if extended else None)
     triton_kernels.LAUNCHES.clear()
     check(lambda: triton_kernels.statistics(q, k, terms, extended, per_key=extended), monkeypatch, 1 + extended, card)
+    triton_kernels.LAUNCHES.clear()
+
+
+@pytest.mark.parametrize("some", [pytest.param(False, marks=pytest.mark.slow), True], ids=["all rows", "some rows"])
+def test_sums_over_the_rows_of_heads(some: bool, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
+    q, k = drawn(1, 2, 256, 64, dtype=torch.bfloat16), drawn(1, 1, 256, 64, dtype=torch.bfloat16)
+    output, rows = drawn(1, 256, 2, 64, dtype=torch.bfloat16), torch.arange(0, 256, 16) if some else None
+    sums, maxima = torch.zeros(2, 17, dtype=torch.float64), torch.zeros(2, 1)
+    terms = Terms(0.125, causal=True)
+    triton_kernels.LAUNCHES.clear()
+    check(lambda: triton_sums.add_sums(q, k, terms, rows, output, sums, maxima), monkeypatch, 2, card)
     triton_kernels.LAUNCHES.clear()
 
 

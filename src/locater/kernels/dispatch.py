@@ -61,15 +61,57 @@ def row_statistics(
     extended: bool = True,
     per_key: bool = False,
     backend: Backend | None = None,
+    rows: Int[Tensor, " R"] | None = None,
 ) -> AttentionStatistics:
-    """`attention_statistics` of a call whose masks and additions are one record."""
+    """`attention_statistics` of a call whose masks and additions are one record.
+
+    With `rows`, of these rows of q alone, which rise; terms are those of all rows.
+
+    >>> q = k = torch.zeros(1, 1, 8, 4)
+    >>> some = row_statistics(q, k, Terms(causal=True), rows=torch.tensor([2, 7]))
+    >>> some.entropy.exp().squeeze().round().tolist(), some.visible.squeeze().tolist()
+    ([3.0, 8.0], [3, 8])
+    """
     terms = _checked(q, k, terms)
+    if rows is not None and per_key:
+        raise LocaterError("per_key: the weight that a key receives is over all rows, not over some of them")
     q, k = (x.detach() if x.requires_grad else x for x in (q, k))
     if (backend or default_backend(q, terms)) == "torch":
+        if rows is not None:
+            terms, q = terms.placed(q.shape[2], k.shape[2], q.device).for_queries(rows), q[:, :, rows]
         return reference.statistics(q, k, terms, extended, per_key)
     from locater.kernels import triton_kernels
 
-    return triton_kernels.statistics(q, k, terms, extended, per_key)
+    return triton_kernels.statistics(q, k, terms, extended, per_key, rows)
+
+
+def add_head_sums(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B K S D"],
+    terms: Terms,
+    rows: Int[Tensor, " R"] | None,
+    output: Float[Tensor, "B T H V"] | None,
+    sums: Float[Tensor, "H columns"],
+    maxima: Float[Tensor, "H 1"],
+) -> bool:
+    """Add the statistics of rows to sums per head in two launches, where kernels do that; returns whether they did.
+
+    For calls without masks but causal and window. The first columns of `sums` are those of `SUMMED`; a head whose
+    output is not finite in one of the rows gets NaN in columns 4 to 15.
+    """
+    fits = output is None or (output.stride(-1) == 1 and output.shape[:3] == (q.shape[0], q.shape[2], q.shape[1]))
+    if not fits or sums.dtype != torch.float64 or sums.stride(1) != 1 or default_backend(q, terms) == "torch":
+        return False
+    from locater.kernels import triton_sums
+
+    triton_sums.add_sums(q, k, _checked(q, k, terms), rows, output, sums, maxima)
+    return True
+
+
+SUMMED = (
+    *("calls", "rows", "wide_rows", "first_rows"),
+    *("entropy", "row_mass", "max_probability", "participation", "distance", "self_mass", "entropy_ratio", "sink"),
+)
 
 
 def attention_entropy(

@@ -12,7 +12,7 @@ from torch import Tensor
 from locater.kernels.terms import AttentionStatistics, Terms
 from locater.kernels.triton_parts import EMPTY, LOG2E
 from locater.kernels.triton_rows import columns_kernel, query_gradient_kernel, rows_kernel
-from locater.kernels.triton_split import join_kernel, parts_kernel
+from locater.kernels.triton_split import in_parts, parts_of
 
 # A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
 # dispatch costs more host time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
@@ -21,87 +21,98 @@ LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {
 REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
-def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool) -> AttentionStatistics:
-    """q (B, H, T, D), k (B, K, S, D); float32 or half precision, sums in float32."""
-    B, H, T, D = q.shape
-    scale = terms.scale_for(D)
-    if scale <= 0:  # the running maximum of unscaled products needs a positive scale
-        terms, q = replace(terms, scale=-scale or 1.0), -q if scale else torch.zeros_like(q)
-    S = k.shape[-2]
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    out = torch.empty(10 if per_key else 8 if extended else 4, B, H, T, dtype=torch.float32, device=q.device)
-    generic = _generic(terms)
-    bare = not generic and terms.bias is None and terms.alibi is None and terms.sinks is None
-    ready = terms if bare else _prepared(terms)
-    count = torch.empty(B, H, T, dtype=torch.int32, device=q.device) if generic else None
-    layout = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (q, k))
-    key = (terms, extended, per_key, q.device, layout)
-    if bare and key in LAUNCHES:
-        kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](q, k, out, *rest)
-    elif T and (parts := _parts(q, k)) > 1:
-        _in_parts(q, k, ready, parts, out, count, extended, per_key)
-    elif T:
-        arguments, flags = _launch(q, k, ready)
-        size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
-        flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": generic, "PER_KEY": per_key}
-        grid = (B * H * triton.cdiv(T, size["BLOCK_M"]), 1, 1)
-        rest = [count, ready.sinks, *arguments, terms.first, B * H * T]
-        kernel = rows_kernel[grid](q, k, out, *rest, **flags, **size)
-        if bare and REPEATABLE and kernel is not None:
-            if len(LAUNCHES) >= 256:
-                LAUNCHES.clear()
-            names = rows_kernel.arg_names[3 + len(rest) :]
-            LAUNCHES[key] = kernel, grid, rest + [(flags | size)[name] for name in names]
+def statistics(
+    q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool, rows: Tensor | None = None
+) -> AttentionStatistics:
+    """q (B, H, T, D), k (B, K, S, D); float32 or half precision, sums in float32. Of all rows, or of those at `rows`
+    (R,), which rise; `per_key` is for all of them.
+    """
+    q, terms = _with_positive_scale(q, terms)
+    out, count = rows_of_statistics(q, k, terms, extended, per_key, rows)
+    B, H, T, _ = q.shape
     if count is None:
-        count = _visible_counts(terms, T, S, q.device).expand(B, H, T)
+        visible = visible_counts(terms, T, k.shape[-2], q.device)
+        count = (visible if rows is None else visible[rows]).expand(B, H, out.shape[-1])
     lse, entropy, top, mass = out[:4].unbind()
     more = out[4:8].unbind() if extended else (None,) * 4
-    received = _received(q, k, terms, ready, out[8], out[9]) if per_key else None
+    received = _received(q, k, terms, out[8], out[9]) if per_key else None
     return AttentionStatistics(lse, entropy, top, count, mass, *more, received)
 
 
-FEW = 64  # rows that share keys, up to which the keys are split
-PROGRAMS = 528  # that a GPU is to have: four for each of an H200's 132 processors
-LEAST_KEYS = 256  # of a part
-SPLIT = (64, 4, 3)  # BLOCK_N, warps, stages
+def rows_of_statistics(
+    q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The numbers of each row (4, 8 or 10, B, H, R) in the order of `AttentionStatistics`, and how many keys it sees
+    (B, H, R); None where that follows from its position.
+    """
+    B, H, T, D = q.shape
+    q, terms = _with_positive_scale(q, terms)
+    S, number = k.shape[-2], T if rows is None else len(rows)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    rows = None if rows is None else rows.contiguous()
+    out = torch.empty(10 if per_key else 8 if extended else 4, B, H, number, dtype=torch.float32, device=q.device)
+    generic = _generic(terms)
+    bare = not generic and terms.bias is None and terms.alibi is None and terms.sinks is None
+    count = torch.empty(B, H, number, dtype=torch.int32, device=q.device) if generic else None
+    alike = None if rows is None else (number, rows.dtype, rows.data_ptr() % 16)
+    key = (terms, extended, per_key, q.device, alike, *(_layout(x) for x in (q, k)))
+    if bare and key in LAUNCHES:
+        kernel, grid, rest = LAUNCHES[key]
+        kernel[grid](q, k, out, None, None, rows, *rest)
+    elif number:
+        ready = terms if bare else _prepared(terms)
+        arguments, flags = _launch(q, k, ready)
+        if rows is None and (parts := parts_of(q, k)) > 1:
+            in_parts(q, k, ready, arguments, flags, parts, out, count, extended, per_key)
+            return out, count
+        size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
+        if rows is not None:
+            size |= FEW
+        flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": generic, "PER_KEY": per_key}
+        flags["SOME"] = rows is not None
+        grid = (B * H * triton.cdiv(number, size["BLOCK_M"]), 1, 1)
+        rest = [*arguments, terms.first, number, B * H * number]
+        kernel = rows_kernel[grid](q, k, out, count, ready.sinks, rows, *rest, **flags, **size)
+        if bare:
+            remember(key, rows_kernel, kernel, grid, rest, 6, flags | size)
+    return out, count
 
 
-def _parts(q: Tensor, k: Tensor) -> int:
-    """Into how many parts the keys are split: 1 unless rows are few and keys many."""
-    B, H, T, _ = q.shape
-    K, S = k.shape[1], k.shape[2]
-    if T * (H // K) > FEW and T > 1:
-        return 1
-    programs = B * K * triton.cdiv(T * (H // K), FEW)
-    return max(1, min(PROGRAMS // programs, S // LEAST_KEYS, 256))
+def _with_positive_scale(q: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
+    """The same logits by a scale above 0, which the running maximum of unscaled products needs."""
+    scale = terms.scale_for(q.shape[-1])
+    if scale > 0:
+        return q, terms
+    return -q if scale else torch.zeros_like(q), replace(terms, scale=-scale or 1.0)
 
 
-def _in_parts(
-    q: Tensor, k: Tensor, terms: Terms, parts: int, out: Tensor, count: Tensor | None, extended: bool, per_key: bool
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    """What Triton's dispatch asks of a tensor, besides its address."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16
+
+
+def remember(
+    key: tuple[Any, ...],
+    function: Any,
+    kernel: Any,
+    grid: tuple[int, int, int],
+    rest: list[Any],
+    before: int,
+    fixed: dict[str, Any],
 ) -> None:
-    """Fills `out` (and `count`) as `rows_kernel` does."""
-    B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
-    arguments, flags = _launch(q, k, terms)
-    del arguments[19:21]  # the order of heads
-    size = {"BLOCK_N": SPLIT[0] if D <= 128 else 32, "BLOCK_D": max(16, triton.next_power_of_2(D))}
-    size |= {"num_warps": SPLIT[1], "num_stages": SPLIT[2]}
-    size["BLOCK_M"] = min(FEW, max(16, triton.next_power_of_2(T * (H // K))))
-    part_keys = triton.cdiv(triton.cdiv(S, size["BLOCK_N"]), parts) * size["BLOCK_N"]
-    parts, rows = triton.cdiv(S, part_keys), B * H * T
-    sums = torch.empty(7 if extended else 3, parts, rows, dtype=torch.float32, device=q.device)
-    seen = None if count is None else torch.empty(parts, rows, dtype=torch.int32, device=q.device)
-    flags |= {"EXTENDED": extended, "COUNT": count is not None}
-    grid = (parts * B * K * triton.cdiv(T * (H // K), size["BLOCK_M"]),)
-    parts_kernel[grid](q, k, sums, seen, *arguments, terms.first, rows, parts, part_keys, **flags, **size)
-    join_kernel[(triton.cdiv(rows, 16),)](
-        sums, seen, out, count, terms.sinks, H, T, rows, parts, SINKS=terms.sinks is not None, EXTENDED=extended,
-        COUNT=count is not None, PER_KEY=per_key, BLOCK=16, PARTS=triton.next_power_of_2(parts))  # fmt: skip
+    """Keep a compiled kernel for launches with the same key. `rest` are the arguments after the first `before`, `fixed`
+    the compile-time ones."""
+    if not REPEATABLE or kernel is None:
+        return
+    if len(LAUNCHES) >= 256:
+        LAUNCHES.clear()
+    names = function.arg_names[before + len(rest) :]
+    LAUNCHES[key] = kernel, grid, rest + [fixed[name] for name in names]
 
 
-def _received(q: Tensor, k: Tensor, terms: Terms, ready: Terms, base: Tensor, rest: Tensor) -> Tensor:
+def _received(q: Tensor, k: Tensor, terms: Terms, base: Tensor, rest: Tensor) -> Tensor:
     B, H, T, D = q.shape
+    ready, q, k = _prepared(terms), *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     S = k.shape[-2]
     out = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     arguments, flags = _launch(q, k, ready)
@@ -208,6 +219,7 @@ TILES: dict[tuple[str, int, str], Tile] = {  # the fastest on an H200 (benchmark
     ("float32", 128, "queries"): (128, 32, 8, 2, None),
     ("float32", 128, "keys"): (32, 32, 4, 3, None),
 }
+FEW = {"BLOCK_M": 16, "BLOCK_N": 128}  # some rows of many: more programs than heads, each with few of them
 LONG = 12_288  # keys from which on the tiles of LONG_TILES are faster
 LONG_TILES: dict[tuple[str, int, str], Tile] = {
     ("half", 64, "plain"): (64, 128, 4, 3, None),
@@ -226,7 +238,7 @@ def _blocks(D: int, dtype: torch.dtype, kernel: str, length: int) -> dict[str, i
     return size if registers is None else size | {"maxnreg": registers}
 
 
-def _visible_counts(terms: Terms, T: int, S: int, device: torch.device) -> Tensor:
+def visible_counts(terms: Terms, T: int, S: int, device: torch.device) -> Tensor:
     """Keys in view of each row where only causal and window masks act."""
     if terms.window is None:
         least = S - T + 1 if terms.causal else S

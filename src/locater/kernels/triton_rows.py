@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, load_rows
+from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, key_span_of, load_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 # where maxima start: below any logit, and so far above EMPTY that the difference of both is EMPTY again
@@ -168,16 +168,20 @@ def store_rows(Out, at, inside, m, top, s, a, s2, far, first_s, self_s, Sinks, h
 
 
 @triton.jit(do_not_specialize=["heads", "together", "rows"])
-def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
-                 mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, rows,
+def rows_kernel(Q, K, Out, Count, Sinks, Rows, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
+                 mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, number, rows,
                  D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
                  DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
                  SINKS: tl.constexpr, EXTENDED: tl.constexpr, COUNT: tl.constexpr, PER_KEY: tl.constexpr,
-                 PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 SOME: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_D: tl.constexpr):  # fmt: skip
-    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
-    block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
-    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    """SOME: of the `number` rows listed in Rows, in rising order; otherwise `number` is T, all of them."""
+    b, h, head, block = _program(H, heads, tl.cdiv(number, BLOCK_M), together)
+    block = tl.cdiv(number, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
+    r = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = r
+    if SOME:
+        i = tl.load(Rows + tl.minimum(r, number - 1)).to(tl.int32)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
@@ -194,7 +198,11 @@ def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt
     unit = _unit(scale, CAP, BIAS, ALIBI)
     row = block * BLOCK_M + (S - T)
     behind = (i + (S - T))[:, None] - 2 * tl.arange(0, LANES)[None, :]
-    low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
+    if SOME:
+        low, high, plain_high = key_span_of(tl.min(i, 0) + (S - T), tl.max(i, 0) + 1 + (S - T), S, window, CAUSAL,
+                                            WINDOW, PAD or DOC or MASK, BLOCK_N)  # fmt: skip
+    else:
+        low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
     # first tiles whose keys are all visible, where there is no mask to build, then the others
     for EDGE in tl.static_range(2):
         for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
@@ -208,7 +216,7 @@ def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt
             if BIAS:
                 x = tl.maximum(x, EMPTY)  # a bias of -inf is a mask
             m, s, a, s2, far, first_s, self_s = _add_tile(
-                x, unit, behind - start, start - row, start, m, s, a, s2, far, first_s, self_s, first,
+                x, unit, behind - start, 0 if SOME else start - row, start, m, s, a, s2, far, first_s, self_s, first,
                 CAUSAL, EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
             if COUNT and EDGE:
                 count += tl.sum(seen.to(tl.int32), 1)
@@ -216,10 +224,10 @@ def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt
     m = tl.max(lane_m, 1)
     shift = lane_m - m[:, None]
     alpha = tl.exp2(shift)
-    at = head * T + i
+    at = head * number + r
     if COUNT:
-        tl.store(Count + at, count, mask=i < T)
-    store_rows(Out, at, i < T, m, m, tl.sum(alpha * s, 1), tl.sum(alpha * (a + shift * s), 1),
+        tl.store(Count + at, count, mask=r < number)
+    store_rows(Out, at, r < number, m, m, tl.sum(alpha * s, 1), tl.sum(alpha * (a + shift * s), 1),
                tl.sum(alpha * alpha * s2, 1), tl.sum(alpha * far, 1), tl.sum(alpha * first_s, 1),
                tl.sum(alpha * self_s, 1), Sinks, h, rows, SINKS, EXTENDED, PER_KEY)  # fmt: skip
 

@@ -8,9 +8,14 @@ loop has no sums over threads: what bounds it is reading the keys.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from locater.kernels.terms import Terms
 from locater.kernels.triton_parts import EMPTY, load_rows
 from locater.kernels.triton_rows import LEAST, _terms, _unit, store_rows
 
@@ -132,3 +137,50 @@ def join_kernel(Part, Count, Out, Seen, Sinks, H, T, rows, parts, SINKS: tl.cons
         seen = tl.load(Count + p[None, :] * rows.to(tl.int64) + at[:, None], mask=tile, other=0)
         tl.store(Seen + at, tl.sum(seen, 1), mask=inside)
     store_rows(Out, at, inside, m, m, s, a, s2, far, first_s, self_s, Sinks, (at // T) % H, rows, SINKS, EXTENDED, PER_KEY)
+
+
+SHARED = 64  # rows that share keys, up to which the keys are split
+PROGRAMS = 528  # that a GPU is to have: four for each of an H200's 132 processors
+LEAST_KEYS = 256  # of a part
+TILE = (64, 4, 3)  # BLOCK_N, warps, stages
+
+
+def parts_of(q: Tensor, k: Tensor) -> int:
+    """Into how many parts the keys are split: 1 unless rows are few and keys many."""
+    B, H, T, _ = q.shape
+    K, S = k.shape[1], k.shape[2]
+    shared = T * (H // K)
+    if shared > SHARED and T > 1:
+        return 1
+    return max(1, min(PROGRAMS // (B * K * triton.cdiv(shared, SHARED)), S // LEAST_KEYS, 256))
+
+
+def in_parts(
+    q: Tensor,
+    k: Tensor,
+    terms: Terms,
+    arguments: list[Any],
+    flags: dict[str, Any],
+    parts: int,
+    out: Tensor,
+    count: Tensor | None,
+    extended: bool,
+    per_key: bool,
+) -> None:
+    """Fills `out` and `count` as `rows_kernel` does; `arguments` and `flags` are those of that kernel."""
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    numbers = arguments[:19] + arguments[21:]  # without the order of heads
+    n = TILE[0] if D <= 128 else 32
+    m = min(SHARED, max(16, triton.next_power_of_2(T * (H // K))))
+    part_keys = triton.cdiv(triton.cdiv(S, n), parts) * n
+    parts, rows = triton.cdiv(S, part_keys), B * H * T
+    sums = torch.empty(7 if extended else 3, parts, rows, dtype=torch.float32, device=q.device)
+    seen = None if count is None else torch.empty(parts, rows, dtype=torch.int32, device=q.device)
+    both = {"EXTENDED": extended, "COUNT": count is not None}
+    parts_kernel[(parts * B * K * triton.cdiv(T * (H // K), m),)](
+        q, k, sums, seen, *numbers, terms.first, rows, parts, part_keys, **flags, **both, BLOCK_M=m, BLOCK_N=n,
+        BLOCK_D=max(16, triton.next_power_of_2(D)), num_warps=TILE[1], num_stages=TILE[2])  # fmt: skip
+    join_kernel[(triton.cdiv(rows, 16),)](
+        sums, seen, out, count, terms.sinks, H, T, rows, parts, SINKS=terms.sinks is not None, **both,
+        PER_KEY=per_key, BLOCK=16, PARTS=triton.next_power_of_2(parts))  # fmt: skip

@@ -5,7 +5,10 @@ A key that no query may look at is padding. Where queries and keys are the same 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -14,12 +17,13 @@ from torch import Tensor
 from locater.attention.call import Call
 from locater.kernels.terms import Terms
 
-_sampling = torch.Generator()  # draws the rows of a sample
+DRAWS = 64  # samples of rows that are drawn at a time; later ones are these again
 
 
 class CountedRows(NamedTuple):
     """A call with its queries in place. `counted` (B, T) is True for rows that count; `first` (B, T) is the first key
-    of the row's sequence, -1 where it is gone from the cache.
+    of the row's sequence, -1 where it is gone from the cache. Of a sample all of these are of its rows alone, and
+    `sample` has their numbers and the queries and terms of all rows.
     """
 
     q: Tensor
@@ -28,6 +32,7 @@ class CountedRows(NamedTuple):
     output: Tensor | None
     counted: Tensor
     first: Tensor
+    sample: tuple[Tensor, Tensor, Terms] | None = None
 
 
 def of_heads(call: Call, heads: Tensor) -> Call:
@@ -98,9 +103,29 @@ def _first_of_document(terms: Terms, seen: Tensor | None, first: Tensor) -> Tens
 
 def _sampled(rows: CountedRows, count: int) -> CountedRows:
     """One row out of each of `count` equal parts."""
-    q, k, terms, output, counted, first = rows
+    q, k, terms, output, counted, first, _ = rows
     T, S = q.shape[2], k.shape[2]
-    drawn = (torch.arange(count) + torch.rand(count, generator=_sampling)) * (T / count)
-    at = drawn.long().clamp_max(T - 1).to(q.device)
-    terms = terms.placed(T, S, q.device).for_queries(at)
-    return CountedRows(q[:, :, at], k, terms, None if output is None else output[:, at], counted[:, at], first[:, at])
+    at = next_sample(T, count, q.device)
+    some = terms.placed(T, S, q.device).for_queries(at)
+    output = None if output is None else output[:, at]
+    return CountedRows(q[:, :, at], k, some, output, counted[:, at], first[:, at], (at, q, terms))
+
+
+def next_sample(rows: int, count: int, device: torch.device) -> Tensor:
+    """The numbers (count,) of rows, one drawn out of each of `count` equal parts of `rows` rows.
+
+    Samples are drawn on the device, many at a time, and used in turns: a copy from the host would wait for the device.
+    The generator is our own, so that the random numbers of a run stay what they are.
+
+    >>> [int(row) // 25 for row in next_sample(100, 4, torch.device("cpu"))]
+    [0, 1, 2, 3]
+    """
+    return next(_samples(rows, count, device))
+
+
+@lru_cache(maxsize=64)
+def _samples(rows: int, count: int, device: torch.device) -> Iterator[Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        generator = torch.Generator(device).manual_seed(rows)
+        drawn = torch.arange(count, device=device) + torch.rand(DRAWS, count, generator=generator, device=device)
+        return cycle((drawn * (rows / count)).long().clamp_max_(rows - 1).unbind())

@@ -21,7 +21,8 @@ from locater.families.split_heads import SplitHeads
 from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice
 from locater.observing.hearing import heard
-from locater.observing.layer_sites import layers_by_record, sites_of
+from locater.observing.known_layers import known_layers
+from locater.observing.layer_sites import sites_of
 from locater.observing.map_of_heads import pattern_sites
 from locater.observing.ranks import combine, refuse_split_tokens
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
@@ -95,14 +96,16 @@ class Observation:
         self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
         self.by_calls: CalledLayers | None = None  # where no record tells the layers
         try:
-            known = layers_by_record(model)
+            known, parts = known_layers(model)
         except LocaterError as error:
             if patterns:
                 raise
+            self.family = None
             self.by_calls = CalledLayers(model, str(error), options, layers, heads, self.switch)
             self.sites = self.by_calls.sites
         else:
-            self.sites = sites_of(model, known, options, layers, heads, self.switch)
+            self.family = known.family
+            self.sites = sites_of(model, known, parts, options, layers, heads, self.switch)
         if hidden and SplitHeads(model).is_any:
             raise LocaterError(
                 f"{type(model).__name__}: it is split over ranks, and so may be the tokens between its blocks: "
@@ -141,7 +144,7 @@ class Observation:
             raise LocaterError("this observation is already under way: make another with observe(model)")
         with ExitStack() as stack:
             listeners = self.sites if self.by_calls is None else self.by_calls.listeners
-            stack.enter_context(heard(self.model, [*listeners, *self.pattern_sites], self.by_calls is None))
+            stack.enter_context(heard(self.model, [*listeners, *self.pattern_sites], self.family))
             for undo in () if self.by_calls is None else self.by_calls.listen():
                 stack.callback(undo)
             padding = Padding()
@@ -158,7 +161,8 @@ class Observation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        if kind is None and self.passes and not any(self.called):
+        heard_any = any(site.is_known_to_be_called for site in self.sites)  # else the device has to be asked
+        if kind is None and self.passes and not heard_any and not any(self.called):
             raise LocaterError(self.nothing())
 
     def close(self) -> None:

@@ -13,10 +13,11 @@ from locater.attention.call import Call
 from locater.attention.listeners import Switch, is_measured, missed
 from locater.errors import LocaterError
 from locater.families.split_heads import WHOLE, Split
-from locater.observing.tally import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tally, wide
+from locater.observing.tally import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tallied, tally, wide
 
 if TYPE_CHECKING:
     from locater.families import AttentionLayer
+    from locater.observing.known_layers import KnownLayer
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Site:
     """One attention module under observation. `heads` are the numbers of the query heads that are observed.
 
     Where heads are split over ranks, `totals` has rows for all of `heads`, and a call adds to those of this rank.
+    Accumulators are made without values: `clear` sets those of all sites at once.
     """
 
     counts_split_heads: ClassVar[bool] = True
@@ -36,8 +38,8 @@ class Site:
     heads: list[int]
     switch: Switch
     options: StatisticsOptions
-    layer: AttentionLayer | None  # None where the module was found by its calls
-    output_size: int | None = None  # of a head's output, where no layer tells it
+    layer: AttentionLayer | KnownLayer | None  # None where the module was found by its calls
+    output_size: int | None = None  # of a head's output, where it is known
     device: torch.device | None = None  # of the sums, where it is not that of the parameters
     placed: bool = True  # whether keys are tokens in order, so that distances and a first key are known
     split: Split = WHOLE  # which heads this rank computes
@@ -57,18 +59,24 @@ class Site:
         if len(own) < end - first:
             self.picked = torch.tensor(own, dtype=torch.long, device=device)
         size = self.output_size
-        if self.layer is not None and self.layer.value is not None:
-            size = self.layer.value.shape[0] // self.layer.kv_heads
         if self.options.outputs and size is not None:
-            gram = torch.zeros(count, size, size, dtype=dtype, device=device)
+            gram = torch.empty(count, size, size, dtype=dtype, device=device)
         self.totals = Accumulators(
-            sums=torch.zeros(count, len(COLUMNS), dtype=dtype, device=device),
-            maxima=torch.full((count, len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device),
-            pairs=torch.zeros(count, len(self.options.offsets), 2, dtype=dtype, device=device),
+            sums=torch.empty(count, len(COLUMNS), dtype=dtype, device=device),
+            maxima=torch.empty(count, len(MAXIMA), dtype=torch.float32, device=device),
+            pairs=torch.empty(count, len(self.options.offsets), 2, dtype=dtype, device=device),
             gram=gram,
         )
-        rows = slice(start := sum(head < first for head in self.heads), start + len(own))
-        self.here = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
+        self.here = self.totals
+        if len(own) < count:
+            rows = slice(start := sum(head < first for head in self.heads), start + len(own))
+            self.here = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
+        tallied.discard(self.here.sums.data_ptr())
+
+    @property
+    def is_known_to_be_called(self) -> bool:
+        """Whether a call was added, as far as that is known without waiting for the device."""
+        return self.here.sums.data_ptr() in tallied
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Nothing, in a copy of a model or in a saved one."""

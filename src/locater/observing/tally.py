@@ -17,20 +17,20 @@ from torch._compile import _disable_dynamo
 
 from locater.attention.call import Call
 from locater.attention.listeners import missed
-from locater.kernels import AttentionStatistics, Terms, row_statistics
+from locater.kernels import SUMMED, AttentionStatistics, Terms, add_head_sums, row_statistics
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
-from locater.observing.counted_rows import CountedRows, counted_rows, of_heads
+from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads
 
 # One column per sum over the rows that count, counts before what they count. A mean is a column over its count.
 COLUMNS = (
-    *("calls", "rows", "wide_rows", "first_rows"),
-    *("entropy", "row_mass", "max_probability", "participation", "distance", "self_mass", "entropy_ratio", "sink"),
+    *SUMMED,  # calls, rows, wide_rows, first_rows; entropy, row_mass, max_probability, ..., entropy_ratio, sink
     *("rest_rows", "wide_rest_rows", "rest_entropy", "rest_entropy_ratio"),
     "outputs",
 )
 AT = {name: column for column, name in enumerate(COLUMNS)}
 MAXIMA = ("max_logit",)
+tallied: set[int] = set()  # addresses of the sums that a call was added to
 STACKED = 1 << 25  # numbers that are brought together to be summed at once
 
 
@@ -102,6 +102,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
             torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext(),
         ):
             add_call(call, into, options, own, heads)
+        tallied.add(sums.data_ptr())
     except Exception as error:
         if not lenient:
             raise
@@ -141,9 +142,8 @@ def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bo
         if output is not None and (output.ndim != 3 or output.shape[:2] != (B, T)):
             call, output = replace(call, output=None), None
     more = options.rest or bool(options.offsets) or gram is not None
-    if not more and T <= S and not 0 < options.rows < T and call.cut is None and not terms.has_masks:
-        _add_whole(call.query, call.key, terms, into)
-        _spoil(output, None, into)
+    if not more and T <= S and call.cut is None and not terms.has_masks and terms.positions is None:
+        _add_unmasked(call, into, options.rows if options.rows < T else 0)
         return
     rows = counted_rows(call, own, options.rows)
     lse = _add(rows, into)
@@ -158,10 +158,40 @@ def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bo
         into.sums[:, AT["outputs"]].add_(1)
 
 
-def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators) -> None:
+def _add_unmasked(call: Call, into: Accumulators, sample: int) -> None:
     """As `_add`, for a call without masks but causal and window: every row counts, and how many keys each row sees
-    follows from its position.
+    follows from its position. `sample`: how many rows to draw, 0 for all.
     """
+    q, k, terms, output = call.query, call.key, call.terms, call.output
+    at = next_sample(q.shape[2], sample, q.device) if sample else None
+    apart = None if output is None or output.ndim == 3 else output  # heads are told apart
+    if add_head_sums(q, k, terms, at, apart, into.sums, into.maxima):
+        output = output if apart is None else None  # which has been looked at
+    elif at is None:
+        _add_whole(q, k, terms, into)
+    else:
+        _add_some(q, k, terms, at, into)
+    _spoil(output if output is None or at is None else output[:, at], None, into)
+
+
+def _add_some(q: Tensor, k: Tensor, terms: Terms, at: Tensor, into: Accumulators) -> None:
+    """The rows at `at` (R,), among which those that see one key or not the first one are anywhere."""
+    B, S = q.shape[0], k.shape[2]
+    stats = row_statistics(q, k, terms, rows=at)
+    visible = stats.visible[0, 0]  # (R,): the same for every head
+    wide = visible > 1
+    ratio = stats.entropy / torch.log(visible.clamp_min(2).to(stats.entropy.dtype))
+    look = wide.new_ones(len(at)) if terms.window is None else at + (S - q.shape[2]) < terms.window
+    top = torch.exp(stats.max_logit - stats.log_sum_exp)
+    counts = [1.0, float(B * len(at))]
+    torch._foreach_add_(into.sums.unbind(1)[: AT["wide_rows"]], counts)
+    into.sums[:, AT["wide_rows"] : AT["entropy"]].add_(torch.stack((wide, look)).sum(1) * B)
+    _put(into.sums, "entropy", _means(stats, top, ratio.masked_fill_(~wide, 0), stats.first_mass))
+    _raise(into.maxima, stats.max_logit)
+
+
+def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators) -> None:
+    """All rows."""
     B, T, S = q.shape[0], q.shape[2], k.shape[2]
     stats = row_statistics(q, k, terms)
     several = terms.window is None or terms.window > 1
@@ -179,7 +209,8 @@ def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators) -> None:
 
 def _add(rows: CountedRows, into: Accumulators) -> Tensor:
     """Every column but those without the first key; returns the log-sum-exp of the rows."""
-    stats = row_statistics(rows.q, rows.k, rows.terms)
+    at, q, terms = rows.sample or (None, rows.q, rows.terms)
+    stats = row_statistics(q, rows.k, terms, rows=at)
     shown = (stats.visible > 0) & rows.counted[:, None]
     sink, look = weight_at(rows.q, rows.k, rows.terms, rows.first, stats.log_sum_exp)
     ratio, wide = _ratio(stats, shown)
@@ -206,7 +237,7 @@ def _means(stats: AttentionStatistics, top: Tensor, ratio: Tensor, sink: Tensor 
 
 def _add_rest(rows: CountedRows, into: Accumulators) -> None:
     """Entropy without the first key, which often takes weight that has nothing to do with content."""
-    q, k, terms, _, counted, first = rows
+    q, k, terms, _, counted, first, _ = rows
     B, S = k.shape[0], k.shape[2]
     later = torch.ones(B, S + 1, dtype=torch.bool, device=k.device)
     later = later.scatter(1, torch.where(first < 0, S, first), False)[:, :S]
@@ -220,7 +251,7 @@ def _add_rest(rows: CountedRows, into: Accumulators) -> None:
 
 def _add_pairs(rows: CountedRows, lse: Tensor, offset: int, start: int, into: Tensor) -> None:
     """Weight of rows from `start` on, on the key `offset` before them: (sum, rows)."""
-    q, k, terms, _, counted, _ = rows
+    q, k, terms, _, counted, *_ = rows
     positions = terms.at(q.shape[2], k.shape[2], q.device)
     far_enough = positions >= max(start, offset)
     keys = torch.where(far_enough, positions - offset, torch.full_like(positions, -1))[None]
