@@ -12,6 +12,7 @@ from torch import Tensor
 from locater.kernels.terms import AttentionStatistics, Terms
 from locater.kernels.triton_parts import EMPTY, LOG2E
 from locater.kernels.triton_rows import columns_kernel, query_gradient_kernel, rows_kernel
+from locater.kernels.triton_split import in_parts, parts_of
 
 # A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
 # dispatch costs more host time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
@@ -61,6 +62,9 @@ def rows_of_statistics(
     elif number:
         ready = terms if bare else _prepared(terms)
         arguments, flags = _launch(q, k, ready)
+        if rows is None and (parts := parts_of(q, k)) > 1:
+            in_parts(q, k, ready, arguments, flags, parts, out, count, extended, per_key)
+            return out, count
         size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
         if rows is not None:
             size |= FEW

@@ -137,6 +137,36 @@ def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, 
     return new, s, a, s2, far, first_s, self_s
 
 
+@triton.jit
+def store_rows(Out, at, inside, m, top, s, a, s2, far, first_s, self_s, Sinks, h, rows, SINKS: tl.constexpr,
+               EXTENDED: tl.constexpr, PER_KEY: tl.constexpr):  # fmt: skip
+    """The statistics of rows from their sums, which are relative to m; `top` is the largest logit. Returns what 2^(x - m) is
+    multiplied by to be a weight."""
+    shown = top > LEAST
+    base, total = m, s
+    if SINKS:
+        sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
+        base = tl.maximum(m, sink)
+        total = s * tl.exp2(m - base) + tl.exp2(sink - base)
+    rest = (base - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
+    w = tl.where(shown, tl.exp2(-rest), 0.0)
+    nothing = float("-inf")
+    rows = rows.to(tl.int64)
+    tl.store(Out + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
+    tl.store(Out + rows + at, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
+    tl.store(Out + 2 * rows + at, tl.where(shown, top * LN2, nothing), mask=inside)
+    tl.store(Out + 3 * rows + at, s * w, mask=inside)
+    if EXTENDED:
+        tl.store(Out + 4 * rows + at, s2 * w * w, mask=inside)
+        tl.store(Out + 5 * rows + at, far * w, mask=inside)
+        tl.store(Out + 6 * rows + at, first_s * w, mask=inside)
+        tl.store(Out + 7 * rows + at, self_s * w, mask=inside)
+    if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
+        tl.store(Out + 8 * rows + at, tl.where(shown, m, float("inf")), mask=inside)
+        tl.store(Out + 9 * rows + at, tl.where(shown, rest, 0.0), mask=inside)
+    return w
+
+
 @triton.jit(do_not_specialize=["heads", "together", "rows"])
 def rows_kernel(Q, K, Out, Count, Sinks, Rows, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
                  mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, number, rows,
@@ -194,34 +224,12 @@ def rows_kernel(Q, K, Out, Count, Sinks, Rows, Doc, Pad, Mask, Bias, Alibi, qb, 
     m = tl.max(lane_m, 1)
     shift = lane_m - m[:, None]
     alpha = tl.exp2(shift)
-    a = tl.sum(alpha * (a + shift * s), 1)
-    s = tl.sum(alpha * s, 1)
-    shown = m > LEAST
-    top, total = m, s
-    if SINKS:
-        sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
-        top = tl.maximum(m, sink)
-        total = s * tl.exp2(m - top) + tl.exp2(sink - top)
-    rest = (top - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
-    w = tl.where(shown, tl.exp2(-rest), 0.0)
     at = head * number + r
-    inside = r < number
-    nothing = float("-inf")
-    rows = rows.to(tl.int64)
-    tl.store(Out + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
-    tl.store(Out + rows + at, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
-    tl.store(Out + 2 * rows + at, tl.where(shown, m * LN2, nothing), mask=inside)
-    tl.store(Out + 3 * rows + at, s * w, mask=inside)
     if COUNT:
-        tl.store(Count + at, count, mask=inside)
-    if EXTENDED:
-        tl.store(Out + 4 * rows + at, tl.sum(alpha * alpha * s2, 1) * w * w, mask=inside)
-        tl.store(Out + 5 * rows + at, tl.sum(alpha * far, 1) * w, mask=inside)
-        tl.store(Out + 6 * rows + at, tl.sum(alpha * first_s, 1) * w, mask=inside)
-        tl.store(Out + 7 * rows + at, tl.sum(alpha * self_s, 1) * w, mask=inside)
-    if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
-        tl.store(Out + 8 * rows + at, tl.where(shown, m, float("inf")), mask=inside)
-        tl.store(Out + 9 * rows + at, tl.where(shown, rest, 0.0), mask=inside)
+        tl.store(Count + at, count, mask=r < number)
+    store_rows(Out, at, r < number, m, m, tl.sum(alpha * s, 1), tl.sum(alpha * (a + shift * s), 1),
+               tl.sum(alpha * alpha * s2, 1), tl.sum(alpha * far, 1), tl.sum(alpha * first_s, 1),
+               tl.sum(alpha * self_s, 1), Sinks, h, rows, SINKS, EXTENDED, PER_KEY)  # fmt: skip
 
 
 @triton.jit
