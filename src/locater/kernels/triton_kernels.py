@@ -51,16 +51,16 @@ def rows_of_statistics(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     rows = None if rows is None else rows.contiguous()
     out = torch.empty(10 if per_key else 8 if extended else 4, B, H, number, dtype=torch.float32, device=q.device)
-    generic = _generic(terms)
-    bare = not generic and terms.bias is None and terms.alibi is None and terms.sinks is None
-    count = torch.empty(B, H, number, dtype=torch.int32, device=q.device) if generic else None
-    alike = None if rows is None else (number, rows.dtype, rows.data_ptr() % 16)
-    key = (terms, extended, per_key, q.device, alike, *(_layout(x) for x in (q, k)))
-    if bare and key in LAUNCHES:
+    ready = _prepared(terms)
+    tensors = (ready.documents, ready.padding, ready.mask, ready.bias, ready.alibi)
+    counted = _generic(terms) or terms.bias is not None
+    count = torch.empty(B, H, number, dtype=torch.int32, device=q.device) if counted else None
+    alike = (number, *(layout(x) for x in (rows, q, k, ready.sinks, *tensors)))
+    key = (terms.scale, terms.causal, terms.window, terms.softcap, terms.first, extended, per_key, q.device, alike)
+    if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](q, k, out, None, None, rows, *rest)
+        kernel[grid](q, k, out, count, ready.sinks, rows, *tensors, *rest)
     elif number:
-        ready = terms if bare else _prepared(terms)
         arguments, flags = _launch(q, k, ready)
         if rows is None and (parts := parts_of(q, k)) > 1:
             in_parts(q, k, ready, arguments, flags, parts, out, count, extended, per_key)
@@ -68,13 +68,12 @@ def rows_of_statistics(
         size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
         if rows is not None:
             size |= FEW
-        flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": generic, "PER_KEY": per_key}
+        flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": counted, "PER_KEY": per_key}
         flags["SOME"] = rows is not None
         grid = (B * H * triton.cdiv(number, size["BLOCK_M"]), 1, 1)
-        rest = [*arguments, terms.first, number, B * H * number]
-        kernel = rows_kernel[grid](q, k, out, count, ready.sinks, rows, *rest, **flags, **size)
-        if bare:
-            remember(key, rows_kernel, kernel, grid, rest, 6, flags | size)
+        rest = [*arguments[len(tensors) :], terms.first, number, B * H * number]
+        made = rows_kernel[grid](q, k, out, count, ready.sinks, rows, *tensors, *rest, **flags, **size)
+        remember(key, rows_kernel, made, grid, rest, 6 + len(tensors), flags | size)
     return out, count
 
 
@@ -86,9 +85,9 @@ def _with_positive_scale(q: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
     return -q if scale else torch.zeros_like(q), replace(terms, scale=-scale or 1.0)
 
 
-def _layout(x: Tensor) -> tuple[Any, ...]:
+def layout(x: Tensor | None) -> tuple[Any, ...] | None:
     """What Triton's dispatch asks of a tensor, besides its address."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
 def remember(
@@ -159,19 +158,26 @@ def _generic(terms: Terms) -> bool:
 
 
 def _prepared(terms: Terms) -> Terms:
-    """The same terms with tensors as the kernels read them: contiguous, small types."""
+    """The same terms with tensors as the kernels read them: small types, keys next to one another. A mask that is
+    boolean already is not copied.
+    """
+    if not terms.has_masks and terms.alibi is None and terms.sinks is None:
+        return terms
 
-    def ready(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-        return None if x is None else x.to(dtype or x.dtype).contiguous()
+    def ready(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return None if x is None else x.to(dtype).contiguous()
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
     return replace(
         terms,
-        padding=ready(terms.padding, torch.int8),
+        padding=None if terms.padding is None else terms.padding.bool().contiguous().view(torch.int8),
         documents=ready(terms.documents, torch.int32),
-        mask=ready(terms.mask, torch.int8),
-        bias=ready(terms.bias),
+        mask=None if terms.mask is None else rows(terms.mask.bool().view(torch.int8)),
+        bias=rows(terms.bias),
         alibi=ready(terms.alibi, torch.float32),
-        sinks=ready(terms.sinks),
+        sinks=None if terms.sinks is None else terms.sinks.contiguous(),
     )
 
 

@@ -218,7 +218,9 @@ def rows_kernel(Q, K, Out, Count, Sinks, Rows, Doc, Pad, Mask, Bias, Alibi, qb, 
             m, s, a, s2, far, first_s, self_s = _add_tile(
                 x, unit, behind - start, 0 if SOME else start - row, start, m, s, a, s2, far, first_s, self_s, first,
                 CAUSAL, EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
-            if COUNT and EDGE:
+            if COUNT and BIAS:
+                count += tl.sum((x > EMPTY).to(tl.int32), 1)
+            elif COUNT and EDGE:
                 count += tl.sum(seen.to(tl.int32), 1)
     lane_m = m
     m = tl.max(lane_m, 1)

@@ -87,7 +87,9 @@ def parts_kernel(Q, K, Part, Count, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb,
                 far = alpha * far + e * tl.abs(distance).to(tl.float32)
                 first_s = alpha * first_s + tl.where((start + n < first)[None, :], e, 0.0)
                 self_s = alpha * self_s + tl.where(distance == 0, e, 0.0)
-            if COUNT and EDGE:
+            if COUNT and BIAS:
+                count += tl.sum((x > EMPTY).to(tl.int32), 1)
+            elif COUNT and EDGE:
                 count += tl.sum(seen.to(tl.int32), 1)
     at = part * rows.to(tl.int64) + (b * H + h) * T + i
     apart = parts * rows.to(tl.int64)
@@ -136,7 +138,9 @@ def join_kernel(Part, Count, Out, Seen, Sinks, H, T, rows, parts, SINKS: tl.cons
     if COUNT:
         seen = tl.load(Count + p[None, :] * rows.to(tl.int64) + at[:, None], mask=tile, other=0)
         tl.store(Seen + at, tl.sum(seen, 1), mask=inside)
-    store_rows(Out, at, inside, m, m, s, a, s2, far, first_s, self_s, Sinks, (at // T) % H, rows, SINKS, EXTENDED, PER_KEY)
+    store_rows(
+        Out, at, inside, m, m, s, a, s2, far, first_s, self_s, Sinks, (at // T) % H, rows, SINKS, EXTENDED, PER_KEY
+    )
 
 
 SHARED = 64  # rows that share keys, up to which the keys are split

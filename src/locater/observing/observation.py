@@ -20,6 +20,7 @@ from locater.families.coverage import folded_paths
 from locater.families.split_heads import SplitHeads
 from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice
+from locater.observing.counted_rows import forget_masks
 from locater.observing.hearing import heard
 from locater.observing.known_layers import known_layers
 from locater.observing.layer_sites import sites_of
@@ -283,6 +284,7 @@ def _passing(
         return forward(*args, **kw)
     if not torch.compiler.is_compiling():
         refuse_split_tokens(model)
+        forget_masks()
     if padding is not None:
         padding.before(model, args, kw)
     # a counter inside a graph would be compiled anew at each value

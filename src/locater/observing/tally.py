@@ -20,7 +20,7 @@ from locater.attention.listeners import missed
 from locater.kernels import SUMMED, AttentionStatistics, Terms, add_head_sums, row_statistics
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
-from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads
+from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled
 
 # One column per sum over the rows that count, counts before what they count. A mean is a column over its count.
 COLUMNS = (
@@ -74,15 +74,15 @@ def tally(
     `own`: queries and keys are the same tokens. `heads` are the query heads to count, all where None. `lenient` leaves
     out a call that cannot be counted, and puts the reason into `missed`.
     """
-    _operator(
-        call.query, call.key, *call.terms.flat(), call.output, call.cut, *into, heads, own, lenient, *options.flat()
-    )
+    again = not torch.compiler.is_compiling()
+    more = (heads, own, lenient, again, *options.flat())
+    _operator(call.query, call.key, *call.terms.flat(), call.output, call.cut, *into, *more)
 
 
 SCHEMA = (
     f"tally(Tensor q, Tensor k, {Terms.SCHEMA}, Tensor? output, Tensor? cut, "
     "Tensor(a!) sums, Tensor(b!) maxima, Tensor(c!) pairs, Tensor(d!)? gram, Tensor? heads, bool own, bool lenient, "
-    "SymInt rows, bool rest, SymInt[] offsets, SymInt[] starts) -> ()"
+    "bool again, SymInt rows, bool rest, SymInt[] offsets, SymInt[] starts) -> ()"
 )
 
 
@@ -93,7 +93,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
     if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
     terms, more = Terms.from_flat(arguments[: Terms.ARGUMENTS]), arguments[Terms.ARGUMENTS :]
-    output, cut, sums, maxima, pairs, gram, heads, own, lenient, rows, rest, offsets, starts = more
+    output, cut, sums, maxima, pairs, gram, heads, own, lenient, again, rows, rest, offsets, starts = more
     call, into = Call(q, k, terms, output, cut), Accumulators(sums, maxima, pairs, gram)
     options = StatisticsOptions(rows, rest, list(zip(offsets, starts, strict=True)))
     try:
@@ -101,7 +101,7 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
             torch.no_grad(),
             torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext(),
         ):
-            add_call(call, into, options, own, heads)
+            add_call(call, into, options, own, heads, again)
         tallied.add(sums.data_ptr())
     except Exception as error:
         if not lenient:
@@ -128,8 +128,16 @@ def _fake(*args: object, **kwargs: object) -> None:
 torch.library.register_fake("locater::tally", _fake, lib=_library)
 
 
-def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bool, heads: Tensor | None) -> None:
-    """`tally`, without the operator around it.
+def add_call(
+    call: Call,
+    into: Accumulators,
+    options: StatisticsOptions,
+    own: bool,
+    heads: Tensor | None,
+    again: bool = False,
+) -> None:
+    """`tally`, without the operator around it. `again`: masks of the same memory are the same masks, which is not so in
+    a compiled graph.
 
     A head whose `call.output` is not finite gets NaN for its numbers; an output (B, T, E) stands for all heads.
     """
@@ -142,10 +150,16 @@ def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bo
         if output is not None and (output.ndim != 3 or output.shape[:2] != (B, T)):
             call, output = replace(call, output=None), None
     more = options.rest or bool(options.offsets) or gram is not None
+    at = next_sample(T, options.rows, call.query.device) if 0 < options.rows < T else None
     if not more and T <= S and call.cut is None and not terms.has_masks and terms.positions is None:
-        _add_unmasked(call, into, options.rows if options.rows < T else 0)
+        _add_unmasked(call, into, at)
         return
-    rows = counted_rows(call, own, options.rows)
+    rows = counted_rows(call, own, again)
+    if not more and rows.terms.positions is None and (output is None or output.ndim == 4):
+        q, k, terms, output, counted, first, _ = rows
+        if add_head_sums(q, k, terms, at, output, into.sums, into.maxima, counted, first):
+            return
+    rows = rows if at is None else sampled(rows, at)
     lse = _add(rows, into)
     if options.rest:
         _add_rest(rows, into)
@@ -158,12 +172,11 @@ def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bo
         into.sums[:, AT["outputs"]].add_(1)
 
 
-def _add_unmasked(call: Call, into: Accumulators, sample: int) -> None:
+def _add_unmasked(call: Call, into: Accumulators, at: Tensor | None) -> None:
     """As `_add`, for a call without masks but causal and window: every row counts, and how many keys each row sees
-    follows from its position. `sample`: how many rows to draw, 0 for all.
+    follows from its position. Of the rows `at` (R,), None for all.
     """
     q, k, terms, output = call.query, call.key, call.terms, call.output
-    at = next_sample(q.shape[2], sample, q.device) if sample else None
     apart = None if output is None or output.ndim == 3 else output  # heads are told apart
     if add_head_sums(q, k, terms, at, apart, into.sums, into.maxima):
         output = output if apart is None else None  # which has been looked at
