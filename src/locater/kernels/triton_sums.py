@@ -17,6 +17,7 @@ from locater.kernels.terms import Terms
 from locater.kernels.triton_kernels import LAUNCHES, layout, remember, rows_of_statistics, visible_counts
 from locater.kernels.triton_sink import put_weights
 
+BLOCK, WARPS = 2048, 16  # rows at a time of the one program that adds up a head: what it costs is waiting for memory
 PART = 1 << 15  # numbers of a head's output that one program reads
 
 
@@ -69,13 +70,13 @@ def _add(
     (B, H, T, S, causal, window), number = shape, stats.shape[-1]
     V, strides = (0, (0, 0, 0)) if output is None else (output.shape[-1], output.stride()[:3])
     wide = max(16, triton.next_power_of_2(V))
-    tile = max(1, 4096 // wide)
+    tile = max(1, 8192 // wide)
     each = max(tile, PART // wide // tile * tile)  # rows that one program reads
     grid = (H, 1 + (triton.cdiv(B * number, each) if V else 0), 1)
     rest = [sums.stride(0), maxima.stride(0), *strides, *((0, 0) if counted is None else counted.stride())]
     rest += [B, H, number, T, S, window or 0, B * H * number, each]
     fixed = {"V": V, "CAUSAL": causal, "WINDOW": window is not None, "SOME": rows is not None}
-    fixed |= {"MASKED": counted is not None, "BLOCK": 512, "BLOCK_R": tile, "BLOCK_V": wide, "num_warps": 4}
+    fixed |= {"MASKED": counted is not None, "BLOCK": BLOCK, "BLOCK_R": tile, "BLOCK_V": wide, "num_warps": WARPS}
     made = sums_kernel[grid](*tensors, *rest, **fixed)
     remember(key, sums_kernel, made, grid, rest, len(tensors), fixed)
 
