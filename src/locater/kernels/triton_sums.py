@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_kernels import LAUNCHES, remember, rows_of_statistics
+from locater.kernels.triton_kernels import rows_of_statistics
+from locater.kernels.triton_launch import LAUNCHES, remember
 
 PART = 1 << 15  # numbers of a head's output that one program reads
 
