@@ -38,8 +38,13 @@ CARDS = {
 }  # compute capability: bytes of shared memory that a block can have
 OTHERS = [pytest.param(card, marks=pytest.mark.slow) for card in CARDS if card != 90]
 KINDS = {
-    **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"},
-    **{torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"},
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
 }
 Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # kernel, arguments by name, options
 

@@ -23,7 +23,9 @@ def check_rows(backend: Backend, device: str, names: tuple[str, ...], lengths: t
         for T, S in lengths:
             q, k = inputs(T=T, S=S, device=device)
             terms = masks(2, 4, T, S, device)[name]
-            rows = torch.tensor([row for row in (0, 1, 5, T // 2, T // 2 + 1, T - 1) if row < T], device=device).unique()
+            rows = torch.tensor(
+                [row for row in (0, 1, 5, T // 2, T // 2 + 1, T - 1) if row < T], device=device
+            ).unique()
             found = row_statistics(q, k, Terms(first=3, **terms), backend=backend, rows=rows)
             want = {n: x[:, :, rows] for n, x in exact(q, k, first=3, **terms).items() if n != "received"}
             compare(found, want, 1e-4)

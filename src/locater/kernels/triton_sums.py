@@ -6,7 +6,6 @@ output and add NaN where they find a number that is not finite, so the order in 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,9 +30,9 @@ def add_sums(
     stats, _ = rows_of_statistics(q, k, terms, True, False, rows)
     number = stats.shape[-1]
     V, strides = (0, (0, 0, 0, 0)) if output is None else (output.shape[-1], output.stride())
-    key = ("sums", B, H, T, S, number, terms.causal, terms.window, V, strides, sums.stride(0), rows is None)
+    shape = ("sums", B, H, T, S, number, terms.causal, terms.window, V, strides, sums.stride(0), rows is None)
     address = tuple(0 if x is None else x.data_ptr() % 16 for x in (output, rows, sums, maxima))
-    key = (*key, *address, None if output is None else output.dtype, q.device)
+    key = (*shape, *address, None if output is None else output.dtype, q.device)
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
         kernel[grid](stats, rows, output, sums, maxima, *rest)
@@ -65,8 +64,9 @@ def sums_kernel(Stats, Rows, Output, Sums, Maxima, sh, mh, ob, ot, oh, B, H, num
     last = (B * number).to(tl.int32)
     total = total.to(tl.int64)
     if part == 0:
-        zero = tl.zeros([BLOCK], tl.float64)
-        entropies, masses, tops, shares, distances, selves, ratios, sinks = zero, zero, zero, zero, zero, zero, zero, zero
+        entropies = tl.zeros([BLOCK], tl.float64)
+        masses, tops, shares, distances = entropies, entropies, entropies, entropies
+        selves, ratios, sinks = entropies, entropies, entropies
         wide_rows = tl.zeros([BLOCK], tl.int32)
         first_rows = tl.zeros([BLOCK], tl.int32)
         odd = tl.zeros([BLOCK], tl.int32)

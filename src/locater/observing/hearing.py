@@ -19,7 +19,9 @@ from locater.families.split_heads import SplitHeads
 
 
 @contextmanager
-def heard(model: nn.Module, sites: Sequence[Listener], family: Family | None | Literal["own"] = "own") -> Iterator[None]:
+def heard(
+    model: nn.Module, sites: Sequence[Listener], family: Family | Literal["own"] | None = "own"
+) -> Iterator[None]:
     """Announce the attention calls of `model` to `sites` inside the `with` block.
 
     `family` is that of the model, where it is known already; without any (None) taps go by the class of a module alone.

@@ -1,9 +1,9 @@
 """The attention layers of a model as an observation needs them, remembered as long as the model keeps its form.
 
 Finding the layers takes names, patterns and a configuration: milliseconds, in which a GPU waits. The form of a model is
-all that they follow from: its modules by name and class, the shapes of their parameters, its configuration, the settings
-of its attention modules, and the registered families. It is compared at each observation, so that a layer that was
-replaced, pruned or adapted is found anew.
+all that they follow from: its modules by name and class, the shapes of their parameters, its configuration, the
+settings of its attention modules, and the registered families. It is compared at each observation, so that a layer that
+was replaced, pruned or adapted is found anew.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
 
 from locater.checkpoints.live_tensors import is_a
 from locater.checkpoints.sources import open_source
@@ -117,7 +117,7 @@ def parts_of(model: nn.Module) -> tuple[list[nn.Module], list[Any] | None]:
             waiting.extend([child for child in reversed(children.values()) if child is not None])
             stable = stable and not is_a(part, "peft.utils.other", "ModulesToSaveWrapper")
         if parameters:
-            if any(map(is_lazy, parameters.values())):
+            if any(isinstance(p, UninitializedParameter) for p in parameters.values()):
                 return parts + [x for x in model.modules() if id(x) not in numbers], None
             form.extend((name, None if p is None else (p.shape, p.dtype, p.device)) for name, p in parameters.items())
         if buffers:
