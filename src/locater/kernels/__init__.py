@@ -1,7 +1,7 @@
 """Streaming statistics of attention from q and k: no T x T matrix, any mask, one function."""
 
 from locater.kernels.dispatch import SUMMED, add_head_sums, attention_entropy, attention_statistics, row_statistics
-from locater.kernels.fused import attend_with_statistics, attention_with_statistics
+from locater.kernels.fused import attend_with_statistics, attention_with_statistics, statistics_of
 from locater.kernels.terms import AttentionStatistics, Terms
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "attention_statistics",
     "attention_with_statistics",
     "row_statistics",
+    "statistics_of",
 ]

@@ -93,18 +93,20 @@ def add_head_sums(
     output: Float[Tensor, "B T H V"] | None,
     sums: Float[Tensor, "H columns"],
     maxima: Float[Tensor, "H 1"],
+    statistics: Float[Tensor, "8 B H T"] | None = None,
 ) -> bool:
     """Add the statistics of rows to sums per head in two launches, where kernels do that; returns whether they did.
 
     For calls without masks but causal and window. The first columns of `sums` are those of `SUMMED`; a head whose
-    output is not finite in one of the rows gets NaN in columns 4 to 15.
+    output is not finite in one of the rows gets NaN in columns 4 to 15. `statistics` of all rows, where
+    given, are not computed again.
     """
     fits = output is None or (output.stride(-1) == 1 and output.shape[:3] == (q.shape[0], q.shape[2], q.shape[1]))
     if not fits or sums.dtype != torch.float64 or sums.stride(1) != 1 or default_backend(q, terms) == "torch":
         return False
     from locater.kernels import triton_sums
 
-    triton_sums.add_sums(q, k, _checked(q, k, terms), rows, output, sums, maxima)
+    triton_sums.add_sums(q, k, _checked(q, k, terms), rows, output, sums, maxima, statistics)
     return True
 
 

@@ -65,6 +65,14 @@ def attend_with_statistics(
     return attention(q, k, v, terms), row_statistics(q, k, terms, extended=extended, backend=backend)
 
 
+def attend_with_numbers(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """For calls that `is_fused` takes: the output, and the extended statistics as one tensor (8, B, H, T), which
+    `statistics_of` reads.
+    """
+    out, numbers = _operator(q, k, v, *terms.flat(), True)
+    return out, numbers
+
+
 def is_fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
     """Whether one kernel computes both: on CUDA, in half precision, up to 128 channels, where a row sees all keys,
     those before it or a window of them; with soft-cap, ALiBi slopes and sinks. Padding, documents, masks and biases are
@@ -85,7 +93,7 @@ def is_fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
 
 
 def _has_gradient(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
-    """Whether PyTorch's flash backward takes a call: heads of one size, a multiple of 8, and causal with T = S alone."""
+    """Whether PyTorch's flash backward takes a call: heads of one size, a multiple of 8; causal with T = S alone."""
     return q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and (not terms.causal or q.shape[2] == k.shape[2])
 
 
@@ -96,7 +104,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     T, S = q.shape[2], k.shape[2]
     if terms.softcap is not None or terms.sinks is not None:
-        parts = [_rows(q, k, v, terms, rows) for rows in row_chunks(*q.shape[:3], S, q.device)]
+        parts = [_rows(q, k, v, terms, rows) for rows in row_chunks(q.shape[0], q.shape[1], T, S, q.device)]
         return torch.cat(parts, 2).to(v.dtype)
     scale = terms.scale_for(q.shape[3])
     plain = not terms.has_masks and terms.window is None and terms.alibi is None and terms.positions is None
@@ -128,12 +136,17 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: slice) -> Tensor:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tuple[Tensor, AttentionStatistics]:
+    out, numbers = _operator(q, k, v, *terms.flat(), extended)
+    return out, statistics_of(numbers, terms, k.shape[2])
+
+
+def statistics_of(numbers: Float[Tensor, "columns B H T"], terms: Terms, keys: int) -> AttentionStatistics:
+    """The record of numbers per row as kernels return them, of a call without masks but causal and window."""
     from locater.kernels.triton_kernels import visible_counts
 
-    out, stats = _operator(q, k, v, *terms.flat(), extended)
-    lse, entropy, top, mass, *more = stats.unbind()
-    visible = visible_counts(terms, q.shape[2], k.shape[2], q.device).expand(lse.shape)
-    return out, AttentionStatistics(lse, entropy, top, visible, mass, *more)
+    lse, entropy, top, mass, *more = numbers.unbind()
+    visible = visible_counts(terms, lse.shape[2], keys, lse.device).expand(lse.shape)
+    return AttentionStatistics(lse, entropy, top, visible, mass, *more)
 
 
 # an operator, so that a compiled model keeps one graph
@@ -174,7 +187,7 @@ def _gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k and v, by the flash backward of the device, which takes as many heads of keys as of queries."""
-    B, H, T, D = q.shape
+    H, T, D = q.shape[1:]
     K, S = k.shape[1:3]
     if H != K:
         k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))
@@ -185,7 +198,8 @@ def _gradients(
             grad, q, k, v, out, lse, None, None, T, S, 0.0, terms.causal, seed, seed[:0], scale=scale)  # fmt: skip
     else:
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse.transpose(1, 2).contiguous().transpose(1, 2), 0.0, terms.causal, scale=scale)  # fmt: skip
+            grad, q, k, v, out, lse, 0.0, terms.causal, scale=scale
+        )
     dq, dk, dv = found
     if H != K:
         dk, dv = (x.unflatten(1, (K, -1)).sum(2) for x in (dk, dv))

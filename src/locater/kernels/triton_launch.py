@@ -50,7 +50,7 @@ def launch_arguments(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dic
     for x in (terms.mask, terms.bias):
         strides += [0, 0, 0] if x is None else [0 if x.shape[axis] == 1 else x.stride(axis) for axis in range(3)]
     together = max(1, min(B * H, CACHE // max(1, S * D * k.element_size())))
-    arguments = [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi, *strides]
+    arguments: list[Any] = [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi, *strides]
     arguments += [H, H // K, B * H, together, T, S, terms.scale_for(D), terms.softcap or 1.0, terms.window or 0]
     flags = {
         "D": D,

@@ -18,7 +18,14 @@ PART = 1 << 15  # numbers of a head's output that one program reads
 
 
 def add_sums(
-    q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None, output: Tensor | None, sums: Tensor, maxima: Tensor
+    q: Tensor,
+    k: Tensor,
+    terms: Terms,
+    rows: Tensor | None,
+    output: Tensor | None,
+    sums: Tensor,
+    maxima: Tensor,
+    stats: Tensor | None = None,
 ) -> None:
     """Add the statistics of a call without masks but causal and window, of all rows or of those at `rows` (R,), to
     `sums` (H, columns) float64, in the order of `head_sums.COLUMNS`, and to `maxima` (H, 1) float32.
@@ -27,7 +34,8 @@ def add_sums(
     """
     (B, H, T, _), S = q.shape, k.shape[-2]
     rows = None if rows is None else rows.contiguous()
-    stats, _ = rows_of_statistics(q, k, terms, True, False, rows)
+    if stats is None or rows is not None:
+        stats, _ = rows_of_statistics(q, k, terms, True, False, rows)
     number = stats.shape[-1]
     V, strides = (0, (0, 0, 0, 0)) if output is None else (output.shape[-1], output.stride())
     shape = ("sums", B, H, T, S, number, terms.causal, terms.window, V, strides, sums.stride(0), rows is None)
