@@ -18,8 +18,17 @@ triton = pytest.importorskip("triton", reason="Triton is only made for Linux")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from locater.kernels import triton_kernels, triton_recurrence, triton_sums, triton_weighted  # noqa: E402
+from locater.kernels import (  # noqa: E402
+    triton_forward,
+    triton_kernels,
+    triton_launch,
+    triton_lazy,
+    triton_recurrence,
+    triton_sums,
+    triton_weighted,
+)
 from locater.kernels.terms import Terms  # noqa: E402
 
 CARDS = {
@@ -71,6 +80,9 @@ def compiled(launch: Launch, card: int) -> Any:
         if isinstance(value, Tensor):
             signature[parameter.name] = "*" + KINDS[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            block = ",".join(str(size) for size in value.block_shape)
+            signature[parameter.name] = f"tensordesc<{KINDS[value.base.dtype]}[{block}]>"
         elif parameter.is_constexpr or value is None:
             signature[parameter.name], fixed[(at,)] = "constexpr", value
         else:
@@ -163,3 +175,33 @@ def test_the_gradient_of_the_entropy(monkeypatch: pytest.MonkeyPatch, card: int)
         2,
         card,
     )
+
+
+def without_descriptors(card: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards before the H100 do not fetch blocks by descriptors."""
+    if card < 90:
+        for module in (triton_lazy, triton_forward):
+            monkeypatch.setattr(module, "takes_descriptors", lambda x: False)
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_long_rows(size: int, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
+    q, k = (drawn(1, h, triton_lazy.LEAST_KEYS, size, dtype=torch.bfloat16) for h in (2, 1))
+    without_descriptors(card, monkeypatch)
+    triton_launch.LAUNCHES.clear()
+    check(lambda: triton_kernels.statistics(q, k, Terms(0.1, causal=True), size == 64, False), monkeypatch, 1, card)
+    triton_launch.LAUNCHES.clear()
+
+
+def test_few_rows(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
+    q, k = drawn(1, 8, 1, 128, dtype=torch.bfloat16), drawn(1, 2, 2048, 128, dtype=torch.bfloat16)
+    check(lambda: triton_kernels.statistics(q, k, Terms(0.1, causal=True), True, False), monkeypatch, 2, card)
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_attention_with_statistics(size: int, monkeypatch: pytest.MonkeyPatch, card: int) -> None:
+    q, k, v = (drawn(1, h, 256, size, dtype=torch.bfloat16) for h in (2, 1, 1))
+    without_descriptors(card, monkeypatch)
+    triton_launch.LAUNCHES.clear()
+    check(lambda: triton_forward.forward(q, k, v, Terms(0.1, causal=True), size == 64), monkeypatch, 1, card)
+    triton_launch.LAUNCHES.clear()

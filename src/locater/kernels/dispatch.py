@@ -95,20 +95,21 @@ def add_head_sums(
     maxima: Float[Tensor, "H 1"],
     counted: Bool[Tensor, "B T"] | None = None,
     first: Int[Tensor, "B T"] | None = None,
+    statistics: Float[Tensor, "8 B H T"] | None = None,
 ) -> bool:
     """Add the statistics of rows to sums per head in two or three launches, where kernels do that; returns whether they
     did.
 
     The first columns of `sums` are those of `SUMMED`; a head whose output is not finite in one of the rows gets NaN in
     columns 4 to 15. For a call with masks there are the rows that count, and the first key of each row's sequence,
-    negative where there is none.
+    negative where there is none. `statistics` of all rows of a call without masks, where given, are not computed again.
     """
     fits = output is None or (output.stride(-1) == 1 and output.shape[:3] == (q.shape[0], q.shape[2], q.shape[1]))
     if not fits or sums.dtype != torch.float64 or sums.stride(1) != 1 or default_backend(q, terms) == "torch":
         return False
     from locater.kernels import triton_sums
 
-    triton_sums.add_sums(q, k, _checked(q, k, terms), rows, output, sums, maxima, counted, first)
+    triton_sums.add_sums(q, k, _checked(q, k, terms), rows, output, sums, maxima, counted, first, statistics)
     return True
 
 

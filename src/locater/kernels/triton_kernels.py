@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from locater.kernels.terms import AttentionStatistics, Terms
+from locater.kernels.triton_gradients import columns_kernel, query_gradient_kernel
+from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
+from locater.kernels.triton_lazy import lazily, takes_lazy
 from locater.kernels.triton_parts import EMPTY, LOG2E
-from locater.kernels.triton_rows import columns_kernel, query_gradient_kernel, rows_kernel
+from locater.kernels.triton_rows import rows_kernel
 from locater.kernels.triton_split import in_parts, parts_of
-
-# A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
-# dispatch costs more host time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
-# Triton 3.6 and later.
-LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
-REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
 def statistics(
@@ -51,6 +47,9 @@ def rows_of_statistics(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     rows = None if rows is None else rows.contiguous()
     out = torch.empty(10 if per_key else 8 if extended else 4, B, H, number, dtype=torch.float32, device=q.device)
+    if rows is None and number and takes_lazy(q, k, terms, extended):
+        lazily(q, k, terms, out, extended, per_key)
+        return out, None
     ready = _prepared(terms)
     tensors = (ready.documents, ready.padding, ready.mask, ready.bias, ready.alibi)
     counted = _generic(terms) or terms.bias is not None
@@ -61,9 +60,9 @@ def rows_of_statistics(
         kernel, grid, rest = LAUNCHES[key]
         kernel[grid](q, k, out, count, ready.sinks, rows, *tensors, *rest)
     elif number:
-        arguments, flags = _launch(q, k, ready)
+        arguments, flags = launch_arguments(q, k, ready)
         if rows is None and (parts := parts_of(q, k)) > 1:
-            in_parts(q, k, ready, arguments, flags, parts, out, count, extended, per_key)
+            in_parts(q, k, ready, parts, out, count, extended, per_key)
             return out, count
         size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
         if rows is not None:
@@ -85,36 +84,12 @@ def _with_positive_scale(q: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
     return -q if scale else torch.zeros_like(q), replace(terms, scale=-scale or 1.0)
 
 
-def layout(x: Tensor | None) -> tuple[Any, ...] | None:
-    """What Triton's dispatch asks of a tensor, besides its address."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
-
-
-def remember(
-    key: tuple[Any, ...],
-    function: Any,
-    kernel: Any,
-    grid: tuple[int, int, int],
-    rest: list[Any],
-    before: int,
-    fixed: dict[str, Any],
-) -> None:
-    """Keep a compiled kernel for launches with the same key. `rest` are the arguments after the first `before`, `fixed`
-    the compile-time ones."""
-    if not REPEATABLE or kernel is None:
-        return
-    if len(LAUNCHES) >= 256:
-        LAUNCHES.clear()
-    names = function.arg_names[before + len(rest) :]
-    LAUNCHES[key] = kernel, grid, rest + [fixed[name] for name in names]
-
-
 def _received(q: Tensor, k: Tensor, terms: Terms, base: Tensor, rest: Tensor) -> Tensor:
     B, H, T, D = q.shape
     ready, q, k = _prepared(terms), *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     S = k.shape[-2]
     out = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
-    arguments, flags = _launch(q, k, ready)
+    arguments, flags = launch_arguments(q, k, ready)
     size = _blocks(D, q.dtype, "received", S)
     if S:
         columns_kernel[(B * H * triton.cdiv(S, size["BLOCK_N"]),)](
@@ -141,7 +116,7 @@ def entropy_gradient(
     # heads that share keys are added below
     dk = torch.empty(B, H, S, D, dtype=k.dtype if H == K else torch.float32, device=q.device)
     ready = _prepared(terms)
-    arguments, flags = _launch(q, k, ready)
+    arguments, flags = launch_arguments(q, k, ready)
     size = _blocks(D, q.dtype, "queries", S)
     query_gradient_kernel[(B * H * triton.cdiv(T, size["BLOCK_M"]),)](
         q, k, base, pull, weight, dq, *arguments, **flags, **size
@@ -181,33 +156,6 @@ def _prepared(terms: Terms) -> Terms:
     )
 
 
-def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
-    """Tensors, strides and sizes; compile-time switches."""
-    B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[-2]
-    strides = [*q.stride()[:3], *k.stride()[:3]]
-    for x in (terms.mask, terms.bias):
-        strides += [0, 0, 0] if x is None else [0 if x.shape[axis] == 1 else x.stride(axis) for axis in range(3)]
-    together = max(1, min(B * H, CACHE // max(1, S * D * k.element_size())))
-    arguments = [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi, *strides]
-    arguments += [H, H // K, B * H, together, T, S, terms.scale_for(D), terms.softcap or 1.0, terms.window or 0]
-    flags = {
-        "D": D,
-        "CAUSAL": terms.causal,
-        "WINDOW": terms.window is not None,
-        "CAP": terms.softcap is not None,
-        "PAD": terms.padding is not None,
-        "DOC": terms.documents is not None,
-        "MASK": terms.mask is not None,
-        "BIAS": terms.bias is not None,
-        "ALIBI": terms.alibi is not None,
-        # three products of rounded parts: float32 to a few 1e-7
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-    }
-    return arguments, flags
-
-
-CACHE = 24 << 20  # bytes of keys that programs running at one time share
 Tile = tuple[int, int, int, int, int | None]  # BLOCK_M, BLOCK_N, warps, stages, most registers of a thread
 TILES: dict[tuple[str, int, str], Tile] = {  # the fastest on an H200 (benchmarks/results/attention-tuning.json)
     ("half", 64, "plain"): (64, 128, 4, 2, 128),

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_kernels import LAUNCHES, _launch, _prepared, _with_positive_scale, layout, remember
+from locater.kernels.triton_kernels import _prepared, _with_positive_scale
+from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
 from locater.kernels.triton_parts import EMPTY, LOG2E, load_rows
 from locater.kernels.triton_rows import _terms, _unit
 
@@ -28,7 +29,7 @@ def put_weights(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None, at: Ten
         kernel, grid, rest = LAUNCHES[key]
         kernel[grid](*tensors, *rest)
         return
-    arguments, fixed = _launch(q, k, ready)
+    arguments, fixed = launch_arguments(q, k, ready)
     strides, (heads, group, _, _, *sizes) = arguments[5:17], arguments[17:]
     wide = max(16, triton.next_power_of_2(D))
     fixed = {name: x for name, x in fixed.items() if name != "PRECISION"}

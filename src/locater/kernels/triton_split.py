@@ -1,14 +1,12 @@
 """Attention statistics of few queries and many keys, as in decoding with a cache: the keys are split over programs.
 
-One program per head would leave most of a GPU idle. Here each takes a part of the keys for all the query heads that share
-them (so that keys are read once), and keeps the sums of its part; a second kernel brings the parts of a row to one maximum.
-Names and units are those of `triton_rows`. Each column of a tile is a running softmax of its own until the end, so that the
-loop has no sums over threads: what bounds it is reading the keys.
+One program per head would leave most of a GPU idle. Here each takes a part of the keys for all the query heads that
+share them (so that keys are read once), and keeps the sums of its part; a second kernel brings the parts of a row to
+one maximum. Names and units are those of `triton_rows`. Each column of a tile is a running softmax of its own until the
+end, so that the loop has no sums over threads: what bounds it is reading the keys.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -16,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
+from locater.kernels.triton_launch import launch_arguments
 from locater.kernels.triton_parts import EMPTY, load_rows
 from locater.kernels.triton_rows import LEAST, _terms, _unit, store_rows
 
@@ -138,9 +137,8 @@ def join_kernel(Part, Count, Out, Seen, Sinks, H, T, rows, parts, SINKS: tl.cons
     if COUNT:
         seen = tl.load(Count + p[None, :] * rows.to(tl.int64) + at[:, None], mask=tile, other=0)
         tl.store(Seen + at, tl.sum(seen, 1), mask=inside)
-    store_rows(
-        Out, at, inside, m, m, s, a, s2, far, first_s, self_s, Sinks, (at // T) % H, rows, SINKS, EXTENDED, PER_KEY
-    )
+    store_rows(Out, at, inside, m, m, s, a, s2, far, first_s, self_s, Sinks, (at // T) % H, rows, SINKS, EXTENDED,
+               PER_KEY)  # fmt: skip
 
 
 SHARED = 64  # rows that share keys, up to which the keys are split
@@ -160,20 +158,12 @@ def parts_of(q: Tensor, k: Tensor) -> int:
 
 
 def in_parts(
-    q: Tensor,
-    k: Tensor,
-    terms: Terms,
-    arguments: list[Any],
-    flags: dict[str, Any],
-    parts: int,
-    out: Tensor,
-    count: Tensor | None,
-    extended: bool,
-    per_key: bool,
+    q: Tensor, k: Tensor, terms: Terms, parts: int, out: Tensor, count: Tensor | None, extended: bool, per_key: bool
 ) -> None:
-    """Fills `out` and `count` as `rows_kernel` does; `arguments` and `flags` are those of that kernel."""
+    """Fills `out` and `count` as `rows_kernel` does."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
+    arguments, flags = launch_arguments(q, k, terms)
     numbers = arguments[:19] + arguments[21:]  # without the order of heads
     n = TILE[0] if D <= 128 else 32
     m = min(SHARED, max(16, triton.next_power_of_2(T * (H // K))))

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_kernels import LAUNCHES, layout, remember, rows_of_statistics, visible_counts
+from locater.kernels.triton_kernels import rows_of_statistics, visible_counts
+from locater.kernels.triton_launch import LAUNCHES, layout, remember
 from locater.kernels.triton_sink import put_weights
 
 BLOCK, WARPS = 2048, 16  # rows at a time of the one program that adds up a head: what it costs is waiting for memory
@@ -31,6 +32,7 @@ def add_sums(
     maxima: Tensor,
     counted: Tensor | None = None,
     first: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> None:
     """Add the statistics of a call, of all rows or of those at `rows` (R,), to `sums` (H, columns) float64, in the
     order of `dispatch.SUMMED`, and to `maxima` (H, 1) float32. A head whose `output` (B, T, H, V) is not finite in one
@@ -42,7 +44,9 @@ def add_sums(
     (B, H, T, _), S = q.shape, k.shape[-2]
     rows = None if rows is None else rows.contiguous()
     counted = None if counted is None else counted.view(torch.int8)
-    stats, count = rows_of_statistics(q, k, terms, True, False, rows)
+    count = None
+    if stats is None or rows is not None or first is not None:
+        stats, count = rows_of_statistics(q, k, terms, True, False, rows)
     if first is not None:
         put_weights(q, k, terms, rows, first, stats)
         if count is None:

@@ -47,6 +47,7 @@ def observe(
     hidden: bool = False,
     offsets: Sequence[int | tuple[int, int]] = (),
     patterns: Sequence[tuple[int, int]] = (),
+    fused: bool = False,
 ) -> Observation:
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built but `patterns`.
 
@@ -54,7 +55,8 @@ def observe(
     `rows` is how many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks
     and singular values of head outputs, `hidden` measures of the stream between blocks, and `offsets` the weight on the
     key that many tokens before (a pair adds the first row to count). `patterns` are the (layer, head) whose maps
-    `seen.pattern(layer, head)` returns: those of the last pass.
+    `seen.pattern(layer, head)` returns: those of the last pass. `fused` lets attention run in a kernel that returns its
+    statistics too, where that takes a call; outputs then differ from those of the model's own kernel by rounding.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -70,7 +72,7 @@ def observe(
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
     options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs)
-    return Observation(model, options, layers, heads, every, hidden, patterns=patterns)
+    return Observation(model, options, layers, heads, every, hidden, patterns=patterns, fused=fused)
 
 
 class Observation:
@@ -86,6 +88,7 @@ class Observation:
         hidden: bool = False,
         lenient: bool = False,
         patterns: Sequence[tuple[int, int]] = (),
+        fused: bool = False,
     ) -> None:
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise LocaterError(
@@ -94,7 +97,9 @@ class Observation:
         self.model = model
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
-        self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
+        self.switch = Switch(
+            trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient, fused=fused
+        )
         self.by_calls: CalledLayers | None = None  # where no record tells the layers
         try:
             known, parts = known_layers(model)

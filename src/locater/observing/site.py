@@ -94,6 +94,13 @@ class Site:
     def gram(self) -> Tensor | None:
         return self.totals.gram
 
+    @property
+    def takes_statistics(self) -> bool:
+        """Whether statistics that come with a call are all that is counted of it."""
+        options = self.options
+        plain = not (options.rows or options.rest or options.offsets or options.outputs)
+        return self.switch.fused and plain and self.picked is None
+
     def see(self, call: Call) -> None:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
         if is_measured(self, call) and self._has_own_heads(call) and len(self.here.sums):

@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from locater.attention.call import Call
 from locater.attention.listeners import missed
-from locater.kernels import SUMMED, AttentionStatistics, Terms, add_head_sums, row_statistics
+from locater.kernels import SUMMED, AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
 from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled
@@ -75,12 +75,14 @@ def tally(
     out a call that cannot be counted, and puts the reason into `missed`.
     """
     again = not torch.compiler.is_compiling()
-    more = (heads, own, lenient, again, *options.flat())
-    _operator(call.query, call.key, *call.terms.flat(), call.output, call.cut, *into, *more)
+    _operator(
+        *(call.query, call.key, *call.terms.flat(), call.output, call.cut, call.statistics),
+        *(*into, heads, own, lenient, again, *options.flat()),
+    )
 
 
 SCHEMA = (
-    f"tally(Tensor q, Tensor k, {Terms.SCHEMA}, Tensor? output, Tensor? cut, "
+    f"tally(Tensor q, Tensor k, {Terms.SCHEMA}, Tensor? output, Tensor? cut, Tensor? statistics, "
     "Tensor(a!) sums, Tensor(b!) maxima, Tensor(c!) pairs, Tensor(d!)? gram, Tensor? heads, bool own, bool lenient, "
     "bool again, SymInt rows, bool rest, SymInt[] offsets, SymInt[] starts) -> ()"
 )
@@ -93,8 +95,8 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
     if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
     terms, more = Terms.from_flat(arguments[: Terms.ARGUMENTS]), arguments[Terms.ARGUMENTS :]
-    output, cut, sums, maxima, pairs, gram, heads, own, lenient, again, rows, rest, offsets, starts = more
-    call, into = Call(q, k, terms, output, cut), Accumulators(sums, maxima, pairs, gram)
+    output, cut, numbers, sums, maxima, pairs, gram, heads, own, lenient, again, rows, rest, offsets, starts = more
+    call, into = Call(q, k, terms, output, cut, statistics=numbers), Accumulators(sums, maxima, pairs, gram)
     options = StatisticsOptions(rows, rest, list(zip(offsets, starts, strict=True)))
     try:
         with (
@@ -142,7 +144,7 @@ def add_call(
     A head whose `call.output` is not finite gets NaN for its numbers; an output (B, T, E) stands for all heads.
     """
     if heads is not None:
-        call = of_heads(call, heads)
+        call = of_heads(replace(call, statistics=None), heads)
     terms, (B, _, T, _), S = call.terms, call.query.shape, call.key.shape[2]
     gram, output = into.gram, call.output
     if output is None or output.ndim != 4:
@@ -178,10 +180,10 @@ def _add_unmasked(call: Call, into: Accumulators, at: Tensor | None) -> None:
     """
     q, k, terms, output = call.query, call.key, call.terms, call.output
     apart = None if output is None or output.ndim == 3 else output  # heads are told apart
-    if add_head_sums(q, k, terms, at, apart, into.sums, into.maxima):
+    if add_head_sums(q, k, terms, at, apart, into.sums, into.maxima, statistics=call.statistics):
         output = output if apart is None else None  # which has been looked at
     elif at is None:
-        _add_whole(q, k, terms, into)
+        _add_whole(q, k, terms, into, call.statistics)
     else:
         _add_some(q, k, terms, at, into)
     _spoil(output if output is None or at is None else output[:, at], None, into)
@@ -203,10 +205,10 @@ def _add_some(q: Tensor, k: Tensor, terms: Terms, at: Tensor, into: Accumulators
     _raise(into.maxima, stats.max_logit)
 
 
-def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators) -> None:
-    """All rows."""
+def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators, numbers: Tensor | None) -> None:
+    """All rows; `numbers` are their statistics, where they came with the call."""
     B, T, S = q.shape[0], q.shape[2], k.shape[2]
-    stats = row_statistics(q, k, terms)
+    stats = row_statistics(q, k, terms) if numbers is None else statistics_of(numbers, terms, S)
     several = terms.window is None or terms.window > 1
     wide = 0 if not several or S < 2 else T - 1 if terms.causal and T == S else T  # the others are the first rows
     look = T if terms.window is None else min(max(terms.window - (S - T), 0), T)
