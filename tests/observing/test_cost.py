@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -152,13 +155,17 @@ def fewer_layers(model: Any) -> None:
     del model.model.layers[-1]
 
 
+def prune(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight[: len(linear.weight) // 2].detach())
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a bias": another_module,
     "another class": another_class,
     "fewer layers": fewer_layers,
     "a setting of the model": lambda model: setattr(model.config, "rms_norm_eps", 1e-3),
     "a setting of a layer": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5),
-    "another precision": lambda model: model.to(torch.float64),
+    "fewer key heads": lambda model: prune(model.model.layers[1].self_attn.k_proj),
 }
 
 
@@ -168,8 +175,19 @@ def test_a_changed_model_is_searched_again(change: str, monkeypatch: pytest.Monk
     observe(model)
     searched = search(monkeypatch)
     CHANGES[change](model)
-    observe(model)
+    with suppress(locater.LocaterError):  # a model may no longer be one that can be read
+        observe(model)
     assert searched == [model]
+
+
+def test_a_remembered_model_can_be_freed() -> None:
+    model = llama()
+    observe(model)
+    layer = weakref.ref(model.model.layers[0].self_attn)
+    assert model in known_layers._remembered
+    del model
+    gc.collect()
+    assert layer() is None
 
 
 def test_a_new_family_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from locater.families.listening import put_tap, refuse_unobservable
 from locater.families.record import Family
 from locater.families.registry import family_of
 from locater.families.split_heads import SplitHeads
+from locater.observing.known_layers import parts_of
 
 
 @contextmanager
@@ -51,14 +52,8 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     """Parts that may be compiled already. Their graphs are guarded on `forward`, but not on a new entry in the table of
     attention functions.
     """
-    parts, waiting = dict[int, nn.Module](), [model]  # not model.modules(), which takes five times as long
-    while waiting:
-        part = waiting.pop()
-        if id(part) not in parts:
-            parts[id(part)] = part
-            waiting += [child for child in part._modules.values() if child is not None]
     compiled = [
         part._modules.get("_orig_mod", part if part._compiled_call_impl is not None else None)
-        for part in parts.values()
+        for part in parts_of(model)
     ]
     return [part for part in compiled if part is not None]

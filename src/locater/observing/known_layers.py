@@ -1,9 +1,9 @@
 """The attention layers of a model as an observation needs them, remembered as long as the model keeps its form.
 
 Finding the layers takes names, patterns and a configuration: milliseconds, in which a GPU waits. The form of a model is
-all that they follow from: its modules by name and class, the shapes of their parameters, its configuration, the
-settings of its attention modules, and the registered families. It is compared at each observation, so that a layer that
-was replaced, pruned or adapted is found anew.
+all that they follow from: its modules by name and class, the shapes of the parameters of attention, its configuration,
+the settings of its attention modules, and the registered families. It is compared at each observation, so that a layer
+that was replaced, pruned or adapted is found anew. Modules are referred to weakly: nothing is kept from being freed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -51,11 +51,24 @@ class KnownLayers:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """A module as it was: its class, its children by name (numbers of parts, None for none), how many parameters."""
+
+    module: ref[nn.Module]
+    kind: type[nn.Module]
+    names: tuple[str, ...]
+    children: tuple[int | None, ...]
+    parameters: int
+
+
+@dataclass(frozen=True)
 class _Remembered:
     known: KnownLayers
-    form: list[Any]
+    parts: list[_Part]
+    configured: list[int]  # the parts that have a configuration
     configurations: list[tuple[type, Any]]
     settings: list[dict[str, Any]]
+    shapes: list[list[Any]]
     registered: int
 
 
@@ -64,17 +77,29 @@ _remembered: WeakKeyDictionary[nn.Module, _Remembered] = WeakKeyDictionary()
 
 def known_layers(model: nn.Module) -> tuple[KnownLayers, list[nn.Module]]:
     """The layers of a model that a family reads, and the parts of the model; raises where no family does."""
-    parts, form = parts_of(model)
     before = _remembered.get(model)
-    if before is not None and form is not None and _is_as_before(before, parts, form):
+    parts = None if before is None else _unchanged(before)
+    if before is not None and parts is not None:
         return before.known, parts
+    parts = parts_of(model)
     known = _found(model, parts)
-    if form is not None:
-        settings = _settings(known.layers, parts)
-        with suppress(Exception):  # a configuration may hold anything, also what cannot be copied
-            configurations = copy.deepcopy(_configurations(parts))
-            _remembered[model] = _Remembered(known, form, configurations, settings, BY_TYPE.changes)
+    with suppress(Exception):  # a configuration may hold anything, also what cannot be copied or compared
+        if _is_stable(parts):
+            _remembered[model] = _as_it_is(known, parts)
     return known, parts
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """Every module once, as `model.modules()`, which takes five times as long."""
+    parts: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in parts:
+            parts[id(part)] = part
+            if part._modules:
+                waiting += [child for child in part._modules.values() if child is not None]
+    return list(parts.values())
 
 
 def _found(model: nn.Module, parts: list[nn.Module]) -> KnownLayers:
@@ -95,46 +120,54 @@ def _found(model: nn.Module, parts: list[nn.Module]) -> KnownLayers:
     return KnownLayers(layers, family_of(model))
 
 
-def parts_of(model: nn.Module) -> tuple[list[nn.Module], list[Any] | None]:
-    """Every module once, and the form of the model: names, classes, shapes. No form where the same modules may take
-    another one by themselves: lazy parameters, and copies of modules among which peft chooses.
-    """
-    parts: list[nn.Module] = []
-    form: list[Any] = []
-    numbers: dict[int, int] = {}
-    stable, waiting = True, [model]
-    while waiting:
-        part = waiting.pop()
-        if id(part) in numbers:
-            form.append(numbers[id(part)])
-            continue
-        numbers[id(part)] = len(parts)
-        parts.append(part)
-        children, parameters, buffers = part._modules, part._parameters, part._buffers
-        form.append(type(part))
-        if children:
-            form.append(tuple(children))
-            waiting.extend([child for child in reversed(children.values()) if child is not None])
-            stable = stable and not is_a(part, "peft.utils.other", "ModulesToSaveWrapper")
-        if parameters:
-            if any(isinstance(p, UninitializedParameter) for p in parameters.values()):
-                return parts + [x for x in model.modules() if id(x) not in numbers], None
-            form.extend((name, None if p is None else (p.shape, p.dtype, p.device)) for name, p in parameters.items())
-        if buffers:
-            form.append(tuple(buffers))
-    return parts, form if stable else None
+def _is_stable(parts: Sequence[nn.Module]) -> bool:
+    """Whether layers follow from the form. Lazy parameters have no shape yet; peft chooses among copies of modules."""
+    lazy = any(isinstance(p, UninitializedParameter) for part in parts for p in part._parameters.values())
+    return not lazy and not any(is_a(part, "peft.utils.other", "ModulesToSaveWrapper") for part in parts)
 
 
-def _is_as_before(before: _Remembered, parts: list[nn.Module], form: list[Any]) -> bool:
-    try:
-        return (
-            before.registered == BY_TYPE.changes
-            and before.form == form
-            and before.configurations == _configurations(parts)
-            and before.settings == _settings(before.known.layers, parts)
+def _as_it_is(known: KnownLayers, parts: list[nn.Module]) -> _Remembered:
+    number = {id(part): at for at, part in enumerate(parts)}
+    form = [
+        _Part(
+            ref(part),
+            type(part),
+            tuple(part._modules),
+            tuple(None if child is None else number[id(child)] for child in part._modules.values()),
+            len(part._parameters),
         )
-    except Exception:  # nor compared
-        return False
+        for part in parts
+    ]
+    configured = [at for at, part in enumerate(parts) if at == 0 or part.__dict__.get("config") is not None]
+    configurations = copy.deepcopy(_configurations([parts[at] for at in configured]))
+    settings, shapes = _settings(known.layers, parts), _shapes(known.layers, parts)
+    return _Remembered(known, form, configured, configurations, settings, shapes, BY_TYPE.changes)
+
+
+def _unchanged(before: _Remembered) -> list[nn.Module] | None:
+    """The parts of a model that is as it was; None where it is not."""
+    parts = [part.module() for part in before.parts]
+    for module, part in zip(parts, before.parts, strict=True):
+        if module is None or type(module) is not part.kind or len(module._parameters) != part.parameters:
+            return None
+        children = module._modules
+        if part.names or children:
+            if tuple(children) != part.names:
+                return None
+            for child, at in zip(children.values(), part.children, strict=True):
+                if child is not (None if at is None else parts[at]):
+                    return None
+    there: list[nn.Module] = parts  # type: ignore[assignment]
+    try:
+        same = (
+            before.registered == BY_TYPE.changes
+            and before.configurations == _configurations([there[at] for at in before.configured])
+            and before.settings == _settings(before.known.layers, there)
+            and before.shapes == _shapes(before.known.layers, there)
+        )
+    except Exception:
+        return None
+    return there if same else None
 
 
 def _configurations(parts: Sequence[nn.Module]) -> list[tuple[type, Any]]:
@@ -146,6 +179,19 @@ def _configurations(parts: Sequence[nn.Module]) -> list[tuple[type, Any]]:
 def _settings(layers: Sequence[KnownLayer], parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
     """Numbers and words among the attributes of each attention module."""
     return [
-        {name: x for name, x in vars(parts[layer.part]).items() if type(x) in SETTINGS and name != "training"}
+        {name: x for name, x in parts[layer.part].__dict__.items() if type(x) in SETTINGS and name != "training"}
+        for layer in layers
+    ]
+
+
+def _shapes(layers: Sequence[KnownLayer], parts: Sequence[nn.Module]) -> list[list[Any]]:
+    """Of the parameters of each attention module and of its children."""
+    return [
+        [
+            None if p is None else p.shape
+            for part in (parts[layer.part], *parts[layer.part]._modules.values())
+            if part is not None
+            for p in part._parameters.values()
+        ]
         for layer in layers
     ]

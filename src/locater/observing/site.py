@@ -48,7 +48,10 @@ class Site:
     picked: Tensor | None = field(init=False, default=None)  # those of `heads` that a call has here, None for all of it
 
     def __post_init__(self) -> None:
-        with torch.inference_mode(False):  # tensors made in inference mode could be written to nowhere else
+        if torch.is_inference_mode_enabled():  # tensors made there could be written to nowhere else
+            with torch.inference_mode(False):
+                self._make()
+        else:
             self._make()
 
     def _make(self) -> None:
