@@ -29,6 +29,7 @@ from locater.kernels import (  # noqa: E402
     triton_sums,
     triton_weighted,
 )
+from locater.kernels.dispatch import mask_spans  # noqa: E402
 from locater.kernels.terms import Terms  # noqa: E402
 
 CARDS = {
@@ -160,8 +161,8 @@ def test_sums_over_the_rows_of_heads(some: bool, monkeypatch: pytest.MonkeyPatch
     if some:  # of all rows the kernel with masks takes a minute to compile
         counted, first = torch.ones(1, 256, dtype=torch.bool), torch.zeros(1, 256, dtype=torch.long)
         masked = Terms(0.125, mask=torch.ones(1, 1, 256, 256, dtype=torch.bool))
-        masked_call = (q, k, masked, rows, output, sums, maxima, counted, first)
-        check(lambda: triton_sums.add_sums(*masked_call), monkeypatch, 3, card)
+        masked_call = (q, k, masked, rows, output, sums, maxima, counted, first, None, mask_spans(masked, 1, 256))
+        check(lambda: triton_sums.add_sums(*masked_call), monkeypatch, 4, card)
     triton_kernels.LAUNCHES.clear()
 
 

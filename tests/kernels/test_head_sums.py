@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from locater import LocaterError
-from locater.kernels import SUMMED, Terms, row_statistics
+from locater.kernels import SUMMED, Terms, mask_spans, row_statistics
 from tests.kernels.test_statistics import compare, exact, inputs, masks
 from tests.processes import interpreted
 
@@ -128,6 +128,41 @@ def check_masked_sums(device: str, names: tuple[str, ...], lengths: tuple[tuple[
                 judge(sums, maxima, *summed(q, k, terms, rows, counted, first))
 
 
+def check_spans(device: str) -> None:
+    """Masks whose rows see one run of keys are known by its ends; the others are not taken for such."""
+    from locater.kernels.triton_kernels import rows_of_statistics
+
+    T = 150
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    padded = causal.expand(2, 1, T, T).clone()
+    padded[0, :, :, :21], padded[1, :, :, 100:] = False, False
+    window = (causal & torch.ones(T, T, dtype=torch.bool).triu(-40)).view(1, 1, T, T)
+    hole = padded.clone()
+    hole[1, 0, 70, 33] = False
+    cross = (torch.arange(T) < 77).view(1, 1, 1, T)
+    for mask, whole in ((padded, 1), (window, 1), (hole, 0), (cross, 1)):
+        q, k = inputs(T=T, S=T, device=device)
+        terms = Terms(0.4, mask=mask.to(device))
+        ends = mask_spans(terms, 2, T)
+        assert ends is not None
+        assert int(ends[1]) == whole
+        want = {name: x for name, x in exact(q, k, scale=0.4, mask=mask.to(device)).items() if name != "received"}
+        for rows in (None, torch.arange(0, T, 7, device=device)):
+            numbers, count = rows_of_statistics(q, k, terms, True, False, rows, ends)
+            at = slice(None) if rows is None else rows
+            assert count is not None
+            assert torch.equal(count.long(), want["visible"][:, :, at].long())
+            for column, name in enumerate(NAMES):
+                got, right = numbers[column].double(), want[name][:, :, at]
+                assert torch.allclose(got, right, atol=1e-4, rtol=1e-4), (name, whole)
+
+
+NAMES = (
+    *("log_sum_exp", "entropy", "max_logit", "row_mass"),
+    *("sum_of_squares", "distance", "first_mass", "self_mass"),
+)
+
+
 def check_counts(backend: Backend, device: str) -> None:
     """Keys that a bias of -inf hides are not in view."""
     q, k = inputs(T=37, S=50, device=device)
@@ -171,7 +206,8 @@ def test_the_weight_that_keys_receive_is_over_all_rows() -> None:
 def test_triton_in_the_interpreter() -> None:
     rows = "t.check_rows('triton', 'cpu', ('causal-window', 'everything'), ((37, 50),)); t.check_rows('triton', 'cpu', ('window',), ((150, 181),))"
     sums = "t.check_sums('cpu', ('causal', 'window', 'causal-window'), ((37, 50),)); t.check_counts('triton', 'cpu')"
-    interpreted(__name__, f"{rows}; {sums}; t.check_masked_sums('cpu', ('left-padding', 'everything'), ((37, 50),))")
+    masked = "t.check_masked_sums('cpu', ('left-padding', 'everything'), ((37, 50),)); t.check_spans('cpu')"
+    interpreted(__name__, f"{rows}; {sums}; {masked}")
 
 
 @pytest.mark.slow
@@ -197,3 +233,4 @@ def test_sums_on_the_gpu(name: str) -> None:
 @pytest.mark.gpu
 def test_keys_in_view_on_the_gpu() -> None:
     check_counts("triton", "cuda")
+    check_spans("cuda")

@@ -36,14 +36,23 @@ def statistics(
 
 
 def rows_of_statistics(
-    q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool, rows: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    terms: Terms,
+    extended: bool,
+    per_key: bool,
+    rows: Tensor | None = None,
+    spans: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The numbers of each row (4, 8 or 10, B, H, R) in the order of `AttentionStatistics`, and how many keys it sees
     (B, H, R); None where that follows from its position.
+
+    `spans` of a mask that is the only one: first key and end (2, B, T) of what each row sees, and whether that is all
+    that the mask says. It stays on the device, so both kernels are launched, and one of them has nothing to do.
     """
-    B, H, T, D = q.shape
+    B, H, T, _ = q.shape
     q, terms = _with_positive_scale(q, terms)
-    S, number = k.shape[-2], T if rows is None else len(rows)
+    number = T if rows is None else len(rows)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     rows = None if rows is None else rows.contiguous()
     out = torch.empty(10 if per_key else 8 if extended else 4, B, H, number, dtype=torch.float32, device=q.device)
@@ -51,29 +60,55 @@ def rows_of_statistics(
         lazily(q, k, terms, out, extended, per_key)
         return out, None
     ready = _prepared(terms)
-    tensors = (ready.documents, ready.padding, ready.mask, ready.bias, ready.alibi)
     counted = _generic(terms) or terms.bias is not None
     count = torch.empty(B, H, number, dtype=torch.int32, device=q.device) if counted else None
-    alike = (number, *(layout(x) for x in (rows, q, k, ready.sinks, *tensors)))
-    key = (terms.scale, terms.causal, terms.window, terms.softcap, terms.first, extended, per_key, q.device, alike)
+    if not number:
+        return out, count
+    parts = parts_of(q, k) if rows is None else 1
+    if parts > 1:
+        in_parts(q, k, ready, parts, out, count, extended, per_key)
+    elif spans is None:
+        _launch(q, k, ready, out, count, rows, extended, per_key)
+    else:
+        _launch(q, k, replace(ready, mask=None), out, count, rows, extended, per_key, spans, 1)
+        _launch(q, k, ready, out, count, rows, extended, per_key, spans, 2)
+    return out, count
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    terms: Terms,
+    out: Tensor,
+    count: Tensor | None,
+    rows: Tensor | None,
+    extended: bool,
+    per_key: bool,
+    spans: tuple[Tensor, Tensor] | None = None,
+    span: int = 0,
+) -> None:
+    """`rows_kernel`, by Triton's own dispatch the first time."""
+    (B, H, _, D), S, number = q.shape, k.shape[-2], out.shape[-1]
+    ends = (None, None) if spans is None else spans
+    tensors = (terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi)
+    given = (q, k, out, count, terms.sinks, rows, *ends, *tensors)
+    key = (terms.scale, terms.causal, terms.window, terms.softcap, terms.first, extended, per_key, span, q.device)
+    key = (*key, *map(layout, given))
     if key in LAUNCHES:
         kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](q, k, out, count, ready.sinks, rows, *tensors, *rest)
-    elif number:
-        arguments, flags = launch_arguments(q, k, ready)
-        if rows is None and (parts := parts_of(q, k)) > 1:
-            in_parts(q, k, ready, parts, out, count, extended, per_key)
-            return out, count
-        size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
-        if rows is not None:
-            size |= FEW
-        flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": counted, "PER_KEY": per_key}
-        flags["SOME"] = rows is not None
-        grid = (B * H * triton.cdiv(number, size["BLOCK_M"]), 1, 1)
-        rest = [*arguments[len(tensors) :], terms.first, number, B * H * number]
-        made = rows_kernel[grid](q, k, out, count, ready.sinks, rows, *tensors, *rest, **flags, **size)
-        remember(key, rows_kernel, made, grid, rest, 6 + len(tensors), flags | size)
-    return out, count
+        kernel[grid](*given, *rest)
+        return
+    arguments, flags = launch_arguments(q, k, terms)
+    masked = any(x is not None for x in tensors[:4])
+    size = _blocks(D, q.dtype, "masked" if masked else "extended" if extended else "plain", S)
+    if rows is not None:
+        size |= FEW_MASKED if masked else FEW
+    flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": count is not None, "PER_KEY": per_key}
+    flags |= {"SOME": rows is not None, "SPAN": span}
+    grid = (B * H * triton.cdiv(number, size["BLOCK_M"]), 1, 1)
+    rest = [*arguments[len(tensors) :], terms.first, number, B * H * number]
+    made = rows_kernel[grid](*given, *rest, **flags, **size)
+    remember(key, rows_kernel, made, grid, rest, len(given), flags | size)
 
 
 def _with_positive_scale(q: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
@@ -168,12 +203,18 @@ TILES: dict[tuple[str, int, str], Tile] = {  # the fastest on an H200 (benchmark
     ("half", 128, "received"): (64, 64, 4, 3, None),
     ("half", 128, "queries"): (64, 64, 4, 3, None),
     ("half", 128, "keys"): (128, 64, 4, 2, None),
+    # with masks to load a thread holds more: larger tiles do not fit its registers
+    ("half", 64, "masked"): (64, 32, 4, 2, None),
+    ("half", 128, "masked"): (64, 32, 4, 2, None),
+    ("float32", 64, "masked"): (64, 32, 4, 2, None),
+    ("float32", 128, "masked"): (64, 32, 4, 2, None),
     ("float32", 128, "plain"): (64, 32, 4, 2, None),
     ("float32", 128, "extended"): (64, 32, 4, 2, None),
     ("float32", 128, "queries"): (128, 32, 8, 2, None),
     ("float32", 128, "keys"): (32, 32, 4, 3, None),
 }
-FEW = {"BLOCK_M": 16, "BLOCK_N": 128}  # some rows of many: more programs than heads, each with few of them
+FEW = {"BLOCK_M": 16, "BLOCK_N": 256}  # some rows of many: more programs than heads, each with few of them
+FEW_MASKED = {"BLOCK_M": 16, "BLOCK_N": 64}
 LONG = 12_288  # keys from which on the tiles of LONG_TILES are faster
 LONG_TILES: dict[tuple[str, int, str], Tile] = {
     ("half", 64, "plain"): (64, 128, 4, 3, None),

@@ -191,14 +191,21 @@ def store_rows(Out, at, inside, m, top, s, a, s2, far, first_s, self_s, Sinks, h
 
 
 @triton.jit(do_not_specialize=["heads", "together", "rows"])
-def rows_kernel(Q, K, Out, Count, Sinks, Rows, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
-                 mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, number, rows,
+def rows_kernel(Q, K, Out, Count, Sinks, Rows, Spans, Whole, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh,
+                 kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first,
+                 number, rows,
                  D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
                  DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
                  SINKS: tl.constexpr, EXTENDED: tl.constexpr, COUNT: tl.constexpr, PER_KEY: tl.constexpr,
-                 SOME: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_D: tl.constexpr):  # fmt: skip
-    """SOME: of the `number` rows listed in Rows, in rising order; otherwise `number` is T, all of them."""
+                 SOME: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """SOME: of the `number` rows listed in Rows, in rising order; otherwise `number` is T, all of them.
+
+    SPAN 1: in place of a mask, the keys of a row are those from Spans[0, b, i] to Spans[1, b, i]; does nothing unless
+    Whole says that all rows are such. SPAN 2: with the mask, if they are not. 0: neither is there."""
+    if SPAN > 0:
+        if (tl.load(Whole) != 0) == (SPAN == 2):
+            return
     b, h, head, block = _program(H, heads, tl.cdiv(number, BLOCK_M), together)
     block = tl.cdiv(number, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
     r = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -226,24 +233,39 @@ def rows_kernel(Q, K, Out, Count, Sinks, Rows, Doc, Pad, Mask, Bias, Alibi, qb, 
                                             WINDOW, PAD or DOC or MASK, BLOCK_N)  # fmt: skip
     else:
         low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
-    # first tiles whose keys are all visible, where there is no mask to build, then the others
-    for EDGE in tl.static_range(2):
-        for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
-            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
+    plain_low = low
+    if SPAN == 1:
+        begin = tl.load(Spans + b * T + tl.minimum(i, T - 1))
+        end = tl.load(Spans + (heads // H + b) * T + tl.minimum(i, T - 1))
+        count = end - begin
+        low = tl.min(tl.where(count > 0, begin, S), 0) // BLOCK_N * BLOCK_N
+        high = tl.max(end, 0)
+        plain_low = tl.minimum(tl.cdiv(tl.max(begin, 0), BLOCK_N) * BLOCK_N, tl.maximum(high, low))
+        plain_high = tl.maximum(tl.min(end, 0) // BLOCK_N * BLOCK_N, plain_low)
+    # first tiles whose keys are all visible, where there is no mask to build, then those after and those before them
+    for PHASE in tl.static_range(3 if SPAN == 1 else 2):
+        for start in range(
+            plain_high if PHASE == 1 else plain_low if PHASE == 0 else low,
+            high if PHASE == 1 else plain_high if PHASE == 0 else plain_low,
+            BLOCK_N,
+        ):
+            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, PHASE > 0)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
                              Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
-                             EDGE)  # fmt: skip
-            if EDGE:
+                             PHASE > 0)  # fmt: skip
+            if PHASE > 0 and SPAN == 1:
+                seen = ((start + n)[None, :] >= begin[:, None]) & ((start + n)[None, :] < end[:, None])
+            if PHASE > 0:
                 x = tl.where(seen, x, EMPTY)
             if BIAS:
                 x = tl.maximum(x, EMPTY)  # a bias of -inf is a mask
             m, s, a, s2, far, first_s, self_s = _add_tile(
                 x, unit, behind - start, 0 if SOME else start - row, start, m, s, a, s2, far, first_s, self_s, first,
-                CAUSAL, EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
+                CAUSAL, EXTENDED, PHASE > 0, BLOCK_M, BLOCK_N)  # fmt: skip
             if COUNT and BIAS:
                 count += tl.sum((x > EMPTY).to(tl.int32), 1)
-            elif COUNT and EDGE:
+            elif COUNT and PHASE > 0 and SPAN != 1:
                 count += tl.sum(seen.to(tl.int32), 1)
     lane_m = m
     m = tl.max(lane_m, 1)

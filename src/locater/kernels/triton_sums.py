@@ -33,20 +33,22 @@ def add_sums(
     counted: Tensor | None = None,
     first: Tensor | None = None,
     stats: Tensor | None = None,
+    spans: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Add the statistics of a call, of all rows or of those at `rows` (R,), to `sums` (H, columns) float64, in the
     order of `dispatch.SUMMED`, and to `maxima` (H, 1) float32. A head whose `output` (B, T, H, V) is not finite in one
     of the rows gets NaN in columns 4 to 15.
 
     Calls with masks come with the rows that count, `counted` (B, T), and the `first` key (B, T) of each row's sequence,
-    negative where it is not there. Without masks every row counts, and key 0 is the first.
+    negative where it is not there. Without masks every row counts, and key 0 is the first. `spans`: of the mask, as
+    `rows_of_statistics` takes them.
     """
     (B, H, T, _), S = q.shape, k.shape[-2]
     rows = None if rows is None else rows.contiguous()
     counted = None if counted is None else counted.view(torch.int8)
     count = None
     if stats is None or rows is not None or first is not None:
-        stats, count = rows_of_statistics(q, k, terms, True, False, rows)
+        stats, count = rows_of_statistics(q, k, terms, True, False, rows, spans)
     if first is not None:
         put_weights(q, k, terms, rows, first, stats)
         if count is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from locater.attention.call import Call
-from locater.kernels.terms import Terms
+from locater.kernels import Terms, mask_spans
 
 DRAWS = 64  # samples of rows that are drawn at a time; later ones are these again
 
@@ -69,9 +69,26 @@ def counted_rows(call: Call, own: bool, again: bool = False) -> CountedRows:
 _placements: dict[tuple[Any, ...], tuple[Tensor | None, Tensor, Tensor]] = {}
 
 
+_spans: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
+
+
+def spans(call: Call, own: bool, again: bool) -> tuple[Tensor, Tensor] | None:
+    """`mask_spans` of a call; `again` as in `counted_rows`."""
+    (B, H, T, _), S = call.query.shape, call.key.shape[2]
+    key = _masks_key(call, own) if again else None
+    if key is None:
+        return mask_spans(call.terms.checked(B, H, T, S), B, T)
+    if key not in _spans:
+        if len(_spans) >= 8:
+            _spans.clear()
+        _spans[key] = mask_spans(call.terms.checked(B, H, T, S), B, T)
+    return _spans[key]
+
+
 def forget_masks() -> None:
     """A new pass begins, whose masks may be the same tensors with other values."""
     _placements.clear()
+    _spans.clear()
 
 
 def _masks_key(call: Call, own: bool) -> tuple[Any, ...] | None:
@@ -80,7 +97,8 @@ def _masks_key(call: Call, own: bool) -> tuple[Any, ...] | None:
     masks = (terms.padding, terms.documents, terms.mask, terms.bias, terms.positions, call.cut)
     if any(x is not None and x.is_inference() for x in masks):
         return None
-    return own, B, T, call.key.shape[2], call.query.device, *(None if x is None else _identity(x) for x in masks)
+    kind = (own, terms.causal, terms.window, B, T, call.key.shape[2], call.query.device)
+    return *kind, *(None if x is None else _identity(x) for x in masks)
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:

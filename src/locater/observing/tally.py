@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from locater.attention.listeners import missed
 from locater.kernels import SUMMED, AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
-from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled
+from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled, spans
 
 # One column per sum over the rows that count, counts before what they count. A mean is a column over its count.
 COLUMNS = (
@@ -159,7 +160,8 @@ def add_call(
     rows = counted_rows(call, own, again)
     if not more and rows.terms.positions is None and (output is None or output.ndim == 4):
         q, k, terms, output, counted, first, _ = rows
-        if add_head_sums(q, k, terms, at, output, into.sums, into.maxima, counted, first):
+        seen = partial(spans, call, own, again)
+        if add_head_sums(q, k, terms, at, output, into.sums, into.maxima, counted, first, spans=seen):
             return
     rows = rows if at is None else sampled(rows, at)
     lse = _add(rows, into)
