@@ -128,12 +128,14 @@ def forward_table(results: dict[str, Any]) -> None:
     """A forward pass on a GPU."""
     x = results["llama"]
     print(f"\n{x['shape']}, {results['machine']}, torch {results['torch']}, median of {x['turns']} turns\n")
-    print("| a forward pass | time | against plain | host, per layer | waits |\n|---|---|---|---|---|")
+    print("| a forward pass | time | against plain | waits for the device |\n|---|---|---|---|")
     for name, ms in x["ms"].items():
-        host, ratio = x["host_ms_per_layer"].get(name), 1.0 if name == "plain" else x[name]
-        print(
-            f"| {name} | {ms:.1f} ms | {ratio:.3f} | {'' if host is None else f'{host:.2f} ms'} | {x['waits'][name]} |"
-        )
+        print(f"| {name} | {ms:.1f} ms | {1.0 if name == 'plain' else x[name]:.3f} | {x['waits'][name]} |")
+    padded = x["padded"]
+    more = ", ".join(f"{name} {padded[name]:.3f}" for name in padded["ms"] if name != "plain")
+    print(f"\nA padded batch: {padded['plain_ms']:.1f} ms plain, {more}.")
+    host = ", ".join(f"{name} {us:.0f}" for name, us in x["host_us_per_layer"].items())
+    print(f"Microseconds of the host per layer: {host}. Reading the rows: {x['read_rows_ms']:.1f} ms.")
 
 
 def main() -> None:

@@ -53,40 +53,52 @@ def gpu(out: Path, turns: int = 9, only: str | None = None, steps: int = 100, ev
 
 def llama(turns: int = 15, tokens: int = 4096, **smaller: Any) -> dict[str, Any]:
     """One forward pass between two waits for the device: plain, with `observe` around it, and inside an observation
-    that goes on; of all rows and of samples.
+    that goes on; of all rows and of samples; and of a padded batch.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaModel
 
     shape = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32) | smaller
     config = LlamaConfig(**shape, num_key_value_heads=8, vocab_size=128_256, attn_implementation="sdpa")
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model = LlamaModel(config).to(torch.bfloat16).eval()
         ids = torch.randint(0, config.vocab_size, (2, tokens))
-
-    @torch.no_grad()
-    def once() -> None:
-        model(ids, use_cache=False)
-
+    padding = torch.ones_like(ids)
+    padding[1, : tokens // 8] = 0
     parts = _parts(model)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in parts}
+    padded = {name: parts[name] for name in ("plain", "inside", "rows64_inside")}
+    inputs = {"input_ids": ids, "use_cache": False}
+    whole = _compared(model, inputs, parts, turns)
+    few = _compared(model, {"input_ids": ids[:1, :128], "use_cache": False}, padded, turns)
+    layers = config.num_hidden_layers
+    return {
+        "shape": f"Llama-1B shape without its output map, {layers} layers, 2 x {tokens:,} tokens, bfloat16, SDPA",
+        "turns": turns,
+        **whole,
+        "host_us_per_layer": {  # 128 tokens, for which the device has next to nothing to do
+            name: 1e3 * (few["ms"][name] - few["ms"]["plain"]) / layers for name in ("inside", "rows64_inside")
+        },
+        "waits": {name: waits(lambda part=part: _inside(model, inputs, *part), 1) for name, part in parts.items()},
+        "padded": _compared(model, inputs | {"attention_mask": padding}, padded, max(3, turns // 3)),
+        "read_rows_ms": _reading(model, inputs),
+    }
+
+
+def _compared(model: Any, inputs: dict[str, Any], parts: Parts, turns: int) -> dict[str, Any]:
+    """Median milliseconds of each part, and medians of the ratios to the plain pass of the same turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
     for turn in range(turns + 2):
         for name, part in parts.items():
-            taken = _one_pass(once, *part)
+            taken = _one_pass(model, inputs, *part)
             if turn >= 2:  # kernels are compiled, caches are filled
-                times[name].append(taken)
-    plain, layers = times["plain"], config.num_hidden_layers
-    ratios = {name: [b[0] / a[0] for a, b in zip(plain, x, strict=True)] for name, x in times.items() if x is not plain}
-    more = {name: [b[1] - a[1] for a, b in zip(plain, x, strict=True)] for name, x in times.items() if x is not plain}
+                seconds[name].append(taken)
+    plain = seconds["plain"]
+    others = {name: x for name, x in seconds.items() if name != "plain"}
+    ratios = {name: [b / a for a, b in zip(plain, x, strict=True)] for name, x in others.items()}
     return {
-        "shape": f"Llama-1B shape, {layers} layers, 2 x {tokens:,} tokens, bfloat16, SDPA",
-        "turns": turns,
-        "plain_ms": 1e3 * statistics.median(x[0] for x in plain),
+        "plain_ms": 1e3 * statistics.median(plain),
         **{name: statistics.median(x) for name, x in ratios.items()},
-        "ms": {name: 1e3 * statistics.median(x[0] for x in each) for name, each in times.items()},
-        "host_ms_per_layer": {name: 1e3 * statistics.median(x) / layers for name, x in more.items()},
-        "waits": {name: waits(lambda part=part: _inside(once, *part), 1) for name, part in parts.items()},
-        "read_rows_ms": _reading(model, once),
+        "ms": {name: 1e3 * statistics.median(x) for name, x in seconds.items()},
     }
 
 
@@ -102,34 +114,37 @@ def _parts(model: Any) -> Parts:
     for name, rows in SAMPLES.items():
         parts[name] = (nullcontext, lambda rows=rows: observe(model, rows=rows))
         parts[f"{name}_inside"] = (lambda rows=rows: observe(model, rows=rows), nullcontext)
+    parts["fused_inside"] = (lambda: observe(model, fused=True), nullcontext)
     return parts
 
 
-def _one_pass(once: Callable[[], None], outer: Any, inner: Any) -> tuple[float, float]:
-    """Seconds until the device is done, and until the host is."""
+@torch.no_grad()
+def _one_pass(model: Any, inputs: dict[str, Any], outer: Any, inner: Any) -> float:
+    """Seconds until the device is done."""
     with outer():
         torch.cuda.synchronize()
         began = time.perf_counter()
         with inner():
-            once()
-        host = time.perf_counter() - began
+            model(**inputs)
         torch.cuda.synchronize()
-        return time.perf_counter() - began, host
+        return time.perf_counter() - began
 
 
-def _inside(once: Callable[[], None], outer: Any, inner: Any) -> None:
+@torch.no_grad()
+def _inside(model: Any, inputs: dict[str, Any], outer: Any, inner: Any) -> None:
     with outer(), inner():
-        once()
+        model(**inputs)
 
 
-def _reading(model: Any, once: Callable[[], None]) -> float:
+@torch.no_grad()
+def _reading(model: Any, inputs: dict[str, Any]) -> float:
     """Milliseconds to read the rows after a pass: the device is waited for once, and numbers become records."""
     from locater.observing import observe
 
     taken = []
     for _ in range(5):
         with observe(model) as seen:
-            once()
+            model(**inputs)
         torch.cuda.synchronize()
         began = time.perf_counter()
         _ = seen.rows
