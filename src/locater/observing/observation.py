@@ -166,8 +166,8 @@ class Observation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        heard_any = any([site.is_known_to_be_called() for site in self.sites])  # else the device has to be asked
         self.close()
-        heard_any = any(site.is_known_to_be_called for site in self.sites)  # else the device has to be asked
         if kind is None and self.passes and not heard_any and not any(self.called):
             raise LocaterError(self.nothing())
 

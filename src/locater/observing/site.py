@@ -76,10 +76,14 @@ class Site:
             self.here = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
         tallied.discard(self.here.sums.data_ptr())
 
-    @property
     def is_known_to_be_called(self) -> bool:
-        """Whether a call was added, as far as that is known without waiting for the device."""
-        return self.here.sums.data_ptr() in tallied
+        """Whether a call was added since this was last asked, as far as that is known without waiting for the
+        device.
+        """
+        address = self.here.sums.data_ptr()
+        known = address in tallied
+        tallied.discard(address)
+        return known
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Nothing, in a copy of a model or in a saved one."""
