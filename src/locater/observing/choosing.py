@@ -18,6 +18,8 @@ Choice = int | Sequence[int] | None  # indices, or a count of evenly spaced ones
 
 def chosen_heads(count: int, heads: Choice) -> list[int]:
     """The numbers of the query heads that were chosen, of a layer that has this many."""
+    if heads is None:
+        return list(range(count))
     return [head for head, _ in chosen([(head, None) for head in range(count)], heads, "heads")]
 
 

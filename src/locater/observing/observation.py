@@ -166,9 +166,9 @@ class Observation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        heard_any = any([site.is_known_to_be_called() for site in self.sites])  # else the device has to be asked
+        known = [site.is_known_to_be_called() for site in self.sites]  # where none is, the device has to be asked
         self.close()
-        if kind is None and self.passes and not heard_any and not any(self.called):
+        if kind is None and self.passes and not any(known) and not any(self.called):
             raise LocaterError(self.nothing())
 
     def close(self) -> None:

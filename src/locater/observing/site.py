@@ -55,26 +55,29 @@ class Site:
             self._make()
 
     def _make(self) -> None:
-        device = self.device or next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        count, dtype, gram = len(self.heads), wide(device), None
-        first, end = self.split.run(self.count)
-        own = [head - first for head in self.heads if first <= head < end]
-        if len(own) < end - first:
-            self.picked = torch.tensor(own, dtype=torch.long, device=device)
-        size = self.output_size
+        device = self.device or device_of(self.module)
+        count, dtype, size, gram = len(self.heads), wide(device), self.output_size, None
         if self.options.outputs and size is not None:
             gram = torch.empty(count, size, size, dtype=dtype, device=device)
-        self.totals = Accumulators(
+        self.here = self.totals = Accumulators(
             sums=torch.empty(count, len(COLUMNS), dtype=dtype, device=device),
             maxima=torch.empty(count, len(MAXIMA), dtype=torch.float32, device=device),
             pairs=torch.empty(count, len(self.options.offsets), 2, dtype=dtype, device=device),
             gram=gram,
         )
-        self.here = self.totals
-        if len(own) < count:
+        if count < self.count or self.split.parts > 1:
+            self._choose_own(device)
+        tallied.discard(self.here.sums.data_ptr())
+
+    def _choose_own(self, device: torch.device) -> None:
+        """Which of `heads` a call has here, and the rows of `totals` that are theirs."""
+        first, end = self.split.run(self.count)
+        own = [head - first for head in self.heads if first <= head < end]
+        if len(own) < end - first:
+            self.picked = torch.tensor(own, dtype=torch.long, device=device)
+        if len(own) < len(self.heads):
             rows = slice(start := sum(head < first for head in self.heads), start + len(own))
             self.here = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
-        tallied.discard(self.here.sums.data_ptr())
 
     def is_known_to_be_called(self) -> bool:
         """Whether a call was added since this was last asked, as far as that is known without waiting for the
@@ -127,6 +130,15 @@ class Site:
             raise error
         missed.append(error)
         return False
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the parameters of a module; attention has them in its children, which are looked at first."""
+    for part in (module, *module._modules.values()):
+        for parameter in () if part is None else part._parameters.values():
+            if parameter is not None:
+                return parameter.device
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def clear(sites: Sequence[Site]) -> None:
