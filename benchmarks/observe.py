@@ -124,18 +124,31 @@ def table() -> None:
             )
 
 
+LABELS = {
+    "plain": "plain",
+    "around": "`with observe(model)` around the pass",
+    "inside": "inside an observation that goes on",
+    "rows64": "`rows=64`, around the pass",
+    "rows64_inside": "`rows=64`, inside",
+    "rows8": "`rows=8`, around the pass",
+    "rows8_inside": "`rows=8`, inside",
+    "fused_inside": "`fused=True`, inside",
+}
+
+
 def forward_table(results: dict[str, Any]) -> None:
     """A forward pass on a GPU."""
     x = results["llama"]
     print(f"\n{x['shape']}, {results['machine']}, torch {results['torch']}, median of {x['turns']} turns\n")
     print("| a forward pass | time | against plain | waits for the device |\n|---|---|---|---|")
     for name, ms in x["ms"].items():
-        print(f"| {name} | {ms:.1f} ms | {1.0 if name == 'plain' else x[name]:.3f} | {x['waits'][name]} |")
+        print(f"| {LABELS[name]} | {ms:.1f} ms | {1.0 if name == 'plain' else x[name]:.3f} | {x['waits'][name]} |")
     padded = x["padded"]
-    more = ", ".join(f"{name} {padded[name]:.3f}" for name in padded["ms"] if name != "plain")
-    print(f"\nA padded batch: {padded['plain_ms']:.1f} ms plain, {more}.")
-    host = ", ".join(f"{name} {us:.0f}" for name, us in x["host_us_per_layer"].items())
-    print(f"Microseconds of the host per layer: {host}. Reading the rows: {x['read_rows_ms']:.1f} ms.")
+    for name, ms in padded["ms"].items():
+        ratio = 1.0 if name == "plain" else padded[name]
+        print(f"| a padded batch, {LABELS[name]} | {ms:.1f} ms | {ratio:.3f} | |")
+    host = ", ".join(f"{LABELS[name]} {us:.0f}" for name, us in x["host_us_per_layer"].items())
+    print(f"\nMicroseconds of the host per layer: {host}. Reading the rows: {x['read_rows_ms']:.1f} ms.")
 
 
 def main() -> None:
