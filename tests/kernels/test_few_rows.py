@@ -33,7 +33,7 @@ def check_growing(device: str) -> None:
 
 
 def test_few_rows_in_the_interpreter() -> None:
-    interpreted(__name__, "t.check_few('cpu', ['plain', 'left-padding', 'sinks'], t.SHAPES[2:])")
+    interpreted(__name__, "t.check_few('cpu', ['left-padding', 'sinks'], t.SHAPES[2:])")
 
 
 @pytest.mark.slow
