@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,57 +84,49 @@ def test_gradients_in_two_passes(name: str) -> None:
         assert (a - b).abs().max() < 1e-9 * b.abs().max()
 
 
-def test_what_one_kernel_takes() -> None:
-    """Half precision on a GPU, no masks but causal and window; with gradients no window either."""
+def test_what_one_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision on an H100, heads of up to 64, no masks but causal and window, no gradients."""
     pytest.importorskip("triton", reason="Triton is only made for Linux")
-    from types import SimpleNamespace
+    from locater.kernels import triton_descriptors
 
-    def like(dtype: torch.dtype, T: int = 64, size: int = 64, grad: bool = False) -> Any:
-        device = SimpleNamespace(type="cuda")
+    cards = {"cuda:0": 9, "cuda:1": 8}
+    monkeypatch.setattr(triton_descriptors, "_capability", lambda device: cards[str(device)])
+
+    def like(dtype: torch.dtype, T: int = 64, size: int = 64, grad: bool = False, card: int = 0) -> Any:
+        device = torch.device("cuda", card)
         return SimpleNamespace(device=device, dtype=dtype, shape=(1, 2, T, size), requires_grad=grad)
 
     half, full = like(torch.bfloat16), like(torch.float32)
     assert is_fused(half, half, half, Terms(causal=True))
     assert is_fused(half, half, half, Terms(causal=True, window=7, softcap=30.0))
     assert not is_fused(full, full, full, Terms(causal=True))
+    older = like(torch.bfloat16, card=1)
+    assert not is_fused(older, older, older, Terms(causal=True))
     assert not is_fused(half, half, half, Terms(causal=True, padding=torch.ones(1, 64, dtype=torch.bool)))
     assert not is_fused(half, half, half, Terms(causal=True, scale=-1.0))
     wide, trained = like(torch.bfloat16, size=512), like(torch.bfloat16, grad=True)
     assert not is_fused(wide, wide, wide, Terms())
-    assert is_fused(trained, trained, trained, Terms(causal=True))
-    assert not is_fused(trained, trained, trained, Terms(causal=True, window=7))
-    assert not is_fused(like(torch.bfloat16, 8, grad=True), trained, trained, Terms(causal=True))
+    assert not is_fused(trained, trained, trained, Terms(causal=True))
+    with torch.no_grad():
+        assert is_fused(trained, trained, trained, Terms(causal=True))
 
 
-def test_values_of_another_length_are_named() -> None:
+def test_what_does_not_fit_is_named() -> None:
     q, k, v = drawn(5, 7)
     with pytest.raises(LocaterError, match="v has shape"):
         attention_with_statistics(q, k, v[:, :, :3])
+    with pytest.raises(LocaterError, match="leave the backend out"):
+        attention_with_statistics(q.requires_grad_(), k, v, backend="triton")
 
 
 # ---- Triton ----
-
-
-def check_gradients(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Our output and log-sum-exp, then PyTorch's flash backward; with keys shared by heads, and all heads their own."""
-    for K, causal in ((2, True), (4, False)):
-        q, k = inputs(T=64, S=64, K=K, D=16, device=device, dtype=dtype)
-        leaves = [x.requires_grad_() for x in (q, k, k.flip(2).clone())]
-        weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-        out, stats = attention_with_statistics(*leaves, causal=causal, backend="triton")
-        assert not stats.entropy.requires_grad
-        ours = torch.autograd.grad(out, leaves, weight)
-        exactly = [x.detach().double().requires_grad_() for x in leaves]
-        wanted = torch.autograd.grad(output(*exactly, causal=causal), exactly, weight.double())
-        for a, b in zip(ours, wanted, strict=True):
-            assert (a.double() - b).abs().max() < tolerance * b.abs().max()
 
 
 def test_one_pass_in_the_interpreter() -> None:
     """float16 stands for half precision, since the interpreter cannot multiply bfloat16."""
     few = "t.check(('causal', 'causal-window', 'sinks'), 'cpu', torch.float16, 1e-4, 'triton', 1.0)"
     far = "t.check(('plain',), 'cpu', torch.float16, 1e-4, 'triton', 40.0)"
-    interpreted(__name__, f"{few}; {far}; t.check_gradients('cpu', torch.float32, 1e-4)")
+    interpreted(__name__, f"{few}; {far}")
 
 
 @pytest.mark.slow
@@ -148,9 +141,3 @@ def test_one_pass_on_the_gpu(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for by in (1.0, 4.0, 40.0):
             check((name,), "cuda", dtype, 1e-4, None, by)
-
-
-@pytest.mark.gpu
-def test_gradients_on_the_gpu() -> None:
-    check_gradients("cuda", torch.bfloat16, 2e-2)
-    check_gradients("cuda", torch.float16, 4e-3)

@@ -97,16 +97,12 @@ def test_padded_batches_keep_the_kernel_of_the_model() -> None:
 
 
 @pytest.mark.gpu
-def test_training_through_the_kernel() -> None:
-    """Gradients of a model whose attention ran in the kernel are those of its own."""
+def test_training_keeps_the_kernel_of_the_model() -> None:
     model = llama("cuda", torch.bfloat16).train()
     ids = torch.arange(64, device="cuda")[None] % 50
 
-    def gradients(**options: bool) -> list[torch.Tensor]:
-        model.zero_grad()
+    def loss(**options: bool) -> torch.Tensor:
         with locater.observe(model, **options):  # type: ignore[arg-type]
-            model(input_ids=ids, labels=ids).loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            return model(input_ids=ids, labels=ids).loss
 
-    for a, b in zip(gradients(), gradients(fused=True), strict=True):
-        assert (a - b).abs().max() <= 5e-2 * a.abs().max()
+    assert torch.equal(loss(), loss(fused=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from locater.attention.call import Call, from_interface
@@ -22,6 +23,8 @@ def in_one_pass(
 ) -> tuple[Tensor, Call] | None:
     """Output (B, T, H, V) and the call with its statistics; None where the model's own attention has to run."""
     query, key, value = tensors
+    if torch.compiler.is_compiling():  # what the kernel takes is asked of the device
+        return None
     if kw.get("mechanism") is not None or kw.get("output_attentions") or (kw.get("dropout") and module.training):
         return None
     if not query.ndim == key.ndim == value.ndim == 4:

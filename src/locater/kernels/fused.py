@@ -18,7 +18,7 @@ from locater.kernels.dispatch import Backend, _checked, default_backend, row_sta
 from locater.kernels.reference import row_chunks
 from locater.kernels.terms import AttentionStatistics, Terms
 
-WIDEST = 128  # channels of a head
+WIDEST = 64  # channels of a head; wider ones have not been timed
 
 
 def attention_with_statistics(
@@ -42,7 +42,7 @@ def attention_with_statistics(
 ) -> tuple[Float[Tensor, "B H T E"], AttentionStatistics]:
     """softmax(scale q k^T) v and the statistics of its rows. Arguments are those of `attention_statistics`.
 
-    The output has gradients to q, k and v; statistics have none.
+    The output has gradients to q, k and v, by attention in PyTorch; statistics have none.
 
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> out, stats = attention_with_statistics(q, k, torch.arange(4.0).view(1, 1, 4, 1), causal=True)
@@ -60,6 +60,8 @@ def attend_with_statistics(
     terms = _checked(q, k, terms)
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise LocaterError(f"v has shape {list(v.shape)}, not {list(k.shape[:3])} as k has, and any size")
+    if backend == "triton" and (terms.has_masks or terms.positions is not None or _needs_gradient(q, k, v)):
+        raise LocaterError("backend='triton' takes no masks and has no gradients here: leave the backend out")
     if backend == "triton" or (backend is None and is_fused(q, k, v, terms)):
         return _fused(q, k, v, terms, extended)
     return attention(q, k, v, terms), row_statistics(q, k, terms, extended=extended, backend=backend)
@@ -74,27 +76,27 @@ def attend_with_numbers(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
-    """Whether one kernel computes both: on CUDA, in half precision, up to 128 channels, where a row sees all keys,
-    those before it or a window of them; with soft-cap, ALiBi slopes and sinks. Padding, documents, masks and biases are
-    not among them, and where gradients are needed neither are window, cap, slopes and sinks.
+    """Whether one kernel computes both: on an H100 or H200, in half precision, up to 64 channels, without gradients,
+    where a row sees all keys, those before it or a window of them; with soft-cap, ALiBi slopes and sinks. Padding,
+    documents, masks and biases are not among them.
     """
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    more = terms.window, terms.softcap, terms.alibi, terms.sinks
+    if default_backend(q, terms) != "triton" or _needs_gradient(q, k, v):
+        return False
+    from locater.kernels.triton_descriptors import is_hopper
+
     return (
-        default_backend(q, terms) == "triton"
+        is_hopper(q)
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == v.dtype
         and max(q.shape[3], v.shape[3]) <= WIDEST
         and 0 < q.shape[2] <= k.shape[2]
         and not terms.has_masks
         and terms.scale_for(q.shape[3]) > 0
-        and not (grad and (any(x is not None for x in more) or not _has_gradient(q, k, v, terms)))
     )
 
 
-def _has_gradient(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
-    """Whether PyTorch's flash backward takes a call: heads of one size, a multiple of 8; causal with T = S alone."""
-    return q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0 and (not terms.causal or q.shape[2] == k.shape[2])
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
@@ -174,42 +176,3 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Ten
 
 
 torch.library.register_fake("locater::attention_with_statistics", _fake, lib=_library)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *rest = inputs
-    ctx.terms = Terms.from_flat(rest[: Terms.ARGUMENTS])
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, output[0], output[1][0])
-
-
-def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, terms: Terms
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, by the flash backward of the device, which takes as many heads of keys as of queries."""
-    H, T, D = q.shape[1:]
-    K, S = k.shape[1:3]
-    if H != K:
-        k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))
-    scale, aten = terms.scale_for(D), torch.ops.aten
-    if q.device.type == "cuda":
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is not there
-        found = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, T, S, 0.0, terms.causal, seed, seed[:0], scale=scale)  # fmt: skip
-    else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, terms.causal, scale=scale
-        )
-    dq, dk, dv = found
-    if H != K:
-        dk, dv = (x.unflatten(1, (K, -1)).sum(2) for x in (dk, dv))
-    return dq, dk, dv
-
-
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """PyTorch's flash backward from our output and log-sum-exp, which is all that it needs of a forward pass."""
-    q, k, v, out, lse = ctx.saved_tensors
-    return *_gradients(q, k, v, out, lse, grad, ctx.terms), *[None] * (Terms.ARGUMENTS + 1)
-
-
-torch.library.register_autograd("locater::attention_with_statistics", _backward, setup_context=_keep, lib=_library)

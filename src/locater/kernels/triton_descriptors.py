@@ -16,12 +16,16 @@ def _capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
+def is_hopper(x: Tensor) -> bool:
+    """Whether kernels that were written for the H100 and its kind are for this tensor's device. Later cards have them
+    too, but Triton 3.7 fails to compile the kernels for these (compute capability 10.0).
+    """
+    return x.device.type != "cuda" or _capability(x.device) == 9
+
+
 def takes_descriptors(x: Tensor) -> bool:
-    """Whether the device has such loads, and the tensor (B, H, S, D) lies so that they can be used."""
-    size = x.element_size()
-    if x.device.type == "cuda" and _capability(x.device) < 9:
-        return False
-    steps = x.stride()
+    """Whether the tensor (B, H, S, D) lies so that it can be fetched by descriptors."""
+    size, steps = x.element_size(), x.stride()
     return steps[3] == 1 and all(step > 0 and step * size % 16 == 0 for step in steps[:3]) and x.data_ptr() % 16 == 0
 
 

@@ -22,16 +22,37 @@ from locater.kernels.terms import Terms
 from locater.kernels.triton_descriptors import descriptor, takes_descriptors
 from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
 from locater.kernels.triton_parts import EMPTY, key_span, load_rows
-from locater.kernels.triton_rows import LEAST, _lanes, _program, _unit, lane_logits, load_keys, store_rows
+from locater.kernels.triton_rows import LEAST, _lanes, _program, _terms, _unit, store_rows
+
+
+@triton.jit
+def _load(Rows, pointers, d, n, b, h, start, stride, S, D: tl.constexpr, BLOCK_D: tl.constexpr,
+          BLOCK_N: tl.constexpr, EDGE: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """A block of keys or values, by a descriptor (zeros past the end) or by pointers."""
+    if TMA:
+        rows = Rows.load([b.to(tl.int32), h.to(tl.int32), start, 0]).reshape([BLOCK_N, BLOCK_D])
+    else:
+        rows = load_rows(pointers + tl.cast(start, tl.int64) * stride, d, start + n < S, D, BLOCK_D, EDGE)
+    return rows
+
+
+@triton.jit
+def _logits(q, k, i, j, h, T, S, scale, cap, window, Alibi, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+            CAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+    """Products and terms; x * unit is in units of log 2, EMPTY where a key is not seen."""
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    x, seen = _terms(x, i[:, None], j[None, :], 0, h, T, S, scale, cap, window, None, None, None, None, Alibi, 0, 0, 0,
+                     0, 0, 0, CAUSAL, WINDOW, CAP, False, False, False, False, ALIBI, EDGE)  # fmt: skip
+    if EDGE:
+        x = tl.where(seen, x, EMPTY)
+    return x
 
 
 @triton.jit
 def _add_sums(y, e, behind, ahead, start, s, a, s2, far, first_s, self_s, first, CAUSAL: tl.constexpr,
-              STATISTICS: tl.constexpr, EXTENDED: tl.constexpr, EDGE: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr):  # fmt: skip
+              EXTENDED: tl.constexpr, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """The sums of a tile of weights e = 2^y, in four lanes."""
-    if STATISTICS:
-        a += tl.sum(_lanes(y * e, 4), 2)
+    a += tl.sum(_lanes(y * e, 4), 2)
     e = _lanes(e, 4)
     here = tl.sum(e, 2)
     s += here
@@ -58,10 +79,10 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
                    together, T, S, scale, cap, window, first, rows, D: tl.constexpr, E: tl.constexpr,
                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr, DOC: tl.constexpr,
                    MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-                   STATISTICS: tl.constexpr, EXTENDED: tl.constexpr, PRECISION: tl.constexpr, LAZY: tl.constexpr,
+                   EXTENDED: tl.constexpr, PRECISION: tl.constexpr, LAZY: tl.constexpr,
                    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                    BLOCK_E: tl.constexpr):  # fmt: skip
-    """From `Doc` on the arguments are those of `rows_kernel`. Without STATISTICS: the output and log-sum-exp alone."""
+    """From `Doc` on the arguments are those of `rows_kernel`."""
     b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
     block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
     hk = h // GROUP
@@ -87,22 +108,22 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
     low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, False, BLOCK_M, BLOCK_N)
     again = 1
     if LAZY:
-        k = load_keys(Kd, keys, d, n, b, hk, low, kt, S, D, BLOCK_D, BLOCK_N, True, TMA)
-        x = lane_logits(q, k, i, low + n, h, T, S, scale, cap, window, Alibi, CAUSAL, WINDOW, CAP, ALIBI,
+        k = _load(Kd, keys, d, n, b, hk, low, kt, S, D, BLOCK_D, BLOCK_N, True, TMA)
+        x = _logits(q, k, i, low + n, h, T, S, scale, cap, window, Alibi, CAUSAL, WINDOW, CAP, ALIBI,
                         PRECISION, True)  # fmt: skip
         m = tl.maximum(tl.max(x, 1) * unit, LEAST)
         for EDGE in tl.static_range(2):
             for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
-                k = load_keys(Kd, keys, d, n, b, hk, start, kt, S, D, BLOCK_D, BLOCK_N, EDGE, TMA)
-                x = lane_logits(q, k, i, start + n, h, T, S, scale, cap, window, Alibi, CAUSAL, WINDOW, CAP, ALIBI,
+                k = _load(Kd, keys, d, n, b, hk, start, kt, S, D, BLOCK_D, BLOCK_N, EDGE, TMA)
+                x = _logits(q, k, i, start + n, h, T, S, scale, cap, window, Alibi, CAUSAL, WINDOW, CAP, ALIBI,
                             PRECISION, EDGE)  # fmt: skip
                 y = x * unit - m[:, None]
                 e = tl.exp2(y)
                 top = tl.maximum(top, tl.max(_lanes(x, 4), 2))
                 s, a, s2, far, first_s, self_s = _add_sums(
                     y, e, behind - start, start - row, start, s, a, s2, far, first_s, self_s, first, CAUSAL,
-                    STATISTICS, EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
-                v = load_keys(Vd, values, c, n, b, hk, start, vt, S, E, BLOCK_E, BLOCK_N, EDGE, TMA)
+                    EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
+                v = _load(Vd, values, c, n, b, hk, start, vt, S, E, BLOCK_E, BLOCK_N, EDGE, TMA)
                 out = tl.dot(e.to(v.dtype), v, out, input_precision=PRECISION)
         again = (tl.max(tl.max(top, 1) * unit - m, 0) > reach).to(tl.int32)
     if again != 0:
@@ -116,8 +137,8 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
         out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
         for EDGE in tl.static_range(2):
             for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
-                k = load_keys(Kd, keys, d, n, b, hk, start, kt, S, D, BLOCK_D, BLOCK_N, EDGE, TMA)
-                x = lane_logits(q, k, i, start + n, h, T, S, scale, cap, window, Alibi, CAUSAL, WINDOW, CAP, ALIBI,
+                k = _load(Kd, keys, d, n, b, hk, start, kt, S, D, BLOCK_D, BLOCK_N, EDGE, TMA)
+                x = _logits(q, k, i, start + n, h, T, S, scale, cap, window, Alibi, CAUSAL, WINDOW, CAP, ALIBI,
                             PRECISION, EDGE)  # fmt: skip
                 new = tl.maximum(m, tl.max(x, 1) * unit)
                 shift = (m - new)[:, None]
@@ -127,9 +148,9 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
                 m = new
                 s, a, s2, far, first_s, self_s = _add_sums(
                     y, e, behind - start, start - row, start, alpha * s, alpha * (a + shift * s), alpha * alpha * s2,
-                    alpha * far, alpha * first_s, alpha * self_s, first, CAUSAL, STATISTICS, EXTENDED, EDGE, BLOCK_M,
+                    alpha * far, alpha * first_s, alpha * self_s, first, CAUSAL, EXTENDED, EDGE, BLOCK_M,
                     BLOCK_N)  # fmt: skip
-                v = load_keys(Vd, values, c, n, b, hk, start, vt, S, E, BLOCK_E, BLOCK_N, EDGE, TMA)
+                v = _load(Vd, values, c, n, b, hk, start, vt, S, E, BLOCK_E, BLOCK_N, EDGE, TMA)
                 out = tl.dot(e.to(v.dtype), v, out * alpha, input_precision=PRECISION)
         largest = m
     else:
@@ -143,13 +164,9 @@ def forward_kernel(Q, K, V, Kd, Vd, Result, Out, Sinks, vb, vh, vt: tl.constexpr
 REACH = 24.0  # of the first tile's maximum, in units of log 2: the entropy then loses two decimals of its seven at most
 REACH_HALF = 12.0  # weights of float16 end at 2^16
 Tile = tuple[int, int, int, int, int | None]  # BLOCK_M, BLOCK_N, warps, stages, most registers of a thread
-TILES: dict[tuple[int, bool], Tile] = {  # by channels of the wider of k and v, and whether extended
-    (64, False): (128, 128, 8, 2, None),
-    (64, True): (128, 128, 8, 2, None),
-    (128, False): (128, 128, 8, 2, None),
-    (128, True): (128, 64, 8, 3, None),
-    (256, False): (128, 64, 8, 2, None),
-    (256, True): (128, 64, 8, 2, None),
+TILES: dict[bool, Tile] = {  # whether extended; of seven on an H200 (benchmarks/attention_tuning.py), for heads of 64
+    False: (128, 64, 4, 3, None),
+    True: (64, 64, 4, 3, 128),
 }
 
 
@@ -162,8 +179,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tu
     o = torch.empty(B, T, H, E, dtype=v.dtype, device=q.device).transpose(1, 2)
     out = torch.empty(8 if extended else 4, B, H, T, dtype=torch.float32, device=q.device)
     wide, deep = (max(16, triton.next_power_of_2(x)) for x in (D, E))
-    tile = TILES[max(64, wide, deep), extended]
-    m, n, warps, stages, registers = (64, 32, 4, 2, None) if q.dtype == torch.float32 else tile
+    small = q.dtype == torch.float32 or max(wide, deep) > 64  # what fits any card's shared memory
+    m, n, warps, stages, registers = (64, 32, 4, 2, None) if small else TILES[extended]
     tma = takes_descriptors(k) and takes_descriptors(v)
     tensors = [q, k, v, descriptor(k, n, wide) if tma else None, descriptor(v, n, deep) if tma else None, o, out]
     sinks = None if terms.sinks is None else terms.sinks.contiguous()
@@ -178,7 +195,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, extended: bool) -> tu
     arguments, flags = launch_arguments(q, k, replace(terms, alibi=alibi))
     rest = [*v.stride()[:3], *o.stride()[:3], REACH_HALF if v.dtype == torch.float16 else REACH, *arguments]
     rest += [terms.first, B * H * T]
-    flags |= {"E": E, "SINKS": sinks is not None, "STATISTICS": True, "EXTENDED": extended, "TMA": tma}
+    flags |= {"E": E, "SINKS": sinks is not None, "EXTENDED": extended, "TMA": tma}
     flags |= {"LAZY": terms.window is None, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": wide, "BLOCK_E": deep}
     size = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
     grid = (B * H * triton.cdiv(T, m), 1, 1)

@@ -11,7 +11,6 @@ from torch import Tensor
 from locater.kernels.terms import AttentionStatistics, Terms
 from locater.kernels.triton_gradients import columns_kernel, query_gradient_kernel
 from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
-from locater.kernels.triton_lazy import lazily, takes_lazy
 from locater.kernels.triton_parts import EMPTY, LOG2E
 from locater.kernels.triton_rows import rows_kernel
 from locater.kernels.triton_split import in_parts, parts_of
@@ -56,9 +55,6 @@ def rows_of_statistics(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     rows = None if rows is None else rows.contiguous()
     out = torch.empty(10 if per_key else 8 if extended else 4, B, H, number, dtype=torch.float32, device=q.device)
-    if rows is None and number and takes_lazy(q, k, terms, extended):
-        lazily(q, k, terms, out, extended, per_key)
-        return out, None
     ready = _prepared(terms)
     counted = _generic(terms) or terms.bias is not None
     count = torch.empty(B, H, number, dtype=torch.int32, device=q.device) if counted else None

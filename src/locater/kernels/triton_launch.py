@@ -15,6 +15,7 @@ CACHE = 24 << 20  # bytes of keys that programs running at one time share
 # dispatch costs more host time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
 # Triton 3.6 and later.
 LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
+KERNELS: dict[tuple[Any, ...], Any] = {}  # the same by what Triton specialises on, for shapes that change at each call
 REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
@@ -40,6 +41,29 @@ def remember(
         LAUNCHES.clear()
     names = function.arg_names[before + len(rest) :]
     LAUNCHES[key] = kernel, grid, rest + [fixed[name] for name in names]
+
+
+def launch(function: Any, grid: tuple[int, int, int], arguments: list[Any], fixed: dict[str, Any]) -> None:
+    """Launch a kernel with `arguments` in its order and `fixed` ones by name, past Triton's dispatch where a kernel was
+    compiled for such arguments before.
+    """
+    parameters = getattr(function, "params", ())  # none in the interpreter, which compiles nothing
+    kinds = [x if p.is_constexpr else _kind(x) for x, p in zip(arguments, parameters, strict=False)]
+    key = (function, arguments[0].device, *kinds, *fixed.values())
+    kernel = KERNELS.get(key)
+    if kernel is None:
+        kernel = function[grid](*arguments, **fixed)
+        if REPEATABLE and kernel is not None:
+            KERNELS[key] = kernel
+    else:
+        kernel[grid](*arguments, *(fixed[name] for name in function.arg_names[len(arguments) :]))
+
+
+def _kind(x: Any) -> Any:
+    """What Triton compiles a kernel anew for: alignment, the number 1, and more than 32 bits."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    return (x == 1, x % 16 == 0, x >= 1 << 31) if isinstance(x, int) else None if x is None else float
 
 
 def launch_arguments(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, Any]]:

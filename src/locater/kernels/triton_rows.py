@@ -138,29 +138,6 @@ def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, 
 
 
 @triton.jit
-def load_keys(Rows, pointers, d, n, b, h, start, stride, S, D: tl.constexpr, BLOCK_D: tl.constexpr,
-              BLOCK_N: tl.constexpr, EDGE: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """A block of keys or values, by a descriptor (zeros past the end) or by pointers."""
-    if TMA:
-        rows = Rows.load([b.to(tl.int32), h.to(tl.int32), start, 0]).reshape([BLOCK_N, BLOCK_D])
-    else:
-        rows = load_rows(pointers + tl.cast(start, tl.int64) * stride, d, start + n < S, D, BLOCK_D, EDGE)
-    return rows
-
-
-@triton.jit
-def lane_logits(q, k, i, j, h, T, S, scale, cap, window, Alibi, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                CAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """Products and terms; x * unit is in units of log 2, EMPTY where a key is not seen."""
-    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    x, seen = _terms(x, i[:, None], j[None, :], 0, h, T, S, scale, cap, window, None, None, None, None, Alibi, 0, 0, 0,
-                     0, 0, 0, CAUSAL, WINDOW, CAP, False, False, False, False, ALIBI, EDGE)  # fmt: skip
-    if EDGE:
-        x = tl.where(seen, x, EMPTY)
-    return x
-
-
-@triton.jit
 def store_rows(Out, at, inside, m, top, s, a, s2, far, first_s, self_s, Sinks, h, rows, SINKS: tl.constexpr,
                EXTENDED: tl.constexpr, PER_KEY: tl.constexpr):  # fmt: skip
     """The statistics of rows from their sums, which are relative to m; `top` is the largest logit. Returns what 2^(x -

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from locater.kernels.terms import Terms
-from locater.kernels.triton_launch import launch_arguments
+from locater.kernels.triton_launch import launch, launch_arguments
 from locater.kernels.triton_parts import EMPTY, load_rows
 from locater.kernels.triton_rows import LEAST, _terms, _unit, store_rows
 
@@ -172,9 +172,14 @@ def in_parts(
     sums = torch.empty(7 if extended else 3, parts, rows, dtype=torch.float32, device=q.device)
     seen = None if count is None else torch.empty(parts, rows, dtype=torch.int32, device=q.device)
     both = {"EXTENDED": extended, "COUNT": count is not None}
-    parts_kernel[(parts * B * K * triton.cdiv(T * (H // K), m),)](
-        q, k, sums, seen, *numbers, terms.first, rows, parts, part_keys, **flags, **both, BLOCK_M=m, BLOCK_N=n,
-        BLOCK_D=max(16, triton.next_power_of_2(D)), num_warps=TILE[1], num_stages=TILE[2])  # fmt: skip
-    join_kernel[(triton.cdiv(rows, 16),)](
-        sums, seen, out, count, terms.sinks, H, T, rows, parts, SINKS=terms.sinks is not None, **both,
-        PER_KEY=per_key, BLOCK=16, PARTS=triton.next_power_of_2(parts))  # fmt: skip
+    size = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": max(16, triton.next_power_of_2(D))}
+    size |= {"num_warps": TILE[1], "num_stages": TILE[2]}
+    launch(
+        parts_kernel,
+        (parts * B * K * triton.cdiv(T * (H // K), m), 1, 1),
+        [q, k, sums, seen, *numbers, terms.first, rows, parts, part_keys],
+        flags | both | size,
+    )
+    size = {"BLOCK": 16, "PARTS": triton.next_power_of_2(parts), "SINKS": terms.sinks is not None, "PER_KEY": per_key}
+    ends = [sums, seen, out, count, terms.sinks, H, T, rows, parts]
+    launch(join_kernel, (triton.cdiv(rows, 16), 1, 1), ends, both | size)
