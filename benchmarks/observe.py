@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from observe_gpu import LENGTH, gpu, model_of
 
 RESULTS = Path(__file__).parent / "results"
-BATCH = 4
+BATCH, LENGTH = 4, 1024
 CONTENDERS = ("plain", "eager maps", "observe", "observe, 64 rows")
 
 
@@ -33,6 +32,8 @@ def forward(contender: str) -> dict[str, float]:
     """Peak memory over that of the model, and time of a forward pass; all but "plain" compute the entropy of every
     head.
     """
+    from observe_gpu import model_of
+
     from locater.observing import observe
 
     model = model_of("eager" if contender == "eager maps" else "sdpa").eval()
@@ -166,6 +167,8 @@ def main() -> None:
     elif args.table:
         table()
     else:
+        from observe_gpu import gpu
+
         out = args.out or RESULTS / f"observe-{'gpu' if args.gpu else 'cpu'}.json"
         results = gpu(out, args.turns, args.only) if args.gpu else cpu(args.rounds)
         out.write_text(json.dumps(results, indent=1) + "\n")

@@ -219,3 +219,37 @@ def test_a_block_does_not_wait_for_the_device_at_its_end(monkeypatch: pytest.Mon
     with pytest.raises(locater.LocaterError, match="nothing was observed"), observe(model) as seen:
         seen.passes = 1
     assert fetches  # an address that another observation had says nothing
+
+
+def test_masks_are_looked_at_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a pass have the same mask, also where each has its own view of it."""
+    model, looks = llama(), []
+    placed = counted_rows._placed
+
+    def look(*args: Any) -> Any:
+        looks.append(args)
+        return placed(*args)
+
+    monkeypatch.setattr(counted_rows, "_placed", look)
+    with torch.no_grad(), observe(model) as seen:
+        for passes in (1, 2):
+            model(**BATCH, use_cache=False)
+            assert len(looks) == passes
+    assert len(seen.sites) > 1
+
+
+def test_a_mask_that_changes_in_place_is_looked_at_again() -> None:
+    q = torch.randn(2, 4, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6).clone()
+    call = Call(q, q, Terms(mask=mask))
+    before = counted_rows.counted_rows(call, own=True, again=True)
+    assert counted_rows.counted_rows(call, own=True, again=True).counted is before.counted
+    mask[1, :, :, :2] = False
+    after = counted_rows.counted_rows(call, own=True, again=True)
+    fresh = counted_rows.counted_rows(call, own=True)
+    assert torch.equal(after.counted, fresh.counted)
+    assert torch.equal(after.first, fresh.first)
+    assert after.counted[1].tolist() == [False, False, True, True, True, True]
+    with torch.inference_mode():
+        of_inference = Call(q, q, Terms(mask=mask.clone()))
+        assert counted_rows._masks_key(of_inference, True) is None  # where changes leave no trace

@@ -24,6 +24,7 @@ from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like, folded_paths
 from locater.families.listening import is_tapped, refuse_unobservable
 from locater.families.split_heads import SplitHeads
+from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice, ChoiceError, chosen_heads
 from locater.observing.direct_calls import Caller, Describe
 from locater.observing.flex_calls import flex_calls
@@ -31,7 +32,6 @@ from locater.observing.following import paused, place_in_code, running
 from locater.observing.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
 from locater.observing.hearing import compiled_parts
 from locater.observing.site import Site, clear
-from locater.observing.tally import StatisticsOptions
 
 # these choose another way of computing while a function mode is active, whose last digits differ
 TORCH_MODULES = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)

@@ -9,10 +9,10 @@ from torch import nn
 from locater.attention.listeners import Switch
 from locater.families.listening import refuse_unobservable
 from locater.families.split_heads import SplitHeads
+from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice, chosen, chosen_heads
 from locater.observing.known_layers import KnownLayers
 from locater.observing.site import Site, clear
-from locater.observing.tally import StatisticsOptions
 
 
 def sites_of(

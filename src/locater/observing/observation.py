@@ -18,6 +18,7 @@ from locater.attention.stand_ins import instead
 from locater.errors import LocaterError
 from locater.families.coverage import folded_paths
 from locater.families.split_heads import SplitHeads
+from locater.observing.accumulators import StatisticsOptions
 from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice
 from locater.observing.counted_rows import forget_masks
@@ -29,7 +30,6 @@ from locater.observing.ranks import combine, refuse_split_tokens
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
 from locater.observing.site import clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
-from locater.observing.tally import StatisticsOptions
 
 if TYPE_CHECKING:
     import pandas

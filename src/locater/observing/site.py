@@ -13,7 +13,8 @@ from locater.attention.call import Call
 from locater.attention.listeners import Switch, is_measured, missed
 from locater.errors import LocaterError
 from locater.families.split_heads import WHOLE, Split
-from locater.observing.tally import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tallied, tally, wide
+from locater.observing.accumulators import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tallied, wide
+from locater.observing.tally import tally
 
 if TYPE_CHECKING:
     from locater.families import AttentionLayer

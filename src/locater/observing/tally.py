@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,53 +18,14 @@ from torch._compile import _disable_dynamo
 
 from locater.attention.call import Call
 from locater.attention.listeners import missed
-from locater.kernels import SUMMED, AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
+from locater.kernels import AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
+from locater.observing.accumulators import AT, Accumulators, StatisticsOptions, tallied
+from locater.observing.accumulators import COLUMNS as COLUMNS
 from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled, spans
 
-# One column per sum over the rows that count, counts before what they count. A mean is a column over its count.
-COLUMNS = (
-    *SUMMED,  # calls, rows, wide_rows, first_rows; entropy, row_mass, max_probability, ..., entropy_ratio, sink
-    *("rest_rows", "wide_rest_rows", "rest_entropy", "rest_entropy_ratio"),
-    "outputs",
-)
-AT = {name: column for column, name in enumerate(COLUMNS)}
-MAXIMA = ("max_logit",)
-tallied: set[int] = set()  # addresses of the sums that a call was added to
 STACKED = 1 << 25  # numbers that are brought together to be summed at once
-
-
-@dataclass(frozen=True)
-class StatisticsOptions:
-    """Which statistics of every call to add up, and over which rows."""
-
-    rows: int = 0  # rows to sample of each call; 0: all
-    rest: bool = False  # entropy without the first key too
-    offsets: Sequence[tuple[int, int]] = ()  # (offset, first row): weight on the key `offset` before
-    outputs: bool = False  # Gram matrices of head outputs
-
-    def flat(self) -> tuple[int, bool, list[int], list[int]]:
-        """The arguments of the operator: all but `outputs`, which shows in the accumulators."""
-        return self.rows, self.rest, [offset for offset, _ in self.offsets], [start for _, start in self.offsets]
-
-
-class Accumulators(NamedTuple):
-    """The tensors that calls are added to."""
-
-    sums: Tensor  # (H, COLUMNS)
-    maxima: Tensor  # (H, MAXIMA)
-    pairs: Tensor  # (H, offsets, 2)
-    gram: Tensor | None  # (H, V, V)
-
-    def added(self) -> list[Tensor]:
-        """The tensors that hold sums: all but the maxima."""
-        return [self.sums, self.pairs] if self.gram is None else [self.sums, self.pairs, self.gram]
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """The widest floating type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def tally(
