@@ -23,12 +23,12 @@ from locater.families.discovery.disk import searched_once
 from locater.families.planning import planned_reads
 from locater.predict.input_statistics import Input, Statistics
 from locater.verbs.head_rows import ScanOptions, head_rows
+from locater.verbs.layer_moments import NumberedLayer, layer_moments
 from locater.verbs.scan_notes import assumptions, layer_entry, unread_notes
 from locater.verbs.scan_result import LENGTH, HeadRow, Scan
 
 LONGEST = 8192  # tokens that heads are run on where statistics are given
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # (items, their number) -> the same items, shown as a bar
-NumberedLayer = tuple[int, AttentionLayer]
 
 
 def scan(
@@ -80,8 +80,10 @@ def scan(
         inputs, numbered = choose(layers)
         options = ScanOptions(length, raw, eigenvalues, details, inputs)
         rows: list[HeadRow] = []
-        for number, layer in progress(numbered, len(numbered)) if progress else numbered:
-            rows.extend(head_rows(layer, number, options))
+        shown = progress(numbered, len(numbered)) if progress else numbered
+        together = getattr(weights, "read_by_threads", False)
+        for part in layer_moments(shown, numbered, raw, inputs, together):
+            rows.extend(head_rows(part, options))
         # what discovery leaves out it says itself
         discovered = any(layer.provenance == "discovered" for layer in layers)
         left = [] if discovered else unread(weights, [x.name for x in layers], config.get("num_hidden_layers"))

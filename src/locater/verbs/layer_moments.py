@@ -1,0 +1,203 @@
+"""The small matrices of the layers of a scan, several layers at a time.
+
+On the CPU each layer is folded and multiplied by a worker with one thread of its own: several threads inside one
+product wait for each other, on a busy machine most of the time. On a GPU all layers are queued before the first result
+is waited for. Layers alike are then joined, so that what follows is computed once for hundreds of heads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from locater.families import AttentionLayer, Tokens, effective
+from locater.families.splitting import head_blocks
+from locater.numerics import one_thread
+from locater.predict.input_statistics import Input
+from locater.spectrum import Moments, joined_moments, lost_in_float32
+
+NumberedLayer = tuple[int, AttentionLayer]
+# numbers of query and key maps that are folded at a time, 160 MiB in float32: room for a key head of Llama-405B and its
+# 16 query heads, so that their products are those of the whole layer
+BLOCK = 40 * 2**20
+CACHED = 2**21  # the same where it is up to us: small enough to stay in a cache, and not to be paged in anew each time
+FEW = 2**20  # numbers of all maps: below it workers cost more than they save
+TOGETHER = 2**21  # numbers of one of the small matrices of the heads that are joined: 512 heads of 64, 128 of 128
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Consecutive layers alike, and the small matrices and key biases of all their heads, on the CPU."""
+
+    layers: list[NumberedLayer]
+    moments: Moments
+    key_bias: Tensor
+
+
+@dataclass(frozen=True)
+class _One:
+    number: int
+    layer: AttentionLayer
+    moments: Moments
+    key_bias: Tensor
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers that are joined have in common."""
+        scale = None if self.layer.unknown_scale is not None else self.layer.scale
+        gram, cross = self.moments.query_gram, self.moments.cross
+        return scale, self.layer.mechanism, gram.shape[-1], gram.dtype, gram.device, cross is None
+
+
+@torch.no_grad()
+def layer_moments(
+    numbered: Iterable[NumberedLayer],
+    layers: Sequence[NumberedLayer],
+    raw: bool,
+    inputs: Mapping[int, Input] | None = None,
+    read_in_workers: bool = False,
+) -> Iterator[LayerMoments]:
+    """The small matrices of `numbered`, which are `layers` as they are asked for (a progress bar counts them). With
+    `inputs` layers are one block each: the covariance of measured tokens, as large as a map, would be folded into each.
+    `read_in_workers`: their maps may be read by several threads at the same time.
+    """
+    workers = 1 if inputs is not None else _workers([layer for _, layer in layers])
+    if workers > 1:
+        measured = _by_workers(numbered, raw, workers, read_in_workers)
+    else:
+        measured = (_measured(number, layer, raw, inputs, read_in_workers) for number, layer in numbered)
+    group: list[_One] = []
+    for one in measured:
+        if group and (one.kind != group[0].kind or _size(*group, one) > TOGETHER):
+            yield from _joined(group, raw, inputs)
+            group = []
+        group.append(one)
+    if group:
+        yield from _joined(group, raw, inputs)
+
+
+def _workers(layers: Sequence[AttentionLayer]) -> int:
+    """How many layers are folded at the same time: as many as there are threads and memory for."""
+    sizes = [_numbers(layer) for layer in layers]
+    if sum(sizes) < FEW:
+        return 1
+    return max(1, min(torch.get_num_threads(), len(layers), BLOCK // max(sizes)))
+
+
+def _by_workers(numbered: Iterable[NumberedLayer], raw: bool, workers: int, read_in_workers: bool) -> Iterator[_One]:
+    """In the order of the layers. Maps on a GPU are multiplied there, without waiting for it."""
+    waiting: deque[tuple[int, AttentionLayer, Future[tuple[Moments, Tensor]]]] = deque()
+
+    def first() -> _One:
+        number, layer, future = waiting.popleft()
+        return _One(number, layer, *future.result())
+
+    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for number, layer in numbered:
+            work = layer if read_in_workers else _in_memory(layer)
+            if not read_in_workers and work.query.weight().device.type != "cpu":
+                while waiting:
+                    yield first()
+                yield _One(number, layer, *_moments(work, raw, None))
+                continue
+            waiting.append((number, layer, pool.submit(_moments, work, raw, None)))
+            if len(waiting) > workers:
+                yield first()
+        while waiting:
+            yield first()
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The weight of a projection that was read before."""
+
+    tensor: Tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
+
+
+def _in_memory(layer: AttentionLayer) -> AttentionLayer:
+    """The layer with its maps read: by this thread, since not every source can be read by several."""
+    query, key = (replace(part, weight=_Read(part.weight())) for part in (layer.query, layer.key))
+    return replace(layer, query=query, key=key)
+
+
+def _measured(number: int, layer: AttentionLayer, raw: bool, inputs: Mapping[int, Input] | None, by_rows: bool) -> _One:
+    read = layer if by_rows or _numbers(layer) > BLOCK else _in_memory(layer)
+    return _One(number, layer, *_moments(read, raw, None if inputs is None else inputs[number]))
+
+
+def _numbers(layer: AttentionLayer) -> int:
+    """How many numbers the query and key maps have."""
+    return sum(part.shape[0] * part.shape[1] for part in (layer.query, layer.key))
+
+
+@torch.no_grad()
+def _moments(
+    layer: AttentionLayer, raw: bool, statistics: Input | None, double: bool = False
+) -> tuple[Moments, Tensor]:
+    """The small matrices of a layer and its key biases where its maps are, by blocks of heads. The maps of a block are
+    freed before those of the next are read.
+    """
+    if layer.unknown_scale is not None:  # without its scale a layer has the numbers of its maps alone
+        layer = replace(layer, scale=1.0, unknown_scale=None)
+    tokens = None if statistics is None else statistics.as_tokens()
+    block_moments = partial(_block_moments, raw=raw, tokens=tokens)
+    parts = [block_moments(block, double=double) for block in _blocks(layer, tokens)]
+    if len({moments.query_gram.dtype for moments, _ in parts}) > 1:  # one block needs float64: as one, all have it
+        parts = [block_moments(block, double=True) for block in _blocks(layer, tokens)]
+    return joined_moments([moments for moments, _ in parts]), torch.cat([bias for _, bias in parts])
+
+
+def _blocks(layer: AttentionLayer, tokens: Tokens | None) -> Iterable[AttentionLayer]:
+    """Parts of a layer; whole groups of heads where they fit, so that the products are those of the whole layer."""
+    if tokens is not None:
+        return [layer]
+    if isinstance(layer.query.weight, _Read) and layer.query.weight.tensor.device.type != "cpu":
+        return head_blocks(layer, BLOCK)
+    group = layer.head_dim * (layer.group * layer.query.shape[1] + layer.key.shape[1])
+    return head_blocks(layer, min(BLOCK, max(CACHED, group)))
+
+
+def _block_moments(layer: AttentionLayer, raw: bool, tokens: Tokens | None, double: bool) -> tuple[Moments, Tensor]:
+    folded = effective(layer, raw, tokens)
+    if double:
+        folded = replace(folded, query=folded.query.double(), key=folded.key.double())
+    return folded.moments(), folded.key_bias
+
+
+def _joined(group: list[_One], raw: bool, inputs: Mapping[int, Input] | None) -> Iterator[LayerMoments]:
+    """One record of a group. On the CPU heads that need float64 have it already; those of a GPU are known once their
+    numbers have arrived, and layers with such heads are multiplied again.
+    """
+    moments, bias = joined_moments([one.moments for one in group]), torch.cat([one.key_bias for one in group])
+    on_cpu = moments.query_gram.device.type == "cpu"
+    moments, bias = moments.cpu(), bias.cpu()
+    if on_cpu or moments.query_gram.dtype != torch.float32:
+        yield LayerMoments([(one.number, one.layer) for one in group], moments, bias)
+        return
+    counts = [len(one.key_bias) for one in group]
+    lost = [bool(part.any()) for part in lost_in_float32(moments).split(counts)]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    for again, places in groupby(range(len(group)), lost.__getitem__):
+        which = list(places)
+        layers = [(group[i].number, group[i].layer) for i in which]
+        if again:
+            for number, layer in layers:
+                double, key_bias = _moments(layer, raw, None if inputs is None else inputs[number], double=True)
+                yield LayerMoments([(number, layer)], double.cpu(), key_bias.cpu())
+        else:
+            heads = slice(ends[which[0]] - counts[which[0]], ends[which[-1]])
+            yield LayerMoments(layers, moments.select(heads), bias[heads])
+
+
+def _size(*group: _One) -> int:
+    return sum(one.moments.query_gram.numel() for one in group)
