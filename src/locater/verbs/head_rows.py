@@ -53,8 +53,11 @@ class ScanOptions:
 @torch.no_grad()
 def head_rows(part: LayerMoments, options: ScanOptions) -> Iterator[HeadRow]:
     """One row per head of layers alike. A head whose weights are not finite gets a row without numbers."""
-    finite = _finite_heads(part.moments, part.key_bias)
-    columns = _columns(part, finite, options)
+    with one_thread():
+        finite = _finite_heads(part.moments, part.key_bias)
+        columns = _columns(part, finite, options)
+    if options.inputs is not None and "residual_kept" in columns:
+        columns |= _predicted_columns(part, finite, columns, options.inputs, options.length)
     names, rows = [*columns], zip(*columns.values(), strict=True)
     numbers = ({} if not known else dict(zip(names, next(rows), strict=True)) for known in finite.tolist())
     for number, layer in part.layers:
@@ -102,7 +105,8 @@ def _norm_turned(layer: AttentionLayer) -> bool:
 def _finite_heads(moments: Moments, key_bias: Tensor) -> Tensor:
     """Which heads are finite: NaN or infinite weights, and products that overflow, show in the small matrices."""
     matrices = [m for m in (moments.query_gram, moments.key_gram, moments.cross) if m is not None]
-    finite = torch.stack([m.isfinite().flatten(1).all(1) for m in matrices]).all(0)
+    ends = [end for m in matrices for end in torch.aminmax(m.flatten(1), dim=1)]  # NaN where any entry is
+    finite = torch.stack(ends).isfinite().all(0)
     return finite & key_bias.isfinite() & moments.frobenius_sq.isfinite()
 
 
@@ -111,16 +115,13 @@ def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[s
     m, key_bias = part.moments.select(finite), part.key_bias[finite]
     one = part.layers[0][1]
     scale = 1.0 if one.unknown_scale is not None else one.scale
-    with one_thread():
-        columns = _moment_columns(m, scale, key_bias, options.length)
-        if m.cross is not None:
-            columns |= _spectra(m, scale, columns["approximation"], options)
-            if options.details:
-                columns |= _drives(part, finite, m.gram, scale)
+    columns = _moment_columns(m, scale, key_bias, options.length)
+    if m.cross is not None:
+        columns |= _spectra(m, scale, columns["approximation"], options)
+        if options.details:
+            columns |= _drives(part, finite, m.gram, scale)
     if one.mechanism != "softmax":
         columns |= {name: [None] * len(key_bias) for name in SOFTMAX_ONLY if name in columns}
-    if options.inputs is not None:
-        columns |= _predicted_columns(part, finite, columns, options.inputs, options.length)
     if one.unknown_scale is not None:
         columns = {name: column for name, column in columns.items() if name not in SCALED}
     return columns

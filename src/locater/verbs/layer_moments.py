@@ -178,14 +178,14 @@ def _joined(group: list[_One], raw: bool, inputs: Mapping[int, Input] | None) ->
     """One record of a group. On the CPU heads that need float64 have it already; those of a GPU are known once their
     numbers have arrived, and layers with such heads are multiplied again.
     """
-    moments, bias = joined_moments([one.moments for one in group]), torch.cat([one.key_bias for one in group])
-    on_cpu = moments.query_gram.device.type == "cpu"
-    moments, bias = moments.cpu(), bias.cpu()
-    if on_cpu or moments.query_gram.dtype != torch.float32:
-        yield LayerMoments([(one.number, one.layer) for one in group], moments, bias)
-        return
+    on_cpu = group[0].key_bias.device.type == "cpu"
     counts = [len(one.key_bias) for one in group]
-    lost = [bool(part.any()) for part in lost_in_float32(moments).split(counts)]
+    with one_thread():
+        moments = joined_moments([one.moments for one in group]).cpu()
+        bias = torch.cat([one.key_bias for one in group]).cpu()
+        lost = [False] * len(group)
+        if not on_cpu and moments.query_gram.dtype == torch.float32:
+            lost = [bool(part.any()) for part in lost_in_float32(moments).split(counts)]
     ends = torch.tensor(counts).cumsum(0).tolist()
     for again, places in groupby(range(len(group)), lost.__getitem__):
         which = list(places)
