@@ -1,6 +1,6 @@
 """Time and memory of scanning a checkpoint, against loading the model with TransformerLens, in one run.
 
-    make bench                      # writes benchmarks/results/checkpoint.json
+    python benchmarks/checkpoint.py         # writes benchmarks/results/checkpoint.json
 
 A random checkpoint of 1B shape (16 layers, width 2048, 32 query and 8 key heads of 64, bfloat16, 4 shards, gains away
 from 1) is written to a temporary folder. Each contender then runs in a process of its own, so that peak memory is its
@@ -18,12 +18,8 @@ file is in the page cache for all of them; --cold drops it before each run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
@@ -31,25 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from common import bytes_read, command_line, in_process, in_turns, machine, median_run, memory, peak, place, write
 from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, WIDTH, write_checkpoint
-
-OUT = Path(__file__).parent / "results" / "checkpoint.json"
-
-
-def memory() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak() -> int:
-    """Peak memory of this process; that of getrusage survives exec, and would be the parent's."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def bytes_read() -> int:
-    return int(
-        next(line.split()[1] for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
-    )
 
 
 def run_locater(folder: Path) -> dict[str, Any]:
@@ -205,32 +184,6 @@ RUNS = {
 ROUNDS = 5
 
 
-def machine() -> dict[str, Any]:
-    import torch
-
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "memory_GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-    }
-
-
-def in_process(name: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--run", name, str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{name} did not run: {done.stderr.strip().splitlines()[-1]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def drop_cache(folder: Path) -> None:
     """Drop the files from the page cache, so that the next run reads the disk."""
     for path in folder.glob("*.safetensors"):
@@ -239,20 +192,19 @@ def drop_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def rounds(folder: Path, cold: bool) -> dict[str, Any]:
-    """Every contender ROUNDS times, in turns; of each the run with the median time."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in RUNS}
-    for _ in range(ROUNDS):
-        for name in RUNS:
-            if cold:
-                drop_cache(folder)
-            runs[name].append(in_process(name, folder))
-    medians: dict[str, Any] = {}
-    for name, of_name in runs.items():
-        key = "moments_over_floor" if name == "moments" else "seconds"
-        of_name.sort(key=lambda run: run[key])
-        medians[name] = {**of_name[len(of_name) // 2], f"all_{key}": [run[key] for run in of_name]}
-    return medians
+def rounds(folder: Path, cold: bool, count: int) -> dict[str, Any]:
+    """Every contender `count` times, in turns; of each the run with the median time."""
+
+    def contender(name: str) -> dict[str, Any]:
+        if cold:
+            drop_cache(folder)
+        return in_process(__file__, "--run", name, str(folder))
+
+    runs = in_turns({name: partial(contender, name) for name in RUNS}, count)
+    return {
+        name: median_run(of_name, "moments_over_floor" if name == "moments" else "seconds")
+        for name, of_name in runs.items()
+    }
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -276,25 +228,23 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser = command_line(__doc__, "checkpoint")
     parser.add_argument("--cold", action="store_true", help="read the disk in every run")
     parser.add_argument("--run", nargs=2, metavar=("NAME", "FOLDER"), help="one contender, in this process")
     args = parser.parse_args()
     if args.run:
         print(json.dumps(RUNS[args.run[0]](Path(args.run[1]))))
         return
-    with tempfile.TemporaryDirectory() as place:
+    count = 1 if args.quick else ROUNDS
+    with tempfile.TemporaryDirectory() as folder:
         results: dict[str, Any] = {
             "machine": machine(),
             "shape": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "key_heads": KEY_HEADS},
         }
-        results["bytes_on_disk"] = write_checkpoint(Path(place))
-        results |= {"cold": args.cold, "rounds": ROUNDS} | rounds(Path(place), args.cold)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(summary(results))
-    print(f"written to {args.out}")
+        results["bytes_on_disk"] = write_checkpoint(Path(folder))
+        results |= {"cold": args.cold, "rounds": count} | rounds(Path(folder), args.cold, count)
+        results["load"] = os.getloadavg()[1]  # over five minutes; the machine may have other work
+    write(results, place(args), summary(results))
 
 
 if __name__ == "__main__":

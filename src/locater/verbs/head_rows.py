@@ -105,7 +105,7 @@ def _norm_turned(layer: AttentionLayer) -> bool:
 def _finite_heads(moments: Moments, key_bias: Tensor) -> Tensor:
     """Which heads are finite: NaN or infinite weights, and products that overflow, show in the small matrices."""
     matrices = [m for m in (moments.query_gram, moments.key_gram, moments.cross) if m is not None]
-    ends = [end for m in matrices for end in torch.aminmax(m.flatten(1), dim=1)]  # NaN where any entry is
+    ends = [end((-2, -1)) for m in matrices for end in (m.amin, m.amax)]  # NaN where any entry is
     finite = torch.stack(ends).isfinite().all(0)
     return finite & key_bias.isfinite() & moments.frobenius_sq.isfinite()
 
