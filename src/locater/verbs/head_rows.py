@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,11 +116,14 @@ def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[s
     m, key_bias = part.moments.select(finite), part.key_bias[finite]
     one = part.layers[0][1]
     scale = 1.0 if one.unknown_scale is not None else one.scale
-    columns = _moment_columns(m, scale, key_bias, options.length)
-    if m.cross is not None:
-        columns |= _spectra(m, scale, columns["approximation"], options)
-        if options.details:
-            columns |= _drives(part, finite, m.gram, scale)
+    with ThreadPoolExecutor(1) as beside:  # the decompositions take longest, and wait for nothing
+        wanted = m.cross is not None and (options.eigenvalues or options.details)
+        eigenvalues = beside.submit(m.eigenvalues) if wanted else None
+        columns = _moment_columns(m, scale, key_bias, options.length)
+        if eigenvalues is not None:
+            columns["eigenvalues"] = _pairs(eigenvalues.result())
+    if m.cross is not None and options.details:
+        columns |= _profiles(m, scale, columns["approximation"]) | _drives(part, finite, m.gram, scale)
     if one.mechanism != "softmax":
         columns |= {name: [None] * len(key_bias) for name in SOFTMAX_ONLY if name in columns}
     if one.unknown_scale is not None:
@@ -180,20 +184,20 @@ def _by_layer(part: LayerMoments, finite: Tensor) -> Iterator[tuple[tuple[int, A
         start += count
 
 
-def _spectra(m: Moments, scale: float, approximation: list[str], options: ScanOptions) -> dict[str, list[Any]]:
-    """The optional columns: eigenvalues, and profiles without a closed form."""
-    columns: dict[str, list[Any]] = {}
-    if options.eigenvalues or options.details:
-        values = m.eigenvalues()
-        parts = zip(values.real.tolist(), values.imag.tolist(), strict=True)
-        columns["eigenvalues"] = [tuple(zip(real, imaginary, strict=True)) for real, imaginary in parts]
-    if options.details:
-        u = torch.linspace(-0.5, 0.5, PROFILE_POINTS, dtype=torch.float64)
-        columns["profile"] = [
-            tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None
-            for head, how in enumerate(approximation)
-        ]
-    return columns
+def _pairs(values: Tensor) -> list[tuple[tuple[float, float], ...]]:
+    """Complex numbers (heads, n) as pairs of real and imaginary parts."""
+    parts = zip(values.real.tolist(), values.imag.tolist(), strict=True)
+    return [tuple(zip(real, imaginary, strict=True)) for real, imaginary in parts]
+
+
+def _profiles(m: Moments, scale: float, approximation: list[str]) -> dict[str, list[Any]]:
+    """Propagation profiles that have no closed form."""
+    u = torch.linspace(-0.5, 0.5, PROFILE_POINTS, dtype=torch.float64)
+    profiles = [
+        tuple(mixture_continuum(m.select(head), scale, u).tolist()) if how == "mixture" else None
+        for head, how in enumerate(approximation)
+    ]
+    return {"profile": profiles}
 
 
 def _drives(part: LayerMoments, finite: Tensor, gram: Tensor, scale: float) -> dict[str, list[Any]]:
