@@ -1,0 +1,257 @@
+"""The lines of the table of benchmarks: what is measured, against what, the aim, and where the results have the figure.
+
+A figure that results do not have is None, and shown as `-`: it was not measured on that device yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Results = dict[str, Any]
+Device = Literal["cpu", "gpu"]
+LONG = 8192  # tokens from which on the aims of the statistics hold
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table."""
+
+    what: str
+    against: str
+    results: str  # the name of the file, without .json
+    figure: Callable[[Results], float | None]
+    unit: str = ""  # "": a ratio
+    aim: float | None = None
+    at_least: bool = False  # the aim is a lower bound
+    obstacle: Callable[[Results], str] | None = None  # what stands in the way, where the aim is not met
+    shown: str = ".2f"
+
+    def value(self, results: Results | None) -> float | None:
+        """The figure in results; None where they do not have it."""
+        if results is None:
+            return None
+        try:
+            return self.figure(results)
+        except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError):
+            return None
+
+    def words(self, value: float | None) -> str:
+        """A figure with its unit."""
+        return "-" if value is None else f"{value:{self.shown}}{' ' if self.unit else ''}{self.unit}"
+
+    def aim_words(self) -> str:
+        if self.aim is None:
+            return "-"
+        return f"{'at least' if self.at_least else 'at most'} {self.words(self.aim)}"
+
+    def met(self, value: float | None) -> bool | None:
+        """Whether a figure reaches the aim, as the table shows both; None without an aim or a figure."""
+        if self.aim is None or value is None:
+            return None
+        shown = float(f"{value:{self.shown}}".replace(",", ""))
+        return shown >= self.aim if self.at_least else shown <= self.aim
+
+
+def at(*path: str | int) -> Callable[[Results], float | None]:
+    """The number at a place in nested results."""
+
+    def figure(results: Results) -> float | None:
+        found: Any = results
+        for key in path:
+            found = found[key]
+        return float(found)
+
+    return figure
+
+
+def over(path: Iterable[str], below: Iterable[str]) -> Callable[[Results], float | None]:
+    """The ratio of two numbers."""
+    upper, lower = at(*path), at(*below)
+    return lambda results: (upper(results) or 0.0) / (lower(results) or float("nan"))
+
+
+def of_flash(size: int, name: str) -> Callable[[Results], float | None]:
+    """The largest ratio to the flash forward pass over lengths from 8,192 tokens on, bfloat16 and causal."""
+
+    def figure(results: Results) -> float | None:
+        return max(
+            case["ms"][name] / case["ms"]["flash forward"]
+            for case in results["cases"]
+            if case["T"] >= LONG and case["D"] == size and case["dtype"] == "bfloat16" and case["causal"]
+            if case.get("batch", 1) == 1
+            if name in case["ms"]
+        )
+
+    return figure
+
+
+LINEAR = ("linear", "fastmax", "delta", "gated_delta")  # mechanisms whose cost is linear in the number of tokens
+
+
+def slowest(names: Iterable[str] | None, excluded: Iterable[str] = ()) -> Callable[[Results], float | None]:
+    """The largest ratio of a mechanism to SDPA with as many keys, forward pass, at the longest T."""
+    return lambda results: slowest_mechanism(results, names, excluded)[1]
+
+
+def slowest_mechanism(results: Results, names: Iterable[str] | None, excluded: Iterable[str] = ()) -> tuple[str, float]:
+    long, seconds = str(results["lengths"][-1]), results["seconds"]
+    ratios = {}
+    for label, times in seconds.items():
+        base = label.split("(")[0].split(",")[0].strip()
+        if label.startswith("SDPA") or base in excluded or (names is not None and base not in names):
+            continue
+        sdpa = seconds["SDPA, all keys" if label in results["all_keys"] else "SDPA"]
+        ratios[label] = times[long]["forward"] / sdpa[long]["forward"]
+    return max(ratios.items(), key=lambda item: item[1])
+
+
+# What stands in the way of an aim
+
+
+def of_import(results: Results) -> str:
+    stages = results["locater"]["stages"]
+    decompositions = stages["eigenvalues"] + stages["singular values"]
+    return (
+        f"of {results['locater']['seconds']:.2f} s, {decompositions:.2f} s are 1,024 decompositions of 64 x 64, "
+        f"{stages['folding and moments']:.2f} s the products of all query and key maps, and "
+        f"{stages['reading']:.2f} s reading {results['locater']['bytes_read'] / 1e6:.0f} MB, each stage alone on one thread"
+    )
+
+
+def of_rival(results: Results) -> str:
+    rival = results["transformer_lens_bfloat16"]
+    return (
+        f"the rival maps the file and reads {rival['seconds_loading']:.2f} s long; what remains is the same 512 "
+        f"eigenproblems on both sides. {of_import(results)[0].upper()}{of_import(results)[1:]}"
+    )
+
+
+def of_eigenvalues(results: Results) -> str:
+    rest = results["seconds_without_eigenvalues"]
+    return (
+        f"without eigenvalues it takes {rest:.3f} s. The decompositions run on the {results['cores']} cores of the host: CUDA "
+        "has no fast solver for matrices that are not symmetric"
+    )
+
+
+def of_slowest(names: Iterable[str] | None, excluded: Iterable[str] = ()) -> Callable[[Results], str]:
+    def words(results: Results) -> str:
+        name, ratio = slowest_mechanism(results, names, excluded)
+        return f"the slowest is {name} at {ratio:.2f} ([all of them](mechanisms.md))"
+
+    return words
+
+
+def of_products(size: int) -> Callable[[Results], str]:
+    """The share of the products of queries and keys in the time of the statistics at the longest T."""
+
+    def words(results: Results) -> str:
+        cases = [x for x in results["cases"] if x["D"] == size and x["dtype"] == "bfloat16" and x["causal"]]
+        long = max((x for x in cases if x.get("batch", 1) == 1), key=lambda case: case["T"])
+        ms = long["ms"]["statistics"]
+        return (
+            f"at {long['T']:,} tokens the products of queries and keys alone take {long['floor_ms'] / ms:.2f} of its "
+            f"{ms:.2f} ms at the card's rate of 790 TFLOP/s; the rest are exponentials, of which a head of {size} has "
+            f"{128 // size} times as many for each product as one of 128"
+        )
+
+    return words
+
+
+def of_host(results: Results) -> str:
+    llama = results.get("llama", {})
+    host = llama.get("host_ms_per_layer", {})
+    parts = ", ".join(f"{name} {ms:.2f} ms" for name, ms in host.items())
+    if not parts:
+        return "Python and dispatch on the host for each attention call, and entering and leaving an observation"
+    return f"the host, for each layer beside a plain pass: {parts}; a plain pass takes {llama['plain_ms']:.1f} ms"
+
+
+def of_step(results: Results) -> str:
+    compiled = results["compiled"]
+    return (
+        f"a plain step takes {compiled['plain_ms']:.1f} ms; an observed one runs another graph, whose calls are heard"
+    )
+
+
+def of_penalty(results: Results) -> str:
+    seconds = results["seconds"]
+    return (
+        f"alone, penalty and gradient take {1e3 * seconds['penalty']:.2f} ms of a step of "
+        f"{1e3 * seconds['training step']:.1f} ms: a few dozen small kernels, whose launches take the time"
+    )
+
+
+# The table
+
+
+SCAN = "512 heads of a checkpoint of 1B shape from disk, with eigenvalues"
+FLASH = "SDPA flash forward, bfloat16, causal, from 8,192 tokens on"
+LLAMA = "the plain pass, Llama-1B shape, 2 x 4,096 tokens"
+
+CPU_LINES = (
+    Line(SCAN, "TransformerLens, float32", "checkpoint", over(("transformer_lens", "seconds"), ("locater", "seconds")),
+         "times as fast", 10, True, of_import, ".1f"),
+    Line(SCAN, "TransformerLens, bfloat16", "checkpoint",
+         over(("transformer_lens_bfloat16", "seconds"), ("locater", "seconds")), "times as fast", 2, True, of_rival, ".1f"),
+    Line(SCAN, "-", "checkpoint", at("locater", "seconds"), "s"),
+    Line("the same scan: memory", "over the import", "checkpoint", lambda r: r["locater"]["peak_over_import"] / 1e6, "MB",
+         shown=".0f"),
+    Line("the same heads of a live model", "-", "live-cpu", at("seconds"), "s"),
+    Line("one layer of a 405B shape: memory", "over the import", "large",
+         lambda r: r["Llama-405B"]["peak_over_import"] / 1e9, "GB", 1),
+    Line("remote scan, 30 ms latency", "the same scan from disk", "remote",
+         lambda r: r["https"]["seconds"] - r["local"]["seconds"], "s more", 1),
+    Line("remote scan: bytes", "queries, keys and norms", "remote", over(("https", "bytes"), ("bytes_needed",)), aim=1.15),
+    Line("a model without a record, layouts known", "names given by hand", "discovery",
+         over(("cached", "seconds"), ("named", "seconds"))),
+    Line("a fleet of 1,000 small checkpoints, two workers", "-", "fleet", at("checkpoints_per_second", "2 workers"),
+         "a second", shown=".0f"),
+    Line("`locater --help`", "-", "startup", at("help", "seconds"), "s", 0.3),
+    Line("`locater --version`", "-", "startup", at("version", "seconds"), "s", 0.3),
+    Line("`locater train`, one step, from the start of the process", "import torch", "startup",
+         over(("train", "seconds"), ("torch", "seconds"))),
+    Line("the page of a scan of 1,024 heads", "-", "pages", at("scan", "seconds"), "s"),
+    Line("the page of a scan of 1,024 heads: size", "-", "pages", at("scan", "megabytes"), "MB", shown=".1f"),
+    Line("`observe`, GPT-2 small, 4 x 1,024 tokens", "the plain pass", "observe-cpu",
+         over(("contenders", "observe", "seconds"), ("contenders", "plain", "seconds"))),
+    Line("the same: memory", "the plain pass", "observe-cpu",
+         over(("contenders", "observe", "peak_mb"), ("contenders", "plain", "peak_mb"))),
+    Line("LocAteR penalty, GPT-2 small", "the plain step", "penalty-cpu", at("step with / step without")),
+    Line("`explain.relevance`, GPT-2 small", "a forward pass", "relevance",
+         over(("work", "relevance", "seconds"), ("work", "forward", "seconds"))),
+    Line("slowest mechanism, forward, 2,048 tokens", "SDPA", "mechanisms-cpu", slowest(None)),
+)  # fmt: skip
+
+GPU_LINES = (
+    Line("statistics, heads of 128", FLASH, "attention", of_flash(128, "statistics"), aim=0.37),
+    Line("statistics, extended, heads of 128", FLASH, "attention", of_flash(128, "statistics, extended"), aim=0.43),
+    Line("statistics, heads of 64", FLASH, "attention", of_flash(64, "statistics"), aim=0.40, obstacle=of_products(64)),
+    Line("statistics, extended, heads of 64", FLASH, "attention", of_flash(64, "statistics, extended"), aim=0.45,
+         obstacle=of_products(64)),
+    Line("output and statistics in one pass, heads of 128", FLASH, "attention", of_flash(128, "fused"), aim=1.15),
+    Line("output and statistics in one pass, heads of 64", FLASH, "attention", of_flash(64, "fused"), aim=1.15),
+    Line("`observe` around one pass", LLAMA, "observe-gpu", at("llama", "around"), aim=1.12, obstacle=of_host),
+    Line("a pass inside an observation that goes on", LLAMA, "observe-gpu", at("llama", "inside"), aim=1.10,
+         obstacle=of_host),
+    Line("the same, `rows=64`", LLAMA, "observe-gpu", at("llama", "rows64_inside"), aim=1.03, obstacle=of_host),
+    Line("an observed step, GPT-2 small, compiled", "-", "observe-gpu", at("compiled", "observed_step_ms"), "ms", 30,
+         obstacle=of_step, shown=".1f"),
+    Line("steps with a `Monitor`, every 50th observed", "the plain steps", "observe-gpu", at("compiled", "ratio"),
+         shown=".3f"),
+    Line("scan of a live model of 1B shape, with eigenvalues", "-", "live-gpu", at("seconds"), "s", 0.1,
+         obstacle=of_eigenvalues),
+    Line("LocAteR penalty, GPT-2 small", "the plain step", "penalty-gpu", at("step with / step without"), aim=1.01,
+         obstacle=of_penalty, shown=".3f"),
+    Line("slowest mechanism that is linear in T, 8,192 tokens", "SDPA", "mechanisms-gpu", slowest(LINEAR), aim=1,
+         obstacle=of_slowest(LINEAR)),
+    Line("slowest of the others, 8,192 tokens", "SDPA", "mechanisms-gpu", slowest(None, LINEAR), aim=3,
+         obstacle=of_slowest(None, LINEAR)),
+    Line("`explain.operator`, a row, Llama of 1B", "a forward pass", "explain-gpu", at("bfloat16", "one_row_over_forward")),
+    Line("a step of the papers' small runs: queued by the host", "the step", "training-gpu", at("host_share")),
+    Line("runs of 1,500 steps, one at a time", "-", "training-gpu", at("runs_per_minute"), "a minute"),
+)  # fmt: skip
+
+LINES: dict[Device, tuple[Line, ...]] = {"cpu": CPU_LINES, "gpu": GPU_LINES}
