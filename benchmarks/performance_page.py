@@ -25,7 +25,7 @@ LIMITS = (0.0, 2.0)  # of ratios: room for the legend above 1
 INTRO = """# Performance
 
 What Locater costs, next to something you know: a plain forward pass, SDPA, another tool. Every line is a ratio or a time from one run, in which contenders take turns, and the
-results are kept as JSON with the machine named ([all of them](../benchmarks/results)). The page is made from those files by `python benchmarks/run.py --page`.
+results are kept as JSON with the machine named; each figure links to them. The page is made from those files by `python benchmarks/run.py --page`.
 
     make bench                      # all benchmarks for the CPU: a table beside the last results
     make bench DEVICE=gpu           # those for a GPU
@@ -85,7 +85,8 @@ def _table(lines: tuple[Line, ...], results: dict[str, Any]) -> Iterator[str]:
     for line in lines:
         value = line.value(results.get(line.results))
         met = {True: "yes", False: "[no](#what-stands-in-the-way)", None: "-"}[line.met(value)]
-        yield f"| {line.what} | {line.against} | {line.aim_words()} | {line.words(value)} | {met} |"
+        figure = "-" if value is None else f"[{line.words(value)}](../benchmarks/results/{line.results}.json)"
+        yield f"| {line.what} | {line.against} | {line.aim_words()} | {figure} | {met} |"
 
 
 def _obstacles(results: dict[str, Any]) -> Iterator[str]:
