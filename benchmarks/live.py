@@ -15,24 +15,25 @@ import time
 from typing import Any
 
 from common import command_line, device_and_torch, place, write
-from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, VOCABULARY, WIDTH
+from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, WIDTH
 
 ROUNDS = 9
 CHECKED = 3  # layer
 
 
 def model(device: str) -> Any:
-    """Random weights whose logits have a spread near 1, gains away from 1."""
+    """The package's own model, by names and numbers a Llama: random weights whose logits have a spread near 1, gains
+    away from 1. The MLPs, which are not read, are small.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from locater.models.shape import Shape
+    from locater.models.transformer import Transformer
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):  # the MLPs are not read, and small
-        shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-        shape |= {"num_key_value_heads": KEY_HEADS, "head_dim": SIZE, "intermediate_size": 256}
-        built = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **shape))
-    torch.set_default_dtype(torch.float32)
+    heads: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "kv_heads": KEY_HEADS}
+    with torch.device(device):
+        built = Transformer(Shape(vocabulary=1024, hidden=256, length=256, **heads)).to(torch.bfloat16)
     with torch.no_grad():
         for name, p in built.named_parameters():
             if "layernorm" in name:

@@ -13,6 +13,7 @@ end             evaluation on both splits, measures, weights, and the scan of th
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 
@@ -52,6 +53,7 @@ class Clock:
         made = work()
         self.wait()
         self.seconds[name] = time.perf_counter() - began
+        print(f"{name}: {self.seconds[name]:.3f} s", file=sys.stderr, flush=True)
         return made
 
 

@@ -113,7 +113,8 @@ def _finite_heads(moments: Moments, key_bias: Tensor) -> Tensor:
 
 def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[str, list[Any]]:
     """The computed columns of the finite heads of layers alike."""
-    m, key_bias = part.moments.select(finite), part.key_bias[finite]
+    whole = bool(finite.all())  # as good as always: then nothing is copied
+    m, key_bias = (part.moments, part.key_bias) if whole else (part.moments.select(finite), part.key_bias[finite])
     one = part.layers[0][1]
     scale = 1.0 if one.unknown_scale is not None else one.scale
     with ThreadPoolExecutor(1) as beside:  # the decompositions take longest, and wait for nothing

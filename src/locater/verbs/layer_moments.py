@@ -29,7 +29,8 @@ NumberedLayer = tuple[int, AttentionLayer]
 BLOCK = 40 * 2**20
 CACHED = 2**21  # the same where it is up to us: small enough to stay in a cache, and not to be paged in anew each time
 FEW = 2**20  # numbers of all maps: below it workers cost more than they save
-TOGETHER = 2**21  # numbers of one of the small matrices of the heads that are joined: 512 heads of 64, 128 of 128
+TOGETHER = 2**18  # numbers of one of the small matrices of the heads that are joined: 64 heads of 64, 16 of 128
+ON_GPU = 8  # times as many where maps are on a GPU, which is waited for once for each record
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def layer_moments(
         measured = (_measured(number, layer, raw, inputs, read_in_workers) for number, layer in numbered)
     group: list[_One] = []
     for one in measured:
-        if group and (one.kind != group[0].kind or _size(*group, one) > TOGETHER):
+        if group and (one.kind != group[0].kind or _size(*group, one) > _limit(one)):
             yield from _joined(group, raw, inputs)
             group = []
         group.append(one)
@@ -179,17 +180,18 @@ def _joined(group: list[_One], raw: bool, inputs: Mapping[int, Input] | None) ->
     numbers have arrived, and layers with such heads are multiplied again.
     """
     on_cpu = group[0].key_bias.device.type == "cpu"
-    counts = [len(one.key_bias) for one in group]
+    numbered, counts = [(one.number, one.layer) for one in group], [len(one.key_bias) for one in group]
     with one_thread():
         moments = joined_moments([one.moments for one in group]).cpu()
         bias = torch.cat([one.key_bias for one in group]).cpu()
-        lost = [False] * len(group)
+        group.clear()  # and with it the matrices of each layer
+        lost = [False] * len(numbered)
         if not on_cpu and moments.query_gram.dtype == torch.float32:
             lost = [bool(part.any()) for part in lost_in_float32(moments).split(counts)]
     ends = torch.tensor(counts).cumsum(0).tolist()
-    for again, places in groupby(range(len(group)), lost.__getitem__):
+    for again, places in groupby(range(len(numbered)), lost.__getitem__):
         which = list(places)
-        layers = [(group[i].number, group[i].layer) for i in which]
+        layers = [numbered[i] for i in which]
         if again:
             for number, layer in layers:
                 double, key_bias = _moments(layer, raw, None if inputs is None else inputs[number], double=True)
@@ -197,6 +199,10 @@ def _joined(group: list[_One], raw: bool, inputs: Mapping[int, Input] | None) ->
         else:
             heads = slice(ends[which[0]] - counts[which[0]], ends[which[-1]])
             yield LayerMoments(layers, moments.select(heads), bias[heads])
+
+
+def _limit(one: _One) -> int:
+    return TOGETHER if one.key_bias.device.type == "cpu" else ON_GPU * TOGETHER
 
 
 def _size(*group: _One) -> int:
