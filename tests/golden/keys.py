@@ -32,10 +32,11 @@ RENAMED: dict[str, dict[str, str]] = {
 CHANGED: dict[str, dict[str, object]] = {
     "probe": {"schema": 2},  # three columns were renamed
     "names": {  # runs were added: arms of headlines have eight seeds; studies j, k and l of bao2024
-        "kept_runs.bao2024.bao2024": 501,
+        "kept_runs.bao2024.bao2024": 511,
         "kept_runs.bao2024.xiao2026": 3,
-        "kept_runs.mechanisms.qiu2025": 98,
-        "kept_runs.mechanisms.sun2026": 115,
+        "kept_runs.mechanisms.qiu2025": 124,
+        "kept_runs.mechanisms.sun2026": 157,
+        "kept_runs.mechanisms.xiao2026": 39,
         "kept_runs.mechanisms.zoo": 198,
     },
 }

@@ -223,7 +223,7 @@ def test_the_page_says_what_the_verdicts_say() -> None:
     """With all claims measured, with some, with none; and other words where verdicts are others."""
     paper, document = PAPERS["bao2024"], json.loads((KEPT.parent / "bao2024.json").read_text())
     text, figures = page(document, paper)
-    assert len(figures) == 15
+    assert len(figures) == 16
     assert text.index("**LocAteR against no penalty**") < text.index("**Theory.**")
     assert "which is not enough to decide" in text
     for verdict, words in (("holds", "so it is lowered"), ("fails", "so it is raised")):
