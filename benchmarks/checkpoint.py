@@ -18,6 +18,7 @@ file is in the page cache for all of them; --cold drops it before each run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -34,41 +35,38 @@ from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, WIDTH, write_check
 
 def run_locater(folder: Path) -> dict[str, Any]:
     import locater
-    from locater.families import effective
+    from locater.numerics import one_thread
+    from locater.verbs.layer_moments import _in_memory, _moments
 
     base, read_before = memory(), bytes_read()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     scan = locater.scan(folder, eigenvalues=True)
-    whole = time.perf_counter() - began
+    whole, worked = time.perf_counter() - began, time.process_time() - worked
     taken, top = bytes_read() - read_before, peak() - base
-    stages = {"reading": 0.0, "folding and moments": 0.0, "singular values": 0.0, "eigenvalues": 0.0}
-    for layer in locater.attention_layers(folder):
-        marks = [time.perf_counter()]
-        query, key = layer.query.weight(), layer.key.weight()
-        marks.append(time.perf_counter())
-        moments = effective(_in_memory(layer, query, key)).moments()
-        moments.trace, moments.trace_of_square, moments.frobenius_sq, moments.symmetric_cube  # noqa: B018
-        marks.append(time.perf_counter())
-        moments.singular_values()
-        marks.append(time.perf_counter())
-        moments.eigenvalues()
-        marks.append(time.perf_counter())
-        for stage, a, b in zip(stages, marks, marks[1:], strict=False):
-            stages[stage] += b - a
+    stages = dict.fromkeys(("reading", "folding and moments", "singular values", "eigenvalues"), 0.0)
+    with one_thread():
+        for layer in locater.attention_layers(folder):
+            marks = [time.perf_counter()]
+            read = _in_memory(layer)
+            marks.append(time.perf_counter())
+            moments, _ = _moments(read, False, None)
+            moments.trace, moments.trace_of_square, moments.frobenius_sq, moments.symmetric_cube  # noqa: B018
+            marks.append(time.perf_counter())
+            moments.singular_values()
+            marks.append(time.perf_counter())
+            moments.eigenvalues()
+            marks.append(time.perf_counter())
+            for stage, (a, b) in zip(stages, itertools.pairwise(marks), strict=True):
+                stages[stage] += b - a
     return {
         "heads": len(scan.rows),
         "seconds": whole,
+        "processor_seconds": worked,
         "bytes_read": taken,
         "peak_over_import": top,
         "stages": stages,
         "error": effective_error({(r.layer, r.head): r.eigenvalues for r in scan.rows}, folder),
     }
-
-
-def _in_memory(layer: Any, query: Any, key: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(layer, query=replace(layer.query, weight=lambda: query), key=replace(layer.key, weight=lambda: key))
 
 
 def run_moments(folder: Path) -> dict[str, Any]:
@@ -118,7 +116,7 @@ def run_transformer_lens(folder: Path, half: bool = False) -> dict[str, Any]:
 
     tokenizer = _tokenizer(folder)
     base, read_before = memory(), bytes_read()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     dtype = torch.bfloat16 if half else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     bridge = TransformerBridge.boot_transformers(
@@ -126,11 +124,12 @@ def run_transformer_lens(folder: Path, half: bool = False) -> dict[str, Any]:
     )
     loaded = time.perf_counter() - began
     values = bridge.QK.eigenvalues
-    whole = time.perf_counter() - began
+    whole, worked = time.perf_counter() - began, time.process_time() - worked
     taken, top = bytes_read() - read_before, peak() - base
     spectra = {(i, h): [(z.real, z.imag) for z in values[i, h].tolist()] for i in range(LAYERS) for h in range(HEADS)}
     return {
         "seconds": whole,
+        "processor_seconds": worked,
         "seconds_loading": loaded,
         "bytes_read": taken,
         "peak_over_import": top,
@@ -204,7 +203,7 @@ def rounds(folder: Path, cold: bool, count: int) -> dict[str, Any]:
     there = [name for name in RUNS if "lens" not in name or find_spec("transformer_lens")]  # make bench installs it
     runs = in_turns({name: partial(contender, name) for name in there}, count)
     return {
-        name: median_run(of_name, "moments_over_floor" if name == "moments" else "seconds")
+        name: median_run(of_name, *(("moments_over_floor",) if name == "moments" else ("seconds", "processor_seconds")))
         for name, of_name in runs.items()
     }
 
@@ -224,7 +223,8 @@ def summary(results: dict[str, Any]) -> str:
             continue
         theirs = results[name]
         lines.append(
-            f"{name} {theirs['version']}: {theirs['seconds']:.2f} s ({theirs['seconds'] / ours['seconds']:.1f} x), "
+            f"{name} {theirs['version']}: {theirs['seconds']:.2f} s ({theirs['seconds'] / ours['seconds']:.1f} x; of processor "
+            f"time {theirs['processor_seconds'] / ours['processor_seconds']:.1f} x), "
             f"{theirs['peak_over_import'] / 1e6:.0f} MB over the import "
             f"({theirs['peak_over_import'] / ours['peak_over_import']:.0f} x); error "
             f"of the trace on the effective map {theirs['error']['median']:.2g} of its norm (median), ours {ours['error']['median']:.2g}"
