@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import locater
+from locater import spectrum
 from locater.families import attention_layers, effective
 from locater.verbs import layer_moments as module
 from locater.verbs.head_rows import ScanOptions, head_rows
-from locater.verbs.layer_moments import layer_moments
+from locater.verbs.layer_moments import Work, layer_moments
 from locater.verbs.scan_result import HeadRow
 
 
@@ -45,7 +46,7 @@ def one_by_one(source: Any, options: ScanOptions) -> list[HeadRow]:
     rows: list[HeadRow] = []
     for pair in enumerate(attention_layers(source)):
         with threads(1):
-            for part in layer_moments([pair], [pair], options.raw):
+            for part in layer_moments([pair], [pair[1]], Work(options.raw)):
                 rows.extend(head_rows(part, options))
     return rows
 
@@ -65,9 +66,9 @@ def test_workers_and_joined_layers_change_no_number(
     monkeypatch.setattr(module, "_moments", lambda *a, **k: seen.append(current()) or moments(*a, **k))
     for together in (module.TOGETHER, 2 * 8 * 8 * 8, 1):  # four layers in one record, two, one
         monkeypatch.setattr(module, "TOGETHER", together)
-        with threads(3):
+        with threads(4):
             rows = locater.scan(source, eigenvalues=True, details=True).rows
-            assert torch.get_num_threads() == 3
+            assert torch.get_num_threads() == 4
         assert [(row.layer, row.head) for row in rows] == [(i, j) for i in range(4) for j in range(8)]
         for row, other in zip(rows, apart, strict=True):
             assert_close(row, other)
@@ -97,7 +98,7 @@ def test_small_blocks_have_the_products_of_the_whole_layer(monkeypatch: pytest.M
     monkeypatch.setattr(module, "CACHED", 1)
     built = model()
     pairs = list(enumerate(attention_layers(built)))
-    parts = list(layer_moments(pairs, pairs, raw=False))
+    parts = list(layer_moments(pairs, [layer for _, layer in pairs], Work()))
     assert [number for part in parts for number, _ in part.layers] == [0, 1, 2, 3]
     whole = [effective(layer).moments() for _, layer in pairs]
     for name in ("trace", "trace_of_square", "frobenius_sq", "symmetric_cube"):
@@ -105,13 +106,23 @@ def test_small_blocks_have_the_products_of_the_whole_layer(monkeypatch: pytest.M
         assert torch.equal(joined, torch.cat([getattr(m, name) for m in whole])), name
 
 
-def test_a_head_that_needs_float64_stays_apart_from_the_others() -> None:
-    """Of the second layer queries and keys use nearly separate channels: its trace cancels in float32."""
+@pytest.mark.parametrize("arrived", [False, True], ids=["on the CPU", "as from a GPU"])
+def test_a_head_that_needs_float64_stays_apart_from_the_others(arrived: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second layer queries and keys use nearly separate channels: W is much smaller than its factors. On a GPU this is
+    seen when the numbers of several layers have arrived.
+    """
+    if arrived:
+        monkeypatch.setattr(module, "_on_cpu", lambda one: False)
+        monkeypatch.setattr(spectrum, "_needs_double", lambda *_: False)
     built = model()
     attention = built.model.layers[1].self_attn
     with torch.no_grad():
-        attention.q_proj.weight[:, 32:] *= 1e-5
-        attention.k_proj.weight[:, :32] *= 1e-5
+        attention.q_proj.weight.view(8, 8, 64)[:, 4:] *= 1e-5
+        attention.k_proj.weight.view(2, 8, 64)[:, :4] *= 1e-5
+    pairs = list(enumerate(attention_layers(built)))
+    parts = list(layer_moments(pairs, [layer for _, layer in pairs], Work()))
+    assert [[number for number, _ in part.layers] for part in parts] == [[0], [1], [2, 3]]
+    assert [part.moments.query_gram.dtype for part in parts] == [torch.float32, torch.float64, torch.float32]
     rows = locater.scan(built).rows
     gain = built.model.layers[1].input_layernorm.weight.double()
     q = (attention.q_proj.weight.double() * gain).view(8, 8, 64)
@@ -141,7 +152,7 @@ def test_the_caller_keeps_its_threads_when_a_layer_fails(monkeypatch: pytest.Mon
         raise ValueError("no")
 
     monkeypatch.setattr(module, "_moments", broken)
-    with threads(2):
+    with threads(4):
         with pytest.raises(ValueError, match="no"):
             locater.scan(model())
-        assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 4

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from locater.families.bias import PairBias
 from locater.families.pairs import PairTerms
 from locater.findings import flags_of, key_variance
 from locater.missing import finite_or_none
-from locater.numerics import one_thread
+from locater.numerics import lone_workers, one_thread
 from locater.predict.input_statistics import Input
 from locater.predict.prediction import predict
 from locater.spectrum import Moments
@@ -49,6 +50,26 @@ class ScanOptions:
     eigenvalues: bool = False
     details: bool = False  # what a page draws: eigenvalues, drives, profiles without a closed form
     inputs: Mapping[int, Input] | None = None  # measured statistics by layer number
+
+
+def rows_of(parts: Iterable[LayerMoments], options: ScanOptions, workers: int = 1) -> Iterator[HeadRow]:
+    """One row per head of all layers, in their order. So many records are worked on at a time."""
+    if workers < 2 or options.inputs is not None:  # heads that are run on tokens have all threads
+        for part in parts:
+            yield from head_rows(part, options)
+        return
+    waiting: deque[Future[list[HeadRow]]] = deque()
+    with lone_workers(workers) as pool:
+        for part in parts:
+            waiting.append(pool.submit(_listed, part, options))
+            if len(waiting) > workers:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+def _listed(part: LayerMoments, options: ScanOptions) -> list[HeadRow]:
+    return list(head_rows(part, options))
 
 
 @torch.no_grad()
@@ -117,12 +138,9 @@ def _columns(part: LayerMoments, finite: Tensor, options: ScanOptions) -> dict[s
     m, key_bias = (part.moments, part.key_bias) if whole else (part.moments.select(finite), part.key_bias[finite])
     one = part.layers[0][1]
     scale = 1.0 if one.unknown_scale is not None else one.scale
-    with ThreadPoolExecutor(1) as beside:  # the decompositions take longest, and wait for nothing
-        wanted = m.cross is not None and (options.eigenvalues or options.details)
-        eigenvalues = beside.submit(m.eigenvalues) if wanted else None
-        columns = _moment_columns(m, scale, key_bias, options.length)
-        if eigenvalues is not None:
-            columns["eigenvalues"] = _pairs(eigenvalues.result())
+    columns = _moment_columns(m, scale, key_bias, options.length)
+    if m.cross is not None and (options.eigenvalues or options.details):
+        columns["eigenvalues"] = _pairs(m.eigenvalues())
     if m.cross is not None and options.details:
         columns |= _profiles(m, scale, columns["approximation"]) | _drives(part, finite, m.gram, scale)
     if one.mechanism != "softmax":

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from locater.families import AttentionLayer, Tokens, effective
 from locater.families.splitting import head_blocks
-from locater.numerics import one_thread
+from locater.numerics import lone_workers, one_thread
 from locater.predict.input_statistics import Input
 from locater.spectrum import Moments, joined_moments, lost_in_float32
 
@@ -41,6 +42,12 @@ class LayerMoments:
     moments: Moments
     key_bias: Tensor
 
+    def part(self, layers: slice) -> LayerMoments:
+        """Some of the layers."""
+        ends = [0, *accumulate(layer.heads for _, layer in self.layers)]
+        heads = slice(ends[layers.start], ends[layers.stop])
+        return LayerMoments(self.layers[layers], self.moments.select(heads), self.key_bias[heads])
+
 
 @dataclass(frozen=True)
 class _One:
@@ -57,42 +64,59 @@ class _One:
         return scale, self.layer.mechanism, gram.shape[-1], gram.dtype, gram.device, cross is None
 
 
+@dataclass(frozen=True)
+class Work:
+    """How layers are worked on."""
+
+    raw: bool = False
+    inputs: Mapping[int, Input] | None = None  # measured statistics by layer number
+    workers: int = 1  # at most
+    by_threads: bool = False  # maps can be read by several threads at the same time
+    held: bool = False  # maps are in memory already
+
+    def input_of(self, number: int) -> Input | None:
+        return None if self.inputs is None else self.inputs[number]
+
+
 @torch.no_grad()
 def layer_moments(
-    numbered: Iterable[NumberedLayer],
-    layers: Sequence[NumberedLayer],
-    raw: bool,
-    inputs: Mapping[int, Input] | None = None,
-    read_in_workers: bool = False,
+    numbered: Iterable[NumberedLayer], layers: Sequence[AttentionLayer], work: Work
 ) -> Iterator[LayerMoments]:
     """The small matrices of `numbered`, which are `layers` as they are asked for (a progress bar counts them). With
-    `inputs` layers are one block each: the covariance of measured tokens, as large as a map, would be folded into each.
-    `read_in_workers`: their maps may be read by several threads at the same time.
+    measured statistics a layer is one block: the covariance of tokens, as large as a map, would be folded into each.
     """
-    workers = 1 if inputs is not None else _workers([layer for _, layer in layers])
+    room = BLOCK // max(_held_by_worker(layer, work) for layer in layers)  # how many fit into the memory of a block
+    small = sum(map(_numbers, layers)) < FEW
+    workers = 1 if small or work.inputs is not None else min(work.workers, len(layers), room)
     if workers > 1:
-        measured = _by_workers(numbered, raw, workers, read_in_workers)
-    else:
-        measured = (_measured(number, layer, raw, inputs, read_in_workers) for number, layer in numbered)
+        measured = _by_workers(numbered, work, workers)
+    else:  # one that fills the room has all threads
+        measured = _in_turn(numbered, work, alone=room > 1 and work.inputs is None)
     group: list[_One] = []
     for one in measured:
         if group and (one.kind != group[0].kind or _size(*group, one) > _limit(one)):
-            yield from _joined(group, raw, inputs)
+            yield from _joined(group, work)
             group = []
         group.append(one)
     if group:
-        yield from _joined(group, raw, inputs)
+        yield from _joined(group, work)
 
 
-def _workers(layers: Sequence[AttentionLayer]) -> int:
-    """How many layers are folded at the same time: as many as there are threads and memory for."""
-    sizes = [_numbers(layer) for layer in layers]
-    if sum(sizes) < FEW:
-        return 1
-    return max(1, min(torch.get_num_threads(), len(layers), BLOCK // max(sizes)))
+def _held_by_worker(layer: AttentionLayer, work: Work) -> int:
+    """Numbers of maps that a worker has in memory: those of a block, or of the layer where it is read as a whole."""
+    return min(_numbers(layer), _block(layer)) if work.by_threads or work.held else _numbers(layer)
 
 
-def _by_workers(numbered: Iterable[NumberedLayer], raw: bool, workers: int, read_in_workers: bool) -> Iterator[_One]:
+def _in_turn(numbered: Iterable[NumberedLayer], work: Work, alone: bool) -> Iterator[_One]:
+    """One layer after the other."""
+    for number, layer in numbered:
+        with one_thread() if alone else nullcontext():
+            read = layer if work.by_threads or _numbers(layer) > BLOCK else _in_memory(layer)
+            one = _One(number, layer, *_moments(read, work.raw, work.input_of(number)))
+        yield one
+
+
+def _by_workers(numbered: Iterable[NumberedLayer], work: Work, workers: int) -> Iterator[_One]:
     """In the order of the layers. Maps on a GPU are multiplied there, without waiting for it."""
     waiting: deque[tuple[int, AttentionLayer, Future[tuple[Moments, Tensor]]]] = deque()
 
@@ -100,15 +124,15 @@ def _by_workers(numbered: Iterable[NumberedLayer], raw: bool, workers: int, read
         number, layer, future = waiting.popleft()
         return _One(number, layer, *future.result())
 
-    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with lone_workers(workers) as pool:
         for number, layer in numbered:
-            work = layer if read_in_workers else _in_memory(layer)
-            if not read_in_workers and work.query.weight().device.type != "cpu":
+            read = layer if work.by_threads else _in_memory(layer)
+            if not work.by_threads and read.query.weight().device.type != "cpu":
                 while waiting:
                     yield first()
-                yield _One(number, layer, *_moments(work, raw, None))
+                yield _One(number, layer, *_moments(read, work.raw, None))
                 continue
-            waiting.append((number, layer, pool.submit(_moments, work, raw, None)))
+            waiting.append((number, layer, pool.submit(_moments, read, work.raw, None)))
             if len(waiting) > workers:
                 yield first()
         while waiting:
@@ -129,11 +153,6 @@ def _in_memory(layer: AttentionLayer) -> AttentionLayer:
     """The layer with its maps read: by this thread, since not every source can be read by several."""
     query, key = (replace(part, weight=_Read(part.weight())) for part in (layer.query, layer.key))
     return replace(layer, query=query, key=key)
-
-
-def _measured(number: int, layer: AttentionLayer, raw: bool, inputs: Mapping[int, Input] | None, by_rows: bool) -> _One:
-    read = layer if by_rows or _numbers(layer) > BLOCK else _in_memory(layer)
-    return _One(number, layer, *_moments(read, raw, None if inputs is None else inputs[number]))
 
 
 def _numbers(layer: AttentionLayer) -> int:
@@ -164,8 +183,13 @@ def _blocks(layer: AttentionLayer, tokens: Tokens | None) -> Iterable[AttentionL
         return [layer]
     if isinstance(layer.query.weight, _Read) and layer.query.weight.tensor.device.type != "cpu":
         return head_blocks(layer, BLOCK)
+    return head_blocks(layer, _block(layer))
+
+
+def _block(layer: AttentionLayer) -> int:
+    """Numbers of maps in a block: those of a key head and its query heads at least, where they fit."""
     group = layer.head_dim * (layer.group * layer.query.shape[1] + layer.key.shape[1])
-    return head_blocks(layer, min(BLOCK, max(CACHED, group)))
+    return min(BLOCK, max(CACHED, group))
 
 
 def _block_moments(layer: AttentionLayer, raw: bool, tokens: Tokens | None, double: bool) -> tuple[Moments, Tensor]:
@@ -175,34 +199,52 @@ def _block_moments(layer: AttentionLayer, raw: bool, tokens: Tokens | None, doub
     return folded.moments(), folded.key_bias
 
 
-def _joined(group: list[_One], raw: bool, inputs: Mapping[int, Input] | None) -> Iterator[LayerMoments]:
-    """One record of a group. On the CPU heads that need float64 have it already; those of a GPU are known once their
+def _joined(group: list[_One], work: Work) -> Iterator[LayerMoments]:
+    """The records of a group. On the CPU heads that need float64 have it already; those of a GPU are known once their
     numbers have arrived, and layers with such heads are multiplied again.
     """
-    on_cpu = group[0].key_bias.device.type == "cpu"
+    on_cpu = _on_cpu(group[0])
     numbered, counts = [(one.number, one.layer) for one in group], [len(one.key_bias) for one in group]
     with one_thread():
         moments = joined_moments([one.moments for one in group]).cpu()
         bias = torch.cat([one.key_bias for one in group]).cpu()
         group.clear()  # and with it the matrices of each layer
-        lost = [False] * len(numbered)
-        if not on_cpu and moments.query_gram.dtype == torch.float32:
-            lost = [bool(part.any()) for part in lost_in_float32(moments).split(counts)]
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    for again, places in groupby(range(len(numbered)), lost.__getitem__):
-        which = list(places)
-        layers = [numbered[i] for i in which]
-        if again:
-            for number, layer in layers:
-                double, key_bias = _moments(layer, raw, None if inputs is None else inputs[number], double=True)
-                yield LayerMoments([(number, layer)], double.cpu(), key_bias.cpu())
-        else:
-            heads = slice(ends[which[0]] - counts[which[0]], ends[which[-1]])
-            yield LayerMoments(layers, moments.select(heads), bias[heads])
+        whole = LayerMoments(numbered, moments, bias)
+        if on_cpu:
+            yield whole
+            return
+        single = moments.query_gram.dtype == torch.float32
+        lost = [single and bool(part.any()) for part in lost_in_float32(moments).split(counts)]
+    for again, layers in _runs(counts, lost, moments.head_dim**2):
+        if not again:
+            yield whole.part(layers)
+            continue
+        for number, layer in numbered[layers]:
+            double, key_bias = _moments(layer, work.raw, work.input_of(number), double=True)
+            yield LayerMoments([(number, layer)], double.cpu(), key_bias.cpu())
+
+
+def _runs(counts: Sequence[int], lost: Sequence[bool], size: int) -> Iterator[tuple[bool, slice]]:
+    """Runs of layers with the same answer, of at most TOGETHER numbers. `counts` are heads of layers, `size` is the
+    number of entries of a small matrix.
+
+    >>> list(_runs([2, 2, 2, 2], [False, False, True, False], TOGETHER // 4))
+    [(False, slice(0, 2, None)), (True, slice(2, 3, None)), (False, slice(3, 4, None))]
+    """
+    start = 0
+    for end in range(1, len(counts) + 1):
+        full = end < len(counts) and sum(counts[start : end + 1]) * size > TOGETHER
+        if end == len(counts) or lost[end] != lost[start] or full:
+            yield lost[start], slice(start, end)
+            start = end
 
 
 def _limit(one: _One) -> int:
-    return TOGETHER if one.key_bias.device.type == "cpu" else ON_GPU * TOGETHER
+    return TOGETHER if _on_cpu(one) else ON_GPU * TOGETHER
+
+
+def _on_cpu(one: _One) -> bool:
+    return one.key_bias.device.type == "cpu"
 
 
 def _size(*group: _One) -> int:
