@@ -112,7 +112,6 @@ def test_a_head_that_needs_float64_stays_apart_from_the_others(arrived: bool, mo
     seen when the numbers of several layers have arrived.
     """
     if arrived:
-        monkeypatch.setattr(module, "_on_cpu", lambda one: False)
         monkeypatch.setattr(spectrum, "_needs_double", lambda *_: False)
     built = model()
     attention = built.model.layers[1].self_attn

@@ -203,16 +203,12 @@ def _joined(group: list[_One], work: Work) -> Iterator[LayerMoments]:
     """The records of a group. On the CPU heads that need float64 have it already; those of a GPU are known once their
     numbers have arrived, and layers with such heads are multiplied again.
     """
-    on_cpu = _on_cpu(group[0])
     numbered, counts = [(one.number, one.layer) for one in group], [len(one.key_bias) for one in group]
     with one_thread():
         moments = joined_moments([one.moments for one in group]).cpu()
         bias = torch.cat([one.key_bias for one in group]).cpu()
         group.clear()  # and with it the matrices of each layer
         whole = LayerMoments(numbered, moments, bias)
-        if on_cpu:
-            yield whole
-            return
         single = moments.query_gram.dtype == torch.float32
         lost = [single and bool(part.any()) for part in lost_in_float32(moments).split(counts)]
     for again, layers in _runs(counts, lost, moments.head_dim**2):
@@ -240,11 +236,7 @@ def _runs(counts: Sequence[int], lost: Sequence[bool], size: int) -> Iterator[tu
 
 
 def _limit(one: _One) -> int:
-    return TOGETHER if _on_cpu(one) else ON_GPU * TOGETHER
-
-
-def _on_cpu(one: _One) -> bool:
-    return one.key_bias.device.type == "cpu"
+    return TOGETHER if one.key_bias.device.type == "cpu" else ON_GPU * TOGETHER
 
 
 def _size(*group: _One) -> int:
