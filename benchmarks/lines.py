@@ -129,10 +129,12 @@ def of_rival(results: Results) -> str:
 
 
 def of_eigenvalues(results: Results) -> str:
-    rest = results["seconds_without_eigenvalues"]
+    rest, profile = results["seconds_without_eigenvalues"], results.get("profile")
+    parts = "" if not profile else ". A profile: " + ", ".join(f"`{k}` {1e3 * v:.0f} ms" for k, v in profile.items())
+    note = f". {results['note']}" if "note" in results else ""
     return (
-        f"without eigenvalues it takes {rest:.3f} s. The decompositions run on the {results['cores']} cores of the host: CUDA "
-        "has no fast solver for matrices that are not symmetric"
+        f"without eigenvalues it takes {rest:.2f} s: the decompositions run on the {results['cores']} cores of the host, since "
+        f"CUDA has no fast solver for matrices that are not symmetric{parts}{note}"
     )
 
 
@@ -161,12 +163,12 @@ def of_products(size: int) -> Callable[[Results], str]:
 
 
 def of_host(results: Results) -> str:
-    llama = results.get("llama", {})
-    host = llama.get("host_ms_per_layer", {})
-    parts = ", ".join(f"{name} {ms:.2f} ms" for name, ms in host.items())
-    if not parts:
-        return "Python and dispatch on the host for each attention call, and entering and leaving an observation"
-    return f"the host, for each layer beside a plain pass: {parts}; a plain pass takes {llama['plain_ms']:.1f} ms"
+    llama = results["llama"]
+    milliseconds = {name: us / 1e3 for name, us in llama.get("host_us_per_layer", {}).items()}
+    milliseconds |= llama.get("host_ms_per_layer", {})
+    host = ", ".join(f"{name} {ms:.2f} ms" for name, ms in milliseconds.items())
+    whole = ", ".join(f"{name} {ms:.1f} ms" for name, ms in llama["ms"].items())
+    return f"a pass takes {whole}; the host needs for each layer beside a plain pass: {host}"
 
 
 def of_step(results: Results) -> str:
@@ -184,11 +186,49 @@ def of_penalty(results: Results) -> str:
     )
 
 
+def of_slow_host(results: Results) -> str:
+    return (
+        f"{results['help']['processor_seconds']:.2f} s of processor time; other work on the machine, load "
+        f"{results['load']:.1f}, has the rest"
+    )
+
+
+def of_other_work(results: Results) -> str:
+    """Of measurements in seconds of the CPU, which other work on the machine decides."""
+    return f"the load of the machine was {results.get('load', 0.0):.1f} on {results['machine']['cores']} cores"
+
+
+def of_layer(results: Results) -> str:
+    return f"{results['Llama-405B']['heads']} heads are folded in blocks of 160 MiB, of which two are held at a time"
+
+
+def of_one_pass(size: int) -> Callable[[Results], str]:
+    def words(results: Results) -> str:
+        best = min(
+            (x for x in results["rows"] if x["kind"] == "forward" and x["D"] == size), key=lambda x: float(x["ms"])
+        )
+        return f"the best of the tiles takes {best['ms']:.2f} ms at {best['T']:,} tokens, flash {best['flash']:.2f} ms"
+
+    return words
+
+
+def one_pass(size: int) -> Callable[[Results], float | None]:
+    """Output and statistics by one kernel: the best tile's share of the flash forward pass at the longest T."""
+
+    def figure(results: Results) -> float | None:
+        rows = [x for x in results["rows"] if x["kind"] == "forward" and x["D"] == size]
+        long = max(int(x["T"]) for x in rows)
+        return min(float(x["ms"]) / float(x["flash"]) for x in rows if x["T"] == long)
+
+    return figure
+
+
 # The table
 
 
 SCAN = "512 heads of a checkpoint of 1B shape from disk, with eigenvalues"
 FLASH = "SDPA flash forward, bfloat16, causal, from 8,192 tokens on"
+ONE_PASS = "SDPA flash forward, bfloat16, causal, 8,192 tokens"
 LLAMA = "the plain pass, Llama-1B shape, 2 x 4,096 tokens"
 
 CPU_LINES = (
@@ -201,16 +241,17 @@ CPU_LINES = (
          shown=".0f"),
     Line("the same heads of a live model", "-", "live-cpu", at("seconds"), "s"),
     Line("one layer of a 405B shape: memory", "over the import", "large",
-         lambda r: r["Llama-405B"]["peak_over_import"] / 1e9, "GB", 1),
+         lambda r: r["Llama-405B"]["peak_over_import"] / 1e9, "GB", 1, obstacle=of_layer),
     Line("remote scan, 30 ms latency", "the same scan from disk", "remote",
-         lambda r: r["https"]["seconds"] - r["local"]["seconds"], "s more", 1),
-    Line("remote scan: bytes", "queries, keys and norms", "remote", over(("https", "bytes"), ("bytes_needed",)), aim=1.15),
+         lambda r: r["https"]["seconds"] - r["local"]["seconds"], "s more", 1, obstacle=of_other_work),
+    Line("remote scan: bytes", "queries, keys and norms", "remote", over(("https", "bytes"), ("bytes_needed",)), aim=1.15,
+         obstacle=of_other_work),
     Line("a model without a record, layouts known", "names given by hand", "discovery",
          over(("cached", "seconds"), ("named", "seconds"))),
     Line("a fleet of 1,000 small checkpoints, two workers", "-", "fleet", at("checkpoints_per_second", "2 workers"),
          "a second", shown=".0f"),
-    Line("`locater --help`", "-", "startup", at("help", "seconds"), "s", 0.3),
-    Line("`locater --version`", "-", "startup", at("version", "seconds"), "s", 0.3),
+    Line("`locater --help`", "-", "startup", at("help", "seconds"), "s", 0.3, obstacle=of_slow_host),
+    Line("`locater --version`", "-", "startup", at("version", "seconds"), "s", 0.3, obstacle=of_slow_host),
     Line("`locater train`, one step, from the start of the process", "import torch", "startup",
          over(("train", "seconds"), ("torch", "seconds"))),
     Line("the page of a scan of 1,024 heads", "-", "pages", at("scan", "seconds"), "s"),
@@ -226,13 +267,16 @@ CPU_LINES = (
 )  # fmt: skip
 
 GPU_LINES = (
-    Line("statistics, heads of 128", FLASH, "attention", of_flash(128, "statistics"), aim=0.37),
-    Line("statistics, extended, heads of 128", FLASH, "attention", of_flash(128, "statistics, extended"), aim=0.43),
+    Line("statistics, heads of 128", FLASH, "attention", of_flash(128, "statistics"), aim=0.37, obstacle=of_products(128)),
+    Line("statistics, extended, heads of 128", FLASH, "attention", of_flash(128, "statistics, extended"), aim=0.43,
+         obstacle=of_products(128)),
     Line("statistics, heads of 64", FLASH, "attention", of_flash(64, "statistics"), aim=0.40, obstacle=of_products(64)),
     Line("statistics, extended, heads of 64", FLASH, "attention", of_flash(64, "statistics, extended"), aim=0.45,
          obstacle=of_products(64)),
-    Line("output and statistics in one pass, heads of 128", FLASH, "attention", of_flash(128, "fused"), aim=1.15),
-    Line("output and statistics in one pass, heads of 64", FLASH, "attention", of_flash(64, "fused"), aim=1.15),
+    Line("output and statistics in one pass, heads of 128", ONE_PASS, "attention-variants", one_pass(128), aim=1.15,
+         obstacle=of_one_pass(128)),
+    Line("output and statistics in one pass, heads of 64", ONE_PASS, "attention-variants", one_pass(64), aim=1.15,
+         obstacle=of_one_pass(64)),
     Line("`observe` around one pass", LLAMA, "observe-gpu", at("llama", "around"), aim=1.12, obstacle=of_host),
     Line("a pass inside an observation that goes on", LLAMA, "observe-gpu", at("llama", "inside"), aim=1.10,
          obstacle=of_host),
@@ -245,9 +289,11 @@ GPU_LINES = (
          obstacle=of_eigenvalues),
     Line("LocAteR penalty, GPT-2 small", "the plain step", "penalty-gpu", at("step with / step without"), aim=1.01,
          obstacle=of_penalty, shown=".3f"),
-    Line("slowest mechanism that is linear in T, 8,192 tokens", "SDPA", "mechanisms-gpu", slowest(LINEAR), aim=1,
-         obstacle=of_slowest(LINEAR)),
-    Line("slowest of the others, 8,192 tokens", "SDPA", "mechanisms-gpu", slowest(None, LINEAR), aim=3,
+    Line("slowest mechanism that is linear in T, forward, 8,192 tokens", "SDPA", "mechanisms-gpu-kernels", slowest(LINEAR),
+         aim=1, obstacle=of_slowest(LINEAR)),
+    Line("slowest of the others that have kernels of their own", "SDPA", "mechanisms-gpu-kernels", slowest(None, LINEAR),
+         aim=3, obstacle=of_slowest(None, LINEAR)),
+    Line("slowest of the others, forward, 8,192 tokens", "SDPA", "mechanisms-gpu", slowest(None, LINEAR), aim=3,
          obstacle=of_slowest(None, LINEAR)),
     Line("`explain.operator`, a row, Llama of 1B", "a forward pass", "explain-gpu", at("bfloat16", "one_row_over_forward")),
     Line("a step of the papers' small runs: queued by the host", "the step", "training-gpu", at("host_share")),

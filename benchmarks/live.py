@@ -9,7 +9,9 @@ built while they run. `seconds` is the median.
 
 from __future__ import annotations
 
+import cProfile
 import os
+import pstats
 import statistics
 import time
 from typing import Any
@@ -19,6 +21,7 @@ from random_checkpoint import HEADS, KEY_HEADS, LAYERS, SIZE, WIDTH
 
 ROUNDS = 9
 CHECKED = 3  # layer
+PARTS = ("layer_moments", "eigenvalues", "singular_values", "residual_kept", "lost_in_float32", "flags_of")
 
 
 def model(device: str) -> Any:
@@ -80,7 +83,23 @@ def measure(gpu: bool, rounds: int) -> dict[str, Any]:
             locater.scan(built, eigenvalues=eigenvalues)
             times.append(time.perf_counter() - began)
         results |= {name: statistics.median(times), f"all_{name}": sorted(times)}
-    return results | {"load": os.getloadavg()[0]}
+    return results | {"profile": profile(built), "load": os.getloadavg()[0]}
+
+
+def profile(built: Any) -> dict[str, float]:
+    """Seconds in some functions of one scan with one thread, each with what it calls."""
+    import torch
+
+    import locater
+
+    profiler, before = cProfile.Profile(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        profiler.runcall(locater.scan, built, eigenvalues=True)
+    finally:
+        torch.set_num_threads(before)
+    entries = pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
+    return {name: round(entry[3], 4) for (_, _, name), entry in entries if name in PARTS}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ HEADINGS: dict[Device, str] = {"gpu": "On a GPU", "cpu": "On a CPU"}
 DRAWN = {  # in attention.json: the name in the legend, and the style
     "flash forward": ("SDPA flash, forward", "dashed", 4),
     "cudnn forward": ("SDPA cuDNN, forward", "dashed", 3),
-    "fused": ("output and statistics", "line", 1),
+    "attention with statistics": ("output and statistics", "line", 1),
     "statistics": ("statistics", "line", 0),
     "statistics, extended": ("statistics, extended", "line", 2),
 }
@@ -31,7 +31,7 @@ results are kept as JSON with the machine named; each figure links to them. The 
     make bench DEVICE=gpu           # those for a GPU
     python benchmarks/run.py --only checkpoint live --keep
 
-A `-` was not measured yet.
+A `-` under "measured" was not measured yet.
 """
 LENGTHS = """## Cost over the number of tokens
 

@@ -205,12 +205,14 @@ def _joined(group: list[_One], work: Work) -> Iterator[LayerMoments]:
     """
     numbered, counts = [(one.number, one.layer) for one in group], [len(one.key_bias) for one in group]
     with one_thread():
-        moments = joined_moments([one.moments for one in group]).cpu()
-        bias = torch.cat([one.key_bias for one in group]).cpu()
+        moments = joined_moments([one.moments for one in group])
+        bias = torch.cat([one.key_bias for one in group])
         group.clear()  # and with it the matrices of each layer
-        whole = LayerMoments(numbered, moments, bias)
         single = moments.query_gram.dtype == torch.float32
-        lost = [single and bool(part.any()) for part in lost_in_float32(moments).split(counts)]
+        heads = lost_in_float32(moments).cpu() if single else torch.zeros(sum(counts), dtype=torch.bool)
+        lost = [bool(part.any()) for part in heads.split(counts)]
+        moments = moments.cpu()
+        whole = LayerMoments(numbered, moments, bias.cpu())
     for again, layers in _runs(counts, lost, moments.head_dim**2):
         if not again:
             yield whole.part(layers)
