@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 # twenty interpreters, and each would compile the package anew.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate reach papers browser golden docs docs-serve dist clean
+.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate reach papers browser golden docs docs-serve gallery dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -75,10 +75,15 @@ golden: $(VENV)/.dev
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 docs: $(VENV)/.docs
 	$(MKDOCS) build --strict
-	@echo "open site/index.html"
+	@echo "open site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 docs-serve: $(VENV)/.docs
 	$(MKDOCS) serve --watch src --watch scripts
+
+# Scan and probe pages of every model at hand, with an index: gallery/index.html. It trains four small models, two minutes in all.
+# GALLERY='--models FOLDER' adds checkpoints, GALLERY=--demo shows the package's models alone.
+gallery: $(VENV)/.dev
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/gallery.py --out gallery $(GALLERY)
 
 # Wheel and sdist in dist/: built twice with equal bytes, checked by twine, the wheel tried in an environment of its own.
 dist: $(VENV)/.release
@@ -122,4 +127,4 @@ $(VENV)/.bench: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) site dist fuzz-faults demo.json demo.html demo-twin.html
+	rm -rf $(VENV) site gallery dist fuzz-faults demo.json demo.html demo-twin.html

@@ -1,7 +1,7 @@
-"""The cost of observing: memory and time of a forward pass on the CPU, and time of training with a monitor on a GPU.
+"""The cost of observing: memory and time of a forward pass on the CPU; a forward pass and training steps on a GPU.
 
 python benchmarks/observe.py            the CPU part, each contender in a process of its own, in turns
-python benchmarks/observe.py --gpu      the GPU part
+python benchmarks/observe.py --gpu      the GPU part (benchmarks/observe_gpu.py)
 python benchmarks/observe.py --table    prints both from benchmarks/results/observe-*.json
 """
 
@@ -14,10 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +22,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, LENGTH = 4, 1024
-TURNS = 9  # of 100 steps, with the monitor and without: a single turn is off by a few per cent
 CONTENDERS = ("plain", "eager maps", "observe", "observe, 64 rows")
-
-
-def model_of(implementation: str = "sdpa", **kw: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(attn_implementation=implementation, **kw))
 
 
 # CPU
@@ -43,6 +32,8 @@ def forward(contender: str) -> dict[str, float]:
     """Peak memory over that of the model, and time of a forward pass; all but "plain" compute the entropy of every
     head.
     """
+    from observe_gpu import model_of
+
     from locater.observing import observe
 
     model = model_of("eager" if contender == "eager maps" else "sdpa").eval()
@@ -112,106 +103,6 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-# GPU
-
-
-def gpu(out: Path, steps: int = 100, every: int = 50, hows: tuple[str, ...] = ("eager", "compiled")) -> dict[str, Any]:
-    """Training steps of GPT-2 small in bfloat16, with the monitor and without, in turns; eager and compiled."""
-    from locater.monitor import Monitor
-
-    results: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "every": every,
-        "steps": steps,
-    }
-    results["shape"] = "GPT-2 small, batch 8, 1,024 tokens, bfloat16 autocast, AdamW"
-    for how in hows:
-        model = model_of(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).cuda().train()
-        run = torch.compile(model) if how == "compiled" else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        ids = torch.randint(0, 50257, (8, LENGTH), device="cuda")
-
-        def step(run: Any = run, optimizer: Any = optimizer, ids: Any = ids) -> torch.Tensor:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = run(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        for _ in range(10):
-            step()
-        results[how] = _turns(step, run, Monitor, steps, every) | _one_observed(step, run, Monitor)
-        out.write_text(json.dumps(results, indent=1) + "\n")  # after each: a part that fails loses no other
-        torch._dynamo.reset()
-    return results
-
-
-def _turns(step: Callable[[], Any], model: Any, monitor_kind: Any, steps: int, every: int) -> dict[str, Any]:
-    """Milliseconds per step, with the monitor and without, in turns; ratios of neighbouring turns."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain, watched = [], []
-        for turn in range(TURNS):
-            plain.append(_timed(step, steps, None))
-            monitor = monitor_kind(Path(folder) / f"{turn}.jsonl", every=every).attach(model)
-            if turn == 0:
-                _timed(step, 2, monitor)  # compile both graphs and the kernels
-                monitor.step = 0
-                monitor._arm()
-            watched.append(_timed(step, steps, monitor))
-            monitor.detach()
-    ratios = [b / a for a, b in zip(plain, watched, strict=True)]
-    return {
-        "plain_ms": 1e3 * statistics.median(plain),
-        "watched_ms": 1e3 * statistics.median(watched),
-        "ratios": ratios,
-        "ratio": statistics.median(ratios),
-    }
-
-
-def _timed(step: Callable[[], Any], steps: int, monitor: Any) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        loss = step()
-        if monitor is not None:
-            monitor.after_step(loss=loss)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / steps
-
-
-def _one_observed(step: Callable[[], Any], model: Any, monitor_kind: Any) -> dict[str, Any]:
-    """Milliseconds of an observed step, and how often steps wait for the device: without the monitor, and with it
-    between observed steps.
-    """
-    alone = _waits(step)
-    with tempfile.TemporaryDirectory() as folder:
-        monitor = monitor_kind(Path(folder) / "one.jsonl", every=1).attach(model)
-        observed = 1e3 * statistics.median(_timed(step, 1, monitor) for _ in range(10))
-        monitor.every = 10**9
-        monitor.step = 1
-        monitor._arm()
-        step()
-        watched = _waits(lambda: monitor.after_step(loss=step()))
-        monitor.detach()
-    return {"observed_step_ms": observed, "waits_alone": alone, "waits_watched": watched}
-
-
-def _waits(step: Callable[[], Any]) -> int:
-    """How often three steps wait for the device, by PyTorch's own count."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(x.message) for x in caught)
-
-
 def table() -> None:
     results = json.loads((RESULTS / "observe-cpu.json").read_text())
     print(f"{results['shape']}, {results['machine']}, torch {results['torch']}, median of {results['rounds']} rounds\n")
@@ -222,6 +113,8 @@ def table() -> None:
         print(f"| {name} | {x['peak_mb']:,.0f} MB ({more:.2f}) | {x['seconds']:.2f} s | {slower:.2f} |")
     if (RESULTS / "observe-gpu.json").exists():
         results = json.loads((RESULTS / "observe-gpu.json").read_text())
+        if "llama" in results:
+            forward_table(results)
         where = f"{results['shape']}, {results['machine']}, torch {results['torch']}"
         print(f"\n{where}, every {results['every']}th step observed\n")
         print("| | step | with the monitor | ratio | an observed step |\n|---|---|---|---|---|")
@@ -232,12 +125,40 @@ def table() -> None:
             )
 
 
+LABELS = {
+    "plain": "plain",
+    "around": "`with observe(model)` around the pass",
+    "inside": "inside an observation that goes on",
+    "rows64": "`rows=64`, around the pass",
+    "rows64_inside": "`rows=64`, inside",
+    "rows8": "`rows=8`, around the pass",
+    "rows8_inside": "`rows=8`, inside",
+    "fused_inside": "`fused=True`, inside",
+}
+
+
+def forward_table(results: dict[str, Any]) -> None:
+    """A forward pass on a GPU."""
+    x = results["llama"]
+    print(f"\n{x['shape']}, {results['machine']}, torch {results['torch']}, median of {x['turns']} turns\n")
+    print("| a forward pass | time | against plain | waits for the device |\n|---|---|---|---|")
+    for name, ms in x["ms"].items():
+        print(f"| {LABELS[name]} | {ms:.1f} ms | {1.0 if name == 'plain' else x[name]:.3f} | {x['waits'][name]} |")
+    padded = x["padded"]
+    for name, ms in padded["ms"].items():
+        ratio = 1.0 if name == "plain" else padded[name]
+        print(f"| a padded batch, {LABELS[name]} | {ms:.1f} ms | {ratio:.3f} | |")
+    host = ", ".join(f"{LABELS[name]} {us:.0f}" for name, us in x["host_us_per_layer"].items())
+    print(f"\nMicroseconds of the host per layer: {host}. Reading the rows: {x['read_rows_ms']:.1f} ms.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", choices=CONTENDERS)
-    parser.add_argument("--only", choices=("eager", "compiled"), help="with --gpu: this part alone")
+    parser.add_argument("--only", choices=("llama", "eager", "compiled"), help="with --gpu: this part alone")
+    parser.add_argument("--turns", type=int, default=9, help="with --gpu: of 100 steps, with the monitor and without")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -246,9 +167,10 @@ def main() -> None:
     elif args.table:
         table()
     else:
+        from observe_gpu import gpu
+
         out = args.out or RESULTS / f"observe-{'gpu' if args.gpu else 'cpu'}.json"
-        hows = (args.only,) if args.only else ("compiled", "eager")
-        results = gpu(out, hows=hows) if args.gpu else cpu(args.rounds)
+        results = gpu(out, args.turns, args.only) if args.gpu else cpu(args.rounds)
         out.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(results, indent=1))
 

@@ -40,9 +40,12 @@ class Benchmark:
     devices: tuple[Device, ...] = ("cpu",)
     quick: tuple[str, ...] = ("--quick",)
     flag: str = "--gpu"  # for the part for a GPU
+    file: str | None = None  # of its results, where it has another name
 
     def results(self, device: Device) -> str:
         """The file of its results, without .json."""
+        if self.file is not None:
+            return self.file
         return self.name if len(self.devices) == 1 else f"{self.name}-{device}"
 
     def command(self, device: Device, out: Path, quick: bool) -> list[str]:
@@ -75,6 +78,7 @@ BENCHMARKS = (
     Benchmark("observe", BOTH, ("--rounds", "1")),
     Benchmark("mechanisms", BOTH, ()),
     Benchmark("attention", ("gpu",), ("--lengths", "8192"), flag=""),
+    Benchmark("binary_products", ("gpu",), (), flag="", file="binary"),
 )
 
 

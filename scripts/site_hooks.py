@@ -3,6 +3,8 @@
 - Links out of docs/ (../CHANGELOG.md, ../benchmarks/results/checkpoint.json) work in the repository and on the site:
   pages are taken along, other files are copied.
 - Commands, flags and the Python interface are written by the package itself, where a page has a marker.
+- Names of files in sentences, such as docs/theory.md section 9, are links to pages.
+- The gallery's pages of the demo are made for each build (scripts/gallery.py).
 - Lists and tables directly under a paragraph are what they look like, as everywhere but in Python-Markdown.
 - A built page that would load something from another host is an error.
 """
@@ -10,11 +12,15 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import posixpath
 import re
+import shutil
 import sys
+import tempfile
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +35,8 @@ sys.path.insert(0, str(ROOT / "src"))  # this tree, not another one that is inst
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages of the site that are not in docs/
 START = {"README.md": "index.md"}  # what stands for them on the site
 LINK = re.compile(r'(\]\(|src="|href=")(?![a-z]+:)([^)\s"#]+)')  # to a file; not to an address or a heading
+PICTURES = re.compile(r"(?m)^!\[[^]]*\]\([^)]*\) !\[")  # several in one paragraph
+FILE = re.compile(r"(?<![\w/\[])(?<!\]\()docs/([\w/-]+)\.md(?:,? section (\d+))?(?!\w)")  # its name in a sentence
 EXTERNAL = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//[^>]*>|@import[^;]*//""")
 
 
@@ -55,13 +63,22 @@ def _filled(nav: list[Any], rest: set[str]) -> list[Any]:
         elif "*" in value:
             folder = posixpath.dirname(value)
             names = (name for name in rest if posixpath.dirname(name) == folder and fnmatch(name, value))
-            pages = [
-                {Path(name).stem: name} for name in sorted(names, key=lambda name: (name.endswith("-plan.md"), name))
-            ]
+            in_order = sorted(names, key=lambda name: (name.endswith("-plan.md"), name))
+            pages = [{_title(name): name} for name in in_order]
             filled += [{title: pages}] if title and pages else pages
         else:
             filled.append(entry)
     return filled
+
+
+def _title(name: str) -> str:
+    """What the nav calls a page: its heading, of a paper its name and the heading up to the colon."""
+    stem, first = Path(name).stem, (ROOT / "docs" / name).read_text(encoding="utf-8").partition("\n")[0]
+    heading = first.removeprefix("# ")
+    if stem.endswith("-plan"):
+        return heading
+    title = heading.partition(":")[0]
+    return f"{stem}: {title}" if re.fullmatch(r"[a-z]+\d{4}", stem) else title
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -70,6 +87,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name in PAGES:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for path in sorted(_gallery().glob("*.html")):
+        files.append(File.generated(config, f"gallery/{path.name}", abs_src_path=str(path)))
     for page in files.documentation_pages():
         for _, target in LINK.findall(page.content_string):
             path = _outside(page, target)
@@ -78,6 +97,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 if files.get_file_from_path(name) is None:
                     files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
     return files
+
+
+@cache
+def _gallery() -> Path:
+    """A folder with the gallery of the package's models; made once, also where pages are built again and again."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]  # MkDocs takes back what hooks add while they are loaded
+    from gallery import gallery
+    from gallery_models import packaged
+
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    gallery(packaged(), Path(folder), tokens=1024)
+    return Path(folder)
 
 
 def _place(page: File) -> str:
@@ -94,8 +126,11 @@ def _outside(page: File, target: str) -> str | None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Mend links and lists, fill in what the package says of itself, and let a search find guides before results."""
     page.meta.setdefault("search", {"boost": 0.5 if re.match(r"results/|log\.|CHANGELOG", page.file.src_uri) else 2})
-    markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), _blocks(markdown))
-    for marker, written in (("commands", _commands), ("flags", _flags)):
+    if PICTURES.search(markdown):
+        page.meta.setdefault("hide", ["toc"])  # room for pictures side by side
+    markdown = _page_names(_blocks(markdown), page.file.src_uri)
+    markdown = LINK.sub(lambda found: found[1] + _target(page.file, found[2]), markdown)
+    for marker, written in (("commands", _commands), ("flags", _flags), ("gallery", _shown)):
         if f"<!-- {marker} -->" in markdown:
             markdown = markdown.replace(f"<!-- {marker} -->", written())
     return re.sub(r"<!-- api ([\w.]+) -->", lambda found: _interface(found[1]), markdown)
@@ -126,6 +161,36 @@ def _blocks(markdown: str) -> str:
     return "\n".join(lines)
 
 
+def _page_names(markdown: str, page: str) -> str:
+    """Names of files in sentences as links: docs/theory.md section 9, and [theory.md](theory.md) without its ending.
+    Code is left alone.
+    """
+    lines, fenced = [], False
+    for line in markdown.split("\n"):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and not line.startswith("    "):
+            parts = re.split(r"(`[^`]*`)", line)  # every second one is code
+            parts[::2] = [FILE.sub(lambda found: _page_name(found, page), part) for part in parts[::2]]
+            line = re.sub(r"\[([\w/-]+)\.md\]\(", lambda found: f"[{posixpath.basename(found[1])}](", "".join(parts))
+        if line.startswith("|"):  # counts such as 8 / 0 / 1 stay on one line
+            line = re.sub(r"(?<=\d) / (?=\d)", "\u00a0/\u00a0", line)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _page_name(found: re.Match[str], page: str) -> str:
+    name, section = found[1], found[2]
+    path = ROOT / "docs" / f"{name}.md"
+    if page in PAGES or not path.is_file():
+        return found[0]
+    target, words = posixpath.relpath(f"{name}.md", posixpath.dirname(page) or "."), posixpath.basename(name)
+    if section:
+        heading = re.search(rf"(?m)^## ({section}\..*)$", path.read_text(encoding="utf-8"))
+        words += f", section {section}"
+        target += "" if heading is None else "#" + re.sub(r"[^\w\- ]", "", heading[1].lower()).replace(" ", "-")
+    return f"[{words}]({target})"
+
+
 def _commands() -> str:
     """Every command as its own --help describes it."""
     import typer.main
@@ -145,7 +210,7 @@ def _command(name: str, command: Any, context: Any) -> str:
     title = name if name == "locater" else f"locater {name}"
     usage = " ".join(command.get_usage(context).removeprefix("Usage:").split())
     rows = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
-    table = "\n".join(f"| `{_cell(names.strip())}` | {_cell(words)} |" for names, words in rows)
+    table = "\n".join(f"| `{_cell(names.strip())}` | {_plain(_cell(words))} |" for names, words in rows)
     examples = "\n".join(line for line in (command.epilog or "").split("\n") if line and line != "Examples:")
     table = f"| argument or option | meaning |\n|---|---|\n{table}"
     return f"## {title}\n\n{command.help}\n\n```text\n{usage}\n```\n\n{table}\n\n```sh\n{examples}\n```"
@@ -153,6 +218,11 @@ def _command(name: str, command: Any, context: Any) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _plain(text: str) -> str:
+    """Stars and underscores of a help text are what they are, as in 'run/step-*', and no emphasis."""
+    return re.sub(r"([*_])", r"\\\1", text)
 
 
 def _flags() -> str:
@@ -168,6 +238,18 @@ def _flags() -> str:
 
 def _columns(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _shown() -> str:
+    """Links to the pages of the gallery."""
+    pages = {
+        "index": "all of it, by cards",
+        "demo-scan": "a scan of the demo: what its weights say",
+        "demo-probe": "a probe of the demo: what its heads do on text",
+        "twin-probe": "a probe of its twin, trained with LocAteR",
+        "demo-twin": "the two compared",
+    }
+    return "\n".join(f"- [{words[0].upper()}{words[1:]}](gallery/{name}.html)" for name, words in pages.items())
 
 
 def _interface(module: str) -> str:

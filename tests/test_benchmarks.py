@@ -40,7 +40,10 @@ def test_every_benchmark_has_lines_results_and_the_same_options() -> None:
             assert "--gpu" in source, one.name
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main()" in path.read_text()}
     assert scripts - {"attention_tuning"} == {one.name for one in RUN["BENCHMARKS"]} | {"run"}
-    files = {one.results(device) for one in RUN["BENCHMARKS"] for device in one.devices} | {"attention-variants", "mechanisms-gpu-kernels"}
+    files = {one.results(device) for one in RUN["BENCHMARKS"] for device in one.devices} | {
+        "attention-variants",
+        "mechanisms-gpu-kernels",
+    }
     assert {line.results for lines in LINES["LINES"].values() for line in lines} <= files
 
 
@@ -94,7 +97,15 @@ def test_no_script_has_helpers_of_its_own_for_what_is_shared() -> None:
     """Names of `common.py` are defined once; observe, attention and mechanisms stand by themselves."""
     shared = {node.name for node in _functions("common")}
     for path in (ROOT / "benchmarks").glob("*.py"):
-        if path.stem not in ("common", "observe", "observe_gpu", "attention", "attention_tuning", "mechanisms"):
+        if path.stem not in (
+            "common",
+            "observe",
+            "observe_gpu",
+            "attention",
+            "attention_tuning",
+            "binary_products",
+            "mechanisms",
+        ):
             assert not shared & {node.name for node in _functions(path.stem)} - {"peak", "machines"}, path.name
 
 

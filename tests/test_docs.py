@@ -92,6 +92,14 @@ def test_the_table_of_kernels_is_that_of_the_results() -> None:
     assert made in (ROOT / "docs" / "kernels.md").read_text(), "python benchmarks/attention.py --table"
 
 
+def test_the_table_of_attention_with_statistics_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    made = runpy.run_path(str(ROOT / "benchmarks" / "attention_tuning.py"))["table"](
+        json.loads((ROOT / "benchmarks/results/attention-variants.json").read_text())
+    )
+    assert made in (ROOT / "docs" / "kernels.md").read_text(), "python benchmarks/attention_tuning.py --table"
+
+
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 TRAINERS = [block for block in BLOCKS if "rainer(" in block]  # one of transformers, one of lightning
 

@@ -78,6 +78,35 @@ def test_lists_and_tables_need_no_empty_line() -> None:
     assert mend(fenced) == fenced
 
 
+def test_names_of_files_in_sentences_are_links() -> None:
+    named = HOOKS["_page_names"]
+    assert named("see docs/theory.md, section 9 and (docs/log.md).", "scan.md") == (
+        "see [theory, section 9](theory.md#9-flags) and ([log](log.md))."
+    )
+    assert named("why: docs/theory.md", "results/surrogate.md") == "why: [theory](../theory.md)"
+    assert named("[theory.md](theory.md) says", "scan.md") == "[theory](theory.md) says"
+    for kept in (
+        "`docs/theory.md`",
+        "    docs/theory.md",
+        "```\ndocs/theory.md\n```",
+        "docs/none.md",
+        "[a](docs/log.md)",
+    ):
+        assert named(kept, "scan.md") == kept
+
+
+def test_pictures_in_a_row_have_room() -> None:
+    text = (ROOT / "docs" / "kinds-of-heads.md").read_text()
+    assert len(HOOKS["PICTURES"].findall(text)) == 5
+    assert not HOOKS["PICTURES"].search((ROOT / "docs" / "probe.md").read_text())
+
+
+def test_results_are_called_by_what_they_are_about() -> None:
+    assert HOOKS["_title"]("results/amsel2024.md") == "amsel2024: Rank in attention"
+    assert HOOKS["_title"]("results/zoo.md") == "Every attention mechanism on the same footing"
+    assert HOOKS["_title"]("results/amsel2024-plan.md") == "amsel2024: the plan of the training runs"
+
+
 def test_the_commands_are_those_of_the_program() -> None:
     """Every command with every option, as it would say it itself; compared with the names that users rely on."""
     written = HOOKS["_commands"]()
@@ -89,6 +118,7 @@ def test_the_commands_are_those_of_the_program() -> None:
         assert not lacking, (name, lacking)
     assert "Number of tokens in view" in parts["scan"]
     assert "default: 256" in parts["scan"]
+    assert "'run/step-\\*', 'hf://org/model@step\\*'" in parts["fleet"], "stars are no emphasis"
 
 
 def test_the_flags_are_those_of_the_code() -> None:

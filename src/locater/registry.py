@@ -45,6 +45,7 @@ class Registry(Mapping[str, Entry]):
     def __init__(self, kind: str, *, replaceable: bool = False, spelling: Callable[[str], str] = _unchanged) -> None:
         self.kind, self.replaceable, self.spelling = kind, replaceable, spelling
         self._entries: dict[str, Entry | _Later] = {}
+        self.changes = 0  # how often a name was added, replaced or removed
 
     def add(self, entry: Entry, *names: str) -> Entry:
         """Register an entry under one name or several; returns it. All names are checked before one is taken."""
@@ -53,11 +54,13 @@ class Registry(Mapping[str, Entry]):
         if taken and not self.replaceable:
             raise LocaterError(f"the {self.kind} {taken[0]!r} is registered already: choose another name")
         self._entries.update(dict.fromkeys(keys, entry))
+        self.changes += 1
         return entry
 
     def remove(self, name: str) -> None:
         """Forget a name; one that is not there is no fault."""
         self._entries.pop(self.spelling(name), None)
+        self.changes += 1
 
     def load(self, package: str, files: Iterable[str], attribute: str, names: Callable[[Entry], Iterable[str]]) -> None:
         """Import the listed files of a folder and add the `attribute` of each, under the names that `names` gives."""

@@ -612,3 +612,11 @@ def test_the_mean_field_of_a_norm_is_not_used_for_the_bound() -> None:
     """A norm on queries bounds them whatever the norm in front."""
     layer = layers_of("qwen3")[0]
     assert torch.equal(logit_bound(layer), logit_bound(replace(layer, norm=Norm())))  # type: ignore[arg-type]
+
+
+def test_the_note_says_how_many_tokens_are_repeated() -> None:
+    """A model with 64 positions has no room for 50 tokens twice."""
+    notes = probe(model("llama"), ids(6, 9)).assumptions["notes"]
+    assert [note for note in notes if "repeated" in note] == [
+        "previous, duplicate and induction: on 31 random tokens repeated once"
+    ]

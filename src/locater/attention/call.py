@@ -39,6 +39,7 @@ class Call:
     cut: Bool[Tensor, " B"] | None = None
     mechanism: str = "softmax"  # the name of a mechanism by which `weights` attends
     weights: Callable[[Tensor | None], Tensor] | None = None
+    statistics: Float[Tensor, "8 B H T"] | None = None  # of all its rows, where the kernel that attended returned them
 
     @property
     def why_unmeasurable(self) -> str | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from locater.attention.call import from_interface
 from locater.attention.changes import CHANGES, AttentionRequest, changed
 from locater.attention.listeners import KEY, described, listening
+from locater.attention.one_pass import in_one_pass
 
 # table, name, the original, our replacement
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any] | None, Callable[..., Any]]] = []
@@ -109,14 +110,18 @@ def _listener(name: str, original: Callable[..., Any] | None) -> Callable[..., A
         if CHANGES in module.__dict__:  # by a control, before listeners see the call
             request = changed(AttentionRequest(module, name, base, query, key, attention_mask, kw))
             base, query, key, kw = request.attend, request.query, request.key, request.kw
+        sites = listening(module) if KEY in module.__dict__ else ()
+        if len(sites) == 1 and getattr(sites[0], "takes_statistics", False) and CHANGES not in module.__dict__:
+            both = in_one_pass(sites[0], module, name, (query, key, value), attention_mask, kw)
+            if both is not None:
+                sites[0].see(both[1])
+                return both[0], None
         out = base(module, query, key, value, attention_mask, *args, **kw)
-        if KEY in module.__dict__:
-            sites = listening(module)
-            if sites:
-                call = described(sites, from_interface, module, name, query, key, attention_mask, kw, out[0])
-                if call is not None:
-                    for site in sites:
-                        site.see(call)
+        if sites:
+            call = described(sites, from_interface, module, name, query, key, attention_mask, kw, out[0])
+            if call is not None:
+                for site in sites:
+                    site.see(call)
         return out
 
     return attend

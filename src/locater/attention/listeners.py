@@ -28,6 +28,7 @@ class Switch:
     on: bool = True
     trained: nn.Module | None = None  # listen only while this module is in training mode
     lenient: bool = False  # a call that cannot be counted is left out, and the model runs on
+    fused: bool = False  # attention runs in our kernel, which returns the statistics too, where that takes the call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
         return Switch(False)  # a copy of a model, such as a running average of it, is not observed

@@ -21,8 +21,8 @@ from locater.errors import LocaterError
 from locater.families import AttentionLayer, Projection, attention_layers
 from locater.families.joined import JoinedProjection
 from locater.families.normed import NormedProjection
+from locater.observing.accumulators import StatisticsOptions
 from locater.observing.observation import Observation
-from locater.observing.tally import StatisticsOptions
 
 Part = Callable[[AttentionLayer], Projection]
 

@@ -18,9 +18,9 @@ from locater.checkpoints.weights import ModuleWeights
 from locater.errors import LocaterError
 from locater.families import AttentionLayer
 from locater.families.record import Block, BlockModules, Part
+from locater.observing.accumulators import StatisticsOptions
 from locater.observing.hearing import heard
 from locater.observing.site import Site
-from locater.observing.tally import StatisticsOptions
 
 
 class CallSite(Site):

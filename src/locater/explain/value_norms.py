@@ -12,8 +12,8 @@ from locater.explain.attention_record import AttentionEvent
 from locater.explain.explanation import Explanation
 from locater.explain.streams import StreamsOf
 from locater.explain.targets import TargetChoice
+from locater.observing.accumulators import wide
 from locater.observing.map_of_heads import attention_maps
-from locater.observing.tally import wide
 
 
 @torch.inference_mode(False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from torch import nn
 
@@ -106,4 +107,11 @@ def types_with_blocks() -> list[str]:
 
 def recognised(module: nn.Module) -> Family | None:
     """The family of an attention module that is known by its class."""
-    return next((family for family in BY_TYPE.entries() if family.recognises and family.recognises(module)), None)
+    recognising = _recognising(BY_TYPE.changes)
+    return next((family for family, recognises in recognising if recognises(module)), None)
+
+
+@lru_cache(maxsize=1)
+def _recognising(changes: int) -> list[tuple[Family, Callable[[nn.Module], bool]]]:
+    """The families that know modules by their class; asked for every module, so not looked for each time."""
+    return [(family, family.recognises) for family in BY_TYPE.entries() if family.recognises is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -61,15 +62,84 @@ def row_statistics(
     extended: bool = True,
     per_key: bool = False,
     backend: Backend | None = None,
+    rows: Int[Tensor, " R"] | None = None,
 ) -> AttentionStatistics:
-    """`attention_statistics` of a call whose masks and additions are one record."""
+    """`attention_statistics` of a call whose masks and additions are one record.
+
+    With `rows`, of these rows of q alone, which rise; terms are those of all rows.
+
+    >>> q = k = torch.zeros(1, 1, 8, 4)
+    >>> some = row_statistics(q, k, Terms(causal=True), rows=torch.tensor([2, 7]))
+    >>> some.entropy.exp().squeeze().round().tolist(), some.visible.squeeze().tolist()
+    ([3.0, 8.0], [3, 8])
+    """
     terms = _checked(q, k, terms)
+    if rows is not None and per_key:
+        raise LocaterError("per_key: the weight that a key receives is over all rows, not over some of them")
     q, k = (x.detach() if x.requires_grad else x for x in (q, k))
     if (backend or default_backend(q, terms)) == "torch":
+        if rows is not None:
+            terms, q = terms.placed(q.shape[2], k.shape[2], q.device).for_queries(rows), q[:, :, rows]
         return reference.statistics(q, k, terms, extended, per_key)
     from locater.kernels import triton_kernels
 
-    return triton_kernels.statistics(q, k, terms, extended, per_key)
+    return triton_kernels.statistics(q, k, terms, extended, per_key, rows)
+
+
+def add_head_sums(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B K S D"],
+    terms: Terms,
+    rows: Int[Tensor, " R"] | None,
+    output: Float[Tensor, "B T H V"] | None,
+    sums: Float[Tensor, "H columns"],
+    maxima: Float[Tensor, "H 1"],
+    counted: Bool[Tensor, "B T"] | None = None,
+    first: Int[Tensor, "B T"] | None = None,
+    statistics: Float[Tensor, "8 B H T"] | None = None,
+    spans: Callable[[], tuple[Tensor, Tensor] | None] | None = None,
+) -> bool:
+    """Add the statistics of rows to sums per head in two or three launches, where kernels do that; returns whether they
+    did.
+
+    The first columns of `sums` are those of `SUMMED`; a head whose output is not finite in one of the rows gets NaN in
+    columns 4 to 15. For a call with masks there are the rows that count, and the first key of each row's sequence,
+    negative where there is none. `statistics` of all rows of a call without masks, where given, are not computed again;
+    `spans` returns those of its mask (`mask_spans`).
+    """
+    fits = output is None or (output.stride(-1) == 1 and output.shape[:3] == (q.shape[0], q.shape[2], q.shape[1]))
+    if not fits or sums.dtype != torch.float64 or sums.stride(1) != 1 or default_backend(q, terms) == "torch":
+        return False
+    from locater.kernels import triton_sums
+
+    triton_sums.add_sums(
+        q, k, _checked(q, k, terms), rows, output, sums, maxima, counted, first, statistics, spans and spans()
+    )
+    return True
+
+
+def mask_spans(terms: Terms, B: int, T: int) -> tuple[Int[Tensor, "2 B T"], Int[Tensor, ""]] | None:
+    """The keys that each row sees by a mask alone, from the first to the end, and whether the mask hides none between
+    them: causal masks, windows, padding at either end, packed documents. None where the terms are not of that kind.
+
+    >>> spans, whole = mask_spans(Terms(mask=torch.ones(3, 3, dtype=torch.bool).tril().view(1, 1, 3, 3)), 1, 3)
+    >>> spans[:, 0].tolist(), int(whole)
+    ([[0, 0, 0], [1, 2, 3]], 1)
+    """
+    others = (terms.padding, terms.documents, terms.bias, terms.positions, terms.window)
+    if terms.mask is None or terms.mask.shape[1] != 1 or terms.causal or any(x is not None for x in others):
+        return None
+    seen, S = terms.mask[:, 0].view(torch.int8), terms.mask.shape[-1]  # (b, t, S)
+    some = seen.amax(-1)
+    begin, end = seen.argmax(-1) * some, (S - seen.flip(-1).argmax(-1)) * some
+    whole = (seen.sum(-1) == end - begin).all().to(torch.int32)
+    return torch.stack([begin, end]).to(torch.int32).expand(2, B, T).contiguous(), whole
+
+
+SUMMED = (
+    *("calls", "rows", "wide_rows", "first_rows"),
+    *("entropy", "row_mass", "max_probability", "participation", "distance", "self_mass", "entropy_ratio", "sink"),
+)
 
 
 def attention_entropy(

@@ -3,66 +3,124 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from locater.kernels.terms import AttentionStatistics, Terms
+from locater.kernels.triton_gradients import columns_kernel, query_gradient_kernel
+from locater.kernels.triton_launch import LAUNCHES, launch_arguments, layout, remember
 from locater.kernels.triton_parts import EMPTY, LOG2E
-from locater.kernels.triton_rows import columns_kernel, query_gradient_kernel, rows_kernel
-
-# A second launch with the same shapes, strides, alignment and terms goes straight to the compiled kernel: Triton's own
-# dispatch costs more host time than 4,096 tokens take on the GPU. The calling convention of compiled kernels is that of
-# Triton 3.6 and later.
-LAUNCHES: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
-REPEATABLE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+from locater.kernels.triton_rows import rows_kernel
+from locater.kernels.triton_split import in_parts, parts_of
 
 
-def statistics(q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool) -> AttentionStatistics:
-    """q (B, H, T, D), k (B, K, S, D); float32 or half precision, sums in float32."""
-    B, H, T, D = q.shape
-    scale = terms.scale_for(D)
-    if scale <= 0:  # the running maximum of unscaled products needs a positive scale
-        terms, q = replace(terms, scale=-scale or 1.0), -q if scale else torch.zeros_like(q)
-    S = k.shape[-2]
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    out = torch.empty(10 if per_key else 8 if extended else 4, B, H, T, dtype=torch.float32, device=q.device)
-    generic = _generic(terms)
-    bare = not generic and terms.bias is None and terms.alibi is None and terms.sinks is None
-    ready = terms if bare else _prepared(terms)
-    count = torch.empty(B, H, T, dtype=torch.int32, device=q.device) if generic else None
-    layout = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (q, k))
-    key = (terms, extended, per_key, q.device, layout)
-    if bare and key in LAUNCHES:
-        kernel, grid, rest = LAUNCHES[key]
-        kernel[grid](q, k, out, *rest)
-    elif T:
-        arguments, flags = _launch(q, k, ready)
-        size = _blocks(D, q.dtype, "extended" if extended else "plain", S)
-        flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": generic, "PER_KEY": per_key}
-        grid = (B * H * triton.cdiv(T, size["BLOCK_M"]), 1, 1)
-        rest = [count, ready.sinks, *arguments, terms.first, B * H * T]
-        kernel = rows_kernel[grid](q, k, out, *rest, **flags, **size)
-        if bare and REPEATABLE and kernel is not None:
-            if len(LAUNCHES) >= 256:
-                LAUNCHES.clear()
-            names = rows_kernel.arg_names[3 + len(rest) :]
-            LAUNCHES[key] = kernel, grid, rest + [(flags | size)[name] for name in names]
+def statistics(
+    q: Tensor, k: Tensor, terms: Terms, extended: bool, per_key: bool, rows: Tensor | None = None
+) -> AttentionStatistics:
+    """q (B, H, T, D), k (B, K, S, D); float32 or half precision, sums in float32. Of all rows, or of those at `rows`
+    (R,), which rise; `per_key` is for all of them.
+    """
+    q, terms = _with_positive_scale(q, terms)
+    out, count = rows_of_statistics(q, k, terms, extended, per_key, rows)
+    B, H, T, _ = q.shape
     if count is None:
-        count = _visible_counts(terms, T, S, q.device).expand(B, H, T)
+        visible = visible_counts(terms, T, k.shape[-2], q.device)
+        count = (visible if rows is None else visible[rows]).expand(B, H, out.shape[-1])
     lse, entropy, top, mass = out[:4].unbind()
     more = out[4:8].unbind() if extended else (None,) * 4
-    received = _received(q, k, terms, ready, out[8], out[9]) if per_key else None
+    received = _received(q, k, terms, out[8], out[9]) if per_key else None
     return AttentionStatistics(lse, entropy, top, count, mass, *more, received)
 
 
-def _received(q: Tensor, k: Tensor, terms: Terms, ready: Terms, base: Tensor, rest: Tensor) -> Tensor:
+def rows_of_statistics(
+    q: Tensor,
+    k: Tensor,
+    terms: Terms,
+    extended: bool,
+    per_key: bool,
+    rows: Tensor | None = None,
+    spans: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The numbers of each row (4, 8 or 10, B, H, R) in the order of `AttentionStatistics`, and how many keys it sees
+    (B, H, R); None where that follows from its position.
+
+    `spans` of a mask that is the only one: first key and end (2, B, T) of what each row sees, and whether that is all
+    that the mask says. It stays on the device, so both kernels are launched, and one of them has nothing to do.
+    """
+    B, H, T, _ = q.shape
+    q, terms = _with_positive_scale(q, terms)
+    number = T if rows is None else len(rows)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    rows = None if rows is None else rows.contiguous()
+    out = torch.empty(10 if per_key else 8 if extended else 4, B, H, number, dtype=torch.float32, device=q.device)
+    ready = _prepared(terms)
+    counted = _generic(terms) or terms.bias is not None
+    count = torch.empty(B, H, number, dtype=torch.int32, device=q.device) if counted else None
+    if not number:
+        return out, count
+    parts = parts_of(q, k) if rows is None else 1
+    if parts > 1:
+        in_parts(q, k, ready, parts, out, count, extended, per_key)
+    elif spans is None:
+        _launch(q, k, ready, out, count, rows, extended, per_key)
+    else:
+        _launch(q, k, replace(ready, mask=None), out, count, rows, extended, per_key, spans, 1)
+        _launch(q, k, ready, out, count, rows, extended, per_key, spans, 2)
+    return out, count
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    terms: Terms,
+    out: Tensor,
+    count: Tensor | None,
+    rows: Tensor | None,
+    extended: bool,
+    per_key: bool,
+    spans: tuple[Tensor, Tensor] | None = None,
+    span: int = 0,
+) -> None:
+    """`rows_kernel`, by Triton's own dispatch the first time."""
+    (B, H, _, D), S, number = q.shape, k.shape[-2], out.shape[-1]
+    ends = (None, None) if spans is None else spans
+    tensors = (terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi)
+    given = (q, k, out, count, terms.sinks, rows, *ends, *tensors)
+    key = (terms.scale, terms.causal, terms.window, terms.softcap, terms.first, extended, per_key, span, q.device)
+    key = (*key, *map(layout, given))
+    if key in LAUNCHES:
+        kernel, grid, rest = LAUNCHES[key]
+        kernel[grid](*given, *rest)
+        return
+    arguments, flags = launch_arguments(q, k, terms)
+    masked = any(x is not None for x in tensors[:4])
+    size = _blocks(D, q.dtype, "masked" if masked else "extended" if extended else "plain", S)
+    if rows is not None:
+        size |= FEW_MASKED if masked else FEW
+    flags |= {"SINKS": terms.sinks is not None, "EXTENDED": extended, "COUNT": count is not None, "PER_KEY": per_key}
+    flags |= {"SOME": rows is not None, "SPAN": span}
+    grid = (B * H * triton.cdiv(number, size["BLOCK_M"]), 1, 1)
+    rest = [*arguments[len(tensors) :], terms.first, number, B * H * number]
+    made = rows_kernel[grid](*given, *rest, **flags, **size)
+    remember(key, rows_kernel, made, grid, rest, len(given), flags | size)
+
+
+def _with_positive_scale(q: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
+    """The same logits by a scale above 0, which the running maximum of unscaled products needs."""
+    scale = terms.scale_for(q.shape[-1])
+    if scale > 0:
+        return q, terms
+    return -q if scale else torch.zeros_like(q), replace(terms, scale=-scale or 1.0)
+
+
+def _received(q: Tensor, k: Tensor, terms: Terms, base: Tensor, rest: Tensor) -> Tensor:
     B, H, T, D = q.shape
+    ready, q, k = _prepared(terms), *(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     S = k.shape[-2]
     out = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
-    arguments, flags = _launch(q, k, ready)
+    arguments, flags = launch_arguments(q, k, ready)
     size = _blocks(D, q.dtype, "received", S)
     if S:
         columns_kernel[(B * H * triton.cdiv(S, size["BLOCK_N"]),)](
@@ -89,7 +147,7 @@ def entropy_gradient(
     # heads that share keys are added below
     dk = torch.empty(B, H, S, D, dtype=k.dtype if H == K else torch.float32, device=q.device)
     ready = _prepared(terms)
-    arguments, flags = _launch(q, k, ready)
+    arguments, flags = launch_arguments(q, k, ready)
     size = _blocks(D, q.dtype, "queries", S)
     query_gradient_kernel[(B * H * triton.cdiv(T, size["BLOCK_M"]),)](
         q, k, base, pull, weight, dq, *arguments, **flags, **size
@@ -106,49 +164,29 @@ def _generic(terms: Terms) -> bool:
 
 
 def _prepared(terms: Terms) -> Terms:
-    """The same terms with tensors as the kernels read them: contiguous, small types."""
+    """The same terms with tensors as the kernels read them: small types, keys next to one another. A mask that is
+    boolean already is not copied.
+    """
+    if not terms.has_masks and terms.alibi is None and terms.sinks is None:
+        return terms
 
-    def ready(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-        return None if x is None else x.to(dtype or x.dtype).contiguous()
+    def ready(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return None if x is None else x.to(dtype).contiguous()
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
     return replace(
         terms,
-        padding=ready(terms.padding, torch.int8),
+        padding=None if terms.padding is None else terms.padding.bool().contiguous().view(torch.int8),
         documents=ready(terms.documents, torch.int32),
-        mask=ready(terms.mask, torch.int8),
-        bias=ready(terms.bias),
+        mask=None if terms.mask is None else rows(terms.mask.bool().view(torch.int8)),
+        bias=rows(terms.bias),
         alibi=ready(terms.alibi, torch.float32),
-        sinks=ready(terms.sinks),
+        sinks=None if terms.sinks is None else terms.sinks.contiguous(),
     )
 
 
-def _launch(q: Tensor, k: Tensor, terms: Terms) -> tuple[list[Any], dict[str, Any]]:
-    """Tensors, strides and sizes; compile-time switches."""
-    B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[-2]
-    strides = [*q.stride()[:3], *k.stride()[:3]]
-    for x in (terms.mask, terms.bias):
-        strides += [0, 0, 0] if x is None else [0 if x.shape[axis] == 1 else x.stride(axis) for axis in range(3)]
-    together = max(1, min(B * H, CACHE // max(1, S * D * k.element_size())))
-    arguments = [terms.documents, terms.padding, terms.mask, terms.bias, terms.alibi, *strides]
-    arguments += [H, H // K, B * H, together, T, S, terms.scale_for(D), terms.softcap or 1.0, terms.window or 0]
-    flags = {
-        "D": D,
-        "CAUSAL": terms.causal,
-        "WINDOW": terms.window is not None,
-        "CAP": terms.softcap is not None,
-        "PAD": terms.padding is not None,
-        "DOC": terms.documents is not None,
-        "MASK": terms.mask is not None,
-        "BIAS": terms.bias is not None,
-        "ALIBI": terms.alibi is not None,
-        # three products of rounded parts: float32 to a few 1e-7
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-    }
-    return arguments, flags
-
-
-CACHE = 24 << 20  # bytes of keys that programs running at one time share
 Tile = tuple[int, int, int, int, int | None]  # BLOCK_M, BLOCK_N, warps, stages, most registers of a thread
 TILES: dict[tuple[str, int, str], Tile] = {  # the fastest on an H200 (benchmarks/results/attention-tuning.json)
     ("half", 64, "plain"): (64, 128, 4, 2, 128),
@@ -161,11 +199,18 @@ TILES: dict[tuple[str, int, str], Tile] = {  # the fastest on an H200 (benchmark
     ("half", 128, "received"): (64, 64, 4, 3, None),
     ("half", 128, "queries"): (64, 64, 4, 3, None),
     ("half", 128, "keys"): (128, 64, 4, 2, None),
+    # with masks to load a thread holds more: larger tiles do not fit its registers
+    ("half", 64, "masked"): (64, 32, 4, 2, None),
+    ("half", 128, "masked"): (64, 32, 4, 2, None),
+    ("float32", 64, "masked"): (64, 32, 4, 2, None),
+    ("float32", 128, "masked"): (64, 32, 4, 2, None),
     ("float32", 128, "plain"): (64, 32, 4, 2, None),
     ("float32", 128, "extended"): (64, 32, 4, 2, None),
     ("float32", 128, "queries"): (128, 32, 8, 2, None),
     ("float32", 128, "keys"): (32, 32, 4, 3, None),
 }
+FEW = {"BLOCK_M": 16, "BLOCK_N": 256}  # some rows of many: more programs than heads, each with few of them
+FEW_MASKED = {"BLOCK_M": 16, "BLOCK_N": 64}
 LONG = 12_288  # keys from which on the tiles of LONG_TILES are faster
 LONG_TILES: dict[tuple[str, int, str], Tile] = {
     ("half", 64, "plain"): (64, 128, 4, 3, None),
@@ -184,7 +229,7 @@ def _blocks(D: int, dtype: torch.dtype, kernel: str, length: int) -> dict[str, i
     return size if registers is None else size | {"maxnreg": registers}
 
 
-def _visible_counts(terms: Terms, T: int, S: int, device: torch.device) -> Tensor:
+def visible_counts(terms: Terms, T: int, S: int, device: torch.device) -> Tensor:
     """Keys in view of each row where only causal and window masks act."""
     if terms.window is None:
         least = S - T + 1 if terms.causal else S

@@ -28,13 +28,20 @@ def key_span(block, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OT
     BLOCK_N.
     """
     start = block * BLOCK_M + (S - T)  # position of the first row
+    return key_span_of(start, start + BLOCK_M, S, window, CAUSAL, WINDOW, OTHER, BLOCK_N)
+
+
+@triton.jit
+def key_span_of(start, end, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, OTHER: tl.constexpr,
+                BLOCK_N: tl.constexpr):  # fmt: skip
+    """The same for rows whose positions are at least `start` and less than `end`."""
     low = 0
     high = S
     if CAUSAL:
-        high = tl.minimum(S, start + BLOCK_M)
+        high = tl.minimum(S, end)
     if WINDOW:
         low = tl.maximum(0, start - window + 1) // BLOCK_N * BLOCK_N
-        high = tl.minimum(high, start + BLOCK_M + window)
+        high = tl.minimum(high, end + window)
     plain_high = S // BLOCK_N * BLOCK_N
     if CAUSAL:
         plain_high = tl.minimum(plain_high, start // BLOCK_N * BLOCK_N)  # a row's own key is in a masked tile

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, load_rows
+from locater.kernels.triton_parts import EMPTY, LOG2E, capped, key_span, key_span_of, load_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 # where maxima start: below any logit, and so far above EMPTY that the difference of both is EMPTY again
@@ -137,17 +137,58 @@ def _add_tile(x, unit, behind, ahead, start, m, s, a, s2, far, first_s, self_s, 
     return new, s, a, s2, far, first_s, self_s
 
 
+@triton.jit
+def store_rows(Out, at, inside, m, top, s, a, s2, far, first_s, self_s, Sinks, h, rows, SINKS: tl.constexpr,
+               EXTENDED: tl.constexpr, PER_KEY: tl.constexpr):  # fmt: skip
+    """The statistics of rows from their sums, which are relative to m; `top` is the largest logit. Returns what 2^(x -
+    m) is multiplied by to be a weight."""
+    shown = top > LEAST
+    base, total = m, s
+    if SINKS:
+        sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
+        base = tl.maximum(m, sink)
+        total = s * tl.exp2(m - base) + tl.exp2(sink - base)
+    rest = (base - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
+    w = tl.where(shown, tl.exp2(-rest), 0.0)
+    nothing = float("-inf")
+    rows = rows.to(tl.int64)
+    tl.store(Out + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
+    tl.store(Out + rows + at, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
+    tl.store(Out + 2 * rows + at, tl.where(shown, top * LN2, nothing), mask=inside)
+    tl.store(Out + 3 * rows + at, s * w, mask=inside)
+    if EXTENDED:
+        tl.store(Out + 4 * rows + at, s2 * w * w, mask=inside)
+        tl.store(Out + 5 * rows + at, far * w, mask=inside)
+        tl.store(Out + 6 * rows + at, first_s * w, mask=inside)
+        tl.store(Out + 7 * rows + at, self_s * w, mask=inside)
+    if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
+        tl.store(Out + 8 * rows + at, tl.where(shown, m, float("inf")), mask=inside)
+        tl.store(Out + 9 * rows + at, tl.where(shown, rest, 0.0), mask=inside)
+    return w
+
+
 @triton.jit(do_not_specialize=["heads", "together", "rows"])
-def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh, kt: tl.constexpr, mb,
-                 mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first, rows,
+def rows_kernel(Q, K, Out, Count, Sinks, Rows, Spans, Whole, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh,
+                 kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, first,
+                 number, rows,
                  D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
                  DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
                  SINKS: tl.constexpr, EXTENDED: tl.constexpr, COUNT: tl.constexpr, PER_KEY: tl.constexpr,
-                 PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_D: tl.constexpr):  # fmt: skip
-    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
-    block = tl.cdiv(T, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
-    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
+                 SOME: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """SOME: of the `number` rows listed in Rows, in rising order; otherwise `number` is T, all of them.
+
+    SPAN 1: in place of a mask, the keys of a row are those from Spans[0, b, i] to Spans[1, b, i]; does nothing unless
+    Whole says that all rows are such. SPAN 2: with the mask, if they are not. 0: neither is there."""
+    if SPAN > 0:
+        if (tl.load(Whole) != 0) == (SPAN == 2):
+            return
+    b, h, head, block = _program(H, heads, tl.cdiv(number, BLOCK_M), together)
+    block = tl.cdiv(number, BLOCK_M) - 1 - block  # the longest rows of a causal mask start first
+    r = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = r
+    if SOME:
+        i = tl.load(Rows + tl.minimum(r, number - 1)).to(tl.int32)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
@@ -164,170 +205,52 @@ def rows_kernel(Q, K, Out, Count, Sinks, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt
     unit = _unit(scale, CAP, BIAS, ALIBI)
     row = block * BLOCK_M + (S - T)
     behind = (i + (S - T))[:, None] - 2 * tl.arange(0, LANES)[None, :]
-    low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
-    # first tiles whose keys are all visible, where there is no mask to build, then the others
-    for EDGE in tl.static_range(2):
-        for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
-            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
+    if SOME:
+        low, high, plain_high = key_span_of(tl.min(i, 0) + (S - T), tl.max(i, 0) + 1 + (S - T), S, window, CAUSAL,
+                                            WINDOW, PAD or DOC or MASK, BLOCK_N)  # fmt: skip
+    else:
+        low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
+    plain_low = low
+    if SPAN == 1:
+        begin = tl.load(Spans + b * T + tl.minimum(i, T - 1))
+        end = tl.load(Spans + (heads // H + b) * T + tl.minimum(i, T - 1))
+        count = end - begin
+        low = tl.min(tl.where(count > 0, begin, S), 0) // BLOCK_N * BLOCK_N
+        high = tl.max(end, 0)
+        plain_low = tl.minimum(tl.cdiv(tl.max(begin, 0), BLOCK_N) * BLOCK_N, tl.maximum(high, low))
+        plain_high = tl.maximum(tl.min(end, 0) // BLOCK_N * BLOCK_N, plain_low)
+    # first tiles whose keys are all visible, where there is no mask to build, then those after and those before them
+    for PHASE in tl.static_range(3 if SPAN == 1 else 2):
+        for start in range(
+            plain_high if PHASE == 1 else plain_low if PHASE == 0 else low,
+            high if PHASE == 1 else plain_high if PHASE == 0 else plain_low,
+            BLOCK_N,
+        ):
+            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, PHASE > 0)
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
                              Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
-                             EDGE)  # fmt: skip
-            if EDGE:
+                             PHASE > 0)  # fmt: skip
+            if PHASE > 0 and SPAN == 1:
+                seen = ((start + n)[None, :] >= begin[:, None]) & ((start + n)[None, :] < end[:, None])
+            if PHASE > 0:
                 x = tl.where(seen, x, EMPTY)
             if BIAS:
                 x = tl.maximum(x, EMPTY)  # a bias of -inf is a mask
             m, s, a, s2, far, first_s, self_s = _add_tile(
-                x, unit, behind - start, start - row, start, m, s, a, s2, far, first_s, self_s, first,
-                CAUSAL, EXTENDED, EDGE, BLOCK_M, BLOCK_N)  # fmt: skip
-            if COUNT and EDGE:
+                x, unit, behind - start, 0 if SOME else start - row, start, m, s, a, s2, far, first_s, self_s, first,
+                CAUSAL, EXTENDED, PHASE > 0, BLOCK_M, BLOCK_N)  # fmt: skip
+            if COUNT and BIAS:
+                count += tl.sum((x > EMPTY).to(tl.int32), 1)
+            elif COUNT and PHASE > 0 and SPAN != 1:
                 count += tl.sum(seen.to(tl.int32), 1)
     lane_m = m
     m = tl.max(lane_m, 1)
     shift = lane_m - m[:, None]
     alpha = tl.exp2(shift)
-    a = tl.sum(alpha * (a + shift * s), 1)
-    s = tl.sum(alpha * s, 1)
-    shown = m > LEAST
-    top, total = m, s
-    if SINKS:
-        sink = tl.load(Sinks + h).to(tl.float32) * LOG2E
-        top = tl.maximum(m, sink)
-        total = s * tl.exp2(m - top) + tl.exp2(sink - top)
-    rest = (top - m) + tl.log2(tl.maximum(total, 1e-37))  # L - m, without the rounding of L
-    w = tl.where(shown, tl.exp2(-rest), 0.0)
-    at = head * T + i
-    inside = i < T
-    nothing = float("-inf")
-    rows = rows.to(tl.int64)
-    tl.store(Out + at, tl.where(shown, (m + rest) * LN2, nothing), mask=inside)
-    tl.store(Out + rows + at, tl.where(shown, LN2 * (rest * s - a) * w, 0.0), mask=inside)
-    tl.store(Out + 2 * rows + at, tl.where(shown, m * LN2, nothing), mask=inside)
-    tl.store(Out + 3 * rows + at, s * w, mask=inside)
+    at = head * number + r
     if COUNT:
-        tl.store(Count + at, count, mask=inside)
-    if EXTENDED:
-        tl.store(Out + 4 * rows + at, tl.sum(alpha * alpha * s2, 1) * w * w, mask=inside)
-        tl.store(Out + 5 * rows + at, tl.sum(alpha * far, 1) * w, mask=inside)
-        tl.store(Out + 6 * rows + at, tl.sum(alpha * first_s, 1) * w, mask=inside)
-        tl.store(Out + 7 * rows + at, tl.sum(alpha * self_s, 1) * w, mask=inside)
-    if PER_KEY:  # the log-sum-exp in two parts: at logits of 1e4 one float32 has no digits left
-        tl.store(Out + 8 * rows + at, tl.where(shown, m, float("inf")), mask=inside)
-        tl.store(Out + 9 * rows + at, tl.where(shown, rest, 0.0), mask=inside)
-
-
-@triton.jit
-def _slope(x, seen, unit, lse, pull, cap, CAP: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr):
-    """p (log2 p + pull): times -ln 2 the slope of the entropy on a logit before the cap. lse is in units of log 2, 1e30
-    where no key is.
-    """
-    y = x * unit - lse
-    if BIAS:
-        y = tl.maximum(y, EMPTY)
-    slope = tl.exp2(y) * (y + pull)
-    if CAP:
-        slope = slope * (1 - (x / cap) * (x / cap))
-    if EDGE:
-        slope = tl.where(seen, slope, 0.0)
-    return slope
-
-
-@triton.jit(do_not_specialize=["heads", "together"])
-def query_gradient_kernel(Q, K, Lse, Pull, Grad, DQ, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt, kb, kh,
-                           kt: tl.constexpr, mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap,
-                           window, D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-                           PAD: tl.constexpr, DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-                           ALIBI: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                           BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    b, h, head, block = _program(H, heads, tl.cdiv(T, BLOCK_M), together)
-    block = tl.cdiv(T, BLOCK_M) - 1 - block
-    i = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    n = tl.arange(0, BLOCK_N)
-    q = load_rows(Q + b * qb + h * qh + i[:, None].to(tl.int64) * qt + d[None, :], d, i < T, D, BLOCK_D, True)
-    keys = K + b * kb + (h // GROUP) * kh + (n[:, None] * kt + d[None, :])
-    at = head * T + i
-    lse = tl.load(Lse + at, mask=i < T, other=-EMPTY)[:, None]
-    pull = tl.load(Pull + at, mask=i < T, other=0.0)[:, None]
-    grad = tl.load(Grad + at, mask=i < T, other=0.0)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    unit = _unit(scale, CAP, BIAS, ALIBI)
-    low, high, plain_high = key_span(block, T, S, window, CAUSAL, WINDOW, PAD or DOC or MASK, BLOCK_M, BLOCK_N)
-    for EDGE in tl.static_range(2):
-        for start in range(plain_high if EDGE else low, high if EDGE else plain_high, BLOCK_N):
-            k = load_rows(keys + tl.cast(start, tl.int64) * kt, d, start + n < S, D, BLOCK_D, EDGE)
-            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            x, seen = _terms(x, i[:, None], (start + n)[None, :], b, h, T, S, scale, cap, window, Doc, Pad, Mask,
-                             Bias, Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
-                             EDGE)  # fmt: skip
-            dq = tl.dot(
-                _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE).to(k.dtype), k, dq, input_precision=PRECISION
-            )
-    tile = (i < T)[:, None] & (d < D)[None, :]
-    tl.store(DQ + (head * T + i[:, None]) * D + d[None, :], dq * (grad * (scale * LN2))[:, None], mask=tile)
-
-
-@triton.jit(do_not_specialize=["heads", "together"])
-def columns_kernel(Q, K, Lse, Pull, Grad, Out, Doc, Pad, Mask, Bias, Alibi, qb, qh, qt: tl.constexpr, kb, kh, kt,
-                    mb, mh, mt, bb, bh, bt, H, GROUP, heads, together, T, S, scale, cap, window, D: tl.constexpr,
-                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAD: tl.constexpr,
-                    DOC: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
-                    PRECISION: tl.constexpr, RECEIVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                    BLOCK_D: tl.constexpr):  # fmt: skip
-    """Sums over queries for a block of keys: weight received by each key, or the gradient of the keys (one query head's
-    part). Tiles lie with keys in rows: sums along a row stay in a thread, and the second product takes the tile as it
-    is. Lse and Pull in units of log 2; for the weight received they are the two parts of the log-sum-exp, infinity in
-    the first where a row sees nothing."""
-    b, h, head, block = _program(H, heads, tl.cdiv(S, BLOCK_N), together)
-    j = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    r = tl.arange(0, BLOCK_M)
-    k = load_rows(
-        K + b * kb + (h // GROUP) * kh + j[:, None].to(tl.int64) * kt + d[None, :], d, j < S, D, BLOCK_D, True
-    )
-    queries = Q + b * qb + h * qh + (r[:, None] * qt + d[None, :])
-    at = head * T + r
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    LANES: tl.constexpr = 1 if PAD or DOC or MASK or BIAS else 4
-    got = tl.zeros([BLOCK_N, LANES], tl.float32)
-    unit = _unit(scale, CAP, BIAS, ALIBI)
-    first_row = 0
-    last_row = T
-    if CAUSAL:
-        first_row = tl.maximum(0, block * BLOCK_N - (S - T)) // BLOCK_M * BLOCK_M
-    if WINDOW:
-        first_row = tl.maximum(first_row, tl.maximum(0, block * BLOCK_N - (S - T) - window) // BLOCK_M * BLOCK_M)
-        last_row = tl.minimum(T, (block + 1) * BLOCK_N - (S - T) + window)
-    plain_row = first_row  # from here on every row sees every key of the block; rows past the end have no weight
-    if CAUSAL:
-        plain_row = tl.maximum(
-            first_row, tl.cdiv(tl.maximum(0, (block + 1) * BLOCK_N - 1 - (S - T)), BLOCK_M) * BLOCK_M
-        )
-    if WINDOW or PAD or DOC or MASK:
-        plain_row = last_row
-    for EDGE in tl.static_range(2):
-        for start in range(
-            first_row if EDGE else plain_row, tl.minimum(plain_row, last_row) if EDGE else last_row, BLOCK_M
-        ):
-            i = start + r
-            q = load_rows(queries + tl.cast(start, tl.int64) * qt, d, i < T, D, BLOCK_D, True)
-            x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            x, seen = _terms(x, i[None, :], j[:, None], b, h, T, S, scale, cap, window, Doc, Pad, Mask, Bias,
-                             Alibi, mb, mh, mt, bb, bh, bt, CAUSAL, WINDOW, CAP, PAD, DOC, MASK, BIAS, ALIBI,
-                             EDGE)  # fmt: skip
-            lse = tl.load(Lse + at + start, mask=i < T, other=-EMPTY)[None, :]
-            pull = tl.load(Pull + at + start, mask=i < T, other=0.0)[None, :]
-            if RECEIVED:
-                p = tl.exp2((x * unit - lse) - pull)
-                if EDGE:
-                    p = tl.where(seen, p, 0.0)
-                got += tl.sum(_lanes(p, LANES), 2)
-            else:
-                slope = _slope(x, seen, unit, lse, pull, cap, CAP, BIAS, EDGE)
-                slope *= tl.load(Grad + at + start, mask=i < T, other=0.0)[None, :]
-                dk = tl.dot(slope.to(q.dtype), q, dk, input_precision=PRECISION)
-    if RECEIVED:
-        tl.store(Out + head * S + j, tl.sum(got, 1), mask=j < S)
-    else:
-        tile = (j < S)[:, None] & (d < D)[None, :]
-        tl.store(Out + (head * S + j[:, None]) * D + d[None, :], dk * (scale * LN2), mask=tile)
+        tl.store(Count + at, count, mask=r < number)
+    store_rows(Out, at, r < number, m, m, tl.sum(alpha * s, 1), tl.sum(alpha * (a + shift * s), 1),
+               tl.sum(alpha * alpha * s2, 1), tl.sum(alpha * far, 1), tl.sum(alpha * first_s, 1),
+               tl.sum(alpha * self_s, 1), Sinks, h, rows, SINKS, EXTENDED, PER_KEY)  # fmt: skip

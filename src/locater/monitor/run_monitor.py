@@ -28,11 +28,11 @@ from locater.monitor.pending import Pending
 from locater.monitor.record_sinks import RecordSinks
 from locater.monitor.run_records import Record, end_record, header, loss_record, step_record, warning_record
 from locater.monitor.trainer_events import TrainerEvents
+from locater.observing.accumulators import StatisticsOptions
 from locater.observing.choosing import Choice
 from locater.observing.observation import Observation
 from locater.observing.rows import accumulators, fetched
 from locater.observing.site import Site
-from locater.observing.tally import StatisticsOptions
 from locater.tracking.loggers import Sink
 
 # chosen on the runs of docs/results/early-warning.md; docs/results/early-warning-unseen.md has its worth on others

@@ -24,14 +24,14 @@ from locater.errors import LocaterError, first_line
 from locater.families.coverage import attention_like, folded_paths
 from locater.families.listening import is_tapped, refuse_unobservable
 from locater.families.split_heads import SplitHeads
-from locater.observing.choosing import Choice, ChoiceError, chosen
+from locater.observing.accumulators import StatisticsOptions
+from locater.observing.choosing import Choice, ChoiceError, chosen_heads
 from locater.observing.direct_calls import Caller, Describe
 from locater.observing.flex_calls import flex_calls
 from locater.observing.following import paused, place_in_code, running
 from locater.observing.frames import Frame, Place, heads_of, is_local, kind_of, without_padding
 from locater.observing.hearing import compiled_parts
-from locater.observing.site import Site
-from locater.observing.tally import StatisticsOptions
+from locater.observing.site import Site, clear
 
 # these choose another way of computing while a function mode is active, whose last digits differ
 TORCH_MODULES = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -167,9 +167,9 @@ class CalledLayers:
             return None
         split = self.split.of(listener.name)
         count, keys = call.query.shape[1] * split.parts, call.key.shape[1] * split.parts
-        picked = [head for head, _ in chosen(list(enumerate(range(count))), self.heads, "heads")]
+        picked = chosen_heads(count, self.heads)
         size = call.output.shape[-1] if call.output is not None and call.output.ndim == 4 else None
-        return Site(
+        site = Site(
             name=listener.name,
             number=number,
             kind=kind,
@@ -185,6 +185,8 @@ class CalledLayers:
             placed=placed,
             split=split,
         )
+        clear([site])
+        return site
 
     def leave(self, frame: Frame) -> None:
         """A module has run: count the calls that it made itself."""

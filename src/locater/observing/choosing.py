@@ -7,7 +7,6 @@ from operator import index
 from typing import Any
 
 from locater.errors import LocaterError
-from locater.families import AttentionLayer
 
 
 class ChoiceError(LocaterError):
@@ -17,9 +16,11 @@ class ChoiceError(LocaterError):
 Choice = int | Sequence[int] | None  # indices, or a count of evenly spaced ones; None: all
 
 
-def chosen_heads(layer: AttentionLayer, heads: Choice) -> list[int]:
-    """The numbers of the query heads of a layer that were chosen."""
-    return [head for head, _ in chosen(list(enumerate(range(layer.heads))), heads, "heads")]
+def chosen_heads(count: int, heads: Choice) -> list[int]:
+    """The numbers of the query heads that were chosen, of a layer that has this many."""
+    if heads is None:
+        return list(range(count))
+    return [head for head, _ in chosen([(head, None) for head in range(count)], heads, "heads")]
 
 
 def chosen(items: list[tuple[int, Any]], choice: Choice, name: str) -> list[tuple[int, Any]]:

@@ -49,11 +49,11 @@ def circuit_scores(
     causal head would have about 1 / t everywhere.
     """
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text_config(model)
     rows, most = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
     if not rows or getattr(config, "is_encoder_decoder", False):
         raise LocaterError(f"{type(model).__name__}: circuit scores need one stack of layers over a vocabulary")
-    period = min(period, (most or 2 * period) // 2 - 1)
+    period = period_of(model, period)
     allowed = torch.tensor(sorted(set(range(rows)) - _special(config) - _special(text)))
     if period < 3 or not len(allowed):
         raise LocaterError(
@@ -77,6 +77,17 @@ def circuit_scores(
         for row in seen.rows
         if row.kind == "self"
     }
+
+
+def period_of(model: nn.Module, period: int = PERIOD) -> int:
+    """How many tokens are repeated: as many as asked for, or as the model has positions for."""
+    most = getattr(_text_config(model), "max_position_embeddings", None)
+    return min(period, (most or 2 * period) // 2 - 1)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _by_parents(model: nn.Module, ids: Tensor) -> dict[tuple[int, int], tuple[float | None, float | None]]:

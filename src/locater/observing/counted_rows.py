@@ -5,21 +5,26 @@ A key that no query may look at is padding. Where queries and keys are the same 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import lru_cache
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from locater.attention.call import Call
-from locater.kernels.terms import Terms
+from locater.kernels import Terms, mask_spans
 
-_sampling = torch.Generator()  # draws the rows of a sample
+DRAWS = 64  # samples of rows that are drawn at a time; later ones are these again
 
 
 class CountedRows(NamedTuple):
     """A call with its queries in place. `counted` (B, T) is True for rows that count; `first` (B, T) is the first key
-    of the row's sequence, -1 where it is gone from the cache.
+    of the row's sequence, -1 where it is gone from the cache. Of a sample all of these are of its rows alone, and
+    `sample` has their numbers and the queries and terms of all rows.
     """
 
     q: Tensor
@@ -28,6 +33,7 @@ class CountedRows(NamedTuple):
     output: Tensor | None
     counted: Tensor
     first: Tensor
+    sample: tuple[Tensor, Tensor, Terms] | None = None
 
 
 def of_heads(call: Call, heads: Tensor) -> Call:
@@ -37,16 +43,70 @@ def of_heads(call: Call, heads: Tensor) -> Call:
     return Call(call.query[:, heads], call.key[:, heads // group], call.terms.for_heads(heads), output, call.cut)
 
 
-def counted_rows(call: Call, own: bool, sample: int) -> CountedRows:
-    """The rows that count; `own`: queries and keys are the same tokens. `sample`: how many rows to draw, 0 for all."""
+def counted_rows(call: Call, own: bool, again: bool = False) -> CountedRows:
+    """The rows that count; `own`: queries and keys are the same tokens.
+
+    `again`: layers of a pass have the same masks, and what follows from these is computed once.
+    """
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
-    terms, counted, first = _placed(call, call.terms.checked(B, H, T, S), own)
-    rows = CountedRows(call.query, call.key, terms, call.output, counted, first)
-    return _sampled(rows, sample) if 0 < sample < T else rows
+    terms = call.terms.checked(B, H, T, S)
+    key = _masks_key(call, own) if again else None
+    if key is None:
+        placed = _placed(call, terms, own)
+    else:
+        if key not in _placements:
+            if len(_placements) >= 8:
+                _placements.clear()
+            _placements[key] = _placed(call, terms, own)
+        placed = _placements[key]
+    positions, counted, first = placed
+    terms = terms if positions is None else replace(terms, positions=positions)
+    return CountedRows(call.query, call.key, terms, call.output, counted, first)
 
 
-def _placed(call: Call, terms: Terms, own: bool) -> tuple[Terms, Tensor, Tensor]:
-    """Terms with the positions of the queries, the rows that count and their first keys.
+# what follows from the masks of a call, by these masks. A mask is known by its memory: the key keeps that from being
+# taken for the memory of another one, and not from being freed
+_placements: dict[tuple[Any, ...], tuple[Tensor | None, Tensor, Tensor]] = {}
+
+
+_spans: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
+
+
+def spans(call: Call, own: bool, again: bool) -> tuple[Tensor, Tensor] | None:
+    """`mask_spans` of a call; `again` as in `counted_rows`."""
+    (B, H, T, _), S = call.query.shape, call.key.shape[2]
+    key = _masks_key(call, own) if again else None
+    if key is None:
+        return mask_spans(call.terms.checked(B, H, T, S), B, T)
+    if key not in _spans:
+        if len(_spans) >= 8:
+            _spans.clear()
+        _spans[key] = mask_spans(call.terms.checked(B, H, T, S), B, T)
+    return _spans[key]
+
+
+def forget_masks() -> None:
+    """A new pass begins, whose masks may be the same tensors with other values."""
+    _placements.clear()
+    _spans.clear()
+
+
+def _masks_key(call: Call, own: bool) -> tuple[Any, ...] | None:
+    """None where changes of a mask do not show, in inference mode."""
+    terms, (B, _, T, _) = call.terms, call.query.shape
+    masks = (terms.padding, terms.documents, terms.mask, terms.bias, terms.positions, call.cut)
+    if any(x is not None and x.is_inference() for x in masks):
+        return None
+    kind = (own, terms.causal, terms.window, B, T, call.key.shape[2], call.query.device)
+    return *kind, *(None if x is None else _identity(x) for x in masks)
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
+
+
+def _placed(call: Call, terms: Terms, own: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Positions of the queries where these are not the last (None), the rows that count and their first keys.
 
     Among cached keys a query's own key is the last it sees, unless several queries see the same last key: a cache may
     have room left after it.
@@ -58,7 +118,7 @@ def _placed(call: Call, terms: Terms, own: bool) -> tuple[Terms, Tensor, Tensor]
         real = real & terms.padding
     first = real.to(torch.int8).argmax(-1)[:, None].expand(B, T)
     if not own or S < T:
-        return terms, torch.ones(B, T, dtype=torch.bool, device=q.device), first
+        return terms.positions, torch.ones(B, T, dtype=torch.bool, device=q.device), first
     if T < S and seen is not None:
         last = torch.where(seen, torch.arange(S, device=q.device), -1).amax(-1).amax(0).expand(T)
         rising = ((last[1:] > last[:-1]) | (last[:-1] < 0)).all()
@@ -67,7 +127,7 @@ def _placed(call: Call, terms: Terms, own: bool) -> tuple[Terms, Tensor, Tensor]
         first = torch.where(call.cut[:, None], -1, first)
     elif T == S:
         first = _first_of_document(terms, seen, first)
-    return terms, real[:, terms.at(T, S, q.device)], first
+    return terms.positions, real[:, terms.at(T, S, q.device)], first
 
 
 def _in_sight(terms: Terms) -> Tensor | None:
@@ -96,11 +156,30 @@ def _first_of_document(terms: Terms, seen: Tensor | None, first: Tensor) -> Tens
     return torch.where(begun < 0, first, begun)
 
 
-def _sampled(rows: CountedRows, count: int) -> CountedRows:
-    """One row out of each of `count` equal parts."""
-    q, k, terms, output, counted, first = rows
+def sampled(rows: CountedRows, at: Tensor) -> CountedRows:
+    """The rows at `at` (R,)."""
+    q, k, terms, output, counted, first, _ = rows
     T, S = q.shape[2], k.shape[2]
-    drawn = (torch.arange(count) + torch.rand(count, generator=_sampling)) * (T / count)
-    at = drawn.long().clamp_max(T - 1).to(q.device)
-    terms = terms.placed(T, S, q.device).for_queries(at)
-    return CountedRows(q[:, :, at], k, terms, None if output is None else output[:, at], counted[:, at], first[:, at])
+    some = terms.placed(T, S, q.device).for_queries(at)
+    output = None if output is None else output[:, at]
+    return CountedRows(q[:, :, at], k, some, output, counted[:, at], first[:, at], (at, q, terms))
+
+
+def next_sample(rows: int, count: int, device: torch.device) -> Tensor:
+    """The numbers (count,) of rows, one drawn out of each of `count` equal parts of `rows` rows.
+
+    Samples are drawn on the device, many at a time, and used in turns: a copy from the host would wait for the device.
+    The generator is our own, so that the random numbers of a run stay what they are.
+
+    >>> [int(row) // 25 for row in next_sample(100, 4, torch.device("cpu"))]
+    [0, 1, 2, 3]
+    """
+    return next(_samples(rows, count, device))
+
+
+@lru_cache(maxsize=64)
+def _samples(rows: int, count: int, device: torch.device) -> Iterator[Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        generator = torch.Generator(device).manual_seed(rows)
+        drawn = torch.arange(count, device=device) + torch.rand(DRAWS, count, generator=generator, device=device)
+        return cycle((drawn * (rows / count)).long().clamp_max_(rows - 1).unbind())

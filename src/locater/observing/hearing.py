@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 from torch import nn
 
@@ -12,17 +13,21 @@ from locater.attention.listeners import Listener, enter, leave
 from locater.attention.stand_ins import instead, through
 from locater.errors import LocaterError
 from locater.families.listening import put_tap, refuse_unobservable
+from locater.families.record import Family
 from locater.families.registry import family_of
 from locater.families.split_heads import SplitHeads
+from locater.observing.known_layers import parts_of
 
 
 @contextmanager
-def heard(model: nn.Module, sites: Sequence[Listener], by_record: bool = True) -> Iterator[None]:
+def heard(
+    model: nn.Module, sites: Sequence[Listener], family: Family | Literal["own"] | None = "own"
+) -> Iterator[None]:
     """Announce the attention calls of `model` to `sites` inside the `with` block.
 
-    Without `by_record` taps go by the class of a module alone, and not by the model's family.
+    `family` is that of the model, where it is known already; without any (None) taps go by the class of a module alone.
     """
-    family = family_of(model) if by_record else None
+    family = family_of(model) if family == "own" else family
     whole = next((site for site in sites if not getattr(site, "counts_split_heads", False)), None)
     if whole is not None and SplitHeads(model).is_any:
         raise LocaterError(
@@ -47,7 +52,8 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     """Parts that may be compiled already. Their graphs are guarded on `forward`, but not on a new entry in the table of
     attention functions.
     """
-    parts = [
-        getattr(part, "_orig_mod", part if part._compiled_call_impl is not None else None) for part in model.modules()
+    compiled = [
+        part._modules.get("_orig_mod", part if part._compiled_call_impl is not None else None)
+        for part in parts_of(model)
     ]
-    return [part for part in parts if isinstance(part, nn.Module)]
+    return [part for part in compiled if part is not None]

@@ -48,7 +48,7 @@ def attention_pattern(
     known = list(enumerate(attention_layers(model)))
     switch, weights = Switch(), ModuleWeights(model)
     sites = [
-        PatternSite(layer.name, weights.submodule(layer.name), switch, number, chosen_heads(layer, heads))
+        PatternSite(layer.name, weights.submodule(layer.name), switch, number, chosen_heads(layer.heads, heads))
         for number, layer in chosen(known, layers, "layers")
     ]
     with heard(model, sites):

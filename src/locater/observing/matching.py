@@ -22,9 +22,9 @@ from locater.attention.call import Call
 from locater.attention.listeners import Switch, enter, leave
 from locater.errors import LocaterError
 from locater.kernels import Terms, row_statistics
+from locater.observing.accumulators import wide
 from locater.observing.inputs import run
 from locater.observing.observation import observe
-from locater.observing.tally import wide
 
 Parents = tuple[int, ...]
 

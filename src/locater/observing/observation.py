@@ -18,16 +18,18 @@ from locater.attention.stand_ins import instead
 from locater.errors import LocaterError
 from locater.families.coverage import folded_paths
 from locater.families.split_heads import SplitHeads
+from locater.observing.accumulators import StatisticsOptions
 from locater.observing.by_calls import CalledLayers
 from locater.observing.choosing import Choice
+from locater.observing.counted_rows import forget_masks
 from locater.observing.hearing import heard
-from locater.observing.layer_sites import layers_by_record, sites_of
+from locater.observing.known_layers import known_layers
+from locater.observing.layer_sites import sites_of
 from locater.observing.map_of_heads import pattern_sites
 from locater.observing.ranks import combine, refuse_split_tokens
 from locater.observing.rows import SeenHead, accumulators, fetched, rows_of, totals
 from locater.observing.site import clear
 from locater.observing.stream import Padding, SeenLayer, listen, streams
-from locater.observing.tally import StatisticsOptions
 
 if TYPE_CHECKING:
     import pandas
@@ -45,6 +47,7 @@ def observe(
     hidden: bool = False,
     offsets: Sequence[int | tuple[int, int]] = (),
     patterns: Sequence[tuple[int, int]] = (),
+    fused: bool = False,
 ) -> Observation:
     """Listen to `model` inside a `with` block. Outputs do not change, and no T x T matrix is built but `patterns`.
 
@@ -52,7 +55,8 @@ def observe(
     `rows` is how many rows of each call to sample. `rest` adds the entropy without the first key, `outputs` the ranks
     and singular values of head outputs, `hidden` measures of the stream between blocks, and `offsets` the weight on the
     key that many tokens before (a pair adds the first row to count). `patterns` are the (layer, head) whose maps
-    `seen.pattern(layer, head)` returns: those of the last pass.
+    `seen.pattern(layer, head)` returns: those of the last pass. `fused` lets attention run in a kernel that returns its
+    statistics too, where that takes a call; outputs then differ from those of the model's own kernel by rounding.
 
     >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> with observe(nn.TransformerEncoder(block, 1, enable_nested_tensor=False)) as seen:
@@ -68,7 +72,7 @@ def observe(
         raise LocaterError(f"every={every}: count from 1, which observes each forward pass")
     pairs = [(x, x) if isinstance(x, int) else x for x in offsets]
     options = StatisticsOptions(rows or 0, rest, tuple(pairs), outputs)
-    return Observation(model, options, layers, heads, every, hidden, patterns=patterns)
+    return Observation(model, options, layers, heads, every, hidden, patterns=patterns, fused=fused)
 
 
 class Observation:
@@ -84,6 +88,7 @@ class Observation:
         hidden: bool = False,
         lenient: bool = False,
         patterns: Sequence[tuple[int, int]] = (),
+        fused: bool = False,
     ) -> None:
         if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
             raise LocaterError(
@@ -92,17 +97,21 @@ class Observation:
         self.model = model
         self.every = every
         # in a training run, passes of an evaluation between steps are not part of a step
-        self.switch = Switch(trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient)
+        self.switch = Switch(
+            trained=None if every else getattr(model, "_orig_mod", model), lenient=lenient, fused=fused
+        )
         self.by_calls: CalledLayers | None = None  # where no record tells the layers
         try:
-            known = layers_by_record(model)
+            known, parts = known_layers(model)
         except LocaterError as error:
             if patterns:
                 raise
+            self.family = None
             self.by_calls = CalledLayers(model, str(error), options, layers, heads, self.switch)
             self.sites = self.by_calls.sites
         else:
-            self.sites = sites_of(model, known, options, layers, heads, self.switch)
+            self.family = known.family
+            self.sites = sites_of(model, known, parts, options, layers, heads, self.switch)
         if hidden and SplitHeads(model).is_any:
             raise LocaterError(
                 f"{type(model).__name__}: it is split over ranks, and so may be the tokens between its blocks: "
@@ -141,7 +150,7 @@ class Observation:
             raise LocaterError("this observation is already under way: make another with observe(model)")
         with ExitStack() as stack:
             listeners = self.sites if self.by_calls is None else self.by_calls.listeners
-            stack.enter_context(heard(self.model, [*listeners, *self.pattern_sites], self.by_calls is None))
+            stack.enter_context(heard(self.model, [*listeners, *self.pattern_sites], self.family))
             for undo in () if self.by_calls is None else self.by_calls.listen():
                 stack.callback(undo)
             padding = Padding()
@@ -157,8 +166,9 @@ class Observation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        known = [site.is_known_to_be_called() for site in self.sites]  # where none is, the device has to be asked
         self.close()
-        if kind is None and self.passes and not any(self.called):
+        if kind is None and self.passes and not any(known) and not any(self.called):
             raise LocaterError(self.nothing())
 
     def close(self) -> None:
@@ -279,6 +289,7 @@ def _passing(
         return forward(*args, **kw)
     if not torch.compiler.is_compiling():
         refuse_split_tokens(model)
+        forget_masks()
     if padding is not None:
         padding.before(model, args, kw)
     # a counter inside a graph would be compiled anew at each value

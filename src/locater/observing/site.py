@@ -13,10 +13,12 @@ from locater.attention.call import Call
 from locater.attention.listeners import Switch, is_measured, missed
 from locater.errors import LocaterError
 from locater.families.split_heads import WHOLE, Split
-from locater.observing.tally import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tally, wide
+from locater.observing.accumulators import COLUMNS, MAXIMA, Accumulators, StatisticsOptions, tallied, wide
+from locater.observing.tally import tally
 
 if TYPE_CHECKING:
     from locater.families import AttentionLayer
+    from locater.observing.known_layers import KnownLayer
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Site:
     """One attention module under observation. `heads` are the numbers of the query heads that are observed.
 
     Where heads are split over ranks, `totals` has rows for all of `heads`, and a call adds to those of this rank.
+    Accumulators are made without values: `clear` sets those of all sites at once.
     """
 
     counts_split_heads: ClassVar[bool] = True
@@ -36,8 +39,8 @@ class Site:
     heads: list[int]
     switch: Switch
     options: StatisticsOptions
-    layer: AttentionLayer | None  # None where the module was found by its calls
-    output_size: int | None = None  # of a head's output, where no layer tells it
+    layer: AttentionLayer | KnownLayer | None  # None where the module was found by its calls
+    output_size: int | None = None  # of a head's output, where it is known
     device: torch.device | None = None  # of the sums, where it is not that of the parameters
     placed: bool = True  # whether keys are tokens in order, so that distances and a first key are known
     split: Split = WHOLE  # which heads this rank computes
@@ -46,29 +49,45 @@ class Site:
     picked: Tensor | None = field(init=False, default=None)  # those of `heads` that a call has here, None for all of it
 
     def __post_init__(self) -> None:
-        with torch.inference_mode(False):  # tensors made in inference mode could be written to nowhere else
+        if torch.is_inference_mode_enabled():  # tensors made there could be written to nowhere else
+            with torch.inference_mode(False):
+                self._make()
+        else:
             self._make()
 
     def _make(self) -> None:
-        device = self.device or next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        count, dtype, gram = len(self.heads), wide(device), None
+        device = self.device or device_of(self.module)
+        count, dtype, size, gram = len(self.heads), wide(device), self.output_size, None
+        if self.options.outputs and size is not None:
+            gram = torch.empty(count, size, size, dtype=dtype, device=device)
+        self.here = self.totals = Accumulators(
+            sums=torch.empty(count, len(COLUMNS), dtype=dtype, device=device),
+            maxima=torch.empty(count, len(MAXIMA), dtype=torch.float32, device=device),
+            pairs=torch.empty(count, len(self.options.offsets), 2, dtype=dtype, device=device),
+            gram=gram,
+        )
+        if count < self.count or self.split.parts > 1:
+            self._choose_own(device)
+        tallied.discard(self.here.sums.data_ptr())
+
+    def _choose_own(self, device: torch.device) -> None:
+        """Which of `heads` a call has here, and the rows of `totals` that are theirs."""
         first, end = self.split.run(self.count)
         own = [head - first for head in self.heads if first <= head < end]
         if len(own) < end - first:
             self.picked = torch.tensor(own, dtype=torch.long, device=device)
-        size = self.output_size
-        if self.layer is not None and self.layer.value is not None:
-            size = self.layer.value.shape[0] // self.layer.kv_heads
-        if self.options.outputs and size is not None:
-            gram = torch.zeros(count, size, size, dtype=dtype, device=device)
-        self.totals = Accumulators(
-            sums=torch.zeros(count, len(COLUMNS), dtype=dtype, device=device),
-            maxima=torch.full((count, len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device),
-            pairs=torch.zeros(count, len(self.options.offsets), 2, dtype=dtype, device=device),
-            gram=gram,
-        )
-        rows = slice(start := sum(head < first for head in self.heads), start + len(own))
-        self.here = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
+        if len(own) < len(self.heads):
+            rows = slice(start := sum(head < first for head in self.heads), start + len(own))
+            self.here = Accumulators(*(None if x is None else x[rows] for x in self.totals))  # type: ignore[arg-type]
+
+    def is_known_to_be_called(self) -> bool:
+        """Whether a call was added since this was last asked, as far as that is known without waiting for the
+        device.
+        """
+        address = self.here.sums.data_ptr()
+        known = address in tallied
+        tallied.discard(address)
+        return known
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Nothing, in a copy of a model or in a saved one."""
@@ -85,6 +104,13 @@ class Site:
     @property
     def gram(self) -> Tensor | None:
         return self.totals.gram
+
+    @property
+    def takes_statistics(self) -> bool:
+        """Whether statistics that come with a call are all that is counted of it."""
+        options = self.options
+        plain = not (options.rows or options.rest or options.offsets or options.outputs)
+        return self.switch.fused and plain and self.picked is None
 
     def see(self, call: Call) -> None:
         """Add one call. Traced by torch.compile: an operator and nothing else."""
@@ -105,6 +131,15 @@ class Site:
             raise error
         missed.append(error)
         return False
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the parameters of a module; attention has them in its children, which are looked at first."""
+    for part in (module, *module._modules.values()):
+        for parameter in () if part is None else part._parameters.values():
+            if parameter is not None:
+                return parameter.device
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def clear(sites: Sequence[Site]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from locater.attention.listeners import Switch
 from locater.attention.stand_ins import instead
 from locater.measures import massive_activations, rank_residual, ranks, token_cosine
-from locater.observing.tally import wide
+from locater.observing.accumulators import wide
 
 MEASURES = ("residual", "cosine", "centred_cosine", "stable_rank", "effective_rank", "top", "median", "top_ratio")
 

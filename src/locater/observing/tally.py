@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,53 +18,14 @@ from torch._compile import _disable_dynamo
 
 from locater.attention.call import Call
 from locater.attention.listeners import missed
-from locater.kernels import AttentionStatistics, Terms, row_statistics
+from locater.kernels import AttentionStatistics, Terms, add_head_sums, row_statistics, statistics_of
 from locater.kernels.reference import weight_at
 from locater.numerics import upcast
-from locater.observing.counted_rows import CountedRows, counted_rows, of_heads
+from locater.observing.accumulators import AT, Accumulators, StatisticsOptions, tallied
+from locater.observing.accumulators import COLUMNS as COLUMNS
+from locater.observing.counted_rows import CountedRows, counted_rows, next_sample, of_heads, sampled, spans
 
-# One column per sum over the rows that count, counts before what they count. A mean is a column over its count.
-COLUMNS = (
-    *("calls", "rows", "wide_rows", "first_rows"),
-    *("entropy", "row_mass", "max_probability", "participation", "distance", "self_mass", "entropy_ratio", "sink"),
-    *("rest_rows", "wide_rest_rows", "rest_entropy", "rest_entropy_ratio"),
-    "outputs",
-)
-AT = {name: column for column, name in enumerate(COLUMNS)}
-MAXIMA = ("max_logit",)
 STACKED = 1 << 25  # numbers that are brought together to be summed at once
-
-
-@dataclass(frozen=True)
-class StatisticsOptions:
-    """Which statistics of every call to add up, and over which rows."""
-
-    rows: int = 0  # rows to sample of each call; 0: all
-    rest: bool = False  # entropy without the first key too
-    offsets: Sequence[tuple[int, int]] = ()  # (offset, first row): weight on the key `offset` before
-    outputs: bool = False  # Gram matrices of head outputs
-
-    def flat(self) -> tuple[int, bool, list[int], list[int]]:
-        """The arguments of the operator: all but `outputs`, which shows in the accumulators."""
-        return self.rows, self.rest, [offset for offset, _ in self.offsets], [start for _, start in self.offsets]
-
-
-class Accumulators(NamedTuple):
-    """The tensors that calls are added to."""
-
-    sums: Tensor  # (H, COLUMNS)
-    maxima: Tensor  # (H, MAXIMA)
-    pairs: Tensor  # (H, offsets, 2)
-    gram: Tensor | None  # (H, V, V)
-
-    def added(self) -> list[Tensor]:
-        """The tensors that hold sums: all but the maxima."""
-        return [self.sums, self.pairs] if self.gram is None else [self.sums, self.pairs, self.gram]
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """The widest floating type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def tally(
@@ -74,15 +36,17 @@ def tally(
     `own`: queries and keys are the same tokens. `heads` are the query heads to count, all where None. `lenient` leaves
     out a call that cannot be counted, and puts the reason into `missed`.
     """
+    again = not torch.compiler.is_compiling()
     _operator(
-        call.query, call.key, *call.terms.flat(), call.output, call.cut, *into, heads, own, lenient, *options.flat()
+        *(call.query, call.key, *call.terms.flat(), call.output, call.cut, call.statistics),
+        *(*into, heads, own, lenient, again, *options.flat()),
     )
 
 
 SCHEMA = (
-    f"tally(Tensor q, Tensor k, {Terms.SCHEMA}, Tensor? output, Tensor? cut, "
+    f"tally(Tensor q, Tensor k, {Terms.SCHEMA}, Tensor? output, Tensor? cut, Tensor? statistics, "
     "Tensor(a!) sums, Tensor(b!) maxima, Tensor(c!) pairs, Tensor(d!)? gram, Tensor? heads, bool own, bool lenient, "
-    "SymInt rows, bool rest, SymInt[] offsets, SymInt[] starts) -> ()"
+    "bool again, SymInt rows, bool rest, SymInt[] offsets, SymInt[] starts) -> ()"
 )
 
 
@@ -93,15 +57,16 @@ def _run(q: Tensor, k: Tensor, *arguments: Any) -> None:
     if torch._C._current_graph_task_id() != -1 or not q.numel() or not k.numel():
         return
     terms, more = Terms.from_flat(arguments[: Terms.ARGUMENTS]), arguments[Terms.ARGUMENTS :]
-    output, cut, sums, maxima, pairs, gram, heads, own, lenient, rows, rest, offsets, starts = more
-    call, into = Call(q, k, terms, output, cut), Accumulators(sums, maxima, pairs, gram)
+    output, cut, numbers, sums, maxima, pairs, gram, heads, own, lenient, again, rows, rest, offsets, starts = more
+    call, into = Call(q, k, terms, output, cut, statistics=numbers), Accumulators(sums, maxima, pairs, gram)
     options = StatisticsOptions(rows, rest, list(zip(offsets, starts, strict=True)))
     try:
         with (
             torch.no_grad(),
             torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext(),
         ):
-            add_call(call, into, options, own, heads)
+            add_call(call, into, options, own, heads, again)
+        tallied.add(sums.data_ptr())
     except Exception as error:
         if not lenient:
             raise
@@ -127,13 +92,21 @@ def _fake(*args: object, **kwargs: object) -> None:
 torch.library.register_fake("locater::tally", _fake, lib=_library)
 
 
-def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bool, heads: Tensor | None) -> None:
-    """`tally`, without the operator around it.
+def add_call(
+    call: Call,
+    into: Accumulators,
+    options: StatisticsOptions,
+    own: bool,
+    heads: Tensor | None,
+    again: bool = False,
+) -> None:
+    """`tally`, without the operator around it. `again`: masks of the same memory are the same masks, which is not so in
+    a compiled graph.
 
     A head whose `call.output` is not finite gets NaN for its numbers; an output (B, T, E) stands for all heads.
     """
     if heads is not None:
-        call = of_heads(call, heads)
+        call = of_heads(replace(call, statistics=None), heads)
     terms, (B, _, T, _), S = call.terms, call.query.shape, call.key.shape[2]
     gram, output = into.gram, call.output
     if output is None or output.ndim != 4:
@@ -141,11 +114,17 @@ def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bo
         if output is not None and (output.ndim != 3 or output.shape[:2] != (B, T)):
             call, output = replace(call, output=None), None
     more = options.rest or bool(options.offsets) or gram is not None
-    if not more and T <= S and not 0 < options.rows < T and call.cut is None and not terms.has_masks:
-        _add_whole(call.query, call.key, terms, into)
-        _spoil(output, None, into)
+    at = next_sample(T, options.rows, call.query.device) if 0 < options.rows < T else None
+    if not more and T <= S and call.cut is None and not terms.has_masks and terms.positions is None:
+        _add_unmasked(call, into, at)
         return
-    rows = counted_rows(call, own, options.rows)
+    rows = counted_rows(call, own, again)
+    if not more and rows.terms.positions is None and (output is None or output.ndim == 4):
+        q, k, terms, output, counted, first, _ = rows
+        seen = partial(spans, call, own, again)
+        if add_head_sums(q, k, terms, at, output, into.sums, into.maxima, counted, first, spans=seen):
+            return
+    rows = rows if at is None else sampled(rows, at)
     lse = _add(rows, into)
     if options.rest:
         _add_rest(rows, into)
@@ -158,12 +137,41 @@ def add_call(call: Call, into: Accumulators, options: StatisticsOptions, own: bo
         into.sums[:, AT["outputs"]].add_(1)
 
 
-def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators) -> None:
+def _add_unmasked(call: Call, into: Accumulators, at: Tensor | None) -> None:
     """As `_add`, for a call without masks but causal and window: every row counts, and how many keys each row sees
-    follows from its position.
+    follows from its position. Of the rows `at` (R,), None for all.
     """
+    q, k, terms, output = call.query, call.key, call.terms, call.output
+    apart = None if output is None or output.ndim == 3 else output  # heads are told apart
+    if add_head_sums(q, k, terms, at, apart, into.sums, into.maxima, statistics=call.statistics):
+        output = output if apart is None else None  # which has been looked at
+    elif at is None:
+        _add_whole(q, k, terms, into, call.statistics)
+    else:
+        _add_some(q, k, terms, at, into)
+    _spoil(output if output is None or at is None else output[:, at], None, into)
+
+
+def _add_some(q: Tensor, k: Tensor, terms: Terms, at: Tensor, into: Accumulators) -> None:
+    """The rows at `at` (R,), among which those that see one key or not the first one are anywhere."""
+    B, S = q.shape[0], k.shape[2]
+    stats = row_statistics(q, k, terms, rows=at)
+    visible = stats.visible[0, 0]  # (R,): the same for every head
+    wide = visible > 1
+    ratio = stats.entropy / torch.log(visible.clamp_min(2).to(stats.entropy.dtype))
+    look = wide.new_ones(len(at)) if terms.window is None else at + (S - q.shape[2]) < terms.window
+    top = torch.exp(stats.max_logit - stats.log_sum_exp)
+    counts = [1.0, float(B * len(at))]
+    torch._foreach_add_(into.sums.unbind(1)[: AT["wide_rows"]], counts)
+    into.sums[:, AT["wide_rows"] : AT["entropy"]].add_(torch.stack((wide, look)).sum(1) * B)
+    _put(into.sums, "entropy", _means(stats, top, ratio.masked_fill_(~wide, 0), stats.first_mass))
+    _raise(into.maxima, stats.max_logit)
+
+
+def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators, numbers: Tensor | None) -> None:
+    """All rows; `numbers` are their statistics, where they came with the call."""
     B, T, S = q.shape[0], q.shape[2], k.shape[2]
-    stats = row_statistics(q, k, terms)
+    stats = row_statistics(q, k, terms) if numbers is None else statistics_of(numbers, terms, S)
     several = terms.window is None or terms.window > 1
     wide = 0 if not several or S < 2 else T - 1 if terms.causal and T == S else T  # the others are the first rows
     look = T if terms.window is None else min(max(terms.window - (S - T), 0), T)
@@ -179,7 +187,8 @@ def _add_whole(q: Tensor, k: Tensor, terms: Terms, into: Accumulators) -> None:
 
 def _add(rows: CountedRows, into: Accumulators) -> Tensor:
     """Every column but those without the first key; returns the log-sum-exp of the rows."""
-    stats = row_statistics(rows.q, rows.k, rows.terms)
+    at, q, terms = rows.sample or (None, rows.q, rows.terms)
+    stats = row_statistics(q, rows.k, terms, rows=at)
     shown = (stats.visible > 0) & rows.counted[:, None]
     sink, look = weight_at(rows.q, rows.k, rows.terms, rows.first, stats.log_sum_exp)
     ratio, wide = _ratio(stats, shown)
@@ -206,7 +215,7 @@ def _means(stats: AttentionStatistics, top: Tensor, ratio: Tensor, sink: Tensor 
 
 def _add_rest(rows: CountedRows, into: Accumulators) -> None:
     """Entropy without the first key, which often takes weight that has nothing to do with content."""
-    q, k, terms, _, counted, first = rows
+    q, k, terms, _, counted, first, _ = rows
     B, S = k.shape[0], k.shape[2]
     later = torch.ones(B, S + 1, dtype=torch.bool, device=k.device)
     later = later.scatter(1, torch.where(first < 0, S, first), False)[:, :S]
@@ -220,7 +229,7 @@ def _add_rest(rows: CountedRows, into: Accumulators) -> None:
 
 def _add_pairs(rows: CountedRows, lse: Tensor, offset: int, start: int, into: Tensor) -> None:
     """Weight of rows from `start` on, on the key `offset` before them: (sum, rows)."""
-    q, k, terms, _, counted, _ = rows
+    q, k, terms, _, counted, *_ = rows
     positions = terms.at(q.shape[2], k.shape[2], q.device)
     far_enough = positions >= max(start, offset)
     keys = torch.where(far_enough, positions - offset, torch.full_like(positions, -1))[None]

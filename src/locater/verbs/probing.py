@@ -18,7 +18,7 @@ from locater.families import AttentionLayer, attention_layers
 from locater.findings import flags_of
 from locater.missing import finite_or_none
 from locater.numerics import spearman
-from locater.observing.circuits import PERIOD, Circuit, circuit_scores
+from locater.observing.circuits import Circuit, circuit_scores, period_of
 from locater.observing.collecting import Progress, collected
 from locater.observing.inputs import run
 from locater.observing.observation import observe
@@ -117,7 +117,9 @@ def probe_on_batches(
         "how": _kinds(sampled=bool(rows)),
         "held_out": for_statistics is not for_measurement,
         "tokens": predicted.assumptions["tokens"],
-        "notes": _notes(predicted, for_statistics is for_measurement, seen.silent, bool(circuits)),
+        "notes": _notes(
+            predicted, for_statistics is for_measurement, seen.silent, period_of(module) if circuits else None
+        ),
         "length": predicted.assumptions["length"],
         "measured_sequences": count_sequences(for_measurement),
         "statistics_sequences": count_sequences(for_statistics),
@@ -233,15 +235,15 @@ def _kinds(sampled: bool) -> dict[str, str]:
     return kinds | dict.fromkeys(PREDICTED, "predicted") | dict.fromkeys(PRIOR, "prior") | dict.fromkeys(BOUND, "bound")
 
 
-def _notes(predicted: Scan, same_batches: bool, silent: Sequence[str], circuits: bool) -> list[str]:
+def _notes(predicted: Scan, same_batches: bool, silent: Sequence[str], period: int | None) -> list[str]:
     unrelated = ("position biases", "no statistics")  # notes of a scan that do not apply to a probe
     notes = [note for note in predicted.assumptions["notes"] if not note.startswith(unrelated)]
     if same_batches:
         notes.append("only one sequence: predictions use statistics of the same text that was measured")
     if silent:
         notes.append(f"not called, and left out: {', '.join(silent)}")
-    if circuits:
-        notes.append(f"previous, duplicate and induction: on {PERIOD} random tokens repeated once")
+    if period is not None:
+        notes.append(f"previous, duplicate and induction: on {period} random tokens repeated once")
     return notes
 
 

@@ -1,0 +1,280 @@
+"""Five kinds of heads (sink, previous token, induction, local, dead), found in models that are trained here in a minute or two
+each: docs/kinds-of-heads.md.
+
+    python scripts/kinds_of_heads.py [--runs FOLDER] [--models FOLDER ...]
+
+Of each kind the clearest head is shown: spectrum, pattern and prediction side by side. Figures go to docs/images, numbers
+to docs/results/kinds-of-heads.json, from which the page is written. Models that are trained stay in --runs; the table
+counts heads of each kind in all models at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from gallery_models import Exhibit, given, held_out, installed, packaged, trained  # noqa: E402 - beside this file
+from kinds_figures import pattern, prediction, spectrum  # noqa: E402
+from kinds_page import page  # noqa: E402
+
+import locater  # noqa: E402
+from locater.families import AttentionLayer, Norm, attention_layers  # noqa: E402
+from locater.files import write_whole  # noqa: E402
+from locater.findings.flags import LEVEL  # noqa: E402
+from locater.observing.matching import matches  # noqa: E402
+from locater.theory.surrogate import gaussian_tokens  # noqa: E402
+from locater.train import Transformer, load  # noqa: E402
+from locater_papers.engine.rounding import rounded  # noqa: E402
+
+DOCS = Path(__file__).parents[1] / "docs"
+SHOWN = 48  # tokens of a pattern
+FROM = 8  # rows before this one see too few tokens for zones to be apart
+DRAWS = 64  # sequences of normal tokens
+TOKENS = 4096  # that models are measured on which are not trained here
+IDLE = 1e-3  # nats that a dead head may cost when it is taken out
+ZONES = ("first token", "itself", "1 before", "2-4", "5+")
+COPY = "after copy"
+DRAWN = ("measured", "predicted", "weights alone")
+COLUMNS = ("entropy", "entropy_ratio", "sink", "previous", "induction", "distance", "self_mass")
+PREDICTED = ("predicted_entropy", "prior_entropy", "predicted_sink")
+SCANNED = ("M", "F", "concentration", "localization", "effective_rank", "head_dim", "expected_entropy")
+
+Row = Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of head: whether a row of a probe is of this kind, and how clearly."""
+
+    name: str
+    role: str | None  # as a probe names it; None: by what the loss is without the head
+    clear: Callable[[Row, float], float]  # of a row and that cost; the largest is shown
+
+
+KINDS = (
+    Kind("sink", "first-token", lambda row, cost: row.sink),
+    Kind("previous-token", "previous-token", lambda row, cost: row.previous),
+    Kind("induction", "induction", lambda row, cost: row.induction),
+    Kind("local", "local", lambda row, cost: -row.distance),
+    Kind("dead", None, lambda row, cost: row.entropy_ratio),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model with its probe, and for models that are trained here what the loss gains without each head, in nats."""
+
+    exhibit: Exhibit
+    probe: Any
+    costs: dict[tuple[int, int], float] | None = None
+
+    def of(self, kind: Kind) -> list[tuple[Row, float]]:
+        """The heads of a kind, each with its cost."""
+        costs = self.costs or {}
+        pairs = zip(self.probe.rows, self.probe.verdicts, strict=True)
+        rows = [(row, verdict.role, costs.get((row.layer, row.head), math.inf)) for row, verdict in pairs]
+        return [
+            (row, cost) for row, role, cost in rows if (abs(cost) < IDLE if kind.role is None else role == kind.role)
+        ]
+
+    def counts(self) -> dict[str, Any]:
+        """How many heads are of each kind; None where it was not measured."""
+        known = {kind.name: len(self.of(kind)) for kind in KINDS if kind.role or self.costs is not None}
+        uniform = sum(row.entropy_ratio > LEVEL for row in self.probe.rows)
+        rows = {"model": self.exhibit.title, "heads": len(self.probe.rows), "data": self.exhibit.label}
+        return {**rows, **{kind.name: known.get(kind.name) for kind in KINDS}, "uniform": uniform}
+
+
+def clearest(kind: Kind, models: Sequence[Measured]) -> tuple[Measured, Row] | None:
+    """The head that is most clearly of this kind, with its model."""
+    found = [(kind.clear(row, cost), model, row) for model in models for row, cost in model.of(kind)]
+    return max(found, key=lambda entry: entry[0])[1:] if found else None
+
+
+# ---- what is measured of one head ----
+
+
+def shares(maps: Tensor, copies: Tensor | None) -> list[float | None]:
+    """Weight (B, T, T) of a causal head by zones, mean over rows: `ZONES`, and on tokens that followed a copy (B, T, T)
+    of the current one, which then count there alone.
+    """
+    T = maps.shape[-1]
+    at = torch.arange(T)
+    back = (at[:, None] - at[None, :]).expand_as(maps)
+    first = (at[None, :] == 0).expand_as(maps)
+    after = torch.zeros_like(first) if copies is None else copies & ~first
+    near = ~(first | after)
+    distances = ((0, 0), (1, 1), (2, 4), (5, T))
+    zones = [first, *(near & (back >= low) & (back <= high) for low, high in distances)]
+    weight = [float((maps * zone).sum(-1)[:, FROM:].mean()) for zone in (*zones, *([] if copies is None else [after]))]
+    return list(weight)
+
+
+@torch.no_grad()
+def on_normal_tokens(layer: AttentionLayer, entry: Any, head: int, length: int) -> dict[str, Tensor]:
+    """Maps of a head on normal tokens: with the mean and covariance of its real input, from weights alone, and on the
+    first kind of tokens with either part left out.
+    """
+    bare = replace(layer, norm=Norm(), memory_norm=None)
+
+    def on(mean: Tensor, covariance: Tensor, first: Tensor | None) -> Tensor:
+        return bare.attention(gaussian_tokens(mean, covariance, DRAWS, length, first))[:, head]
+
+    unit = torch.randn(DRAWS, length, layer.width, generator=torch.Generator().manual_seed(0))
+    return {
+        "predicted": on(entry.mean, entry.covariance, entry.first),
+        "weights alone": layer.attention(unit, normalized=True)[:, head],
+        "without the mean": on(torch.zeros_like(entry.mean), entry.covariance, None),
+        "the mean alone": on(entry.mean, torch.zeros_like(entry.covariance), None),
+    }
+
+
+@torch.no_grad()
+def loss_of(model: Transformer, pairs: list[tuple[Tensor, Tensor]]) -> float:
+    losses = [float(model(inputs, targets)) * len(inputs) for inputs, targets in pairs]
+    return sum(losses) / sum(len(inputs) for inputs, _ in pairs)
+
+
+def without(model: Transformer, layer: int, head: int) -> Transformer:
+    """A copy of the model in which this head adds nothing to the stream."""
+    cut = copy.deepcopy(model)
+    attention: Any = cut.model.layers[layer].self_attn
+    with torch.no_grad():
+        attention.o_proj.weight[:, head * attention.size : (head + 1) * attention.size] = 0
+    return cut
+
+
+def costs_of(exhibit: Exhibit, runs: Path) -> dict[tuple[int, int], float]:
+    """What the loss on held-out data gains without each head."""
+    model, pairs = load(exhibit.folder), held_out(exhibit.name, runs)
+    plain = loss_of(model, pairs)
+    heads = [(number, head) for number, layer in enumerate(attention_layers(model)) for head in range(layer.heads)]
+    return {head: loss_of(without(model, *head), pairs) - plain for head in heads}
+
+
+def shown_pattern(kind: Kind, model: Transformer, row: Row, ids: Tensor) -> str:
+    """The map on the first held-out sequence; of an induction head on random tokens that are repeated."""
+    title = f"Pattern: {SHOWN} tokens of one sequence"
+    ids = ids[:1, :SHOWN]
+    if kind.name == "induction":
+        title = f"Pattern: {SHOWN // 2} random tokens, repeated"
+        once = torch.randperm(model.shape.vocabulary, generator=torch.Generator().manual_seed(0))[None, : SHOWN // 2]
+        ids = torch.cat([once, once], 1)
+    return pattern(map_of(model, row, ids)[0], title)
+
+
+def map_of(model: Transformer, row: Row, ids: Tensor) -> Tensor:
+    maps = locater.attention_pattern(model, {"input_ids": ids}, layers=[row.layer], heads=[row.head])
+    return maps[row.layer, row.head]
+
+
+def head_of(kind: Kind, one: Measured, row: Row, runs: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Numbers of one head, and its three pictures."""
+    exhibit, probe = one.exhibit, one.probe
+    model, pairs = load(exhibit.folder), held_out(exhibit.name, runs)
+    ids = torch.cat([inputs for inputs, _ in pairs])
+    maps = map_of(model, row, ids)
+    scanned = next(x for x in locater.scan(model, eigenvalues=True).rows if (x.layer, x.head) == (row.layer, row.head))
+    entry = next(x for x in probe.statistics.inputs if x.layer == row.layer)
+    normal = on_normal_tokens(attention_layers(model)[row.layer], entry, row.head, ids.shape[1])
+    copies = matches(ids, (1,)) if kind.name == "induction" else None
+    zones = (*ZONES, COPY) if copies is not None else ZONES
+    unknown: list[float | None] = [None] * (copies is not None)
+    values = {"measured": shares(maps, copies), **{name: shares(x, None) + unknown for name, x in normal.items()}}
+    eigenvalues = [(scanned.scale * re, scanned.scale * im) for re, im in scanned.eigenvalues]
+    entropies = tuple(f"{row[name]:.2f}" for name in ("entropy", *PREDICTED[:2]))
+    document = {
+        "kind": kind.name,
+        "model": exhibit.title,
+        "layer": row.layer,
+        "head": row.head,
+        **{name: row[name] for name in (*COLUMNS, *PREDICTED)},
+        **{name: scanned[name] for name in SCANNED},
+        "flags": list(row.flags),
+        "zones": list(zones),
+        "weights": values,
+        "largest_eigenvalue": max(math.hypot(*pair) for pair in eigenvalues),
+        "loss": loss_of(model, pairs),
+        "cost": (one.costs or {})[row.layer, row.head],
+    }
+    title = f"Entropy {entropies[0]}; predicted {entropies[1]}; from weights {entropies[2]}"
+    pictures = {
+        "spectrum": spectrum(eigenvalues, scanned.M, scanned.F),
+        "pattern": shown_pattern(kind, model, row, ids),
+        "prediction": prediction(zones, {name: values[name] for name in DRAWN}, title),
+    }
+    return document, pictures
+
+
+def measured(runs: Path, further: list[Exhibit]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The document behind the page, and its pictures by name of file."""
+    models = []
+    for exhibit in trained(runs):
+        probe = locater.probe(exhibit.folder, exhibit.batches)
+        models.append(Measured(exhibit, probe, costs_of(exhibit, runs)))
+    others = [
+        Measured(exhibit, locater.probe(exhibit.folder, tokenizer=exhibit.tokenizer, tokens=TOKENS))
+        for exhibit in (*packaged(), *installed(), *further)
+    ]
+    heads, pictures = [], {}
+    for kind in KINDS:
+        chosen = clearest(kind, models)
+        if chosen is None:
+            raise SystemExit(f"{kind.name}: no head of this kind in the models that are trained here")
+        head, drawn = head_of(kind, *chosen, runs)
+        heads.append(head)
+        pictures |= {f"kinds-{kind.name}-{part}.svg": svg for part, svg in drawn.items()}
+        print(kind.name, head["model"], f"layer {head['layer']}, head {head['head']}")
+    document = {
+        "locater": locater.__version__,
+        "idle": IDLE,
+        "models": [model.counts() for model in (*models, *others)],
+        "heads": heads,
+        "near_uniform": [entry for model in models for entry in near_uniform(model)],
+    }
+    return rounded(document, 4), pictures
+
+
+def near_uniform(model: Measured) -> list[dict[str, Any]]:
+    """Heads that average nearly everything, each with what the loss gains without it."""
+    costs = model.costs or {}
+    return [
+        {
+            "model": model.exhibit.title,
+            **{name: row[name] for name in ("layer", "head", "entropy_ratio")},
+            "cost": costs[row.layer, row.head],
+        }
+        for row in model.probe.rows
+        if row.entropy_ratio > LEVEL
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("gallery/models"), help="folder of the trained models")
+    parser.add_argument("--models", type=Path, nargs="+", default=[], metavar="FOLDER", help="further checkpoints")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder for the page, results/ and images/")
+    options = parser.parse_args()
+    document, pictures = measured(options.runs, given(options.models))
+    for folder in ("results", "images"):
+        (options.out / folder).mkdir(parents=True, exist_ok=True)
+    for name, svg in pictures.items():
+        write_whole(options.out / "images" / name, svg)
+    write_whole(options.out / "results" / "kinds-of-heads.json", json.dumps(document, indent=1) + "\n")
+    write_whole(options.out / "kinds-of-heads.md", page(document))
+
+
+if __name__ == "__main__":
+    main()

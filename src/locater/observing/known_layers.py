@@ -1,0 +1,197 @@
+"""The attention layers of a model as an observation needs them, remembered as long as the model keeps its form.
+
+Finding the layers takes names, patterns and a configuration: milliseconds, in which a GPU waits. The form of a model is
+all that they follow from: its modules by name and class, the shapes of the parameters of attention, its configuration,
+the settings of its attention modules, and the registered families. It is compared at each observation, so that a layer
+that was replaced, pruned or adapted is found anew. Modules are referred to weakly: nothing is kept from being freed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from locater.checkpoints.live_tensors import is_a
+from locater.checkpoints.sources import open_source
+from locater.checkpoints.weights import ModuleWeights
+from locater.families import attention_layers
+from locater.families.reading import reader_for
+from locater.families.record import Family
+from locater.families.registry import BY_TYPE, family_of
+
+SETTINGS = (bool, int, float, str)  # of a module: what its layer may be read from besides its parameters
+
+
+@dataclass(frozen=True)
+class KnownLayer:
+    """One attention layer, and which of the model's parts (`parts_of`) is its module."""
+
+    number: int
+    name: str
+    kind: str
+    heads: int
+    group: int
+    output_size: int | None  # of a head; None where the layer has no values of its own
+    part: int
+
+
+@dataclass(frozen=True)
+class KnownLayers:
+    """The layers of a model, numbered as in a scan, and its family."""
+
+    layers: list[KnownLayer]
+    family: Family | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A module as it was: its class, its children by name (numbers of parts, None for none), how many parameters."""
+
+    module: ref[nn.Module]
+    kind: type[nn.Module]
+    names: tuple[str, ...]
+    children: tuple[int | None, ...]
+    parameters: int
+
+
+@dataclass(frozen=True)
+class _Remembered:
+    known: KnownLayers
+    parts: list[_Part]
+    configured: list[int]  # the parts that have a configuration
+    configurations: list[tuple[type, Any]]
+    settings: list[dict[str, Any]]
+    shapes: list[list[Any]]
+    registered: int
+
+
+_remembered: WeakKeyDictionary[nn.Module, _Remembered] = WeakKeyDictionary()
+
+
+def known_layers(model: nn.Module) -> tuple[KnownLayers, list[nn.Module]]:
+    """The layers of a model that a family reads, and the parts of the model; raises where no family does."""
+    before = _remembered.get(model)
+    parts = None if before is None else _unchanged(before)
+    if before is not None and parts is not None:
+        return before.known, parts
+    parts = parts_of(model)
+    known = _found(model, parts)
+    with suppress(Exception):  # a configuration may hold anything, also what cannot be copied or compared
+        if _is_stable(parts):
+            _remembered[model] = _as_it_is(known, parts)
+    return known, parts
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """Every module once, as `model.modules()`, which takes five times as long."""
+    parts: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in parts:
+            parts[id(part)] = part
+            if part._modules:
+                waiting += [child for child in part._modules.values() if child is not None]
+    return list(parts.values())
+
+
+def _found(model: nn.Module, parts: list[nn.Module]) -> KnownLayers:
+    reader_for(*open_source(model))  # discovery reads more, but what it finds is observed by its calls
+    weights, place = ModuleWeights(model), {id(part): at for at, part in enumerate(parts)}
+    layers = [
+        KnownLayer(
+            number,
+            layer.name,
+            layer.kind,
+            layer.heads,
+            layer.group,
+            None if layer.value is None else layer.value.shape[0] // layer.kv_heads,
+            place[id(weights.submodule(layer.name))],
+        )
+        for number, layer in enumerate(attention_layers(model))
+    ]
+    return KnownLayers(layers, family_of(model))
+
+
+def _is_stable(parts: Sequence[nn.Module]) -> bool:
+    """Whether layers follow from the form. Lazy parameters have no shape yet; peft chooses among copies of modules."""
+    lazy = any(isinstance(p, UninitializedParameter) for part in parts for p in part._parameters.values())
+    return not lazy and not any(is_a(part, "peft.utils.other", "ModulesToSaveWrapper") for part in parts)
+
+
+def _as_it_is(known: KnownLayers, parts: list[nn.Module]) -> _Remembered:
+    number = {id(part): at for at, part in enumerate(parts)}
+    form = [
+        _Part(
+            ref(part),
+            type(part),
+            tuple(part._modules),
+            tuple(None if child is None else number[id(child)] for child in part._modules.values()),
+            len(part._parameters),
+        )
+        for part in parts
+    ]
+    configured = [at for at, part in enumerate(parts) if at == 0 or part.__dict__.get("config") is not None]
+    configurations = copy.deepcopy(_configurations([parts[at] for at in configured]))
+    settings, shapes = _settings(known.layers, parts), _shapes(known.layers, parts)
+    return _Remembered(known, form, configured, configurations, settings, shapes, BY_TYPE.changes)
+
+
+def _unchanged(before: _Remembered) -> list[nn.Module] | None:
+    """The parts of a model that is as it was; None where it is not."""
+    parts = [part.module() for part in before.parts]
+    for module, part in zip(parts, before.parts, strict=True):
+        if module is None or type(module) is not part.kind or len(module._parameters) != part.parameters:
+            return None
+        children = module._modules
+        if part.names or children:
+            if tuple(children) != part.names:
+                return None
+            for child, at in zip(children.values(), part.children, strict=True):
+                if child is not (None if at is None else parts[at]):
+                    return None
+    there: list[nn.Module] = parts  # type: ignore[assignment]
+    try:
+        same = (
+            before.registered == BY_TYPE.changes
+            and before.configurations == _configurations([there[at] for at in before.configured])
+            and before.settings == _settings(before.known.layers, there)
+            and before.shapes == _shapes(before.known.layers, there)
+        )
+    except Exception:
+        return None
+    return there if same else None
+
+
+def _configurations(parts: Sequence[nn.Module]) -> list[tuple[type, Any]]:
+    """The class and the attributes of each configuration that a module has."""
+    each = {id(config): config for part in parts if (config := part.__dict__.get("config")) is not None}
+    return [(type(config), getattr(config, "__dict__", config)) for config in each.values()]
+
+
+def _settings(layers: Sequence[KnownLayer], parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Numbers and words among the attributes of each attention module."""
+    return [
+        {name: x for name, x in parts[layer.part].__dict__.items() if type(x) in SETTINGS and name != "training"}
+        for layer in layers
+    ]
+
+
+def _shapes(layers: Sequence[KnownLayer], parts: Sequence[nn.Module]) -> list[list[Any]]:
+    """Of the parameters of each attention module and of its children."""
+    return [
+        [
+            None if p is None else p.shape
+            for part in (parts[layer.part], *parts[layer.part]._modules.values())
+            if part is not None
+            for p in part._parameters.values()
+        ]
+        for layer in layers
+    ]
