@@ -101,7 +101,9 @@ def _obstacles(results: dict[str, Any]) -> Iterator[str]:
             f"{line.what}: {line.words(value)} misses {line.aim_words()}, and no line says why"
         )
         against = "" if line.against == "-" else f", against {line.against}"
-        yield f"- **{line.what}**{against}: {line.words(value)}, aim {line.aim_words()}. {_sentence(line.obstacle(results[line.results]))}"
+        found = results[line.results]
+        words = " ".join(_sentence(x) for x in (line.obstacle(found), found.get("note")) if x)
+        yield f"- **{line.what}**{against}: {line.words(value)}, aim {line.aim_words()}. {words}"
 
 
 def _sentence(text: str) -> str:
