@@ -160,6 +160,8 @@ CPU_LINES = (
     Line("`locater --version`", "-", "startup", at("version", "seconds"), "s", 0.3, obstacle=of_slow_host),
     Line("`locater train`, one step, from the start of the process", "import torch", "startup",
          over(("train", "seconds"), ("torch", "seconds"))),
+    Line("what a further run of a plan pays before its second step, tiny model", "-", "training-cpu",
+         lambda r: r["seconds"]["tokens again"] + r["seconds"]["first step again"], "s"),
     Line("the page of a scan of 1,024 heads", "-", "pages", at("scan", "seconds"), "s"),
     Line("the page of a scan of 1,024 heads: size", "-", "pages", at("scan", "megabytes"), "MB", shown=".1f"),
     Line("`observe`, GPT-2 small, 4 x 1,024 tokens", "the plain pass", "observe-cpu",
