@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,11 @@ class Setting:
     rounds: int
     calls: int = 1  # in a round, one after the other: on a GPU the host has to run ahead
     size: int = 64
+    long: int | None = None  # tokens at which SDPA and mechanisms of linear cost are timed too
 
 
 CPU = Setting("cpu", torch.float32, 4, (512, 1024, 2048), 5)
-GPU = Setting("cuda", torch.bfloat16, 16, (2048, 4096, 8192), 7, 5)
+GPU = Setting("cuda", torch.bfloat16, 16, (2048, 4096, 8192), 7, 5, long=32768)
 EXTRA = {"fastmax, order 1": ("fastmax", {"order": 1})}
 
 
@@ -100,15 +101,9 @@ def measure(setting: Setting) -> dict[str, Any]:
     torch.manual_seed(0)
     seconds: dict[str, dict[str, dict[str, float]]] = {label: {} for label in contenders()}
     for length in setting.lengths:
-        for backward in (False, True):
-            runs: dict[str, list[float]] = {label: [] for label in contenders()}
-            for turn in range(setting.rounds + 1):  # the first is a warm-up
-                for label in contenders():
-                    elapsed = once(label, setting, length, backward)
-                    if turn:
-                        runs[label].append(elapsed)
-            for label, times in runs.items():
-                seconds[label].setdefault(str(length), {})["both" if backward else "forward"] = statistics.median(times)
+        _add_times(seconds, setting, length, list(contenders()))
+    if setting.long:
+        _add_times(seconds, replace(setting, calls=1), setting.long, [x for x in contenders() if _is_linear(x)])
     machine = (
         torch.cuda.get_device_name()
         if setting.device == "cuda"
@@ -123,9 +118,30 @@ def measure(setting: Setting) -> dict[str, Any]:
         "rounds": setting.rounds,
         "clock": "wall time" if setting.device == "cuda" else "processor time",
         "lengths": list(setting.lengths),
+        "long": setting.long,
         "seconds": seconds,
         "all_keys": [label for label in seconds if not _is_causal(label)],
     }
+
+
+def _add_times(
+    seconds: dict[str, dict[str, dict[str, float]]], setting: Setting, length: int, labels: list[str]
+) -> None:
+    for backward in (False, True):
+        runs: dict[str, list[float]] = {label: [] for label in labels}
+        for turn in range(setting.rounds + 1):  # the first is a warm-up
+            for label in labels:
+                elapsed = once(label, setting, length, backward)
+                if turn:
+                    runs[label].append(elapsed)
+        for label, times in runs.items():
+            seconds[label].setdefault(str(length), {})["both" if backward else "forward"] = statistics.median(times)
+
+
+def _is_linear(label: str) -> bool:
+    """Whether its cost is linear in T; and SDPA, to compare with."""
+    name = contenders()[label][0]
+    return mechanism(name).cost == "linear" if name else label == "SDPA"
 
 
 def _processor() -> str:
@@ -143,21 +159,52 @@ def _is_causal(label: str) -> bool:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Times at the longest T, in brackets as a multiple of SDPA with as many keys; growth from the shortest T."""
-    short, *_, long = map(str, results["lengths"])
-    ratio = results["lengths"][-1] // results["lengths"][0]
+    """Times at the longest T, in brackets as a multiple of SDPA with as many keys; growth from the shortest T. Where
+    there are times at a still longer T, the multiples there.
+    """
+    short, *_, end = map(str, results["lengths"])
+    ratio, far = results["lengths"][-1] // results["lengths"][0], results.get("long")
+    names = ["", "forward", "forward and backward", f"growth for {ratio} times the tokens"]
+    names += [f"forward, T = {far:,}", f"both, T = {far:,}"] if far else []
     lines = [
-        f"{results['machine']}, torch {results['torch']}, {results['shape']}; T = {int(long):,}; "
+        f"{results['machine']}, torch {results['torch']}, {results['shape']}; T = {int(end):,}; "
         f"{results['clock']}, median of {results['rounds']} rounds.\n",
-        f"| | forward | forward and backward | growth for {ratio} times the tokens |",
-        "|---|---|---|---|",
+        f"|{'|'.join(f' {name} ' if name else ' ' for name in names)}|",
+        "|---" * len(names) + "|",
     ]
     for label, times in results["seconds"].items():
-        sdpa = results["seconds"]["SDPA, all keys" if label in results["all_keys"] else "SDPA"][long]
+        sdpa = results["seconds"]["SDPA, all keys" if label in results["all_keys"] else "SDPA"]
         cells = [
-            f"{_shown(1e3 * times[long][key])} ms ({times[long][key] / sdpa[key]:.2f})" for key in ("forward", "both")
+            f"{_shown(1e3 * times[end][key])} ms ({times[end][key] / sdpa[end][key]:.2f})"
+            for key in ("forward", "both")
         ]
-        lines.append(f"| {label} | {' | '.join(cells)} | {times[long]['both'] / times[short]['both']:.1f} |")
+        cells.append(f"{times[end]['both'] / times[short]['both']:.1f}")
+        if far:
+            there = times.get(str(far))
+            cells += [f"({there[key] / sdpa[str(far)][key]:.2f})" if there else "-" for key in ("forward", "both")]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def operations(results: dict[str, Any]) -> str:
+    """Times of kernels alone, in brackets as multiples of SDPA, forward and backward; nothing where there are none."""
+    alone = results.get("operations")
+    if alone is None:
+        return ""
+    tokens = str(alone["tokens"])
+    lines = [
+        f"{results['machine']}, the operations alone; T = {alone['tokens']:,}; {alone['clock']}.\n",
+        "| | forward | backward |",
+        "|---|---|---|",
+    ]
+    for label, times in alone["seconds"].items():
+        sdpa = results["seconds"]["SDPA, all keys" if label in results["all_keys"] else "SDPA"][tokens]
+        whole = {"forward": sdpa["forward"], "backward": sdpa["both"] - sdpa["forward"]}
+        cells = [
+            f"{_shown(1e3 * times[key])} ms ({times[key] / whole[key]:.2f})" if key in times else "-"
+            for key in ("forward", "backward")
+        ]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -173,7 +220,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         for path in sorted(RESULTS.glob("mechanisms-*.json")):
-            print(table(json.loads(path.read_text())) + "\n")
+            results = json.loads(path.read_text())
+            print("\n\n".join(part for part in (table(results), operations(results)) if part) + "\n")
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)

@@ -120,6 +120,23 @@ def test_a_window_wider_than_the_text_costs_no_more() -> None:
     torch.testing.assert_close(far, wide)
 
 
+@pytest.mark.parametrize("kinds", ["fll", "ffl", "lffc"])
+def test_heads_come_back_in_their_order(kinds: str) -> None:
+    """Evenly spaced or not: each head, and its gradients, as if all heads were of its kind."""
+    q, k, v = (draw(1, 4, 20, 6, seed=n).requires_grad_() for n in range(3))
+    kernel = torch.full((1, 1, 3, 1), 0.4, dtype=torch.float64)
+    options = dict(window=4, key_kernel=kernel, value_kernel=kernel)
+    weight = draw(1, 4, 20, 6, seed=4)
+    out = mechanism("multiformer")(q, k, v, kinds=kinds, **options)
+    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    for h in range(4):
+        alone = mechanism("multiformer")(q, k, v, kinds=(kinds * 4)[h], **options)
+        torch.testing.assert_close(out[:, h], alone[:, h])
+        wanted = torch.autograd.grad((alone * weight)[:, h].sum(), (q, k, v))
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a[:, h], b[:, h])
+
+
 @every_use
 @pytest.mark.parametrize("T", [300, 150])
 def test_blocks_and_chunks_fit_together(case: Case, T: int, causal: bool) -> None:
@@ -305,10 +322,14 @@ def _row(text: str, name: str) -> str:
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_the_table_of_costs_is_that_of_the_results(device: str) -> None:
-    held = json.loads((ROOT / f"benchmarks/results/mechanisms-{device}.json").read_text())
-    made = runpy.run_path(str(ROOT / "benchmarks" / "mechanisms.py"))["table"](held)
-    assert made in (ROOT / "docs" / "mechanisms.md").read_text(), "python benchmarks/mechanisms.py --table"
-    assert {m.name for m in mechanisms()} <= set(held["seconds"])
+    script = runpy.run_path(str(ROOT / "benchmarks" / "mechanisms.py"))
+    page, labels = (ROOT / "docs" / "mechanisms.md").read_text(), set()
+    for path in (ROOT / "benchmarks/results").glob(f"mechanisms-{device}*.json"):
+        held = json.loads(path.read_text())
+        for part in ("table", "operations"):
+            assert script[part](held) in page, "python benchmarks/mechanisms.py --table"
+        labels |= set(held["seconds"])
+    assert {m.name for m in mechanisms()} <= labels
 
 
 def test_the_page_runs_as_written() -> None:

@@ -21,9 +21,15 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from locater.kernels import (  # noqa: E402
+    triton_delta,
+    triton_delta_backward,
+    triton_doubly,
+    triton_doubly_backward,
+    triton_features,
     triton_forward,
     triton_kernels,
     triton_launch,
+    triton_polynomial,
     triton_recurrence,
     triton_sums,
     triton_weighted,
@@ -138,6 +144,60 @@ def test_the_recurrence(monkeypatch: pytest.MonkeyPatch, card: int) -> None:
         triton_recurrence.backward(carried, keys, kept, states, new)
 
     check(call, monkeypatch, 2, card)
+
+
+def polynomial_weights(q: Tensor, k: Tensor, v: Tensor) -> None:
+    kept = triton_polynomial.forward(q, k, v, None, 1.0, 2, True, True)
+    triton_polynomial.backward(q, k, v, *kept, v, None, 1.0, 2, True, True)
+
+
+def features(q: Tensor, k: Tensor, v: Tensor) -> None:
+    kept = triton_features.forward(q, k, v, None, 1.0, False, True)
+    triton_features.backward(q, k, v, *kept, v, None, 1.0, False, True)
+
+
+def doubly_normalized(q: Tensor, k: Tensor, v: Tensor) -> None:
+    mix = torch.ones(2)
+    kept = triton_doubly.forward(q, k, v, None, None, mix, 1.0)
+    triton_doubly_backward.backward(q, k, v, kept, v, None, None, mix, 1.0)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor) -> None:
+    gate = torch.ones(1, 2, 256)
+    kept = triton_delta.forward(q, k, v, gate, gate, None, 1.0, True)[1]
+    triton_delta_backward.backward(q, k, v, gate, gate, None, kept, v, 1.0, True)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> None:
+    out, row = triton_weighted.forward(q, k, v, None, None, 0.125, 0.0, False, 32)
+    triton_weighted.backward(q, k, v, out, row, v, None, 0.125, 0.0, False, False, 32)
+
+
+MECHANISMS = [(polynomial_weights, 4, 128), (doubly_normalized, 5, 128), (delta_rule, 6, 64), (window, 3, 128)]
+
+
+@pytest.mark.parametrize(
+    ("call", "kernels", "widest"),
+    [(features, 6, 128), *(pytest.param(*row, marks=pytest.mark.slow) for row in MECHANISMS)],
+)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.bfloat16, 64),
+        *(pytest.param(dtype, None, marks=pytest.mark.slow) for dtype in (torch.float32, torch.half)),
+    ],
+)
+def test_mechanisms(
+    call: Callable[[Tensor, Tensor, Tensor], None],
+    kernels: int,
+    widest: int,
+    dtype: torch.dtype,
+    size: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    card: int,
+) -> None:
+    q, k, v = (drawn(1, 2, 256, size or widest, dtype=dtype) for _ in range(3))
+    check(lambda: call(q, k, v), monkeypatch, kernels, card)
 
 
 @pytest.mark.parametrize("extended", [pytest.param(False, marks=pytest.mark.slow), True])

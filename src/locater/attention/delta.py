@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from locater.attention.inputs import Inputs, unit_length
 from locater.errors import LocaterError
+from locater.kernels.delta import delta_rule, has_delta_kernel
 from locater.kernels.recurrence import chunk_scan
 
 CHUNK = 64  # tokens
@@ -33,6 +34,9 @@ def delta_attention(x: Inputs, *, beta: Tensor, normalise: bool = True) -> Tenso
     >>> mechanism("delta").map(k, k, causal=True, beta=beta)[0, 0].int().tolist()
     [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     """
+    _check_gates(x, beta=beta)
+    if has_delta_kernel(x.q, x.v):
+        return _by_kernel(x, beta, None, normalise)
     return gated_delta_attention(x, beta=beta, log_decay=torch.zeros_like(beta), normalise=normalise)
 
 
@@ -44,6 +48,9 @@ def gated_delta_attention(x: Inputs, *, beta: Tensor, log_decay: Tensor, normali
     """`log_decay` (B, K, S), at most 0: the log of the factor by which the memory decays at each token. A padded key
     leaves the memory alone.
     """
+    _check_gates(x, beta=beta, log_decay=log_decay)
+    if has_delta_kernel(x.q, x.v):
+        return _by_kernel(x, beta, log_decay, normalise)
     q, k, v, beta, decay = _operands(x, beta, log_decay, normalise)
     chunk = min(CHUNK, x.S)
     short = -x.S % chunk
@@ -67,11 +74,33 @@ def gated_delta_attention(x: Inputs, *, beta: Tensor, log_decay: Tensor, normali
 
 def gated_delta_map(x: Inputs, *, beta: Tensor, log_decay: Tensor, normalise: bool = True) -> Tensor:
     """scale (G * q k^T) (I + L)^-1 diag(beta): what each value counts for in each output, overwriting included."""
+    _check_gates(x, beta=beta, log_decay=log_decay)
     q, k, _, beta, decay = _operands(x, beta, log_decay, normalise)
     gap, lower = _within(k, beta[..., None], decay[..., None])
     inverse = torch.linalg.solve_triangular(lower, torch.diag_embed(beta), upper=False, unitriangular=True)
     out = (gap * (q @ k.mT)) @ inverse
     return out.flatten(1, 2)[:, :, x.S - x.T :]
+
+
+def _check_gates(x: Inputs, **gates: Tensor) -> None:
+    shape = tuple(x.k.shape[:3])
+    for name, gate in gates.items():
+        if tuple(gate.shape) != shape:
+            raise LocaterError(f"{name} has shape {list(gate.shape)}, not {list(shape)} (batch, key heads, keys)")
+
+
+def _by_kernel(x: Inputs, beta: Tensor, log_decay: Tensor | None, normalise: bool) -> Tensor:
+    keys = x.real_keys()
+    return delta_rule(
+        x.q,
+        x.k,
+        x.v,
+        beta=beta,
+        log_decay=log_decay,
+        scale=x.scale_or(1.0),
+        unit=normalise,
+        keys=None if keys is None else keys[:, :, 0],
+    )
 
 
 def _within(k: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,10 +117,6 @@ def _operands(
     """q (B, K, G, S, D) with zeros where keys came before; k, v (B, K, 1, S, ...); beta and decay (B, K, G or 1, S), 0
     for padding.
     """
-    shape = tuple(x.k.shape[:3])
-    for name, gate in (("beta", beta), ("log_decay", log_decay)):
-        if tuple(gate.shape) != shape:
-            raise LocaterError(f"{name} has shape {list(gate.shape)}, not {list(shape)} (batch, key heads, keys)")
     q, k, v, keep = x.grouped()
     if normalise:
         q, k = unit_length(q), unit_length(k)

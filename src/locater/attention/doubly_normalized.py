@@ -4,8 +4,8 @@ E_ij = scale q_i.k_j; xi_ij = exp(E_ij) / sum_i' exp(E_i'j); A_ij = xi_ij / sum_
 1/S in all: sum_i A_ij >= 1/S. The hybrid is u A + (1 - u) softmax(E), which gives at least u/S.
 
 log xi_ij = E_ij - L_j with L_j = log sum_i exp(E_ij), so it is softmax attention with -L_j added to the logits of key
-j. L is computed without a T x S matrix, and so is its gradient. The sum runs over later queries too: it cannot be
-causal.
+j. L is computed without a T x S matrix, and so is its gradient; on a GPU by kernels that do it all, elsewhere as one
+more channel of fused attention. The sum runs over later queries too: it cannot be causal.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from locater.attention.inputs import Inputs, head_values, widen
 from locater.attention.softmax import fused, logits, normalized, softmax_attention, softmax_map, with_channels
 from locater.errors import LocaterError
 from locater.kernels import Terms, row_statistics
+from locater.kernels.doubly import doubly_attention
 from locater.kernels.weighted import has_kernel
 
 BLOCK = 128  # keys at a time
 
 
 def doubly_normalized_attention(x: Inputs) -> Tensor:
-    """Two passes: L, then fused attention with -L as one more channel of the keys. Padded queries do not count in L.
+    """Two passes: L, then attention with -L added to the logits of each key. Padded queries do not count in L.
 
     >>> from locater.attention import mechanism
     >>> q, k = 20 * torch.randn(1, 1, 64, 4), torch.randn(1, 1, 64, 4)
     >>> bool(mechanism("doubly_normalized").map(q, k).sum(2).min() >= 1 / 64)
     True
     """
+    if _fits(x):
+        return _by_kernel(x, None)
     scale = x.usual_scale
     ready = replace(x, k=x.per_query_head(x.k), v=x.per_query_head(x.v))
     shift = -_log_sums(ready)  # (B, H, S)
@@ -47,7 +50,12 @@ def doubly_normalized_map(x: Inputs) -> Tensor:
 def hybrid_normalized_attention(x: Inputs, *, mix: float | Tensor) -> Tensor:
     """`mix` is u: a number, or one per query head (H,), from 0 (softmax) to 1 (doubly normalized)."""
     u = _mix(x, mix)
-    return u * doubly_normalized_attention(x) + (1 - u) * softmax_attention(x)
+    # what the gradient costs is less for both at once; the output alone is more
+    if _fits(x) and torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v)):
+        numbers = u.flatten() if isinstance(u, Tensor) else x.q.new_full((1,), u, dtype=torch.float32)
+        return _by_kernel(x, numbers.expand(x.heads))
+    both = softmax_attention(x), doubly_normalized_attention(x)
+    return torch.lerp(*both, u.to(x.v.dtype) if isinstance(u, Tensor) else u)
 
 
 def hybrid_normalized_map(x: Inputs, *, mix: float | Tensor) -> Tensor:
@@ -59,7 +67,25 @@ def _mix(x: Inputs, mix: float | Tensor) -> float | Tensor:
     if not isinstance(mix, Tensor) and not 0 <= mix <= 1:
         raise LocaterError(f"mix={mix}: a number from 0 (softmax) to 1 (doubly normalized)")
     u = head_values(mix, x, "mix")
-    return u.to(x.q.dtype) if isinstance(u, Tensor) else u
+    return widen(u) if isinstance(u, Tensor) else u
+
+
+def _fits(x: Inputs) -> bool:
+    """Whether kernels that know of both sums can do it; they take masks of one row."""
+    return not x.has_row_mask and has_kernel(x.q, x.v)
+
+
+def _by_kernel(x: Inputs, mix: Tensor | None) -> Tensor:
+    keys, real = x.real_keys(), x.real_queries()
+    return doubly_attention(
+        x.q,
+        x.k,
+        x.v,
+        scale=x.usual_scale,
+        mix=mix,
+        keys=None if keys is None else keys[:, :, 0],
+        rows=None if real is None else real[:, 0, :, 0],
+    )
 
 
 def _counted(x: Inputs) -> Tensor:

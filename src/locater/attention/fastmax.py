@@ -4,7 +4,9 @@ f(x) = 1 + x (order 1) or 1 + x + x^2 / 2 (order 2) with x = q.k, A_ij = f(x_ij)
 1/2 everywhere; order 1 needs |x| <= 1, or weights turn negative. With |x| <= 1 no weight of order 2 exceeds 5 / (n + 4)
 among n keys: normalised Fastmax cannot localise.
 
-At order 2 there are F = 1 + D + D (D + 8) / 2 features: they take T F numbers per head, and their sums F E.
+At order 2 there are F = 1 + D + D (D + 8) / 2 features: they take T F numbers per head, and their sums F E. A GPU
+therefore computes f itself, tile by tile, unless the sequence is very long; order 1 is linear attention with D + 1
+features.
 """
 
 from __future__ import annotations
@@ -17,10 +19,16 @@ import torch
 from torch import Tensor
 
 from locater.attention.inputs import Inputs, unit_length, widen
-from locater.attention.linear import factorised, kernel_map
+from locater.attention.linear import by_features, factorised, kernel_map
 from locater.errors import LocaterError
+from locater.kernels.features import has_feature_kernel
+from locater.kernels.polynomial import polynomial_attention
+from locater.kernels.weighted import has_kernel
 
 Norm = Literal["token", "sequence"]
+# Keys up to which a GPU writes the polynomial out, tile by tile, sooner than it sums up features: for heads of 64 on an
+# H200 both take as long at 225,000 tokens, at 450,000 if causal.
+LONGEST = 262_144
 
 
 def fastmax_attention(x: Inputs, *, order: int = 2, norm: Norm | None = "token") -> Tensor:
@@ -35,9 +43,18 @@ def fastmax_attention(x: Inputs, *, order: int = 2, norm: Norm | None = "token")
     >>> bool(mechanism("fastmax").map(q, k).max() <= 0.1)                   # 5 / (46 + 4), whatever the queries
     True
     """
+    scale = _scale(x, order, norm)
     if norm == "sequence":  # masks may differ by query head, and means with them
         x = replace(x, k=x.per_query_head(x.k), v=x.per_query_head(x.v))
-    q, k = _operands(x, order, norm)
+    if order == 1 and norm == "token" and has_feature_kernel(x.q, x.v):
+        return by_features(x, scale, unit=True)
+    if norm != "sequence" and x.S <= LONGEST and has_kernel(x.q, x.v):
+        keys = x.real_keys()
+        seen = None if keys is None else keys[:, :, 0]
+        return polynomial_attention(
+            x.q, x.k, x.v, scale=scale, order=order, unit=norm == "token", keys=seen, causal=x.causal
+        )
+    q, k = _operands(x, scale, norm)
     _, _, v, keep = x.grouped()
     q, k = q.unflatten(1, (k.shape[1], -1)), k[:, :, None]
     return factorised(q, k, v, keep, partial(taylor_features, order=order), partial(_polynomial, order=order), x).to(
@@ -46,7 +63,7 @@ def fastmax_attention(x: Inputs, *, order: int = 2, norm: Norm | None = "token")
 
 
 def fastmax_map(x: Inputs, *, order: int = 2, norm: Norm | None = "token") -> Tensor:
-    q, k = _operands(replace(x, k=x.per_query_head(x.k)), order, norm)
+    q, k = _operands(replace(x, k=x.per_query_head(x.k)), _scale(x, order, norm), norm)
     return kernel_map(x, _polynomial(q, k, order))
 
 
@@ -73,8 +90,8 @@ def _polynomial(q: Tensor, k: Tensor, order: int) -> Tensor:
     return 1 + x if order == 1 else 1 + x + x.square() / 2
 
 
-def _operands(x: Inputs, order: int, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """Scaled, normalised queries and normalised keys, float32 at least."""
+def _scale(x: Inputs, order: int, norm: Norm | None) -> float:
+    """The scale of a call whose options fit together."""
     if order not in (1, 2):
         raise LocaterError(f"order={order}: 1 or 2")
     if norm not in ("token", "sequence", None):
@@ -90,6 +107,11 @@ def _operands(x: Inputs, order: int, norm: Norm | None) -> tuple[Tensor, Tensor]
             "fastmax: order 1 has negative weights where |q.k| > 1; "
             "give it norm='token' and a scale of at most 1, or order=2"
         )
+    return scale
+
+
+def _operands(x: Inputs, scale: float, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Scaled, normalised queries and normalised keys, float32 at least."""
     q, k = widen(x.q), widen(x.k)
     if norm == "token":
         q, k = unit_length(q), unit_length(k)

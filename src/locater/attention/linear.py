@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from locater.attention.inputs import Inputs, widen
+from locater.kernels.features import feature_attention, has_feature_kernel
 
 CHUNK = 128  # tokens
 Features = Callable[[Tensor], Tensor]  # (..., n, D) to (..., n, F)
@@ -29,9 +30,19 @@ def linear_attention(x: Inputs) -> Tensor:
     >>> mechanism("linear").map(torch.zeros(1, 1, 1, 2), k)
     tensor([[[[0.2500, 0.7500]]]])
     """
+    if has_feature_kernel(x.q, x.v):
+        return by_features(x, x.scale_or(1.0), unit=False)
     q, k, v, keep = x.grouped()
     q, k = elu_features(q * x.scale_or(1.0)), elu_features(k)
     return factorised(q, k, v, keep, lambda y: y, _dot, x).to(x.v.dtype)
+
+
+def by_features(x: Inputs, scale: float, unit: bool) -> Tensor:
+    """By kernels that read q, k and v as they are; `unit` for 1 + x of vectors of length 1."""
+    keys = x.real_keys()
+    return feature_attention(
+        x.q, x.k, x.v, scale=scale, unit=unit, keys=None if keys is None else keys[:, :, 0], causal=x.causal
+    )
 
 
 def linear_map(x: Inputs) -> Tensor:

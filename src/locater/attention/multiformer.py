@@ -13,8 +13,10 @@ published.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,6 +27,7 @@ from locater.attention.inputs import Inputs, widen
 from locater.attention.softmax import ROWS, fused, softmax_attention, softmax_map
 from locater.errors import LocaterError
 from locater.kernels.terms import Terms
+from locater.kernels.weighted import has_kernel, weighed_attention
 
 KINDS = {"f": "full", "l": "local", "c": "convolutional"}
 
@@ -137,20 +140,70 @@ def _by_kind(x: Inputs, kinds: str, run: dict[str, Callable[[Inputs, list[int]],
     letters = (kinds * x.heads)[: x.heads]
     if set(letters) == {"f"}:
         return run["f"](x, list(range(x.heads)))
-    k, v = x.per_query_head(x.k), x.per_query_head(x.v)
-    done: dict[int, Tensor] = {}
-    for letter, attend in run.items():
-        heads = [h for h in range(x.heads) if letters[h] == letter]
-        if heads:
-            mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else _picked(x.mask, heads)
-            some = replace(x.with_terms(mask=mask), q=_picked(x.q, heads), k=_picked(k, heads), v=_picked(v, heads))
-            done |= dict(zip(heads, attend(some, heads).unbind(1), strict=True))
-    return torch.stack([done[h] for h in range(x.heads)], 1)
+    present = [letter for letter in run if letter in letters]
+    groups = [[h for h in range(x.heads) if letters[h] == letter] for letter in present]
+    parts = [_Split.apply(y, *groups) for y in (x.q, x.per_query_head(x.k), x.per_query_head(x.v))]
+    done = []
+    for letter, heads, q, k, v in zip(present, groups, *parts, strict=True):
+        mask = x.mask if x.mask is None or x.mask.shape[1] == 1 else _picked(x.mask, heads)
+        done.append(run[letter](replace(x.with_terms(mask=mask), q=q, k=k, v=v), heads))
+    return _Joined.apply(groups, *done)
 
 
 def _picked(y: Tensor, heads: list[int]) -> Tensor:
-    """These heads of (b, heads, ...). Not by a list as an index, which would be copied to the device on every call."""
-    return torch.stack([y[:, h] for h in heads], 1)
+    """These heads of (b, heads, ...): a view where they are evenly spaced. Not by a list as an index, which would be
+    copied to the device on every call.
+    """
+    even = _spacing(heads)
+    return y[:, even] if even else torch.stack([y[:, h] for h in heads], 1)
+
+
+def _spacing(heads: list[int]) -> slice | None:
+    """Heads that are evenly spaced, as a slice."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    return slice(heads[0], heads[-1] + 1, step) if all(b - a == step for a, b in pairwise(heads)) else None
+
+
+def _put_together(parts: Sequence[Tensor], groups: Sequence[list[int]]) -> Tensor:
+    """(b, heads, ...) from the heads of each group: every head is written once."""
+    B, _, *rest = parts[0].shape
+    out = parts[0].new_empty(B, sum(map(len, groups)), *rest)
+    for part, heads in zip(parts, groups, strict=True):
+        even = _spacing(heads)
+        if even:
+            out[:, even] = part
+        else:
+            for n, h in enumerate(heads):
+                out[:, h] = part[:, n]
+    return out
+
+
+class _Split(torch.autograd.Function):
+    """Heads by groups. A gradient for each group of the whole size, most of it zeros, as indexing has it, would be more
+    work than attention is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *groups: list[int]) -> tuple[Tensor, ...]:
+        ctx.groups = groups
+        return tuple(_picked(y, heads) for heads in groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _put_together(grads, ctx.groups), *[None] * len(ctx.groups)
+
+
+class _Joined(torch.autograd.Function):
+    """What `_Split` took apart."""
+
+    @staticmethod
+    def forward(ctx: Any, groups: list[list[int]], *parts: Tensor) -> Tensor:
+        ctx.groups = groups
+        return _put_together(parts, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(_picked(grad, heads) for heads in ctx.groups)
 
 
 def _near(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
@@ -162,8 +215,16 @@ def _near(x: Inputs, positions: Tensor, window: int) -> Bool[Tensor, "T n"]:
 
 
 def _local(x: Inputs, window: int) -> Tensor:
-    """Fused: blocks of queries, each with the keys around it, as samples of one batch (B N, h, R, D)."""
+    """By a kernel on a GPU. Elsewhere fused: blocks of queries, each with the keys around it, as samples of one batch
+    (B N, h, R, D).
+    """
+    if window < 1:
+        raise LocaterError(f"window={window}: at least 1 token, the query's own")
     half, ahead = min(window // 2, x.S - 1), x.S - x.T
+    if not x.has_row_mask and has_kernel(x.q, x.v):
+        keys = x.real_keys()
+        seen = None if keys is None else keys[:, :, 0]
+        return weighed_attention(x.q, x.k, x.v, scale=x.usual_scale, keys=seen, window=half)
     # at least as many queries as keys at their sides, or these would be copied many times
     block = min(max(ROWS, 2 * half), x.T)
     N = -(-x.T // block)

@@ -1,5 +1,5 @@
-"""Attention whose weights are a capped softmax or sigmoids, as one operation that compiles and has gradients: Triton on
-CUDA.
+"""Attention whose weights are a softmax, capped or in a window, or sigmoids, as one operation that compiles and has
+gradients: Triton on CUDA.
 """
 
 from __future__ import annotations
@@ -35,25 +35,34 @@ def weighed_attention(
     shift: Float[Tensor, "B H T"] | None = None,
     keys: Bool[Tensor, "b h S"] | None = None,
     causal: bool = False,
+    window: int | None = None,
 ) -> Float[Tensor, "B H T E"]:
-    """softmax(cap tanh(scale q k^T / cap)) v with a cap, sigmoid(scale q k^T + shift) v with a shift per row: one of
-    the two.
+    """softmax(cap tanh(scale q k^T / cap)) v with a cap, sigmoid(scale q k^T + shift) v with a shift per row, plain
+    softmax with neither. With a `window` a query sees keys at most so far away, on either side.
 
     `keys` is False for those that nobody sees; a row that sees none is zero. Gradients go to q, k, v and shift.
     """
     out: Tensor = _weighed(
-        q, k, v, None if shift is None else shift.float().contiguous(), keys, scale, cap or 1.0, causal
+        q, k, v, None if shift is None else shift.float().contiguous(), keys, scale, cap or 0.0, causal, window
     )[0]
     return out
 
 
 @torch.library.custom_op("locater::weighed_attention", mutates_args=())
 def _weighed(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, keys: Tensor | None, scale: float, cap: float, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shift: Tensor | None,
+    keys: Tensor | None,
+    scale: float,
+    cap: float,
+    causal: bool,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     from locater.kernels import triton_weighted
 
-    out, row = triton_weighted.forward(q, k, v, shift, keys, scale, cap, causal)
+    out, row = triton_weighted.forward(q, k, v, shift, keys, scale, cap, causal, window)
     return out, row if shift is None else row.new_empty(0)  # an output may not be an input
 
 
@@ -75,11 +84,12 @@ def _gradient(
     scale: float,
     cap: float,
     causal: bool,
+    window: int | None,
     sigmoid: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from locater.kernels import triton_weighted
 
-    return triton_weighted.backward(q, k, v, out, row, grad, keys, scale, cap, causal, sigmoid)
+    return triton_weighted.backward(q, k, v, out, row, grad, keys, scale, cap, causal, sigmoid, window)
 
 
 @_gradient.register_fake
@@ -91,6 +101,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, shift, keys, *numbers = inputs
     out, row = output
+    ctx.mark_non_differentiable(row)
+    ctx.set_materialize_grads(False)  # of what is kept for the gradient nobody needs one
     ctx.numbers, ctx.sigmoid = numbers, shift is not None
     ctx.save_for_backward(q, k, v, out, row if shift is None else shift, keys)
 
@@ -98,7 +110,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, row, keys = ctx.saved_tensors
     dq, dk, dv, dshift = _gradient(q, k, v, out, row, grad, keys, *ctx.numbers, ctx.sigmoid)
-    return dq, dk, dv, dshift if ctx.sigmoid else None, None, None, None, None
+    return dq, dk, dv, dshift if ctx.sigmoid else None, None, None, None, None, None
 
 
 _weighed.register_autograd(_backward, setup_context=_keep)
