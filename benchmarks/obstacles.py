@@ -27,7 +27,7 @@ def of_import(results: Results) -> str:
     return (
         f"of {results['locater']['seconds']:.2f} s, {decompositions:.2f} s are 1,024 decompositions of 64 x 64, "
         f"{stages['folding and moments']:.2f} s the products of all query and key maps, and "
-        f"{stages['reading']:.2f} s reading {results['locater']['bytes_read'] / 1e6:.0f} MB, each stage alone on one thread"
+        f"{stages['reading']:.2f} s reading {results['locater']['bytes_read'] / 1e6:.0f} MB, stage by stage"
     )
 
 
@@ -51,7 +51,15 @@ def of_eigenvalues(results: Results) -> str:
 def of_slowest(names: Iterable[str] | None, excluded: Iterable[str] = ()) -> Callable[[Results], str]:
     def words(results: Results) -> str:
         name, ratio = slowest_mechanism(results, names, excluded)
-        return f"the slowest is {name} at {ratio:.2f} ([all of them](mechanisms.md))"
+        alone = results.get("operations", {}).get("seconds", {}).get(name, {}).get("forward")
+        if alone is None:
+            return f"the slowest is {name} at {ratio:.2f} ([all of them](mechanisms.md))"
+        long = str(results["operations"]["tokens"])
+        sdpa = results["seconds"]["SDPA, all keys" if name in results["all_keys"] else "SDPA"][long]["forward"]
+        return (
+            f"the slowest is {name} at {ratio:.2f}; its kernels alone, by a later version, take {1e3 * alone:.2f} ms, "
+            f"{alone / sdpa:.2f} of SDPA ([all of them](mechanisms.md))"
+        )
 
     return words
 

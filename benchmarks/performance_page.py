@@ -107,7 +107,7 @@ def _obstacles(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
 def _cases(attention: dict[str, Any], size: int) -> list[dict[str, Any]]:
