@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONS
 # twenty interpreters, and each would compile the package anew.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate reach papers browser golden docs docs-serve gallery dist clean
+.PHONY: demo test test-core test-slow test-gpu fuzz lint bench census surrogate reach papers browser golden notebooks docs docs-serve gallery dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/locater demo --json demo.json --report demo.html --twin demo-twin.html
@@ -70,6 +70,10 @@ papers: $(VENV)/.dev
 # What commands print today becomes what the tests compare with: docs/golden.md says when that is right.
 golden: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python scripts/golden.py
+
+# Executes the notebooks in examples/ and saves them with their outputs; NOTEBOOKS=name for one of them.
+notebooks: $(VENV)/.dev
+	$(BIN)/python scripts/notebooks.py $(NOTEBOOKS)
 
 # The documentation site, into site/: any warning is an error, nothing is loaded from elsewhere. `make docs-serve` shows it while you write.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs

@@ -12,6 +12,7 @@ import argparse
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from locater.tracking.loggers import read_run
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, EVERY = 4, 6, 96, 96, 8, 10
 
 
-def train(log: Path, steps: int, rate: float) -> None:
+def train(sinks: Sequence[Path | str], steps: int = 500, rate: float = 4e-3) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     text = torch.tensor(list(embedded_text()[:400_000].encode()))
@@ -43,7 +44,7 @@ def train(log: Path, steps: int, rate: float) -> None:
     )
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    monitor = Monitor(log, every=EVERY, warn_on="nonfinite, exploding, locked, spread>5").attach(model)
+    monitor = Monitor(*sinks, every=EVERY, warn_on="nonfinite, exploding, locked, spread>5").attach(model)
     for _ in range(steps):
         starts = torch.randint(len(text) - LENGTH, (BATCH,)).tolist()
         rows = torch.stack([text[start : start + LENGTH] for start in starts])
@@ -61,7 +62,8 @@ def picture(page: Path, out: Path) -> None:
 
     with sync_playwright() as play:
         browser = play.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else []
+            executable_path=shutil.which("chromium") or shutil.which("chromium-headless-shell"),
+            args=["--no-sandbox"] if os.geteuid() == 0 else [],
         )
         opened = browser.new_context(offline=True, viewport={"width": 1320, "height": 900}).new_page()
         opened.goto(page.as_uri())
@@ -79,7 +81,7 @@ def main() -> None:
         parser.error(f"{args.log} exists: a second run in one log counts as the first one resumed")
     with tempfile.TemporaryDirectory() as place:
         log = args.log or Path(place) / "run.jsonl"
-        train(log, args.steps, args.rate)
+        train([log], args.steps, args.rate)
         run = read_run(log)
         print(run.summary())
         page = Path(place) / "page.html"

@@ -3,6 +3,7 @@
 - Links out of docs/ (../CHANGELOG.md, ../benchmarks/results/checkpoint.json) work in the repository and on the site:
   pages are taken along, other files are copied.
 - Commands, flags and the Python interface are written by the package itself, where a page has a marker.
+- Notebooks in examples/ are pages under tutorials/, with the outputs that are stored in them.
 - Names of files in sentences, such as docs/theory.md section 9, are links to pages.
 - The gallery's pages of the demo are made for each build (scripts/gallery.py).
 - Lists and tables directly under a paragraph are what they look like, as everywhere but in Python-Markdown.
@@ -30,10 +31,14 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "src"))  # this tree, not another one that is installed
+HERE = [str(ROOT / "src"), str(ROOT / "scripts")]
+sys.path[:0] = HERE  # this tree, not another one that is installed
+
+from site_notebooks import page_of  # noqa: E402
 
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages of the site that are not in docs/
 START = {"README.md": "index.md"}  # what stands for them on the site
+NOTEBOOKS = {path.name: f"tutorials/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.ipynb"))}
 LINK = re.compile(r'(\]\(|src="|href=")(?![a-z]+:)([^)\s"#]+)')  # to a file; not to an address or a heading
 PICTURES = re.compile(r"(?m)^!\[[^]]*\]\([^)]*\) !\[")  # several in one paragraph
 FILE = re.compile(r"(?<![\w/\[])(?<!\]\()docs/([\w/-]+)\.md(?:,? section (\d+))?(?!\w)")  # its name in a sentence
@@ -42,6 +47,7 @@ EXTERNAL = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the entries of the nav that have a * in them: pages by the names of their files, plans of runs last."""
+    sys.path[:0] = HERE  # MkDocs takes back what the import of this file changed
     docs = Path(config.docs_dir)
     pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
     config.nav = _filled(config.nav, set(pages) - set(_names(config.nav)))
@@ -87,12 +93,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name in PAGES:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for name, uri in NOTEBOOKS.items():
+        text, pictures = page_of(ROOT / "examples" / name)
+        files.append(File.generated(config, uri, content=text))
+        for picture, content in pictures.items():
+            files.append(File.generated(config, f"tutorials/{picture}", content=content))
     for path in sorted(_gallery().glob("*.html")):
         files.append(File.generated(config, f"gallery/{path.name}", abs_src_path=str(path)))
     for page in files.documentation_pages():
         for _, target in LINK.findall(page.content_string):
             path = _outside(page, target)
             if path is not None and path not in (*PAGES, *START) and (ROOT / path).is_file():
+                if Path(path).name in NOTEBOOKS and page.src_uri not in NOTEBOOKS.values():
+                    continue  # its page; the file itself is linked from there
                 name = f"files/{path}"
                 if files.get_file_from_path(name) is None:
                     files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
@@ -102,7 +115,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 @cache
 def _gallery() -> Path:
     """A folder with the gallery of the package's models; made once, also where pages are built again and again."""
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]  # MkDocs takes back what hooks add while they are loaded
     from gallery import gallery
     from gallery_models import packaged
 
@@ -114,6 +126,8 @@ def _gallery() -> Path:
 
 def _place(page: File) -> str:
     """Where a page is in the repository."""
+    if page.src_uri in NOTEBOOKS.values():
+        return f"examples/{posixpath.basename(page.src_uri)}"
     return page.src_uri if page.src_uri in PAGES else f"docs/{page.src_uri}"
 
 
@@ -137,11 +151,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _target(page: File, target: str) -> str:
-    path = _outside(page, target)
+    path, notebook = _outside(page, target), page.src_uri in NOTEBOOKS.values()
+    if path is None and page.src_uri not in PAGES and not notebook:
+        return target
+    if notebook and "/" not in target:  # a picture that was made with the page
+        return target
     if path is None:
-        inside = posixpath.normpath(posixpath.join(posixpath.dirname(_place(page)), target)).removeprefix("docs/")
-        return target if page.src_uri not in PAGES else inside
-    path = START.get(path, path if path in PAGES else f"files/{path}")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(_place(page)), target)).removeprefix("docs/")
+    elif posixpath.basename(path) in NOTEBOOKS and not notebook:
+        path = NOTEBOOKS[posixpath.basename(path)]
+    else:
+        path = START.get(path, path if path in PAGES else f"files/{path}")
     return posixpath.relpath(path, posixpath.dirname(page.src_uri) or ".")
 
 

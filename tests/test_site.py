@@ -33,7 +33,7 @@ def test_every_page_is_in_the_nav_once() -> None:
     names = HOOKS["_names"](SITE["nav"])
     config = HOOKS["on_config"](SimpleNamespace(docs_dir=str(ROOT / "docs"), nav=SITE["nav"]))
     shown = HOOKS["_names"](config.nav)
-    assert sorted(shown) == sorted([*DOCS, *HOOKS["PAGES"]])
+    assert sorted(shown) == sorted([*DOCS, *HOOKS["PAGES"], *HOOKS["NOTEBOOKS"].values()])
     assert [next(iter(entry)) for entry in config.nav] == ["Start", "Guides", "Reference", "Theory", "Results", "Log"]
     assert [name for name in names if "*" in name] == ["*.md", "results/*.md"]
 
@@ -58,6 +58,11 @@ def test_nothing_comes_from_elsewhere() -> None:
         ("CONTRIBUTING.md", "docs/golden.md", "golden.md"),
         ("CONTRIBUTING.md", "CHANGELOG.md", "CHANGELOG.md"),
         ("CHANGELOG.md", "LICENSE", "files/LICENSE"),
+        ("tutorials.md", "../examples/one-prompt-explained.ipynb", "tutorials/one-prompt-explained.md"),
+        ("guides/study-heads.md", "../../examples/head-to-output.ipynb", "../tutorials/head-to-output.md"),
+        ("tutorials/head-to-output.md", "../docs/explain.md", "../explain.md"),
+        ("tutorials/head-to-output.md", "../examples/head-to-output.ipynb", "../files/examples/head-to-output.ipynb"),
+        ("tutorials/head-to-output.md", "head-to-output-plot-0.png", "head-to-output-plot-0.png"),
     ],
 )
 def test_links_out_of_docs_lead_to_the_site(page: str, target: str, expected: str) -> None:

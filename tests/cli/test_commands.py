@@ -79,6 +79,18 @@ def test_flagged_heads_come_first(run: Run, saved_llama: Path, tmp_path: Path) -
     assert "sharp" in first
 
 
+def test_what_fails_is_counted_by_condition(run: Run, saved_llama: Path, tmp_path: Path) -> None:
+    """A head of NaN is not hidden behind one that is sharp."""
+    tensors = load_file(saved_llama / "model.safetensors")
+    tensors["model.layers.2.self_attn.q_proj.weight"][8:16] *= 100
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = float("nan")
+    (tmp_path / "config.json").write_text((saved_llama / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    result = run("scan", tmp_path, "--fail-on", "sharp, nonfinite")
+    assert result.status == 1
+    assert "2 heads cross --fail-on, first sharp at layer 2 head 1 (sharp 1, nonfinite 1)" in result.err
+
+
 def test_fail_on_a_bound(run: Run, saved_llama: Path) -> None:
     assert run("scan", saved_llama, "--fail-on", "stable_rank<0").status == 0
     assert run("scan", saved_llama, "--fail-on", "stable_rank>=1, nonfinite").status == 1
@@ -234,7 +246,7 @@ def test_an_unexpected_exception_is_a_bug_of_ours(
     def fail(*args: object, **kwargs: object) -> None:
         raise kind("out of\nthe blue")
 
-    monkeypatch.setattr("locater.verbs.head_rows.effective", fail)
+    monkeypatch.setattr("locater.verbs.layer_moments.effective", fail)
     words: list[object] = ["scan", saved_llama]
     result = run(*{"none": words, "before": ["--debug", *words], "after": [*words, "--debug"]}[place])
     assert (result.status, result.out) == (2, "")
@@ -329,7 +341,7 @@ def test_interruption_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("locater.verbs.head_rows.effective", stop)
+        patch.setattr("locater.verbs.layer_moments.effective", stop)
         result = run("scan", saved_llama, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html")
     assert result.status == 130
     assert "Traceback" not in result.err

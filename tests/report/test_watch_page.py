@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import torch
 from locater import LocaterError
 from locater.report.packing import Curve, pack, thin
 from locater.report.watch import Server, watch_page
-from locater.tracking.loggers import JsonlSink, Sink, TensorBoardSink, flat, open_sink, read_run
+from locater.tracking.loggers import JsonlSink, Sink, open_sink, read_run
 from locater.tracking.run_reader import RunReader
 from tests.conftest import Result
 from tests.report.visits import Visit, data_of, needs_browser
@@ -213,77 +211,6 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(LocaterError, match="something else than a run log"):
         JsonlSink(tmp_path / "data.jsonl")
     assert (tmp_path / "data.jsonl").read_text() == '{"text": "a corpus"}\n'
-
-
-def test_scalars_by_name() -> None:
-    record = step(
-        5, 1, 2, loss=float("inf"), heads={"entropy_ratio": [[0.25, 0.75]], "max_logit": [[None, None]], "sink": [None]}
-    )
-    assert flat(record, [12]) == {
-        "grad_norm": 1.5, "layer/12/entropy_ratio/mean": 0.5, "layer/12/entropy_ratio/min": 0.25, "layer/12/entropy_ratio/max": 0.75,
-    }  # fmt: skip
-    assert flat({"kind": "loss", "step": 1, "loss": 2.0}, []) == {"loss": 2.0}
-    assert flat(warning(3), [0]) == {"warning/exploding": 120.0}
-
-
-def test_tensorboard_or_what_to_install(tmp_path: Path) -> None:
-    if importlib.util.find_spec("tensorboard") is None:
-        with pytest.raises(LocaterError, match="pip install tensorboard"):
-            open_sink(f"tensorboard:{tmp_path}")
-        return
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = open_sink(f"tensorboard:{tmp_path}")
-    assert isinstance(sink, TensorBoardSink)
-    for record in (
-        header(),
-        step(0),
-        step(10),
-        warning(10),
-        {"kind": "loss", "step": 11, "loss": 2.0},
-        {"kind": "end", "step": 11},
-    ):
-        sink.write(record)
-    sink.close()
-    held = EventAccumulator(str(tmp_path))
-    held.Reload()
-    assert [(e.step, e.value) for e in held.Scalars("loss")] == [(0, 3.0), (10, pytest.approx(3 / 11)), (11, 2.0)]
-    assert [e.step for e in held.Scalars("layer/02/entropy_ratio/max")] == [0, 10]
-    assert held.Tags()["tensors"] == ["warnings/text_summary"]
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_log_to_the_active_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[dict[str, float]] = []
-    active = types.SimpleNamespace(define_metric=lambda *a, **k: None)
-    module = types.ModuleType(name)
-    vars(module).update(run=active, log=logged.append)
-    monkeypatch.setitem(sys.modules, name, module)
-    sink = open_sink(name)
-    for record in (header(), step(10), {"kind": "end", "step": 11}):
-        sink.write(record)
-    sink.close()
-    assert len(logged) == 1
-    assert logged[0]["locater/step"] == 10
-    assert logged[0]["locater/loss"] == pytest.approx(3 / 11)
-    assert "locater/layer/02/max_logit/mean" in logged[0]
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(LocaterError, match=f"pip install {name}"):
-        open_sink(name)
-
-
-def test_trackers_need_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(numbers: object) -> None:
-        raise RuntimeError("Call trackio.init() before trackio.log().")
-
-    for name, content in (("wandb", {"run": None}), ("trackio", {"log": refuse})):
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(LocaterError, match=r"wandb\.init\(\)"):
-        open_sink("wandb")
-    with pytest.raises(LocaterError, match=r"trackio\.init\(\)"):
-        open_sink("trackio").write(step(1))
 
 
 # ---- the page ----

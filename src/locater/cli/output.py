@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +43,9 @@ def deliver(
 
 
 def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> None:
-    """End with status 1 if a head meets a condition of --fail-on, and name the first that does."""
+    """End with status 1 if a head meets a condition of --fail-on. Name the first that does; where heads meet several
+    conditions, also how many meet each: a CI log should not hide `nonfinite` behind `sharp`.
+    """
     crossed = [(condition.text, row) for condition in conditions for row in rows if condition.test(row)]
     if not crossed:
         return
@@ -51,5 +54,8 @@ def exit_if_crossed(conditions: Sequence[Condition], rows: Sequence[Mapping[str,
     heads = "1 head crosses" if count == 1 else f"{count} heads cross"
     where = f" from {row['where']}" if "where" in row else ""  # of several scans
     place = f"layer {row['layer']} head {row['head']}"
-    print(f"locater: {heads} --fail-on, first {text} at {place}{where}", file=sys.stderr)
+    each = Counter(text for text, _ in {(text, (r["layer"], r["head"])) for text, r in crossed})
+    counts = ", ".join(f"{name} {each[name]}" for name in dict.fromkeys(name for name, _ in crossed))
+    more = f" ({counts})" if len(each) > 1 else ""
+    print(f"locater: {heads} --fail-on, first {text} at {place}{where}{more}", file=sys.stderr)
     raise typer.Exit(1)

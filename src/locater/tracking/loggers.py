@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from locater.errors import LocaterError
-from locater.missing import finite_or_none
 from locater.tracking.logged_run import Run
 from locater.tracking.records import Record, is_run, line_of, shape_of
 from locater.tracking.run_log import first_run, read_run
+from locater.tracking.scalars import flat
+from locater.tracking.trackers import TensorBoardSink, TrackioSink, WandbSink
 
 __all__ = ["JsonlSink", "Run", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "flat", "open_sink", "read_run"]
 
@@ -110,93 +110,6 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorBoardSink:
-    """Scalars such as `layer/03/entropy_ratio/mean`, `loss` and `grad_norm`; warnings as text."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        module = _import("torch.utils.tensorboard", "tensorboard")
-        self._writer = module.SummaryWriter(os.fspath(folder))
-        self._layers: list[int] = []
-
-    def write(self, record: Record) -> None:
-        if record["kind"] == "run":
-            self._layers = [entry["layer"] for entry in record["layers"]]
-        for name, number in flat(record, self._layers).items():
-            self._writer.add_scalar(name, number, record["step"], walltime=record.get("time"))
-        if record["kind"] == "warning":
-            self._writer.add_text("warnings", str(record["message"]), record["step"], walltime=record.get("time"))
-        if record["kind"] in ("warning", "end"):
-            self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Tracker:
-    """Flat scalars under `locater/` in the tracker's active run, with the training step as `locater/step`."""
-
-    name = ""
-
-    def __init__(self) -> None:
-        self._module = _import(self.name, self.name)
-        self._layers: list[int] = []
-
-    def write(self, record: Record) -> None:
-        if record["kind"] == "run":
-            self._layers = [entry["layer"] for entry in record["layers"]]
-        numbers = flat(record, self._layers)
-        if numbers:
-            self._module.log(
-                {"locater/step": record["step"], **{f"locater/{name}": number for name, number in numbers.items()}}
-            )
-
-    def close(self) -> None:
-        """Nothing to do: the run belongs to whoever started it."""
-
-
-class WandbSink(_Tracker):
-    """Weights & Biases: the run that `wandb.init()` started."""
-
-    name = "wandb"
-
-    def __init__(self) -> None:
-        super().__init__()
-        if self._module.run is None:
-            raise LocaterError("no W&B run is active: call wandb.init() before the first record")
-        self._module.run.define_metric("locater/*", step_metric="locater/step")
-
-
-class TrackioSink(_Tracker):
-    """trackio: the run that `trackio.init()` started."""
-
-    name = "trackio"
-
-    def write(self, record: Record) -> None:
-        try:
-            super().write(record)
-        except RuntimeError as error:
-            raise LocaterError(f"trackio: {error}") from None
-
-
-def flat(record: Record, layers: list[int]) -> dict[str, float]:
-    """Scalars of a record by name, without nulls; `layers` are the numbers of the layers.
-
-    >>> flat({"kind": "step", "step": 5, "loss": 2.0, "scalars": {}, "heads": {"sink": [[0.25, None, 0.75]]}}, [3])
-    {'loss': 2.0, 'layer/03/sink/mean': 0.5, 'layer/03/sink/min': 0.25, 'layer/03/sink/max': 0.75}
-    """
-    scalars = {"loss": record.get("loss"), **(record.get("scalars") or {})}
-    if record["kind"] == "warning":
-        scalars[f"warning/{record['flag']}"] = record.get("value")
-    for column, rows in (record.get("heads") or {}).items():
-        for layer, row in zip(layers, rows, strict=False):
-            known = [x for x in row or () if finite_or_none(x) is not None]
-            if known:
-                name = f"layer/{layer:02d}/{column}"
-                scalars[f"{name}/mean"] = sum(known) / len(known)
-                scalars |= {f"{name}/min": min(known), f"{name}/max": max(known)}
-    return {name: cast(float, number) for name, number in scalars.items() if finite_or_none(number) is not None}
-
-
 def same_shape(a: Record, b: Record) -> bool:
     try:
         return shape_of(a) == shape_of(b)
@@ -211,10 +124,3 @@ def _shape(header: Record) -> str:
         return "layers that cannot be read"
     count, source = len(header["layers"]), header.get("source", "a model")
     return f"{source} with {count} layer{'s' * (count != 1)} of {' or '.join(map(str, heads)) or 'no'} heads"
-
-
-def _import(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise LocaterError(f"{package} is not installed: pip install {package}") from None
