@@ -93,8 +93,11 @@ gallery: $(VENV)/.dev
 dist: $(VENV)/.release
 	$(BIN)/python scripts/dist.py $(DIST)
 
-bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/checkpoint.py
+# All benchmarks of a device, and one table beside the last results; BENCH='--only checkpoint --keep' passes options on. With BIN=folder-of-a-python
+# it installs nothing and runs with the packages that are there.
+DEVICE ?= cpu
+bench: $(if $(filter command,$(firstword $(origin BIN))),,$(VENV)/.bench)
+	$(BIN)/python benchmarks/run.py --device $(DEVICE) $(BENCH)
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "locater needs Python 3.11 or later, this is " + sys.version.split()[0])'
